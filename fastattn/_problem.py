@@ -1,0 +1,82 @@
+"""The one object that carries an attention call from the edge to a backend.
+
+A `Problem` is what `_normalize` makes of the user's arguments and all that a backend ever sees.
+It holds views, sizes and options; it checks nothing, copies nothing and knows no backend.
+
+Letters: ``*lead`` the broadcast leading batch axes (may be none), ``H`` query heads, ``K`` key/value
+heads with ``H % K == 0``, ``L`` query length, ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+Broadcast axes are views with stride 0, never expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fastattn.masks import Tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One validated attention call: strided views, sizes and options.
+
+    Key ``j`` is allowed for query ``i`` when every one of the four that is present allows it:
+    the interval ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, and a
+    ``bias`` above -inf.
+    """
+
+    query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
+    key: np.ndarray  #: ``(*lead, K, S, D)``, same dtype
+    value: np.ndarray  #: ``(*lead, K, S, E)``, same dtype
+    out: np.ndarray  #: ``(*lead, H, L, E)``, same dtype, any strides, overlaps no input; to be filled
+    lse: np.ndarray | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; to be filled
+    weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; to be filled
+    scale: float
+    softcap: float | None
+    bias: np.ndarray | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
+    sinks: np.ndarray | None  #: ``(H,)``, same dtype as query, contiguous
+    key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
+    key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
+    dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
+    tiles: Tiles | None  #: tile map with bits for the partial tiles
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.query.shape[:-3]
+
+    @property
+    def batch(self) -> int:
+        return prod(self.lead)
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[-3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[-3]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one key/value head; 1 when there is no head at all."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def len_q(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def len_k(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[-1]

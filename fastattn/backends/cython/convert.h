@@ -1,0 +1,56 @@
+/* Elements of a caller's float array that is not of the compute type, one row at a time. */
+#ifndef FASTATTN_CONVERT_H
+#define FASTATTN_CONVERT_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline double fastattn_half_to_double(uint16_t bits) {
+    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+    uint32_t out;
+    float x;
+    if (magnitude >= 0x7c00) { /* inf, NaN */
+        out = sign | 0x7f800000 | (magnitude & 0x3ff) << 13;
+    } else if (magnitude >= 0x400) { /* normal: rebias the exponent from 15 to 127 */
+        out = sign | ((magnitude << 13) + ((127 - 15) << 23));
+    } else { /* zero, subnormal: a multiple of 2^-24 */
+        const double value = (double)magnitude / 16777216.0;
+        return sign ? -value : value;
+    }
+    memcpy(&x, &out, sizeof x);
+    return x;
+}
+
+/* to[i] (float or double, by to_size) = element i of the row, a float of from_size bytes, i < n. */
+static inline void fastattn_convert_row(char *to, int to_size, const char *from, int from_size, int swapped,
+                                        ptrdiff_t stride, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++, from += stride) {
+        uint64_t bits = 0;
+        double x;
+        if (from_size == 2) {
+            uint16_t half;
+            memcpy(&half, from, 2);
+            x = fastattn_half_to_double(swapped ? __builtin_bswap16(half) : half);
+        } else if (from_size == 4) {
+            uint32_t single;
+            float y;
+            memcpy(&single, from, 4);
+            if (swapped) single = __builtin_bswap32(single);
+            memcpy(&y, &single, 4);
+            x = y;
+        } else {
+            memcpy(&bits, from, 8);
+            if (swapped) bits = __builtin_bswap64(bits);
+            memcpy(&x, &bits, 8);
+        }
+        if (to_size == 4) {
+            const float y = (float)x;
+            memcpy(to + i * 4, &y, 4);
+        } else {
+            memcpy(to + i * 8, &x, 8);
+        }
+    }
+}
+
+#endif

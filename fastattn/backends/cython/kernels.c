@@ -1,0 +1,112 @@
+/* The micro-kernels for one ISA, float32 and float64: one body, instantiated twice here and once more for
+ * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it).
+ *
+ * Register blocking: TILE_ROWS x TILE_VECTORS accumulators, plus TILE_VECTORS lane vectors and a broadcast,
+ * fill the register file: 24 of 32 registers (AVX-512, NEON) or 12 of 16 (AVX2).
+ */
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define LOG2E 1.4426950408889634074
+#define LN2 0.69314718055994530942
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#define TILE_ROWS 8
+#define TILE_VECTORS 3
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define VECTOR_BYTES 32
+#define TILE_ROWS 4
+#define TILE_VECTORS 3
+#elif defined(__aarch64__)
+#define VECTOR_BYTES 16
+#define TILE_ROWS 8
+#define TILE_VECTORS 3
+#else
+#define VECTOR_BYTES 16
+#define TILE_ROWS 4
+#define TILE_VECTORS 2
+#endif
+
+/* Keeps the compiler from knowing a vector's value. */
+#if defined(__x86_64__)
+#define OPAQUE(x) __asm__ volatile("" : "+v"(x))
+#elif defined(__aarch64__)
+#define OPAQUE(x) __asm__ volatile("" : "+w"(x))
+#else
+#define OPAQUE(x) __asm__ volatile("" : "+m"(x))
+#endif
+
+#if defined(__clang__)
+#define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shuffle(a, b, (INDEX_TYPE){__VA_ARGS__})
+#endif
+
+#define CONCAT_(a, b) a##_##b
+#define CONCAT(a, b) CONCAT_(a, b)
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+/* The word of one row's keys [0, n), n <= 32: bit j is element j != 0. */
+INLINE uint32_t row_word(const char *row, ptrdiff_t stride, int itemsize, int n) {
+    if (stride == 1 && itemsize == 1 && n == 32) {
+#if defined(__AVX2__)
+        const __m256i x = _mm256_loadu_si256((const __m256i *)row);
+        return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
+#else
+        uint32_t word = 0;
+        for (int i = 0; i < 4; i++) {
+            uint64_t x;
+            memcpy(&x, row + 8 * i, 8);
+            /* Gathers each byte's bits into its lowest, then the eight lowest bits into the top byte. */
+            x |= x >> 4;
+            x |= x >> 2;
+            x |= x >> 1;
+            x &= UINT64_C(0x0101010101010101);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+            x = __builtin_bswap64(x);
+#endif
+            word |= (uint32_t)((x * UINT64_C(0x0102040810204080)) >> 56) << (8 * i);
+        }
+        return word;
+#endif
+    }
+    uint32_t word = 0;
+    for (int j = 0; j < n; j++) {
+        uint64_t x = 0;
+        memcpy(&x, row + j * stride, (size_t)itemsize);
+        word |= (uint32_t)(x != 0) << j;
+    }
+    return word;
+}
+
+static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, int itemsize,
+                       ptrdiff_t n_cols) {
+    for (ptrdiff_t j = 0; j < n_cols; j += 32, words += ld) {
+        const int n = n_cols - j < 32 ? (int)(n_cols - j) : 32;
+        uint32_t word = 0;
+        for (ptrdiff_t lane = 0; lane < ld; lane++) {
+            /* A mask broadcast over queries or heads has one row for many lanes. */
+            if (lane == 0 || rows[lane] != rows[lane - 1])
+                word = row_word(rows[lane] + j * stride, stride, itemsize, n);
+            words[lane] &= word;
+        }
+    }
+}
+
+#define REAL float
+#define REAL_BITS 32
+#define NAME(name) CONCAT(name, f32)
+#include "kernels_body.h"
+
+#define REAL double
+#define REAL_BITS 64
+#define NAME(name) CONCAT(name, f64)
+#include "kernels_body.h"

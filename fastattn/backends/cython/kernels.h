@@ -1,0 +1,80 @@
+/* The kernel contract: what the driver may call, one table per ISA and dtype.
+ *
+ * A kernel knows registers. It sees pointers, sizes and strides, never a mask by name, never a thread.
+ * A tile holds one *lane* per query row: tile[x * ld + lane], x a head_dim index, a key or a value_dim
+ * index. ld is a multiple of `lanes`; every lane always holds something readable, so no kernel handles
+ * a ragged row count: the driver repeats the last row in the lanes past the end and throws them away.
+ *
+ * Tiles are the driver's own memory, of REAL (float or double, by table), 64-byte aligned. Rows are the
+ * caller's memory: any byte stride, any alignment, read or written exactly inside their bounds.
+ * Each lane's arithmetic is one fixed sequence of operations: it depends on nothing in other lanes.
+ *
+ * Scores may be held in two domains: times log2(e), with exponent_factor 1; or natural, with
+ * exponent_factor log2(e), where a bias of any finite size must not overflow.
+ */
+#ifndef FASTATTN_KERNELS_H
+#define FASTATTN_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    const char *isa;
+    int lanes;       /* query rows in one vector */
+    int max_vectors; /* vectors in one tile, at most: block_q <= lanes * max_vectors */
+
+    /* tile[c][lane] = factor * rows[lane][c * stride], c < n_cols; `rows` has ld pointers. */
+    void (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
+                 double factor);
+
+    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], j < n_keys, and
+     * tile_max[lane] = max(tile_max[lane], s[.][lane]). Works on n_vectors vectors from s, q, tile_max. */
+    void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                  ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col);
+
+    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias[j][lane] (a tile,
+     * or NULL), then -inf where bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets
+     * tile_max. */
+    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
+                   const void *bias, const uint32_t *words);
+
+    /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
+     * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
+     * -inf scores give exactly 0, also while row_max is -inf. */
+    void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
+                    ptrdiff_t n_keys, double exponent_factor);
+
+    /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
+     * v[j * v_row + e * v_col] * p[j][lane]; rescale NULL: acc is only written. */
+    void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+                       const char *v, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row,
+                       ptrdiff_t v_col);
+
+    /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
+     * others, allowed as in `adjust`. `clean` is room for n_keys * value_dim REAL. */
+    void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
+                                ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
+                                const void *bias, const uint32_t *words, void *clean);
+
+    /* inverse[lane] = 1 / row_sum, 0 for an empty row; lse[lane] = natural log of the sum (or NULL). */
+    void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
+                   double exponent_factor);
+
+    /* rows[r][c * stride] = tile[c][r] * factor[r], r < n_rows, c < n_cols; 1 if any is NaN, else 0. */
+    int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                  ptrdiff_t n_cols, const void *factor);
+
+    /* Clears bit j % 32 of words[j / 32][lane] where element j of rows[lane] is zero, j < n_cols; an element
+     * is any integer of itemsize bytes. */
+    void (*mask_words)(uint32_t *words, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, int itemsize,
+                       ptrdiff_t n_cols);
+
+    /* Runs the peak rate of fused multiply-adds for `steps` steps; returns the FLOPs done. */
+    double (*fma_peak)(long steps);
+} fastattn_kernels;
+
+/* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL
+ * when it was not built or this CPU cannot run it. */
+const fastattn_kernels *fastattn_find_kernels(const char *isa, int itemsize);
+
+#endif

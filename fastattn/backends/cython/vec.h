@@ -1,0 +1,194 @@
+/* One vector of REAL: the few operations the kernels need, in gcc/clang vector types.
+ *
+ * Included once per dtype by kernels.c, after REAL, REAL_BITS and NAME() are defined. VECTOR_BYTES is the
+ * register width of the ISA this object is built for. Only what vector types cannot say well (max with
+ * a known NaN rule, the test of a mask bit) has an intrinsic form beside the portable one.
+ */
+
+#define LANES ((int)(VECTOR_BYTES / sizeof(REAL)))
+
+#if REAL_BITS == 32
+typedef int32_t NAME(lane_int);
+#define LANE_INT NAME(lane_int)
+#define MANTISSA_BITS 23
+#define EXPONENT_MIN (-126)
+#else
+typedef int64_t NAME(lane_int);
+#define LANE_INT NAME(lane_int)
+#define MANTISSA_BITS 52
+#define EXPONENT_MIN (-1022)
+#endif
+
+typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES)));
+typedef LANE_INT NAME(ivec) __attribute__((vector_size(VECTOR_BYTES)));
+/* What lies in the caller's memory has any alignment. */
+typedef REAL NAME(vec_unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+typedef REAL NAME(real_unaligned) __attribute__((aligned(1), may_alias));
+typedef uint32_t NAME(words) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+#define VEC NAME(vec)
+#define IVEC NAME(ivec)
+
+INLINE VEC NAME(load)(const void *p) { return *(const NAME(vec_unaligned) *)p; }
+INLINE void NAME(store)(void *p, VEC x) { *(NAME(vec_unaligned) *)p = x; }
+INLINE REAL NAME(scalar)(const char *p) { return *(const NAME(real_unaligned) *)p; }
+INLINE VEC NAME(splat)(REAL x) { return x - (VEC){}; }
+
+/* The first n lanes (0 < n <= LANES) of p, the rest 0; and back. Touches nothing past them. */
+INLINE VEC NAME(load_partial)(const void *p, int n) {
+#if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
+    return (VEC)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#elif defined(__AVX512F__) && VECTOR_BYTES == 64
+    return (VEC)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+#else
+    VEC x = {};
+    memcpy(&x, p, (size_t)n * sizeof(REAL));
+    return x;
+#endif
+}
+
+INLINE void NAME(store_partial)(void *p, VEC x, int n) {
+#if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+#elif defined(__AVX512F__) && VECTOR_BYTES == 64
+    _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)x);
+#else
+    memcpy(p, &x, (size_t)n * sizeof(REAL));
+#endif
+}
+
+INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
+    return (VEC)((mask & (IVEC)yes) | (~mask & (IVEC)no));
+}
+
+/* max(a, b) lane by lane; b where either is NaN. */
+INLINE VEC NAME(max)(VEC a, VEC b) {
+#if defined(__AVX512F__) && VECTOR_BYTES == 64
+#if REAL_BITS == 32
+    return (VEC)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return (VEC)_mm512_max_pd((__m512d)a, (__m512d)b);
+#endif
+#elif defined(__AVX2__) && VECTOR_BYTES == 32
+#if REAL_BITS == 32
+    return (VEC)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return (VEC)_mm256_max_pd((__m256d)a, (__m256d)b);
+#endif
+#else
+    return NAME(select)((IVEC)(a > b), a, b);
+#endif
+}
+
+/* x where the bit is set in the lane's word, -inf elsewhere. */
+INLINE VEC NAME(keep_allowed)(VEC x, IVEC words, LANE_INT bit) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+#if defined(__AVX512F__) && VECTOR_BYTES == 64
+#if REAL_BITS == 32
+    const __mmask16 allowed = _mm512_test_epi32_mask((__m512i)words, _mm512_set1_epi32(bit));
+    return (VEC)_mm512_mask_mov_ps((__m512)masked, allowed, (__m512)x);
+#else
+    const __mmask8 allowed = _mm512_test_epi64_mask((__m512i)words, _mm512_set1_epi64(bit));
+    return (VEC)_mm512_mask_mov_pd((__m512d)masked, allowed, (__m512d)x);
+#endif
+#else
+    return NAME(select)((IVEC)((words & bit) != 0), x, masked);
+#endif
+}
+
+/* The words of LANES rows, one a lane; bits above 32 are 0. */
+INLINE IVEC NAME(load_words)(const uint32_t *p) {
+#if REAL_BITS == 32
+    return (IVEC)*(const NAME(words) *)p;
+#else
+    return __builtin_convertvector(*(const NAME(words) *)p, IVEC);
+#endif
+}
+
+/* 2 (2^f - 1) / f on [-1/2, 1/2]; minimax in the relative error of 2^f (Lawson iteration at 40 digits):
+ * 2.0e-9 for float32, 3.4e-18 for float64, so what is left is rounding. */
+INLINE VEC NAME(twice_exp2m1_over_f)(VEC f) {
+#if REAL_BITS == 32
+    static const REAL c[] = {1.386294405711940786f,   0.4804529582699803028f,   0.11100664939387825982f,
+                             0.019236874732831904476f, 0.002679774973317259018f, 0.0003070672126048424178f};
+#else
+    static const REAL c[] = {1.3862943611198906516,      0.4804530139182026252,      0.11100821732964016804,
+                             0.019236258215188238088,    0.002666711629354889396,    0.0003080706091422534998,
+                             0.000030505466986563373,   0.000002643087056470190644,    2.035639902501223256e-7,
+                             1.4147566389765493892e-8,    8.869559076315603354e-10};
+#endif
+    const int degree = (int)(sizeof c / sizeof *c) - 1;
+    VEC y = NAME(splat)(c[degree]);
+#pragma GCC unroll 16
+    for (int i = degree - 1; i >= 0; i--) y = y * f + c[i];
+    return y;
+}
+
+/* Splits x <= 0 into n + f with |f| <= 1/2 and returns 2^(n-1) in *half_power, which is exactly 0 where
+ * 2^x would be below 2^(EXPONENT_MIN + 1/2): -inf gives 0, and no denormal is ever made. NaN gives f = NaN. */
+INLINE VEC NAME(split_exponent)(VEC x, VEC *half_power) {
+    const REAL round = (REAL)1.5 * (REAL)((LANE_INT)1 << MANTISSA_BITS) - EXPONENT_MIN;
+    x = NAME(max)(NAME(splat)(EXPONENT_MIN), x);
+    const VEC t = x + round;
+    *half_power = (VEC)((IVEC)t << MANTISSA_BITS);
+    return x - (t - round);
+}
+
+/* 2^x for x <= 0, about 1 ULP; 0 for -inf, NaN for NaN, exactly 1 for 0. */
+INLINE VEC NAME(exp2)(VEC x) {
+    VEC half_power;
+    const VEC f = NAME(split_exponent)(x, &half_power);
+    const VEC twice = f * NAME(twice_exp2m1_over_f)(f) + 2;
+    return twice * half_power;
+}
+
+/* tanh(x), a few ULP relative for small x too: with e = exp(-2|x|) - 1, tanh|x| = -e / (2 + e). */
+INLINE VEC NAME(tanh)(VEC x) {
+    const IVEC sign = (IVEC)x & (IVEC)NAME(splat)(-(REAL)0);
+    const VEC magnitude = (VEC)((IVEC)x ^ sign);
+    VEC half_power;
+    const VEC f = NAME(split_exponent)(magnitude * (REAL)(-2 * LOG2E), &half_power);
+    const VEC e = half_power * (f * NAME(twice_exp2m1_over_f)(f)) + (2 * half_power - 1);
+    return (VEC)((IVEC)(-e / (2 + e)) ^ sign);
+}
+
+/* Lane i of the two halves of a block swap at distance `half`, out of the pair (a, b). */
+#define SWAP_LOW(i, half) ((i) & (half) ? LANES + (i) - (half) : (i))
+#define SWAP_HIGH(i, half) ((i) & (half) ? LANES + (i) : (i) + (half))
+#if VECTOR_BYTES * 8 / REAL_BITS == 2
+#define EACH_LANE(M, h) M(0, h), M(1, h)
+#elif VECTOR_BYTES * 8 / REAL_BITS == 4
+#define EACH_LANE(M, h) M(0, h), M(1, h), M(2, h), M(3, h)
+#elif VECTOR_BYTES * 8 / REAL_BITS == 8
+#define EACH_LANE(M, h) M(0, h), M(1, h), M(2, h), M(3, h), M(4, h), M(5, h), M(6, h), M(7, h)
+#else
+#define EACH_LANE(M, h)                                                                                        \
+    M(0, h), M(1, h), M(2, h), M(3, h), M(4, h), M(5, h), M(6, h), M(7, h), M(8, h), M(9, h), M(10, h),        \
+        M(11, h), M(12, h), M(13, h), M(14, h), M(15, h)
+#endif
+#define SWAP_BLOCKS(x, half)                                                                                   \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                                                 \
+        if (i & (half)) continue;                                                                              \
+        const VEC a = x[i], b = x[i + (half)];                                                                 \
+        x[i] = SHUFFLE(IVEC, a, b, EACH_LANE(SWAP_LOW, half));                                                 \
+        x[i + (half)] = SHUFFLE(IVEC, a, b, EACH_LANE(SWAP_HIGH, half));                                       \
+    }
+
+/* Rows to columns: the LANES x LANES block in x, in log2(LANES) rounds of swapping off-diagonal blocks. */
+INLINE void NAME(transpose)(VEC x[LANES]) {
+#if VECTOR_BYTES * 8 / REAL_BITS >= 16
+    SWAP_BLOCKS(x, 8)
+#endif
+#if VECTOR_BYTES * 8 / REAL_BITS >= 8
+    SWAP_BLOCKS(x, 4)
+#endif
+#if VECTOR_BYTES * 8 / REAL_BITS >= 4
+    SWAP_BLOCKS(x, 2)
+#endif
+    SWAP_BLOCKS(x, 1)
+}
+
+#undef SWAP_LOW
+#undef SWAP_HIGH
+#undef EACH_LANE
+#undef SWAP_BLOCKS

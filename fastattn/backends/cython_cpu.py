@@ -1,0 +1,81 @@
+"""The compiled CPU backend: Cython driver over C micro-kernels, for float32 and float64, every feature."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from fastattn import _host
+from fastattn._plan import Plan, plan_tiles
+from fastattn._problem import Problem
+
+driver: Any
+try:
+    from fastattn.backends.cython import driver
+except ImportError as error:
+    driver = None
+    _missing = f"its extension module is not built or does not load ({error}); a C compiler builds it on install"
+else:
+    driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
+
+
+class CythonBackend:
+    """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
+
+    name = "cython"
+
+    def unavailable_reasons(self) -> list[str]:
+        return [_missing] if driver is None else []
+
+    def unsupported_reasons(self, problem: Problem) -> list[str]:
+        return []
+
+    def plan(self, problem: Problem, num_threads: int) -> Plan:
+        rows = problem.batch * problem.num_heads * problem.len_q
+        work = rows * problem.len_k * (problem.head_dim + problem.value_dim)
+        lanes, vectors = driver.lanes(problem.query.itemsize)
+        return plan_tiles(work, lanes * vectors, driver.thread_limit(num_threads))
+
+    def run(self, problem: Problem, plan: Plan) -> None:
+        driver.run(problem, plan.block_q, plan.block_k, plan.num_threads)
+
+
+backend = CythonBackend()
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that were built and that this CPU runs, best first."""
+    return [] if driver is None else list(driver.available_isas())
+
+
+def isa() -> str | None:
+    """The instruction set in use, or None without the extension."""
+    return None if driver is None else str(driver.chosen_isa())
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """For tests: other kernels for a while, in every thread."""
+    before = driver.chosen_isa()
+    driver.choose_isa(name)
+    try:
+        yield
+    finally:
+        driver.choose_isa(before)
+
+
+def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
+    """FLOP/s of fused multiply-adds alone, measured for about `seconds`: the machine's limit for this dtype."""
+    itemsize = np.dtype(dtype).itemsize
+    steps = 100_000
+    while True:
+        start = time.perf_counter()
+        flops = driver.fma_peak(itemsize, num_threads, steps)
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds / 2:
+            return float(flops / elapsed)
+        steps = int(steps * min(10.0, max(1.5, seconds / max(elapsed, 1e-6))))

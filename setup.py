@@ -1,0 +1,96 @@
+"""The compiled extension: the Cython driver, and one object of micro-kernels per instruction set.
+
+Everything else about the package is in pyproject.toml. Where there is no C compiler the package installs
+without the extension and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
+error, as it must be for a wheel.
+"""
+
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
+
+SOURCE = Path("fastattn", "backends", "cython")
+
+# No -ffast-math: -inf and NaN are data here. The two flags named only drop errno and the FP status bits.
+KERNEL_FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+
+X86 = {
+    "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+    "avx2": ["-mavx2", "-mfma"],
+}
+ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+
+NO_COMPILER = """
+*************************************************************************************
+fastattn: the compiled kernels were NOT built: {error}
+  They need a C compiler (gcc or clang). Without them only the slow NumPy reference
+  backend works. Install a compiler, then: pip install --force-reinstall fastattn
+*************************************************************************************
+"""
+
+
+class BuildKernels(build_ext):
+    """Compiles kernels.c once per instruction set with that set's flags, then the extension with them."""
+
+    def run(self):
+        try:
+            super().run()
+        except (CCompilerError, CompileError, ExecError, LinkError, PlatformError, FileNotFoundError) as error:
+            if os.environ.get("FASTATTN_REQUIRE_EXTENSION", "0") not in ("", "0"):
+                raise
+            print(NO_COMPILER.format(error=error), file=sys.stderr)
+            self.extensions = []
+
+    def build_extension(self, ext):
+        isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
+        openmp = self.first_that_compiles([["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"], []])
+        ext.extra_compile_args += [*KERNEL_FLAGS, *openmp]
+        ext.extra_link_args += openmp
+        ext.define_macros += [(f"FASTATTN_HAVE_{isa.upper()}", "1") for isa in isas]
+        for isa, flags in isas.items():
+            ext.extra_objects += self.compiler.compile(
+                [str(SOURCE / "kernels.c")],
+                output_dir=str(Path(self.build_temp) / isa),
+                macros=[("FASTATTN_ISA", isa)],
+                extra_preargs=[*KERNEL_FLAGS, "-fPIC", *flags],
+                depends=[str(path) for path in SOURCE.glob("*.h")],
+            )
+        super().build_extension(ext)
+
+    def first_that_compiles(self, candidates):
+        """The first list of flags with which an OpenMP program compiles and links; the last needs none."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "openmp.c")
+            source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
+            for flags in candidates[:-1]:
+                try:
+                    objects = self.compiler.compile([str(source)], output_dir=folder, extra_preargs=flags)
+                    self.compiler.link_executable(objects, str(Path(folder, "openmp")), extra_preargs=flags)
+                except (CompileError, LinkError):
+                    continue
+                return flags
+        return candidates[-1]
+
+
+setup(
+    ext_modules=cythonize(
+        [
+            Extension(
+                "fastattn.backends.cython.driver",
+                [str(SOURCE / "driver.pyx"), str(SOURCE / "dispatch.c")],
+                include_dirs=[np.get_include(), str(SOURCE)],
+                define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+                libraries=["m"],
+            )
+        ]
+    ),
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import _host
-from fastattn._plan import Plan, plan_tiles
+from fastattn._plan import BLOCK_K, SERIAL_WORK, Plan, plan_tiles
 from fastattn._problem import Problem
 
 driver: Any
@@ -45,6 +45,11 @@ class CythonBackend:
 
 
 backend = CythonBackend()
+
+
+def plain_attention(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
+    """The short way for a call with no other option; None where it does not apply."""
+    return driver.run_plain(query, key, value, causal, scale, BLOCK_K, SERIAL_WORK, _host.get_num_threads)  # type: ignore[no-any-return]
 
 
 def available_isas() -> list[str]:

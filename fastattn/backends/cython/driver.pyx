@@ -14,12 +14,13 @@ stands in, the thread that runs it, or the batch around it.
 """
 
 from cython.parallel cimport parallel, prange
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
+from cpython.pyport cimport PY_SSIZE_T_MAX
 
 import os
 
@@ -94,7 +95,7 @@ cdef struct Job:
     Py_ssize_t itemsize
     int n_lead
     Py_ssize_t lead_shape[MAX_LEAD]
-    Py_ssize_t batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim
+    Py_ssize_t batch, num_heads, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, tile_index
     char *sinks
     const uint32_t *tile_bits
@@ -590,34 +591,39 @@ cdef int set_view(View *view, cnp.ndarray array, int n_lead) except -1:
     return 0
 
 
+cdef int set_arrays(Job *job, cnp.ndarray query, cnp.ndarray key, cnp.ndarray value, cnp.ndarray out) except -1:
+    """The four arrays that every problem has, and the sizes, into an empty job."""
+    cdef int axis, n_lead = query.ndim - 3
+    memset(job, 0, sizeof(Job))
+    job.n_lead = n_lead
+    set_view(&job.query, query, n_lead)
+    set_view(&job.key, key, n_lead)
+    set_view(&job.value, value, n_lead)
+    set_view(&job.out, out, n_lead)
+    job.batch = 1
+    for axis in range(n_lead):
+        job.lead_shape[axis] = query.shape[axis]
+        job.batch *= query.shape[axis]
+    job.num_heads = query.shape[n_lead]
+    job.num_kv_heads = key.shape[n_lead]
+    job.group_size = job.num_heads // job.num_kv_heads if job.num_kv_heads else 1
+    job.len_q = query.shape[n_lead + 1]
+    job.len_k = key.shape[n_lead + 1]
+    job.head_dim = query.shape[n_lead + 2]
+    job.value_dim = value.shape[n_lead + 2]
+    job.itemsize = query.itemsize
+    return 0
+
+
 def run(problem, Py_ssize_t block_q, Py_ssize_t block_k, int num_threads):
     """Fills problem.out, and problem.lse and problem.weights where present.
 
     block_q is a multiple of the lanes of a vector, block_k of 32.
     """
     cdef Job job
-    cdef cnp.ndarray query = problem.query, key = problem.key, value = problem.value
-    cdef cnp.ndarray bits, sinks
-    cdef int axis, n_lead = query.ndim - 3
-    memset(&job, 0, sizeof(Job))
-    job.n_lead = n_lead
-    set_view(&job.query, query, n_lead)
-    set_view(&job.key, key, n_lead)
-    set_view(&job.value, value, n_lead)
-    set_view(&job.out, problem.out, n_lead)
-    job.batch = 1
-    for axis in range(n_lead):
-        job.lead_shape[axis] = query.shape[axis]
-        job.batch *= query.shape[axis]
-    job.num_kv_heads = key.shape[n_lead]
-    job.len_q = query.shape[n_lead + 1]
-    job.len_k = key.shape[n_lead + 1]
-    job.head_dim = query.shape[n_lead + 2]
-    job.value_dim = value.shape[n_lead + 2]
-    job.itemsize = query.itemsize
-    if job.batch == 0 or job.num_kv_heads == 0 or query.shape[n_lead] == 0 or job.len_q == 0:
-        return
-    job.group_size = query.shape[n_lead] // job.num_kv_heads
+    cdef cnp.ndarray bits
+    set_arrays(&job, problem.query, problem.key, problem.value, problem.out)
+    cdef int n_lead = job.n_lead
     if problem.lse is not None:
         set_view(&job.lse, problem.lse, n_lead)
         # (*lead, H, L): its last axis is the row.
@@ -642,14 +648,87 @@ def run(problem, Py_ssize_t block_q, Py_ssize_t block_k, int num_threads):
         job.tile_q = bits.shape[1]
         job.tile_k = bits.shape[2] * WORD
     if problem.sinks is not None:
-        sinks = problem.sinks
-        job.sinks = <char *>cnp.PyArray_DATA(sinks)
-    set_options(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap)
-    set_blocks(&job, block_q, block_k)
+        job.sinks = <char *>cnp.PyArray_DATA(<cnp.ndarray>problem.sinks)
+    solve(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap, block_q, block_k, num_threads)
+
+
+cdef int solve(Job *job, double scale, double softcap, Py_ssize_t block_q, Py_ssize_t block_k,
+               int num_threads) except -1:
+    if job.batch == 0 or job.num_heads == 0 or job.len_q == 0:
+        return 0
+    set_options(job, scale, softcap)
+    set_blocks(job, block_q, block_k)
     with nogil:
-        run_job(&job, num_threads)
+        run_job(job, num_threads)
     if job.out_of_memory:
         raise MemoryError("no memory for the tiles of a thread")
+    return 0
+
+
+cdef inline bint is_plain(object array) noexcept:
+    """An ndarray of native float32 or float64 with at least three axes."""
+    if not cnp.PyArray_CheckExact(array):
+        return False
+    cdef cnp.ndarray a = array
+    cdef int typenum = cnp.PyArray_TYPE(a)
+    return (typenum == cnp.NPY_FLOAT or typenum == cnp.NPY_DOUBLE) and cnp.PyArray_ISNOTSWAPPED(a) and a.ndim >= 3
+
+
+def run_plain(query, key, value, causal, scale, Py_ssize_t block_k, Py_ssize_t serial_work, get_num_threads):
+    """The result of a call without options beyond causal and scale, or None where it is not plain enough.
+
+    The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever
+    is not so, and every error, is left to the general way, which gives the same bits.
+    """
+    cdef Job job
+    cdef double factor
+    cdef int axis, num_threads = 1
+    cdef bint triangle = causal is True
+    cdef int64_t *stops = NULL
+    cdef Py_ssize_t i
+    if not (is_plain(query) and is_plain(key) and is_plain(value)) or not (triangle or causal is False):
+        return None
+    cdef cnp.ndarray q = query, k = key, v = value, out
+    cdef int n = q.ndim, typenum = cnp.PyArray_TYPE(q)
+    cdef cnp.npy_intp shape[MAX_LEAD]
+    if k.ndim != n or v.ndim != n or cnp.PyArray_TYPE(k) != typenum or cnp.PyArray_TYPE(v) != typenum:
+        return None
+    for axis in range(n - 3):
+        if k.shape[axis] != q.shape[axis] or v.shape[axis] != q.shape[axis]:
+            return None
+    if (k.shape[n - 3] == 0 or q.shape[n - 3] % k.shape[n - 3] != 0 or v.shape[n - 3] != k.shape[n - 3]
+            or v.shape[n - 2] != k.shape[n - 2] or k.shape[n - 1] != q.shape[n - 1] or q.shape[n - 1] == 0
+            or (triangle and q.shape[n - 2] != k.shape[n - 2])):
+        return None
+    if scale is None:
+        factor = 1 / sqrt(<double>q.shape[n - 1])
+    elif type(scale) is float and isfinite(<double>scale):
+        factor = scale
+    else:
+        return None
+
+    for axis in range(n - 1):
+        shape[axis] = q.shape[axis]
+    shape[n - 1] = v.shape[n - 1]
+    out = cnp.PyArray_EMPTY(n, shape, typenum, 0)
+    set_arrays(&job, q, k, v, out)
+    if (job.batch * job.num_heads * job.len_q * job.len_k * (job.head_dim + job.value_dim)) >= serial_work:
+        num_threads = thread_limit(get_num_threads())
+    if triangle:
+        # Key intervals [0, i + 1), the same for every item: the zero in front is every row's start.
+        stops = <int64_t *>malloc((job.len_q + 1) * sizeof(int64_t))
+        if stops == NULL:
+            raise MemoryError("no memory for the key intervals")
+        for i in range(job.len_q + 1):
+            stops[i] = i
+        job.key_start.data = <char *>stops
+        job.key_stop.data = <char *>(stops + 1)
+        job.key_stop.row = sizeof(int64_t)
+    try:
+        solve(&job, factor, 0.0, PY_SSIZE_T_MAX, block_k, num_threads)
+    finally:
+        free(stops)
+    return out
 
 
 cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:

@@ -34,6 +34,9 @@
 #define TILE_VECTORS 2
 #endif
 
+/* How many rows of V ahead their lines are fetched: each row is a line of its own, a long stride apart. */
+#define PREFETCH_ROWS 16
+
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)
 #define OPAQUE(x) __asm__ volatile("" : "+v"(x))

@@ -6,6 +6,8 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
                        double factor) {
     REAL *const dst = tile;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
+    /* The factor in two parts, so that x * factor is rounded about once however factor itself rounds. */
+    const REAL high = (REAL)factor, low = isfinite(high) ? (REAL)(factor - high) : 0;
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         for (ptrdiff_t c = 0; c < blocked; c += LANES) {
             const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
@@ -20,15 +22,14 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
             NAME(transpose)(x);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
-                if (i < n) NAME(store)(dst + (c + i) * ld + lane, x[i]);
+                if (i < n) NAME(store)(dst + (c + i) * ld + lane, x[i] * high + x[i] * low);
         }
         for (ptrdiff_t c = blocked; c < n_cols; c++)
-            for (int i = 0; i < LANES; i++)
-                dst[c * ld + lane + i] = NAME(scalar)(rows[lane + i] + c * stride);
+            for (int i = 0; i < LANES; i++) {
+                const REAL x = NAME(scalar)(rows[lane + i] + c * stride);
+                dst[c * ld + lane + i] = x * high + x * low;
+            }
     }
-    /* In double, so that a float32 query is rounded once, whatever the factor. */
-    if (factor != 1)
-        for (ptrdiff_t i = 0; i < n_cols * ld; i++) dst[i] = (REAL)(dst[i] * factor);
 }
 
 static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
@@ -76,8 +77,12 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                              const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col) {
     VEC sum[TILE_ROWS][TILE_VECTORS] = {};
+    /* The next rows, into L2: their lines are walked column by column, which no hardware prefetcher follows.
+     * One line for every two columns is as many as there are. */
+    const char *const next = k + R * k_row;
     for (ptrdiff_t d = 0; d < head_dim; d++, k += k_col, q += ld) {
         VEC x[TILE_VECTORS];
+        if (d % 2 == 0) __builtin_prefetch(next + d / 2 % R * k_row + d / 2 / R * 64, 0, 2);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) x[v] = NAME(load)(q + v * LANES);
 #pragma GCC unroll 8
@@ -106,6 +111,7 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
     VEC sum[TILE_ROWS][TILE_VECTORS] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, v_rows += v_row, p += ld) {
         VEC x[TILE_VECTORS];
+        __builtin_prefetch(v_rows + PREFETCH_ROWS * v_row);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
@@ -158,14 +164,8 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
 INLINE void NAME(score_rows)(const int V, const int unit, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                              const char *k, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row,
                              ptrdiff_t k_col) {
-    for (; n_keys >= TILE_ROWS; n_keys -= TILE_ROWS, s += TILE_ROWS * ld, k += TILE_ROWS * k_row) {
-        /* The next rows: their lines are walked column by column, which no hardware prefetcher follows. */
-        if (unit && n_keys >= 2 * TILE_ROWS)
-            for (int r = TILE_ROWS; r < 2 * TILE_ROWS; r++)
-                for (ptrdiff_t d = 0; d < head_dim * (ptrdiff_t)sizeof(REAL); d += 64)
-                    __builtin_prefetch(k + r * k_row + d);
+    for (; n_keys >= TILE_ROWS; n_keys -= TILE_ROWS, s += TILE_ROWS * ld, k += TILE_ROWS * k_row)
         SCORE(TILE_ROWS, V);
-    }
     REMAINDER(SCORE, n_keys, V)
 }
 

@@ -1,0 +1,43 @@
+"""Exact attention on NumPy arrays, without storing the score matrix.
+
+A call goes one way, and each line imports only what stands above it:
+
+===================  =================================================================================
+`fastattn.masks`     mask objects; they lower to key intervals per row, or to tiles with bits
+``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
+``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
+``_host``            cores, CPU, caches and environment variables
+``_plan``            `Problem` to `Plan`: block sizes and threads, and every tuning constant
+``backends``         each gives reasons why it cannot take a problem, and runs those that it can
+``_registry``        the order of preference among backends, imported when they are first needed
+``_api``             `attention` and its relatives: normalise, select, plan, run
+===================  =================================================================================
+
+Kernels know no mask by name: they see one interval of keys per query row (whole tiles outside it are
+skipped, whole tiles inside run unmasked), a dense array to stream, or tiles that are empty, full or have
+bits. A new mask touches no kernel, a new instruction set touches no mask.
+
+The rules that hold on every backend: types as in `numpy.linalg`; any strides, without copies; a query
+without keys gives 0 and lse ``-inf``; a masked key is never seen, be it NaN; masks combine by AND; empty
+arrays are legal; the same bits for any number of threads, layout and batch; errors before any work.
+"""
+
+from fastattn import masks
+from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
+from fastattn._host import get_num_threads, set_num_threads
+from fastattn._info import show_config
+from fastattn._registry import BackendError
+from fastattn._version import __version__
+
+__all__ = [
+    "BackendError",
+    "__version__",
+    "attention",
+    "get_num_threads",
+    "masks",
+    "merge_attention",
+    "scaled_dot_product_attention",
+    "set_num_threads",
+    "show_config",
+    "varlen_attention",
+]

@@ -1,0 +1,418 @@
+"""The public functions: each is a list of stages, normalise, select, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._host import check_num_threads, get_num_threads
+from fastattn._normalize import Request, as_pieces, normalize, normalize_sdpa, normalize_varlen
+from fastattn._registry import select
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn.masks import Mask
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    mask: Mask | ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    layout: str = "bhsd",
+    out: np.ndarray | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+        float32 or float64, and integers or bools, which count as float64. Two axes stand for one head,
+        ``(L, D)``, and then `key` and `value` have two as well; three are ``(H, L, D)``.
+    key : array_like, shape (..., K, S, D)
+        ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
+        multi-query attention). The leading axes broadcast as in `numpy.matmul`.
+    value : array_like, shape (..., K, S, E)
+        ``E`` need not be ``D``.
+    mask : fastattn.masks.Mask or array_like of bool or int, optional
+        Which keys each query may attend to: a mask object, or an array, non-zero = may attend, that
+        broadcasts to ``(..., H, L, S)``.
+    bias : array_like of float16, float32 or float64, optional
+        Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
+        ``(..., H, L, S)``. ``-inf`` masks.
+    causal : {False, True, "top_left", "bottom_right"}, default False
+        ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
+        item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder
+        with a cache needs. True: ``j <= i``, only for ``L = S``. With ``L = 3`` and ``S = 5``::
+
+            "top_left"    "bottom_right"
+            x . . . .     x x x . .
+            x x . . .     x x x x .
+            x x x . .     x x x x x
+
+    window : (int or None, int or None), optional
+        ``(left, right)``: keys from ``p - left`` to ``p + right``, both included, None = unbounded, where
+        ``p = i`` for `causal` True or ``"top_left"``, else ``p = i + S_b - L``.
+    key_lengths : array_like of int, optional
+        Broadcasts to the leading batch axes; keys at or past it are never read.
+    scale : float, optional
+        Any finite number; ``1 / sqrt(D)`` when not given.
+    softcap : float, optional
+        Turns a scaled score ``x`` into ``softcap * tanh(x / softcap)``, before bias and masks.
+    sinks : array_like, shape (H,), optional
+        One more logit per head, in the denominator only.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``. A view, never a copy;
+        `mask`, `bias`, the lse and the weights stay ``(..., H, L[, S])``.
+    out : ndarray, optional
+        Where to write the result: exactly its shape and dtype, any strides. It may overlap an input.
+    return_lse, return_weights : bool, default False
+        Also return the log-sum-exp, and the attention weights (which takes ``L * S`` memory per head).
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+    backend : {"cython", "reference"}, optional
+        When not given: FASTATTN_BACKEND, or the first that can take the problem.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+        In the dtype that query, key and value promote to; C-contiguous in the given layout.
+    lse : ndarray, shape (..., H, L)
+        Natural log of each row's softmax denominator, when asked for.
+    weights : ndarray, shape (..., H, L, S)
+        The softmax itself, when asked for. What is asked for comes back as one tuple, in this order.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not supported (complex, object, string, longdouble, float16), a float mask, a bias
+        that is not float, a masked array, an `out` of another dtype, an option of the wrong kind.
+    ValueError
+        Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
+        window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
+        read-only or overlaps itself, an unknown layout or backend.
+    BackendError
+        No backend, or not the one named, can take the problem.
+
+    All are raised before any work; `out` is then untouched.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S`` memory::
+
+        scores = scale * (query @ key.swapaxes(-1, -2)) + np.where(mask, 0, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out = weights / weights.sum(-1, keepdims=True) @ value
+
+    Masks: `mask`, `causal`, `window`, `key_lengths` and ``-inf`` in `bias` hold together (AND). A query
+    without any allowed key gives 0, lse ``-inf`` and weights 0; with a sink, lse is the sink. A masked key
+    is never seen: NaN or inf in it, or in its value, changes no bit of the result. A NaN in a query, or in
+    a key, value or bias that it may read, makes that row NaN.
+
+    Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
+    relative to the running maximum.
+
+    Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
+    on layout or strides.
+
+    Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
+    never expanded.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention Is All You Need", NeurIPS 2017, equation 1.
+    .. [2] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+    .. [3] Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.
+    .. [4] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
+       NeurIPS 2022.
+    .. [5] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
+       algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> query = rng.standard_normal((2, 8, 5, 64), dtype=np.float32)  # 2 items, 8 heads, 5 queries
+    >>> key, value = rng.standard_normal((2, 2, 2, 9, 64), dtype=np.float32)  # 2 heads, 9 keys
+    >>> fastattn.attention(query, key, value).shape
+    (2, 8, 5, 64)
+
+    Queries at the end of a padded batch of sequences, and the log of each row's denominator:
+
+    >>> out, lse = fastattn.attention(
+    ...     query, key, value, causal="bottom_right", key_lengths=[9, 6], return_lse=True
+    ... )
+    >>> lse.shape
+    (2, 8, 5)
+
+    A local window, and one key that all may attend to:
+
+    >>> from fastattn.masks import GlobalTokens, Window
+    >>> mask = Window(1, 1) | GlobalTokens([0])
+    >>> weights = fastattn.attention(query, key, value, mask=mask, return_weights=True)[1]
+    >>> (weights[0, 0] > 0).astype(int)
+    array([[1, 0, 0, 1, 1, 1, 0, 0, 0],
+           [1, 0, 0, 0, 1, 1, 1, 0, 0],
+           [1, 0, 0, 0, 0, 1, 1, 1, 0],
+           [1, 0, 0, 0, 0, 0, 1, 1, 1],
+           [1, 0, 0, 0, 0, 0, 0, 1, 1]])
+    """
+    request = normalize(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        layout=layout,
+        out=out,
+        return_lse=return_lse,
+        return_weights=return_weights,
+    )
+    return _solve(request, num_threads, backend)
+
+
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> np.ndarray:
+    """PyTorch's function of that name on NumPy arrays, by its conventions.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+    key : array_like, shape (..., K, S, D)
+    value : array_like, shape (..., K, S, E)
+    attn_mask : array_like, optional
+        Broadcasts to ``(..., H, L, S)``: bool, True = may attend, or float, added to the scores.
+    dropout_p : float, default 0.0
+        Must be 0.
+    is_causal : bool, default False
+        Key ``j <= i`` for query ``i``, also where ``L != S``. With `attn_mask` both hold.
+    scale : float, optional
+        ``1 / sqrt(D)`` when not given.
+    enable_gqa : bool, default False
+        Lets ``H`` be a multiple of ``K``. Without it the numbers of heads must match, or one be 1 and
+        broadcast.
+
+    Returns
+    -------
+    ndarray, shape (..., H, L, E)
+
+    Raises
+    ------
+    TypeError
+        An integer `attn_mask`, or a dtype that `attention` does not take.
+    ValueError
+        `dropout_p` other than 0, heads that do not match, shapes that do not fit.
+
+    See Also
+    --------
+    attention : the same with all options and in NumPy's conventions.
+
+    Notes
+    -----
+    Unlike there, a query without any allowed key gives zeros by contract, NaN in masked keys and values is
+    never seen, and query, key and value of different dtypes promote.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.random.default_rng(0).standard_normal((1, 4, 6, 8))
+    >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
+    (1, 4, 6, 8)
+    """
+    request = normalize_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _solve(request, None, None)
+
+
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    out: np.ndarray | None = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention within each of several documents that are packed one after another, without padding.
+
+    Letters: ``T`` all queries, ``T_k`` all keys, ``N`` documents, ``H`` query heads, ``K`` key/value heads,
+    ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (T, H, D)
+    key : array_like, shape (T_k, K, D)
+    value : array_like, shape (T_k, K, E)
+    cu_seqlens_q : array_like of int, shape (N + 1,)
+        Document ``d`` has the queries ``cu_seqlens_q[d]`` up to ``cu_seqlens_q[d + 1]``: from 0, rising, to
+        ``T``. A document may be empty.
+    cu_seqlens_k : array_like of int, shape (N + 1,), optional
+        The same for the keys; `cu_seqlens_q` when not given.
+    causal : {False, True, "top_left", "bottom_right"}, default False
+        As in `attention`, within each document. True needs as many keys as queries in each document.
+    window : (int or None, int or None), optional
+        As in `attention`, within each document.
+    scale, softcap, sinks, num_threads, backend
+        As in `attention`.
+    out : ndarray, shape (T, H, E), optional
+        Where to write the result.
+    return_lse : bool, default False
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : ndarray, shape (T, H, E)
+    lse : ndarray, shape (H, T)
+        When asked for; the two are then a tuple.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendError
+        As in `attention`; ValueError also where ``cu_seqlens`` do not rise from 0 to the length, or where
+        ``causal=True`` meets a document whose numbers of queries and keys differ.
+
+    Notes
+    -----
+    One call of `attention` in which each query reads one interval of keys, which is the same as ::
+
+        for d in range(N):
+            q, k = slice(*cu_seqlens_q[d : d + 2]), slice(*cu_seqlens_k[d : d + 2])
+            out[q] = attention(query[q], key[k], value[k], layout="bshd", causal=causal, window=window)
+
+    to rounding. Keys of other documents are never seen.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.random.default_rng(0).standard_normal((10, 2, 4))  # three documents: 3, 5 and 2 tokens
+    >>> out = fastattn.varlen_attention(x, x, x, [0, 3, 8, 10], causal=True)
+    >>> alone = fastattn.attention(x[3:8], x[3:8], x[3:8], layout="bshd", causal=True)
+    >>> np.allclose(out[3:8], alone)
+    True
+    """
+    request = normalize_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        return_lse=return_lse,
+    )
+    return _solve(request, num_threads, backend)
+
+
+def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
+    """Combine attention over disjoint sets of keys into attention over all of them, exactly.
+
+    Parameters
+    ----------
+    outs : sequence of array_like, each of shape (..., E)
+        The same queries' results over different keys.
+    lses : sequence of array_like, each of shape (...)
+        The log-sum-exp of each; ``-inf`` where it had no key to read.
+
+    Returns
+    -------
+    out : ndarray, shape (..., E)
+        In the dtype that `outs` promote to.
+    lse : ndarray, shape (...)
+        In the dtype that `lses` promote to.
+
+    Raises
+    ------
+    TypeError
+        A dtype that `attention` does not take.
+    ValueError
+        No piece, numbers of outs and lses that differ, shapes that differ.
+
+    Notes
+    -----
+    With ``w = exp(lses)`` this is ``out = sum(w * outs) / sum(w)`` and ``lse = log(sum(w))``, relative to
+    the largest lse and accumulated in float64. The order of the pieces matters to rounding only. A sink
+    belongs to one piece: given to several it is counted several times.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 4, 6, 8))
+    >>> first = fastattn.attention(query, key[:, :2], value[:, :2], return_lse=True)
+    >>> second = fastattn.attention(query, key[:, 2:], value[:, 2:], return_lse=True)
+    >>> out, lse = fastattn.merge_attention(*zip(first, second))
+    >>> np.allclose(out, fastattn.attention(query, key, value))
+    True
+    """
+    pieces, out_dtype, lse_dtype = as_pieces(outs, lses)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and inf pass through
+        lse_max = np.full(pieces[0][1].shape, -np.inf)
+        for _, lse in pieces:
+            np.maximum(lse_max, lse, out=lse_max)
+        base = np.where(np.isinf(lse_max), 0, lse_max)
+        acc = np.zeros(pieces[0][0].shape)
+        total = np.zeros(lse_max.shape)
+        for out, lse in pieces:
+            weight = np.exp(lse - base)
+            read = lse != -np.inf  # a piece without keys has nothing to say, whatever its out holds
+            total += weight
+            acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
+        out = acc / np.where(total == 0, 1, total)[..., None]
+        return out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
+
+
+def _solve(request: Request, num_threads: int | None, backend: str | None) -> Any:
+    """The stages after the edge: select, plan, run, and hand the results back."""
+    threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+    chosen = select(request.problem, backend)
+    chosen.run(request.problem, chosen.plan(request.problem, threads))
+    return request.finish()

@@ -1,0 +1,188 @@
+"""What the machine and the environment say: cores, CPU, caches and environment variables.
+
+The only reader of ``os.environ``. A bad value of a variable is an error when it is used, never when
+`fastattn` is imported.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from functools import cache
+from math import ceil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ISAS = ("avx512", "avx2", "neon", "portable")  #: instruction sets that kernels exist for, best first
+
+_CGROUP_ROOT = "/sys/fs/cgroup"
+_CACHES = "/sys/devices/system/cpu/cpu0/cache"
+
+_num_threads: int | None = None  # set by set_num_threads
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, no more than its cgroup's CPU quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, ceil(quota)))
+
+
+@cache
+def cpu_quota() -> float | None:
+    """CPUs' worth of time that the cgroups of this process grant it (v1 or v2), None when unlimited."""
+    try:
+        memberships = _read("/proc/self/cgroup").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        if controllers == "":
+            quotas += _nested(_CGROUP_ROOT, path, _quota_v2)
+            quotas += _nested(f"{_CGROUP_ROOT}/unified", path, _quota_v2)
+        elif "cpu" in controllers.split(","):
+            quotas += _nested(f"{_CGROUP_ROOT}/{controllers}", path, _quota_v1)
+            quotas += _nested(f"{_CGROUP_ROOT}/cpu", path, _quota_v1)
+    return min(quotas, default=None)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set how many threads calls use from now on in this process.
+
+    Parameters
+    ----------
+    num_threads : int
+        At least 1. The default is FASTATTN_NUM_THREADS, or else the cores that this process may use;
+        ``num_threads=`` of a call goes before both. No result depends on it.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> before = fastattn.get_num_threads()
+    >>> fastattn.set_num_threads(1)
+    >>> fastattn.get_num_threads()
+    1
+    >>> fastattn.set_num_threads(before)
+    """
+    global _num_threads
+    _num_threads = check_num_threads(num_threads, "num_threads")
+
+
+def get_num_threads() -> int:
+    """How many threads a call uses when it does not say.
+
+    That is what `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else the number of cores that
+    this process may use.
+
+    Raises
+    ------
+    ValueError
+        FASTATTN_NUM_THREADS is not a positive integer.
+    """
+    if _num_threads is not None:
+        return _num_threads
+    text = os.environ.get("FASTATTN_NUM_THREADS")
+    if not text:
+        return available_cores()
+    try:
+        return check_num_threads(int(text), "FASTATTN_NUM_THREADS")
+    except ValueError:
+        raise ValueError(f"FASTATTN_NUM_THREADS must be a positive integer, got {text!r}") from None
+
+
+def check_num_threads(value: object, name: str) -> int:
+    """`value` as a thread count; raises where it is none."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a positive integer, got {value!r}") from None
+    if count < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return count
+
+
+def default_backend() -> str | None:
+    """FASTATTN_BACKEND, or None."""
+    return os.environ.get("FASTATTN_BACKEND") or None
+
+
+def forced_isa() -> str | None:
+    """FASTATTN_ISA, or None; ValueError when it names no instruction set."""
+    isa = os.environ.get("FASTATTN_ISA") or None
+    if isa is not None and isa not in ISAS:
+        raise ValueError(f"FASTATTN_ISA must be one of {', '.join(ISAS)}, got {isa!r}")
+    return isa
+
+
+def cpu_name() -> str:
+    """The CPU's name as it gives it itself."""
+    try:
+        for line in _read("/proc/cpuinfo").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def cache_sizes() -> dict[str, str]:
+    """Sizes of the data caches that the first core sees, by level: ``{"L1": "32K", ...}``."""
+    sizes = {}
+    try:
+        caches = sorted(os.listdir(_CACHES))
+    except OSError:
+        caches = []
+    for cache_dir in caches:
+        try:
+            kind, level, size = (
+                _read(f"{_CACHES}/{cache_dir}/{name}").strip() for name in ("type", "level", "size")
+            )
+        except OSError:
+            continue
+        if kind != "Instruction":
+            sizes[f"L{level}"] = size
+    return sizes
+
+
+def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
+    """Quotas of the cgroup `path` and of all that it lies in.
+
+    In a container the path may be the host's, of which only the root is mounted: what is missing is passed
+    over.
+    """
+    parts = [part for part in path.split("/") if part]
+    quotas = []
+    for depth in range(len(parts), -1, -1):
+        try:
+            quota = read("/".join([root, *parts[:depth]]))
+        except (OSError, ValueError):
+            continue
+        if quota is not None:
+            quotas.append(quota)
+    return quotas
+
+
+def _quota_v2(group: str) -> float | None:
+    quota, period = _read(f"{group}/cpu.max").split()
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _quota_v1(group: str) -> float | None:
+    quota = int(_read(f"{group}/cpu.cfs_quota_us"))
+    return None if quota <= 0 else quota / int(_read(f"{group}/cpu.cfs_period_us"))
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()

@@ -1,0 +1,562 @@
+"""The edge: array_like arguments to a `Problem`, and the one place that raises on them.
+
+Every rule on types, shapes and values of an attention call is checked here, before any work. What comes
+out is views: an array is converted only when its dtype or byte order is not the one of the computation,
+and broadcast axes are never expanded.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn import masks
+from fastattn._problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+_FLOAT32 = np.dtype(np.float32)
+_FLOAT64 = np.dtype(np.float64)
+_OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A problem to solve, and how its results go back to the caller."""
+
+    problem: Problem
+    results: tuple[np.ndarray, ...]  #: out, then lse and weights where asked for, in the caller's shapes
+    staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input
+
+    def finish(self) -> Any:
+        """The results as the caller wants them; to be called when the problem is solved."""
+        if self.staged is not None:
+            self.results[0][...] = self.staged
+        return self.results[0] if len(self.results) == 1 else self.results
+
+
+class _Inputs(NamedTuple):
+    """Query, key and value as ``(*lead, heads, length, dim)`` views in the compute dtype."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    given: tuple[tuple[int, ...], ...]  #: the shapes that the caller gave
+    swapped: bool  #: the caller's length axis stands before the head axis
+
+    @property
+    def flat(self) -> bool:
+        """Whether the caller gave matrices, one head without an axis of its own."""
+        return len(self.given[0]) == 2
+
+    @property
+    def shapes(self) -> str:
+        return "query {}, key {}, value {}".format(*self.given)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], int, int, int]:
+        """``lead, H, L, S``."""
+        *lead, H, L, _ = self.query.shape
+        return tuple(lead), H, L, self.key.shape[-2]
+
+
+def normalize(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    mask: masks.Mask | ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    key_lengths: ArrayLike | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    layout: str,
+    out: np.ndarray | None,
+    return_lse: bool,
+    return_weights: bool,
+) -> Request:
+    """The arguments of `attention` as a `Request`; see there for what they mean and what is raised."""
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
+    inputs = _inputs(query, key, value, swapped=layout == "bshd")
+    lead, H, L, S = inputs.sizes
+    bounds = _row_intervals(inputs, causal, window, key_lengths)
+    lowered = _lower(inputs, mask, bounds) if mask is not None or bounds is not None else _NO_MASK
+    if bias is not None:
+        bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs)
+    return _assemble(inputs, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
+
+
+def normalize_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None,
+    *,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    out: np.ndarray | None,
+    return_lse: bool,
+) -> Request:
+    """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
+    arrays = [_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    for array, name in zip(arrays, ("query", "key", "value"), strict=True):
+        if array.ndim != 3:
+            raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
+    inputs = _inputs(*arrays, swapped=True)
+    _, _, L, S = inputs.sizes
+    starts_q = _cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L, inputs)
+    starts_k = starts_q
+    if cu_seqlens_k is not None:
+        starts_k = _cu_seqlens(cu_seqlens_k, "cu_seqlens_k", S, inputs)
+    elif S != L:
+        raise ValueError(f"cu_seqlens_k is needed where key has another length than query; {inputs.shapes}")
+    if len(starts_q) != len(starts_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(starts_q)} and {len(starts_k)}"
+        )
+    lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
+    causal = _causal(causal)
+    if causal is True and (differ := np.flatnonzero(lengths_q != lengths_k)).size:
+        d = differ[0]
+        raise ValueError(
+            f"causal=True needs as many keys as queries in each document, got {lengths_q[d]} queries and "
+            f'{lengths_k[d]} keys in document {d}; say causal="top_left" or causal="bottom_right"'
+        )
+    document = np.repeat(np.arange(len(lengths_q)), lengths_q)
+    position = np.arange(L) - starts_q[document]
+    start, stop = _band(
+        causal, _window(window), position, lengths_q[document], lengths_k[document], far=L + S
+    )
+    first, last = starts_k[document], starts_k[document + 1]
+    bounds = masks.make_intervals(np.maximum(start, 0) + first, np.minimum(stop + first, last), S)
+    lowered = _lower(inputs, None, bounds)
+    return _assemble(inputs, lowered, None, scale, softcap, sinks, out, return_lse, False)
+
+
+def normalize_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Request:
+    """The arguments of `scaled_dot_product_attention`, by PyTorch's conventions."""
+    if _finite(dropout_p, "dropout_p") != 0:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p!r}: dropout is random and for training, "
+            f"this computes exact attention"
+        )
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
+    if not enable_gqa and min(q.ndim, k.ndim, v.ndim) >= 3:
+        q, k, v = _matched_heads(q, k, v)
+    inputs = _inputs(q, k, v, swapped=False)
+    lead, H, L, S = inputs.sizes
+    bounds = _row_intervals(inputs, "top_left" if is_causal else False, None, None)
+    mask = bias = None
+    if attn_mask is not None:
+        array = _array(attn_mask, "attn_mask")
+        if array.dtype.kind != "b" and not _is_bias_dtype(array.dtype):
+            raise TypeError(
+                f"attn_mask must be bool (True = may attend), or float16, float32 or float64 (added), "
+                f"got dtype {array.dtype}"
+            )
+        array = _broadcast_scores(array, (*lead, H, L, S), "attn_mask", inputs)
+        if array.dtype.kind == "b":
+            mask = masks.Dense(array)
+        else:
+            bias = array
+    lowered = masks.lower(mask, *inputs.sizes, bounds)
+    return _assemble(inputs, lowered, bias, scale, None, None, None, False, False)
+
+
+def as_pieces(
+    outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.dtype, np.dtype]:
+    """The arguments of `merge_attention` as pairs, and the dtypes of its results."""
+    outs = [_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
+    lses = [_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge_attention needs as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"
+        )
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        _check_number_dtype(out, f"outs[{n}]")
+        _check_number_dtype(lse, f"lses[{n}]")
+        if out.ndim < 1 or out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"every out must have one shape (..., E) and every lse its (...); "
+                f"got outs {[x.shape for x in outs]}, lses {[x.shape for x in lses]}"
+            )
+    return list(zip(outs, lses, strict=True)), _promote(*outs), _promote(*lses)
+
+
+# Query, key and value ------------------------------------------------------------------------------
+
+
+def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
+    q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
+    given = (q.shape, k.shape, v.shape)
+    dtype = _compute_dtype(q, k, v)
+    if not (q.dtype == k.dtype == v.dtype == dtype):
+        q, k, v = _as_dtype(q, dtype), _as_dtype(k, dtype), _as_dtype(v, dtype)
+
+    inputs = _Inputs(q, k, v, given, swapped)
+    ranks = (q.ndim, k.ndim, v.ndim)
+    if min(ranks) < 2:
+        raise ValueError(f"query, key and value need at least 2 axes; got {inputs.shapes}")
+    if min(ranks) == 2:
+        if max(ranks) != 2:
+            raise ValueError(f"two axes stand for one head, then all three have two; got {inputs.shapes}")
+        q, k, v = q[None], k[None], v[None]
+    elif swapped:
+        q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
+
+    *q_lead, H, _, D = q.shape
+    *k_lead, K, S, key_dim = k.shape
+    *v_lead, value_heads, value_length, _ = v.shape
+    if key_dim != D:
+        raise ValueError(f"query and key must have the same head_dim, got {D} and {key_dim}; {inputs.shapes}")
+    if D == 0:
+        raise ValueError(f"head_dim must be at least 1, got 0; {inputs.shapes}")
+    if value_length != S:
+        raise ValueError(
+            f"key and value must have the same length, got {S} and {value_length}; {inputs.shapes}"
+        )
+    if value_heads != K:
+        raise ValueError(
+            f"key and value must have the same number of heads, got {K} and {value_heads}; {inputs.shapes}"
+        )
+    if H % K if K else H:
+        raise ValueError(
+            f"the heads of query must be a multiple of those of key and value, got {H} and {K}; {inputs.shapes}"
+        )
+    if not (q_lead == k_lead == v_lead):
+        try:
+            lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
+        except ValueError:
+            raise ValueError(f"the leading batch axes do not broadcast; {inputs.shapes}") from None
+        q, k, v = (np.broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
+    return _Inputs(q, k, v, given, swapped)
+
+
+def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views in which a head axis of 1 is broadcast, where it must be, to the others' heads."""
+    heads = {q.shape[-3], k.shape[-3], v.shape[-3]} - {1}
+    if len(heads) > 1:
+        raise ValueError(
+            f"query, key and value must have the same number of heads (or 1) unless enable_gqa=True; "
+            f"got query {q.shape}, key {k.shape}, value {v.shape}"
+        )
+    if k.shape[-3] == v.shape[-3] == 1:
+        return q, k, v  # one key/value head for all is what `attention` knows itself
+    num_heads = heads.pop() if heads else 1
+    q, k, v = (np.broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:])) for x in (q, k, v))
+    return q, k, v
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    """`value` as an ndarray, a view where it is one already."""
+    if type(value) is np.ndarray:
+        return value
+    _refuse_masked(value, name)
+    try:
+        return np.asarray(value)
+    except TypeError as error:
+        raise TypeError(f"{name} does not convert to an array: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} does not convert to an array: {error}") from error
+
+
+def _refuse_masked(value: Any, name: str) -> None:
+    ma = sys.modules.get("numpy.ma")  # not imported for this check alone: who has a masked array has it
+    if ma is not None and isinstance(value, ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost: pass a plain array, and mask=")
+
+
+def _compute_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
+    dtype = q.dtype
+    if dtype == k.dtype == v.dtype and (dtype == _FLOAT32 or dtype == _FLOAT64):
+        return dtype
+    for array, name in ((q, "query"), (k, "key"), (v, "value")):
+        _check_number_dtype(array, name)
+    return _promote(q, k, v)
+
+
+def _promote(*arrays: np.ndarray) -> np.dtype:
+    """The native float dtype that the arrays promote to, where integers and bools count as float64."""
+    counted = (_FLOAT64 if array.dtype.kind in "biu" else array.dtype for array in arrays)
+    return np.result_type(*counted).newbyteorder("=")
+
+
+def _check_number_dtype(array: np.ndarray, name: str) -> None:
+    dtype = array.dtype
+    if dtype.kind not in "biu" and not (dtype.kind == "f" and dtype.itemsize in (4, 8)):
+        raise TypeError(
+            f"{name} has dtype {dtype}; supported are float32 and float64, "
+            f"and integers and bools, which count as float64"
+        )
+
+
+def _as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy in another dtype that is as large as the array's memory, not as its broadcast shape."""
+    if array.dtype == dtype:
+        return array
+    stored = array[tuple(slice(None) if stride else slice(1) for stride in array.strides)]
+    return np.broadcast_to(stored.astype(dtype), array.shape)
+
+
+# Masks and bias ------------------------------------------------------------------------------------
+
+_NO_MASK = masks.Lowered(None, None, None, None)
+
+
+def _lower(inputs: _Inputs, mask: Any, bounds: Any) -> masks.Lowered:
+    if mask is not None and not isinstance(mask, masks.Mask):
+        mask = masks.Dense(_array(mask, "mask"))
+    if isinstance(mask, masks.Dense) and inputs.flat and mask.array.ndim > 2:
+        raise ValueError(
+            f"mask of shape {mask.array.shape} does not broadcast to (L, S) = {inputs.sizes[2:]}; {inputs.shapes}"
+        )
+    try:
+        return masks.lower(mask, *inputs.sizes, bounds)
+    except ValueError as error:
+        raise ValueError(f"{error}; {inputs.shapes}") from None
+
+
+def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Any:
+    """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
+    causal, window = _causal(causal), _window(window)
+    if causal is False and window is None and key_lengths is None:
+        return None
+    lead, _, L, S = inputs.sizes
+    if causal is True and L != S:
+        raise ValueError(
+            f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys j <= i) '
+            f'or causal="bottom_right" (the last query reads up to the last key); {inputs.shapes}'
+        )
+    len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S, inputs)[..., None]
+    if causal is False and window is None:
+        return masks.make_intervals(0, len_k, S)
+    return masks.make_intervals(*_band(causal, window, np.arange(L), L, len_k, far=L + S), S)
+
+
+def _band(causal: Any, window: Any, position: Any, len_q: Any, len_k: Any, far: int) -> tuple[Any, Any]:
+    """``start, stop`` of each query's keys, among the `len_k` keys that it has, before clipping at 0."""
+    start, stop = 0, len_k
+    if causal is False or causal == "bottom_right":
+        position = position + (len_k - len_q)
+    if causal is not False:
+        stop = np.minimum(stop, position + 1)
+    if window is not None:
+        start, window_stop = masks.window_interval(position, *window, far)
+        stop = np.minimum(stop, window_stop)
+    return start, stop
+
+
+def _causal(causal: Any) -> bool | str:
+    if isinstance(causal, (bool, np.bool_)):
+        return bool(causal)
+    if isinstance(causal, str) and causal in ("top_left", "bottom_right"):
+        return causal
+    raise ValueError(f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}')
+
+
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    try:
+        left, right = window
+    except TypeError:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}") from None
+    except ValueError:
+        raise ValueError(f"window must be a pair (left, right), got {window!r}") from None
+    return masks.window_bound(left, "window: left"), masks.window_bound(right, "window: right")
+
+
+def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int, inputs: _Inputs) -> np.ndarray:
+    lengths = masks.integers(_array(key_lengths, "key_lengths"), "key_lengths")
+    if not masks.broadcasts(lengths.shape, lead):
+        raise ValueError(
+            f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}; "
+            f"{inputs.shapes}"
+        )
+    if lengths.size and (lengths.min() < 0 or lengths.max() > len_k):
+        wrong = lengths[(lengths < 0) | (lengths > len_k)].flat[0]
+        raise ValueError(f"key_lengths must be in 0..S={len_k}, got {wrong}; {inputs.shapes}")
+    return lengths
+
+
+def _cu_seqlens(value: ArrayLike, name: str, total: int, inputs: _Inputs) -> np.ndarray:
+    starts = masks.integers(_array(value, name), name)
+    if starts.ndim != 1 or not starts.size:
+        raise ValueError(f"{name} must have shape (documents + 1,), got {starts.shape}")
+    if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
+        shown = starts.tolist() if starts.size <= 8 else f"{starts[:4].tolist()} ... {starts[-4:].tolist()}"
+        raise ValueError(f"{name} must rise from 0 to T={total}, got {shown}; {inputs.shapes}")
+    return starts
+
+
+def _bias(bias: ArrayLike) -> np.ndarray:
+    array = _array(bias, "bias")
+    if not _is_bias_dtype(array.dtype):
+        hint = "; to allow keys use mask=" if array.dtype.kind in "biu" else ""
+        raise TypeError(f"bias must be a float16, float32 or float64 array, got dtype {array.dtype}{hint}")
+    return array
+
+
+def _is_bias_dtype(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" and dtype.itemsize <= 8
+
+
+def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, inputs: _Inputs) -> np.ndarray:
+    if array.shape == shape:
+        return array
+    if not masks.broadcasts(array.shape, shape[-2:] if inputs.flat else shape):
+        expected = f"(L, S) = {shape[-2:]}" if inputs.flat else f"(..., H, L, S) = {shape}"
+        raise ValueError(f"{name} of shape {array.shape} does not broadcast to {expected}; {inputs.shapes}")
+    return np.broadcast_to(array, shape)
+
+
+# Numbers, sinks and results ------------------------------------------------------------------------
+
+
+def _assemble(
+    inputs: _Inputs,
+    lowered: masks.Lowered,
+    bias: np.ndarray | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    out: np.ndarray | None,
+    return_lse: bool,
+    return_weights: bool,
+) -> Request:
+    """Checks the remaining options, and makes room for the results."""
+    q, k, v, _, swapped = inputs
+    dtype = q.dtype
+    lead, H, L, S = inputs.sizes
+    scale = q.shape[-1] ** -0.5 if scale is None else _finite(scale, "scale")
+    if softcap is not None:
+        softcap = _finite(softcap, "softcap")
+        limits = np.finfo(dtype)
+        if not float(limits.tiny) <= softcap <= float(limits.max):
+            raise ValueError(f"softcap must be positive, and a normal number in {dtype}, got {softcap!r}")
+    if sinks is not None:
+        sinks = _sinks(sinks, H, dtype, inputs)
+
+    E = v.shape[-1]
+    if inputs.flat:
+        shape = (L, E)
+    else:
+        shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
+    staged = None
+    if out is None:
+        out = target = np.empty(shape, dtype)
+    else:
+        _check_out(out, shape, dtype, inputs)
+        reads = (q, k, v, bias, lowered.dense)
+        if any(array is not None and _overlap(out, array) for array in reads):
+            staged = np.empty(shape, dtype)
+        target = np.asarray(out) if staged is None else staged
+    lse = np.empty((*lead, H, L), dtype) if return_lse else None
+    weights = np.empty((*lead, H, L, S), dtype) if return_weights else None
+    if inputs.flat:
+        target = target[None]
+    elif swapped:
+        target = target.swapaxes(-3, -2)
+
+    problem = Problem(
+        query=q,
+        key=k,
+        value=v,
+        out=target,
+        lse=lse,
+        weights=weights,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        key_start=lowered.key_start,
+        key_stop=lowered.key_stop,
+        dense=lowered.dense,
+        tiles=lowered.tiles,
+    )
+    extras = (array for array in (lse, weights) if array is not None)
+    results = (out, *(array[0] if inputs.flat else array for array in extras))
+    return Request(problem, results, staged)
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        if isinstance(value, (str, bytes, bool, np.bool_)) or getattr(value, "ndim", 0):
+            raise TypeError
+        number = float(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a finite number, got {value!r}") from None
+    except OverflowError:
+        number = float("inf")
+    if not isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
+
+
+def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype, inputs: _Inputs) -> np.ndarray:
+    array = _array(sinks, "sinks")
+    if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
+        raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
+    if array.shape != (num_heads,):
+        raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}; {inputs.shapes}")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, dtype)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: _Inputs) -> None:
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
+    _refuse_masked(out, "out")
+    if out.dtype != dtype:
+        raise TypeError(f"out must have the result's dtype {dtype}, got {out.dtype}")
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}; {inputs.shapes}")
+    if not out.flags.writeable:
+        raise ValueError("out must be writeable, got a read-only array")
+    if not out.flags.c_contiguous and _may_overlap_itself(out):
+        raise ValueError(f"out has elements that share memory: shape {out.shape} with strides {out.strides}")
+
+
+def _may_overlap_itself(array: np.ndarray) -> bool:
+    """Whether some axis steps by less than the axes inside it span (no array of NumPy's own making does)."""
+    span = array.itemsize
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True)):
+        if n > 1:
+            if stride < span:
+                return True
+            span += stride * (n - 1)
+    return False
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,64 @@
+"""Which backend takes a problem: order of preference, lazy import, and the reasons when none can."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from fastattn import _host
+
+if TYPE_CHECKING:
+    from fastattn._problem import Problem
+    from fastattn.backends._base import Backend
+
+#: backend name -> module that exposes it as `backend`; the first that can take a problem gets it
+MODULES = {
+    "cython": "fastattn.backends.cython_cpu",
+    "reference": "fastattn.backends.reference",
+}
+
+_loaded: dict[str, Backend] = {}
+
+
+class BackendError(RuntimeError):
+    """No backend, or not the one that was named, can take the problem; the message lists every reason."""
+
+
+def load(name: str) -> Backend:
+    """The backend `name`, imported on first use."""
+    backend = _loaded.get(name)
+    if backend is None:
+        backend = _loaded[name] = import_module(MODULES[name]).backend
+    return backend
+
+
+def requested(name: str | None = None) -> str | None:
+    """`name`, or else FASTATTN_BACKEND, or None; ValueError when it is not a backend."""
+    argument = "backend"
+    if name is None:
+        name, argument = _host.default_backend(), "FASTATTN_BACKEND"
+    if name is not None and (not isinstance(name, str) or name not in MODULES):
+        raise ValueError(f"{argument} must be one of {', '.join(MODULES)}, got {name!r}")
+    return name
+
+
+def select(problem: Problem, name: str | None = None) -> Backend:
+    """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it.
+
+    Raises
+    ------
+    ValueError
+        `name` or FASTATTN_BACKEND is not a backend.
+    BackendError
+        The backend named cannot take the problem, or none can.
+    """
+    name = requested(name)
+    refusals = []
+    for candidate in MODULES if name is None else (name,):
+        backend = load(candidate)
+        reasons = backend.unavailable_reasons() or backend.unsupported_reasons(problem)
+        if not reasons:
+            return backend
+        refusals.append(f"{candidate}: {'; '.join(reasons)}")
+    who = "no backend" if name is None else f"backend {name!r}"
+    raise BackendError(f"{who} can take this problem:\n  " + "\n  ".join(refusals))

@@ -1,0 +1,5 @@
+import sys
+
+from fastattn.demo import main
+
+sys.exit(main())

@@ -1,0 +1,78 @@
+"""The same texts through the same model twice: with fastattn, and with the plain NumPy formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from fastattn.demo.attention import Attend, Floats, Ints, fast_attention, plain_attention
+from fastattn.demo.model import SentenceEncoder
+
+# As many rounds as fit into the time, within these bounds: medians of fewer are not worth printing.
+MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 6.0
+
+
+@dataclass
+class Contender:
+    """An attention function with a stopwatch around it, so that the model can be timed in one piece."""
+
+    attend: Attend
+    attention_seconds: list[float] = field(default_factory=list)  #: one per run, all its calls together
+    model_seconds: list[float] = field(default_factory=list)  #: one per run
+
+    def __call__(self, query: Floats, key: Floats, value: Floats, lengths: Ints) -> Floats:
+        start = perf_counter()
+        out = self.attend(query, key, value, lengths)
+        self.attention_seconds[-1] += perf_counter() - start
+        return out
+
+    def run(self, model: SentenceEncoder, batches: Sequence[Sequence[Ints]]) -> Floats:
+        """Encode all the batches, and note the time that attention took and the time that all of it took."""
+        self.attention_seconds.append(0.0)
+        start = perf_counter()
+        embeddings = [model.encode(batch, self) for batch in batches]
+        self.model_seconds.append(perf_counter() - start)
+        return np.concatenate(embeddings)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Median seconds over the rounds, and how far apart the embeddings are."""
+
+    rounds: int
+    fast_attention: float
+    fast_model: float
+    plain_attention: float
+    plain_model: float
+    largest_difference: float
+
+
+def compare(
+    model: SentenceEncoder,
+    batches: Sequence[Sequence[Ints]],
+    track: Callable[[Sequence[int]], Iterable[int]],
+) -> Comparison:
+    """Run both, turn and turn about. The first round warms up and compares the results; it is not counted.
+
+    `track` may show the progress of the rounds.
+    """
+    fast, plain = Contender(fast_attention), Contender(plain_attention)
+    difference = np.abs(fast.run(model, batches) - plain.run(model, batches)).max()
+    one_round = fast.model_seconds[0] + plain.model_seconds[0]
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS / one_round)))
+    for number in track(range(rounds)):
+        # Whoever goes first changes from round to round, so that neither always has the warmer cache.
+        for contender in (fast, plain) if number % 2 else (plain, fast):
+            contender.run(model, batches)
+    return Comparison(
+        rounds=rounds,
+        fast_attention=median(fast.attention_seconds[1:]),
+        fast_model=median(fast.model_seconds[1:]),
+        plain_attention=median(plain.attention_seconds[1:]),
+        plain_model=median(plain.model_seconds[1:]),
+        largest_difference=float(difference),
+    )

@@ -61,7 +61,7 @@ class BuildKernels(build_ext):
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("FASTATTN_ISA", isa)],
                 extra_preargs=[*KERNEL_FLAGS, "-fPIC", *flags],
-                depends=[str(path) for path in SOURCE.glob("*.h")],
+                depends=ext.depends,
             )
         super().build_extension(ext)
 
@@ -89,6 +89,7 @@ setup(
                 include_dirs=[np.get_include(), str(SOURCE)],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],
+                depends=sorted(str(path) for path in SOURCE.glob("*.[ch]") if path.name != "driver.c"),
             )
         ]
     ),

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._host import check_num_threads, get_num_threads
 from fastattn._normalize import Request, as_pieces, normalize, normalize_sdpa, normalize_varlen
-from fastattn._registry import select
+from fastattn._registry import select, short_way
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -176,6 +176,14 @@ def attention(
            [1, 0, 0, 0, 0, 0, 1, 1, 1],
            [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     """
+    if (
+        mask is bias is window is key_lengths is softcap is sinks is out is num_threads is backend is None
+        and layout == "bhsd"
+        and not (return_lse or return_weights)
+        and (short := short_way()) is not None
+        and (result := short(query, key, value, causal, scale)) is not None
+    ):
+        return result
     request = normalize(
         query,
         key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def show_config() -> None:
     print(f"threads   {_or_error(_host.get_num_threads)}")
     print(f"backend   {_or_error(_registry.requested) or 'the first of these that can take a problem'}")
     for name in _registry.MODULES:
-        print(f"  {name:<11} {_or_error(lambda name=name: _usable(name))}")
+        print(f"  {name:<11} {_or_error(partial(_usable, name))}")
 
 
 def _isa() -> str:

@@ -127,7 +127,8 @@ def normalize_varlen(
         raise ValueError(f"cu_seqlens_k is needed where key has another length than query; {inputs.shapes}")
     if len(starts_q) != len(starts_k):
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(starts_q)} and {len(starts_k)}"
+            f"cu_seqlens_q and cu_seqlens_k must have the same length, "
+            f"got {len(starts_q)} and {len(starts_k)}"
         )
     lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
     causal = _causal(causal)
@@ -193,21 +194,21 @@ def as_pieces(
     outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.dtype, np.dtype]:
     """The arguments of `merge_attention` as pairs, and the dtypes of its results."""
-    outs = [_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
-    lses = [_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
-    if not outs or len(outs) != len(lses):
+    pieces = [_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
+    sums = [_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    if not pieces or len(pieces) != len(sums):
         raise ValueError(
-            f"merge_attention needs as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"
+            f"merge_attention needs as many outs as lses, and at least one; got {len(pieces)} and {len(sums)}"
         )
-    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+    for n, (out, lse) in enumerate(zip(pieces, sums, strict=True)):
         _check_number_dtype(out, f"outs[{n}]")
         _check_number_dtype(lse, f"lses[{n}]")
-        if out.ndim < 1 or out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+        if out.ndim < 1 or out.shape != pieces[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 f"every out must have one shape (..., E) and every lse its (...); "
-                f"got outs {[x.shape for x in outs]}, lses {[x.shape for x in lses]}"
+                f"got outs {[x.shape for x in pieces]}, lses {[x.shape for x in sums]}"
             )
-    return list(zip(outs, lses, strict=True)), _promote(*outs), _promote(*lses)
+    return list(zip(pieces, sums, strict=True)), _promote(*pieces), _promote(*sums)
 
 
 # Query, key and value ------------------------------------------------------------------------------
@@ -248,7 +249,8 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         )
     if H % K if K else H:
         raise ValueError(
-            f"the heads of query must be a multiple of those of key and value, got {H} and {K}; {inputs.shapes}"
+            f"the heads of query must be a multiple of those of key and value, got {H} and {K}; "
+            f"{inputs.shapes}"
         )
     if not (q_lead == k_lead == v_lead):
         try:
@@ -295,7 +297,7 @@ def _refuse_masked(value: Any, name: str) -> None:
 
 def _compute_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
     dtype = q.dtype
-    if dtype == k.dtype == v.dtype and (dtype == _FLOAT32 or dtype == _FLOAT64):
+    if dtype == k.dtype == v.dtype and dtype in (_FLOAT32, _FLOAT64):
         return dtype
     for array, name in ((q, "query"), (k, "key"), (v, "value")):
         _check_number_dtype(array, name)
@@ -335,7 +337,8 @@ def _lower(inputs: _Inputs, mask: Any, bounds: Any) -> masks.Lowered:
         mask = masks.Dense(_array(mask, "mask"))
     if isinstance(mask, masks.Dense) and inputs.flat and mask.array.ndim > 2:
         raise ValueError(
-            f"mask of shape {mask.array.shape} does not broadcast to (L, S) = {inputs.sizes[2:]}; {inputs.shapes}"
+            f"mask of shape {mask.array.shape} does not broadcast to (L, S) = {inputs.sizes[2:]}; "
+            f"{inputs.shapes}"
         )
     try:
         return masks.lower(mask, *inputs.sizes, bounds)
@@ -351,8 +354,8 @@ def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) 
     lead, _, L, S = inputs.sizes
     if causal is True and L != S:
         raise ValueError(
-            f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys j <= i) '
-            f'or causal="bottom_right" (the last query reads up to the last key); {inputs.shapes}'
+            f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys '
+            f'j <= i) or causal="bottom_right" (the last query reads up to the last key); {inputs.shapes}'
         )
     len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S, inputs)[..., None]
     if causal is False and window is None:
@@ -368,7 +371,8 @@ def _band(causal: Any, window: Any, position: Any, len_q: Any, len_k: Any, far: 
     if causal is not False:
         stop = np.minimum(stop, position + 1)
     if window is not None:
-        start, window_stop = masks.window_interval(position, *window, far)
+        left, right = window
+        start, window_stop = masks.window_interval(position, left, right, far)
         stop = np.minimum(stop, window_stop)
     return start, stop
 
@@ -465,10 +469,9 @@ def _assemble(
         sinks = _sinks(sinks, H, dtype, inputs)
 
     E = v.shape[-1]
+    shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
     if inputs.flat:
         shape = (L, E)
-    else:
-        shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
     staged = None
     if out is None:
         out = target = np.empty(shape, dtype)
@@ -508,7 +511,7 @@ def _assemble(
 
 def _finite(value: Any, name: str) -> float:
     try:
-        if isinstance(value, (str, bytes, bool, np.bool_)) or getattr(value, "ndim", 0):
+        if isinstance(value, (str, bytes, bool, np.bool_)) or np.ndim(value):
             raise TypeError
         number = float(value)
     except TypeError:
@@ -557,6 +560,6 @@ def _may_overlap_itself(array: np.ndarray) -> bool:
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
     try:
-        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
+        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)  # type: ignore[arg-type]  # any int will do
     except np.exceptions.TooHardError:
         return True

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
 # amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group dense`.
 BLOCK_K = 256
 
+# Columns of query and key that one chain of roundings runs over. 64 costs nothing to speak of. Rounding errors
+# of scores average out over the keys of a row; where there are few keys they do not, and time goes elsewhere.
+# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --errors`.
+SCORE_CHUNK = 64
+SCORE_CHUNK_FEW_KEYS = 16
+FEW_KEYS = 64
+
 # Below this many multiply-adds one thread is faster than waking a second: the region costs about 5 us.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group small`.
-SERIAL_WORK = 400_000
+SMALL_WORK = 400_000
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How a problem is cut up. Results do not depend on any of it but ``block_k``."""
+class Plan(NamedTuple):
+    """How a problem is cut up. ``block_k`` and ``score_chunk`` say where sums are rounded, so they depend on
+    the problem alone; ``block_q`` and ``num_threads`` change no bit of a result."""
 
     block_q: int  #: query rows of a tile
     block_k: int  #: keys of a tile
+    score_chunk: int  #: columns that one partial sum of a score runs over
     num_threads: int
 
 
-def plan_tiles(work: int, widest_block: int, num_threads: int) -> Plan:
+def is_small(rows: int, len_k: int, columns: int) -> bool:
+    """Whether a problem is too small for more than one thread; letters as in `plan_tiles`."""
+    return rows * len_k * columns < SMALL_WORK
+
+
+def plan_tiles(rows: int, len_k: int, columns: int, block_q: int, num_threads: int) -> Plan:
     """The plan of a tiled CPU backend.
 
     Parameters
     ----------
-    work : int
-        Multiply-adds of the whole problem without masks, B·H·L·S·(D + E).
-    widest_block : int
-        Query rows that fill the register tile of the instruction set in use.
+    rows : int
+        All query rows, B·H·L.
+    len_k : int
+        Keys, S.
+    columns : int
+        Of key and value together, D + E: rows times keys times columns is the work without masks.
+    block_q : int
+        Query rows that fill the tile of the instruction set in use.
     num_threads : int
         How many threads there may be.
     """
-    return Plan(widest_block, BLOCK_K, 1 if work < SERIAL_WORK else num_threads)
+    chunk = SCORE_CHUNK_FEW_KEYS if len_k < FEW_KEYS else SCORE_CHUNK
+    return Plan(block_q, BLOCK_K, chunk, 1 if is_small(rows, len_k, columns) else num_threads)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
     from fastattn._problem import Problem
     from fastattn.backends._base import Backend
 
@@ -18,6 +22,8 @@ MODULES = {
 }
 
 _loaded: dict[str, Backend] = {}
+_short_ways: dict[str, Any] = {}
+_UNKNOWN = object()
 
 
 class BackendError(RuntimeError):
@@ -62,3 +68,20 @@ def select(problem: Problem, name: str | None = None) -> Backend:
         refusals.append(f"{candidate}: {'; '.join(reasons)}")
     who = "no backend" if name is None else f"backend {name!r}"
     raise BackendError(f"{who} can take this problem:\n  " + "\n  ".join(refusals))
+
+
+def short_way() -> Callable[..., np.ndarray | None] | None:
+    """The preferred backend's function for calls without options, where it has one and may be used.
+
+    It takes query, key, value, causal and scale, and returns None for what is not plain enough. All that it
+    saves is time: the general way gives the same bits.
+    """
+    name = _host.default_backend() or next(iter(MODULES))
+    if name not in MODULES:
+        return None
+    short = _short_ways.get(name, _UNKNOWN)
+    if short is _UNKNOWN:
+        backend = load(name)
+        usable = not backend.unavailable_reasons()
+        short = _short_ways[name] = getattr(backend, "plain_attention", None) if usable else None
+    return short

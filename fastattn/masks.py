@@ -139,7 +139,8 @@ class Causal(Mask):
         if self.offset is not None:
             if self.align is not None:
                 raise ValueError(
-                    f"Causal takes align or offset, not both; got align={self.align!r}, offset={self.offset!r}"
+                    f"Causal takes align or offset, not both; "
+                    f"got align={self.align!r}, offset={self.offset!r}"
                 )
             object.__setattr__(self, "offset", integers(self.offset, "Causal: offset"))
 
@@ -420,10 +421,10 @@ class Tiles:
     The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
     """
 
-    index: (
-        np.ndarray
-    )  #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32 view: EMPTY, FULL or a row of bits
-    bits: np.ndarray  #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile; 0 past the end
+    #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32 view: EMPTY, FULL or a row of `bits`
+    index: np.ndarray
+    #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile, 0 past the end
+    bits: np.ndarray
 
     def rows(self, item: tuple[int, ...], start: int, stop: int, len_k: int) -> np.ndarray:
         """Bool ``(stop - start, len_k)``: the rows ``start..stop`` of the plane ``item = (*lead, head)``."""

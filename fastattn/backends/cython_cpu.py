@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import _host
-from fastattn._plan import BLOCK_K, SERIAL_WORK, Plan, plan_tiles
+from fastattn._plan import Plan, is_small, plan_tiles
 from fastattn._problem import Problem
 
 driver: Any
@@ -36,20 +36,26 @@ class CythonBackend:
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
         rows = problem.batch * problem.num_heads * problem.len_q
-        work = rows * problem.len_k * (problem.head_dim + problem.value_dim)
-        lanes, vectors = driver.lanes(problem.query.itemsize)
-        return plan_tiles(work, lanes * vectors, driver.thread_limit(num_threads))
+        columns = problem.head_dim + problem.value_dim
+        block_q = driver.block_q(problem.query.itemsize)
+        return plan_tiles(rows, problem.len_k, columns, block_q, driver.thread_limit(num_threads))
 
     def run(self, problem: Problem, plan: Plan) -> None:
-        driver.run(problem, plan.block_q, plan.block_k, plan.num_threads)
+        driver.run(problem, plan)
+
+    def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
+        """The short way for a call with no other option; None where it does not apply."""
+        return driver.run_plain(query, key, value, causal, scale, _plain_plan)  # type: ignore[no-any-return]
 
 
 backend = CythonBackend()
 
 
-def plain_attention(query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
-    """The short way for a call with no other option; None where it does not apply."""
-    return driver.run_plain(query, key, value, causal, scale, BLOCK_K, SERIAL_WORK, _host.get_num_threads)  # type: ignore[no-any-return]
+def _plain_plan(itemsize: int, rows: int, len_k: int, columns: int) -> Plan:
+    # Asking how many threads there may be takes longer than a small call.
+    small = is_small(rows, len_k, columns)
+    num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
+    return plan_tiles(rows, len_k, columns, driver.block_q(itemsize), num_threads)
 
 
 def available_isas() -> list[str]:

@@ -39,7 +39,7 @@ class ReferenceBackend:
                     key = np.ascontiguousarray(problem.key[item][kv_head])
                     value = np.array(problem.value[item][kv_head], order="C")
                     # Rows that would turn a weight of 0 into NaN are taken out, and added by hand.
-                    wild = {j: value[j].copy() for j in np.flatnonzero(~np.isfinite(value).all(axis=-1))}
+                    wild = {int(j): value[j].copy() for j in np.flatnonzero(~np.isfinite(value).all(axis=-1))}
                     value[list(wild)] = 0
                     for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
                         for start in range(0, problem.len_q, plan.block_q):

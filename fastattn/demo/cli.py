@@ -220,7 +220,10 @@ def _print_timing(model: SentenceEncoder, texts: Sequence[Ints], batch_size: int
     result = compare(model, batches, lambda rounds: _track(rounds, "timing"))
 
     which = "all" if len(sample) == len(texts) else f"{len(sample)} of the"
-    print(f"\nTime for {which} {len(texts)} sentences, the median of {result.rounds} runs of each, in turns:")
+    print(
+        f"\nTime for {which} {len(texts)} sentences, the median of {result.rounds} runs of each, in turns "
+        f"(threads of fastattn: {fastattn.get_num_threads()}):"
+    )
     print("                      fastattn     plain NumPy")
     for name, fast, plain in (
         ("attention alone", result.fast_attention, result.plain_attention),
@@ -251,7 +254,7 @@ def _warn(message: str) -> None:
 
 
 def _fit(text: str) -> str:
-    """`text` on one line of the terminal, without characters that would command it."""
+    """`text` without characters that command a terminal, and on one line of it where there is one."""
     text = "".join(character if character.isprintable() else " " for character in text)
     width = shutil.get_terminal_size().columns
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return text if len(text) <= width or not sys.stdout.isatty() else text[: width - 3] + "..."

@@ -20,7 +20,6 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
-from cpython.pyport cimport PY_SSIZE_T_MAX
 
 import os
 
@@ -31,7 +30,7 @@ cdef extern from "kernels.h" nogil:
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, Py_ssize_t, Py_ssize_t,
-                      Py_ssize_t, Py_ssize_t) noexcept nogil
+                      Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, double, const void *, const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, Py_ssize_t,
@@ -107,6 +106,7 @@ cdef struct Job:
     double sink_factor       # natural logits to the domain of the scores
     double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
     Py_ssize_t block_k
+    Py_ssize_t score_chunk
     Py_ssize_t n_vectors     # vectors of lanes that the rows of one key/value head fill
     Py_ssize_t n_blocks      # blocks that they are cut into
     Py_ssize_t max_lanes     # lanes of the widest block
@@ -316,7 +316,7 @@ cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     kernels.score(w.scores, w.tile_max, w.query, block.ld, block.n_vectors, block.key + key0 * job.key.row,
-                  n_keys, job.head_dim, job.key.row, job.key.col)
+                  n_keys, job.head_dim, job.key.row, job.key.col, job.score_chunk)
     if job.bias.data != NULL:
         load_bias(job, w, block, key0, n_keys)
     if state == TILE_PARTIAL or job.bias.data != NULL or job.softcap > 0:
@@ -548,10 +548,10 @@ def chosen_isa():
     return chosen[0].isa.decode()
 
 
-def lanes(Py_ssize_t itemsize):
-    """Query rows in one vector, and vectors in the widest block, for elements of this size."""
+def block_q(Py_ssize_t itemsize):
+    """Query rows in the widest block of the instruction set in use, for elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes, kernels.max_vectors
+    return kernels.lanes * kernels.max_vectors
 
 
 def thread_limit(int num_threads):
@@ -615,11 +615,8 @@ cdef int set_arrays(Job *job, cnp.ndarray query, cnp.ndarray key, cnp.ndarray va
     return 0
 
 
-def run(problem, Py_ssize_t block_q, Py_ssize_t block_k, int num_threads):
-    """Fills problem.out, and problem.lse and problem.weights where present.
-
-    block_q is a multiple of the lanes of a vector, block_k of 32.
-    """
+def run(problem, plan):
+    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._plan.Plan`."""
     cdef Job job
     cdef cnp.ndarray bits
     set_arrays(&job, problem.query, problem.key, problem.value, problem.out)
@@ -649,15 +646,15 @@ def run(problem, Py_ssize_t block_q, Py_ssize_t block_k, int num_threads):
         job.tile_k = bits.shape[2] * WORD
     if problem.sinks is not None:
         job.sinks = <char *>cnp.PyArray_DATA(<cnp.ndarray>problem.sinks)
-    solve(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap, block_q, block_k, num_threads)
+    solve(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap, plan)
 
 
-cdef int solve(Job *job, double scale, double softcap, Py_ssize_t block_q, Py_ssize_t block_k,
-               int num_threads) except -1:
+cdef int solve(Job *job, double scale, double softcap, plan) except -1:
+    cdef int num_threads = plan.num_threads
     if job.batch == 0 or job.num_heads == 0 or job.len_q == 0:
         return 0
     set_options(job, scale, softcap)
-    set_blocks(job, block_q, block_k)
+    set_blocks(job, plan.block_q, plan.block_k, plan.score_chunk)
     with nogil:
         run_job(job, num_threads)
     if job.out_of_memory:
@@ -674,15 +671,15 @@ cdef inline bint is_plain(object array) noexcept:
     return (typenum == cnp.NPY_FLOAT or typenum == cnp.NPY_DOUBLE) and cnp.PyArray_ISNOTSWAPPED(a) and a.ndim >= 3
 
 
-def run_plain(query, key, value, causal, scale, Py_ssize_t block_k, Py_ssize_t serial_work, get_num_threads):
+def run_plain(query, key, value, causal, scale, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever
+    plan is called with the size of an element, and the numbers of rows, keys and columns. The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever
     is not so, and every error, is left to the general way, which gives the same bits.
     """
     cdef Job job
     cdef double factor
-    cdef int axis, num_threads = 1
+    cdef int axis
     cdef bint triangle = causal is True
     cdef int64_t *stops = NULL
     cdef Py_ssize_t i
@@ -712,8 +709,6 @@ def run_plain(query, key, value, causal, scale, Py_ssize_t block_k, Py_ssize_t s
     shape[n - 1] = v.shape[n - 1]
     out = cnp.PyArray_EMPTY(n, shape, typenum, 0)
     set_arrays(&job, q, k, v, out)
-    if (job.batch * job.num_heads * job.len_q * job.len_k * (job.head_dim + job.value_dim)) >= serial_work:
-        num_threads = thread_limit(get_num_threads())
     if triangle:
         # Key intervals [0, i + 1), the same for every item: the zero in front is every row's start.
         stops = <int64_t *>malloc((job.len_q + 1) * sizeof(int64_t))
@@ -725,7 +720,8 @@ def run_plain(query, key, value, causal, scale, Py_ssize_t block_k, Py_ssize_t s
         job.key_stop.data = <char *>(stops + 1)
         job.key_stop.row = sizeof(int64_t)
     try:
-        solve(&job, factor, 0.0, PY_SSIZE_T_MAX, block_k, num_threads)
+        solve(&job, factor, 0.0, plan(job.itemsize, job.batch * job.num_heads * job.len_q, job.len_k,
+                                      job.head_dim + job.value_dim))
     finally:
         free(stops)
     return out
@@ -743,8 +739,9 @@ cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:
         job.query_factor = scale * job.sink_factor
 
 
-cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept nogil:
+cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_t score_chunk) noexcept nogil:
     job.kernels = chosen[job.itemsize == 8]
+    job.score_chunk = score_chunk
     # No more room than the keys need: a small call stays in the small bins of malloc.
     job.block_k = min(block_k, (job.len_k + WORD - 1) // WORD * WORD)
     if job.block_k == 0:

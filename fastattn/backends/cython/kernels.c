@@ -1,8 +1,10 @@
 /* The micro-kernels for one ISA, float32 and float64: one body, instantiated twice here and once more for
  * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it).
  *
- * Register blocking: TILE_ROWS x TILE_VECTORS accumulators, plus TILE_VECTORS lane vectors and a broadcast,
- * fill the register file: 24 of 32 registers (AVX-512, NEON) or 12 of 16 (AVX2).
+ * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` as many as SCORE_CHAINS x
+ * SCORE_ROWS x TILE_VECTORS; with TILE_VECTORS lane vectors and a broadcast they fill the register file: 24
+ * sums of 32 registers (AVX-512, NEON) or 12 of 16 (AVX2). BLOCK_VECTORS is how many vectors a block of
+ * query rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
  */
 
 #include <math.h>
@@ -19,19 +21,35 @@
 #define VECTOR_BYTES 64
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
+#define SCORE_ROWS 4
+#define SCORE_CHAINS 2
+#define BLOCK_VECTORS 3
+#define EXP2_KEYS 4
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define VECTOR_BYTES 32
-#define TILE_ROWS 4
-#define TILE_VECTORS 3
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
+#define SCORE_ROWS 3
+#define SCORE_CHAINS 2
+#define BLOCK_VECTORS 6
+#define EXP2_KEYS 2
 #elif defined(__aarch64__)
 #define VECTOR_BYTES 16
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
+#define SCORE_ROWS 4
+#define SCORE_CHAINS 2
+#define BLOCK_VECTORS 12
+#define EXP2_KEYS 4
 #else
 #define VECTOR_BYTES 16
 #define TILE_ROWS 4
 #define TILE_VECTORS 2
+#define SCORE_ROWS 2
+#define SCORE_CHAINS 2
+#define BLOCK_VECTORS 6
+#define EXP2_KEYS 2
 #endif
 
 /* How many rows of V ahead their lines are fetched: each row is a line of its own, a long stride apart. */

@@ -28,9 +28,10 @@ typedef struct {
                  double factor);
 
     /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], j < n_keys, and
-     * tile_max[lane] = max(tile_max[lane], s[.][lane]). Works on n_vectors vectors from s, q, tile_max. */
+     * tile_max[lane] = max(tile_max[lane], s[.][lane]). Works on n_vectors vectors from s, q, tile_max.
+     * Sums are formed over `chunk` columns at a time: fewer round less and take a little longer. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col);
+                  ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
 
     /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias[j][lane] (a tile,
      * or NULL), then -inf where bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets

@@ -2,6 +2,19 @@
 
 #include "vec.h"
 
+#define LINE ((int)(64 / sizeof(REAL))) /* elements of a cache line */
+
+/* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
+#define SCORE_STEP(sum)                                                                                        \
+    do {                                                                                                       \
+        VEC x[TILE_VECTORS];                                                                                   \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = NAME(load)(q + v * LANES);                  \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
+            const REAL y = NAME(scalar)(k + r * k_row);                                                        \
+            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] += x[v] * y;                        \
+        }                                                                                                      \
+    } while (0)
+
 static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
                        double factor) {
     REAL *const dst = tile;
@@ -73,33 +86,42 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
     return any != 0;
 }
 
-/* One register tile of `score`: R keys by V vectors of lanes. Row r of K starts at k + r * k_row. */
+/* One register tile of `score`: R keys by V vectors of lanes. Row r of K starts at k + r * k_row.
+ *
+ * Each sum runs in SCORE_CHAINS interleaved chains, which are added up every `chunk` columns: short chains
+ * round less, and this is where most of the error of attention comes from. */
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col) {
-    VEC sum[TILE_ROWS][TILE_VECTORS] = {};
-    /* The next rows, into L2: their lines are walked column by column, which no hardware prefetcher follows.
-     * One line for every two columns is as many as there are. */
-    const char *const next = k + R * k_row;
-    for (ptrdiff_t d = 0; d < head_dim; d++, k += k_col, q += ld) {
-        VEC x[TILE_VECTORS];
-        if (d % 2 == 0) __builtin_prefetch(next + d / 2 % R * k_row + d / 2 / R * 64, 0, 2);
+                             const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                             ptrdiff_t chunk) {
+    for (ptrdiff_t start = 0; start < head_dim; start += chunk) {
+        VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
+        ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk;
+        for (; left >= LINE; left -= LINE) {
+            /* The next rows, into L2: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) x[v] = NAME(load)(q + v * LANES);
+            for (int r = 0; r < R; r++) __builtin_prefetch(k + (R + r) * k_row, 0, 2);
+            for (int d = 0; d < LINE; d += SCORE_CHAINS)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const REAL y = NAME(scalar)(k + r * k_row);
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += x[v] * y;
+                for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
+                    SCORE_STEP(sum[c]);
         }
+        for (; left > 0; left--, k += k_col, q += ld) SCORE_STEP(sum[0]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                REAL *const to = s + r * ld + v * LANES;
+#pragma GCC unroll 8
+                for (int c = 1; c < SCORE_CHAINS; c++) sum[0][r][v] += sum[c][r][v];
+                if (start > 0) sum[0][r][v] += NAME(load)(to);
+                NAME(store)(to, sum[0][r][v]);
+            }
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
         VEC top = NAME(load)(tile_max + v * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            NAME(store)(s + r * ld + v * LANES, sum[r][v]);
-            top = NAME(max)(top, sum[r][v]);
-        }
+        for (int r = 0; r < R; r++) top = NAME(max)(top, NAME(load)(s + r * ld + v * LANES));
         NAME(store)(tile_max + v * LANES, top);
     }
 }
@@ -133,84 +155,69 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
     }
 }
 
-#define SCORE(R, V)                                                                                            \
-    NAME(score_tile)(R, V, s, tile_max, q, ld, k, head_dim, k_row, unit ? (ptrdiff_t)sizeof(REAL) : k_col)
-#define ACCUMULATE(R, V)                                                                                       \
-    NAME(accumulate_tile)(R, V, acc, p, rescale, ld, v, n_keys, v_row, unit ? (ptrdiff_t)sizeof(REAL) : v_col)
-
-/* The last rows, fewer than a full tile: one case each, so that each is unrolled. */
-#if TILE_ROWS == 8
-#define REMAINDER(KERNEL, n, V)                                                                                \
-    switch (n) {                                                                                               \
-        case 7: KERNEL(7, V); break;                                                                           \
-        case 6: KERNEL(6, V); break;                                                                           \
-        case 5: KERNEL(5, V); break;                                                                           \
-        case 4: KERNEL(4, V); break;                                                                           \
-        case 3: KERNEL(3, V); break;                                                                           \
-        case 2: KERNEL(2, V); break;                                                                           \
-        case 1: KERNEL(1, V); break;                                                                           \
-        default: break;                                                                                        \
-    }
-#elif TILE_ROWS == 4
-#define REMAINDER(KERNEL, n, V)                                                                                \
-    switch (n) {                                                                                               \
-        case 3: KERNEL(3, V); break;                                                                           \
-        case 2: KERNEL(2, V); break;                                                                           \
-        case 1: KERNEL(1, V); break;                                                                           \
-        default: break;                                                                                        \
-    }
-#endif
-
-INLINE void NAME(score_rows)(const int V, const int unit, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row,
-                             ptrdiff_t k_col) {
-    for (; n_keys >= TILE_ROWS; n_keys -= TILE_ROWS, s += TILE_ROWS * ld, k += TILE_ROWS * k_row)
-        SCORE(TILE_ROWS, V);
-    REMAINDER(SCORE, n_keys, V)
-}
-
-INLINE void NAME(accumulate_rows)(const int V, const int unit, REAL *acc, const REAL *p, const REAL *rescale,
-                                  ptrdiff_t ld, const char *v, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                  ptrdiff_t v_row, ptrdiff_t v_col) {
-    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col)
-        ACCUMULATE(TILE_ROWS, V);
-    REMAINDER(ACCUMULATE, value_dim, V)
-}
-
+/* The vectors of a block in groups that fill a register tile, the last maybe fewer. BODY(V, unit, i) runs the
+ * group of V vectors from the i-th. */
 #if TILE_VECTORS == 3
-#define EACH_WIDTH(BODY, unit)                                                                                 \
-    switch (n_vectors) {                                                                                       \
-        case 3: BODY(3, unit); break;                                                                          \
-        case 2: BODY(2, unit); break;                                                                          \
-        default: BODY(1, unit); break;                                                                         \
-    }
+#define LAST_WIDTHS(BODY, unit, i, n)                                                                          \
+    if (n == 2) BODY(2, unit, i);                                                                              \
+    if (n == 1) BODY(1, unit, i)
 #else
-#define EACH_WIDTH(BODY, unit)                                                                                 \
-    switch (n_vectors) {                                                                                       \
-        case 2: BODY(2, unit); break;                                                                          \
-        default: BODY(1, unit); break;                                                                         \
-    }
+#define LAST_WIDTHS(BODY, unit, i, n)                                                                          \
+    if (n == 1) BODY(1, unit, i)
 #endif
+#define EACH_GROUP(BODY, unit)                                                                                 \
+    do {                                                                                                       \
+        int i = 0;                                                                                             \
+        for (; n_vectors - i >= TILE_VECTORS; i += TILE_VECTORS) BODY(TILE_VECTORS, unit, i);                  \
+        LAST_WIDTHS(BODY, unit, i, n_vectors - i);                                                             \
+    } while (0)
 
-static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col) {
-#define BODY(V, unit) NAME(score_rows)(V, unit, s, tile_max, q, ld, k, n_keys, head_dim, k_row, k_col)
-    if (k_col == sizeof(REAL))
-        EACH_WIDTH(BODY, 1)
-    else
-        EACH_WIDTH(BODY, 0)
-#undef BODY
+static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                        ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                        ptrdiff_t chunk) {
+    REAL *s = s_tile, *const top = tile_max;
+    /* All lanes for a few keys before the next keys: K stays in L1 for them. */
+#define FULL(V, unit, i)                                                                                       \
+    NAME(score_tile)(SCORE_ROWS, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, \
+                     k_row, unit ? (ptrdiff_t)sizeof(REAL) : k_col, chunk)
+#define SINGLE(V, unit, i)                                                                                     \
+    NAME(score_tile)(1, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, k_row,  \
+                     unit ? (ptrdiff_t)sizeof(REAL) : k_col, chunk)
+    const int is_unit = k_col == sizeof(REAL);
+    for (; n_keys >= SCORE_ROWS; n_keys -= SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row)
+        if (is_unit)
+            EACH_GROUP(FULL, 1);
+        else
+            EACH_GROUP(FULL, 0);
+    for (; n_keys > 0; n_keys--, s += ld, k += k_row) EACH_GROUP(SINGLE, 0);
+#undef FULL
+#undef SINGLE
 }
 
-static void NAME(accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+static void NAME(accumulate)(void *acc_tile, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
                              const char *v, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row,
                              ptrdiff_t v_col) {
-#define BODY(V, unit) NAME(accumulate_rows)(V, unit, acc, p, rescale, ld, v, n_keys, value_dim, v_row, v_col)
-    if (v_col == sizeof(REAL))
-        EACH_WIDTH(BODY, 1)
-    else
-        EACH_WIDTH(BODY, 0)
-#undef BODY
+    REAL *acc = acc_tile;
+#define TILE(R, V, unit, i)                                                                                    \
+    NAME(accumulate_tile)(R, V, acc + (i)*LANES, (const REAL *)p + (i)*LANES,                                  \
+                          rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, n_keys, v_row,            \
+                          unit ? (ptrdiff_t)sizeof(REAL) : v_col)
+#define FULL(V, unit, i) TILE(TILE_ROWS, V, unit, i)
+#define HALF(V, unit, i) TILE(TILE_ROWS / 2, V, unit, i)
+#define SINGLE(V, unit, i) TILE(1, V, unit, i)
+    const int is_unit = v_col == sizeof(REAL);
+    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col)
+        if (is_unit)
+            EACH_GROUP(FULL, 1);
+        else
+            EACH_GROUP(FULL, 0);
+    for (; value_dim >= TILE_ROWS / 2; value_dim -= TILE_ROWS / 2, acc += TILE_ROWS / 2 * ld, v += TILE_ROWS / 2 * v_col)
+        EACH_GROUP(HALF, 0);
+    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) EACH_GROUP(SINGLE, 0);
+#undef TILE
+#undef FULL
+#undef HALF
+#undef SINGLE
 }
 
 static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
@@ -251,19 +258,30 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
         /* -inf - 0 where the row is still empty: -inf - -inf would be NaN. */
         const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
         VEC sum = {};
-        if (factor == 1)
-            for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
-                const VEC p = NAME(exp2)(NAME(load)(s) - base);
-                NAME(store)(s, p);
-                sum += p;
+        ptrdiff_t j = 0;
+        /* Some keys at once, step by step: the steps of one key wait for each other. */
+        for (; j + EXP2_KEYS <= n_keys; j += EXP2_KEYS, s += EXP2_KEYS * ld) {
+            VEC x[EXP2_KEYS];
+#pragma GCC unroll 8
+            for (int i = 0; i < EXP2_KEYS; i++) x[i] = NAME(load)(s + i * ld) - base;
+            if (factor != 1)
+#pragma GCC unroll 8
+                for (int i = 0; i < EXP2_KEYS; i++) x[i] *= factor;
+            NAME(exp2)(EXP2_KEYS, x);
+#pragma GCC unroll 8
+            for (int i = 0; i < EXP2_KEYS; i++) {
+                NAME(store)(s + i * ld, x[i]);
+                sum += x[i];
             }
-        else
-            for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
-                const VEC p = NAME(exp2)((NAME(load)(s) - base) * factor);
-                NAME(store)(s, p);
-                sum += p;
-            }
-        const VEC scale = NAME(exp2)((old - base) * factor);
+        }
+        for (; j < n_keys; j++, s += ld) {
+            VEC x = (NAME(load)(s) - base) * factor;
+            NAME(exp2)(1, &x);
+            NAME(store)(s, x);
+            sum += x;
+        }
+        VEC scale = (old - base) * factor;
+        NAME(exp2)(1, &scale);
         NAME(store)((REAL *)rescale + lane, scale);
         NAME(store)((REAL *)row_sum + lane, NAME(load)((REAL *)row_sum + lane) * scale + sum);
         NAME(store)((REAL *)row_max + lane, top);
@@ -279,12 +297,8 @@ static void NAME(accumulate_isolated)(void *acc, const void *p, const void *resc
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    const ptrdiff_t n_vectors = ld / LANES;
-    for (ptrdiff_t i = 0; i < n_vectors; i += TILE_VECTORS)
-        NAME(accumulate)((REAL *)acc + i * LANES, (const REAL *)p + i * LANES,
-                         rescale ? (const REAL *)rescale + i * LANES : NULL, ld,
-                         (int)(n_vectors - i < TILE_VECTORS ? n_vectors - i : TILE_VECTORS), (const char *)clean,
-                         n_keys, value_dim, value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL));
+    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, n_keys, value_dim,
+                     value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL));
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
@@ -334,7 +348,7 @@ static double NAME(fma_peak)(long steps) {
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .isa = STRING(FASTATTN_ISA),
     .lanes = LANES,
-    .max_vectors = TILE_VECTORS,
+    .max_vectors = BLOCK_VECTORS,
     .pack = NAME(pack),
     .score = NAME(score),
     .adjust = NAME(adjust),
@@ -347,14 +361,15 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .fma_peak = NAME(fma_peak),
 };
 
-#undef SCORE
-#undef ACCUMULATE
-#undef REMAINDER
-#undef EACH_WIDTH
+#undef SCORE_STEP
+#undef LINE
+#undef EACH_GROUP
+#undef LAST_WIDTHS
 #undef LANES
 #undef LANE_INT
 #undef MANTISSA_BITS
 #undef EXPONENT_MIN
+#undef EXP2_DEGREE
 #undef VEC
 #undef IVEC
 #undef REAL

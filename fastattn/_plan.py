@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 # Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
@@ -36,6 +37,7 @@ def is_small(rows: int, len_k: int, columns: int) -> bool:
     return rows * len_k * columns < SMALL_WORK
 
 
+@lru_cache(maxsize=1024)
 def plan_tiles(rows: int, len_k: int, columns: int, block_q: int, num_threads: int) -> Plan:
     """The plan of a tiled CPU backend.
 

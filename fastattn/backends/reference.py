@@ -1,7 +1,7 @@
 """Attention in plain NumPy: every feature, written to be read, and the last fallback.
 
 One block of query rows at a time of one head, so that memory stays a few MB for any length. Each head's
-arrays are copied to contiguous memory first: the bits of a result then depend on its own numbers alone,
+arrays are copied to contiguous, aligned memory first: the bits of a result then depend on its own numbers alone,
 not on strides or on the rest of the batch.
 """
 
@@ -29,14 +29,19 @@ class ReferenceBackend:
     def plan(self, problem: Problem, num_threads: int) -> Plan:
         row_bytes = max(1, problem.len_k) * problem.query.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
-        return Plan(block_q=block_q, block_k=max(1, problem.len_k), num_threads=1)
+        return Plan(
+            block_q=block_q,
+            block_k=max(1, problem.len_k),
+            score_chunk=problem.head_dim,
+            num_threads=1,
+        )
 
     def run(self, problem: Problem, plan: Plan) -> None:
         # inf - inf, 0 * inf and overflow are data here, not surprises.
         with np.errstate(all="ignore"):
             for item in np.ndindex(problem.lead):
                 for kv_head in range(problem.num_kv_heads):
-                    key = np.ascontiguousarray(problem.key[item][kv_head])
+                    key = np.array(problem.key[item][kv_head], order="C")
                     value = np.array(problem.value[item][kv_head], order="C")
                     # Rows that would turn a weight of 0 into NaN are taken out, and added by hand.
                     wild = {int(j): value[j].copy() for j in np.flatnonzero(~np.isfinite(value).all(axis=-1))}
@@ -76,7 +81,7 @@ def _attend(
     dtype = key.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
-    query = np.ascontiguousarray(problem.query[item][head, rows])
+    query = np.array(problem.query[item][head, rows], order="C")
 
     scores = (query @ key[keys].T) * dtype(problem.scale)
     if problem.softcap is not None:
@@ -92,7 +97,7 @@ def _attend(
     row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     row_max[row_max == -np.inf] = 0  # a row without keys: all its weights are exp(-inf) = 0
     weights = np.exp(scores - row_max)
-    weights[~allowed] = 0  # also in a row of NaN: what is masked is not seen
+    weights[~allowed] = 0
     row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
 
     acc = weights @ value[keys]
@@ -107,7 +112,7 @@ def _attend(
         problem.lse[item][head, rows] = (row_max + np.log(row_sum))[:, 0]
     if problem.weights is not None:
         problem.weights[item][head, rows] = 0
-        problem.weights[item][head, rows, keys] = weights / divisor
+        problem.weights[item][head, rows, keys] = np.where(allowed, weights / divisor, 0)  # 0 / NaN is NaN
 
 
 def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:

@@ -24,6 +24,7 @@ cimport numpy as cnp
 import os
 
 cdef extern from "kernels.h" nogil:
+    enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
     ctypedef struct fastattn_kernels:
         const char *isa
         int lanes
@@ -140,7 +141,7 @@ cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t ld, n_rows
     int n_vectors
-    Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of 32
+    Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_CHUNK
     char *key
     char *value
     char *bias
@@ -200,7 +201,7 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.row_max = p; p += line
     w.row_sum = p; p += line
     w.rescale = p; p += line
-    w.inverse = p; p += line
+    w.inverse = p; p += 2 * line
     w.lse = p; p += line
     w.words = <uint32_t *>p; p += padded((job.block_k // WORD) * ld * sizeof(uint32_t))
     w.rows = <char **>p; p += pointers
@@ -418,7 +419,8 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
         if w.start[lane] < w.stop[lane]:
             block.low = min(block.low, w.start[lane])
             block.high = max(block.high, w.stop[lane])
-    block.low = block.low // WORD * WORD
+    # Where sums are cut must not depend on which rows share the block.
+    block.low = block.low // KEY_CHUNK * KEY_CHUNK
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:

@@ -18,6 +18,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Sums over keys are formed this many keys at a time, counted from the first key of a call. */
+#define FASTATTN_KEY_CHUNK 64
+
 typedef struct {
     const char *isa;
     int lanes;       /* query rows in one vector */
@@ -57,11 +60,13 @@ typedef struct {
                                 ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
                                 const void *bias, const uint32_t *words, void *clean);
 
-    /* inverse[lane] = 1 / row_sum, 0 for an empty row; lse[lane] = natural log of the sum (or NULL). */
+    /* inverse[lane] = 1 / row_sum, 0 for an empty row, and inverse[ld + lane] what its rounding left;
+     * lse[lane] = natural log of the sum (or NULL). */
     void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                    double exponent_factor);
 
-    /* rows[r][c * stride] = tile[c][r] * factor[r], r < n_rows, c < n_cols; 1 if any is NaN, else 0. */
+    /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols; returns 1 if
+     * any is NaN, else 0. */
     int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                   ptrdiff_t n_cols, const void *factor);
 

@@ -47,18 +47,20 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
 
 static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                         ptrdiff_t n_cols, const void *factor) {
-    const REAL *const src = tile, *const scale = factor;
+    const REAL *const src = tile, *const high = factor, *const low = high + ld;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
     IVEC nan = {};
     for (ptrdiff_t lane = 0; lane < n_rows; lane += LANES) {
         const int n_live = n_rows - lane < LANES ? (int)(n_rows - lane) : LANES;
-        const VEC lane_scale = NAME(load)(scale + lane);
+        const VEC lane_high = NAME(load)(high + lane), lane_low = NAME(load)(low + lane);
         for (ptrdiff_t c = 0; c < blocked; c += LANES) {
             const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
             VEC x[LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                x[i] = i < n ? NAME(load)(src + (c + i) * ld + lane) * lane_scale : (VEC){};
+            for (int i = 0; i < LANES; i++) {
+                x[i] = i < n ? NAME(load)(src + (c + i) * ld + lane) : (VEC){};
+                x[i] = x[i] * lane_high + x[i] * lane_low;
+            }
             NAME(transpose)(x);
             const size_t at = (size_t)c * sizeof(REAL);
             if (n == LANES && n_live == LANES) {
@@ -76,7 +78,7 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
         }
         for (ptrdiff_t c = blocked; c < n_cols; c++)
             for (int i = 0; i < n_live; i++) {
-                const REAL x = src[c * ld + lane + i] * scale[lane + i];
+                const REAL y = src[c * ld + lane + i], x = y * high[lane + i] + y * low[lane + i];
                 nan[0] |= x != x;
                 memcpy(rows[lane + i] + c * stride, &x, sizeof x);
             }
@@ -126,31 +128,38 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
     }
 }
 
-/* One register tile of `accumulate`: R columns of V by V vectors of lanes. */
+/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over KEY_CHUNK keys at a
+ * time, from zero, for the same reason as in `score`. */
 INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REAL *p, const REAL *rescale,
                                   ptrdiff_t ld, const char *v_rows, ptrdiff_t n_keys, ptrdiff_t v_row,
                                   ptrdiff_t v_col) {
-    VEC sum[TILE_ROWS][TILE_VECTORS] = {};
-    for (ptrdiff_t j = 0; j < n_keys; j++, v_rows += v_row, p += ld) {
-        VEC x[TILE_VECTORS];
-        __builtin_prefetch(v_rows + PREFETCH_ROWS * v_row);
+    for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
+        VEC sum[TILE_ROWS][TILE_VECTORS] = {};
+        const ptrdiff_t stop = n_keys - start < KEY_CHUNK ? n_keys : start + KEY_CHUNK;
+        for (ptrdiff_t j = start; j < stop; j++, v_rows += v_row, p += ld) {
+            VEC x[TILE_VECTORS];
+            __builtin_prefetch(v_rows + PREFETCH_ROWS * v_row);
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) x[v] = NAME(load)(p + v * LANES);
+            for (int v = 0; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const REAL y = NAME(scalar)(v_rows + r * v_col);
+            for (int r = 0; r < R; r++) {
+                const REAL y = NAME(scalar)(v_rows + r * v_col);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] += x[v] * y;
+                for (int v = 0; v < V; v++) sum[r][v] += x[v] * y;
+            }
         }
-    }
-    /* The tile's sum is formed from zero and added once: fewer roundings than one long chain. */
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) {
-        const VEC scale = rescale ? NAME(load)(rescale + v * LANES) : (VEC){};
+        for (int v = 0; v < V; v++) {
+            const VEC scale = rescale ? NAME(load)(rescale + v * LANES) : NAME(splat)(1);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            REAL *const to = acc + r * ld + v * LANES;
-            NAME(store)(to, rescale ? NAME(load)(to) * scale + sum[r][v] : sum[r][v]);
+            for (int r = 0; r < R; r++) {
+                REAL *const to = acc + r * ld + v * LANES;
+                if (start > 0)
+                    sum[r][v] += NAME(load)(to);
+                else if (rescale)
+                    sum[r][v] += NAME(load)(to) * scale;
+                NAME(store)(to, sum[r][v]);
+            }
         }
     }
 }
@@ -257,33 +266,37 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
         const VEC top = NAME(max)(old, NAME(load)((const REAL *)tile_max + lane));
         /* -inf - 0 where the row is still empty: -inf - -inf would be NaN. */
         const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
-        VEC sum = {};
-        ptrdiff_t j = 0;
-        /* Some keys at once, step by step: the steps of one key wait for each other. */
-        for (; j + EXP2_KEYS <= n_keys; j += EXP2_KEYS, s += EXP2_KEYS * ld) {
-            VEC x[EXP2_KEYS];
+        VEC total = {};
+        for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
+            VEC sum = {};
+            ptrdiff_t left = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
+            /* Some keys at once, step by step: the steps of one key wait for each other. */
+            for (; left >= EXP2_KEYS; left -= EXP2_KEYS, s += EXP2_KEYS * ld) {
+                VEC x[EXP2_KEYS];
 #pragma GCC unroll 8
-            for (int i = 0; i < EXP2_KEYS; i++) x[i] = NAME(load)(s + i * ld) - base;
-            if (factor != 1)
+                for (int i = 0; i < EXP2_KEYS; i++) x[i] = NAME(load)(s + i * ld) - base;
+                if (factor != 1)
 #pragma GCC unroll 8
-                for (int i = 0; i < EXP2_KEYS; i++) x[i] *= factor;
-            NAME(exp2)(EXP2_KEYS, x);
+                    for (int i = 0; i < EXP2_KEYS; i++) x[i] *= factor;
+                NAME(exp2)(EXP2_KEYS, x);
 #pragma GCC unroll 8
-            for (int i = 0; i < EXP2_KEYS; i++) {
-                NAME(store)(s + i * ld, x[i]);
-                sum += x[i];
+                for (int i = 0; i < EXP2_KEYS; i++) {
+                    NAME(store)(s + i * ld, x[i]);
+                    sum += x[i];
+                }
             }
-        }
-        for (; j < n_keys; j++, s += ld) {
-            VEC x = (NAME(load)(s) - base) * factor;
-            NAME(exp2)(1, &x);
-            NAME(store)(s, x);
-            sum += x;
+            for (; left > 0; left--, s += ld) {
+                VEC x = (NAME(load)(s) - base) * factor;
+                NAME(exp2)(1, &x);
+                NAME(store)(s, x);
+                sum += x;
+            }
+            total += sum;
         }
         VEC scale = (old - base) * factor;
         NAME(exp2)(1, &scale);
         NAME(store)((REAL *)rescale + lane, scale);
-        NAME(store)((REAL *)row_sum + lane, NAME(load)((REAL *)row_sum + lane) * scale + sum);
+        NAME(store)((REAL *)row_sum + lane, NAME(load)((REAL *)row_sum + lane) * scale + total);
         NAME(store)((REAL *)row_max + lane, top);
     }
 }
@@ -311,11 +324,19 @@ static void NAME(accumulate_isolated)(void *acc, const void *p, const void *resc
         }
 }
 
+#if REAL_BITS == 32
+#define FMA fmaf
+#else
+#define FMA fma
+#endif
+
 static void NAME(finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                          double exponent_factor) {
     for (ptrdiff_t lane = 0; lane < ld; lane++) {
         const REAL top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
-        ((REAL *)inverse)[lane] = sum == 0 ? 0 : 1 / sum;
+        const REAL high = sum == 0 ? 0 : 1 / sum;
+        ((REAL *)inverse)[lane] = high;
+        ((REAL *)inverse)[ld + lane] = FMA(-high, sum, (REAL)(sum != 0)) * high;
         /* Back to natural units from whichever domain the scores were in. */
         if (lse) ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == 1 ? LN2 : 1.0) + log((double)sum));
     }
@@ -364,6 +385,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
 #undef SCORE_STEP
 #undef LINE
 #undef EACH_GROUP
+#undef FMA
 #undef LAST_WIDTHS
 #undef LANES
 #undef LANE_INT

@@ -8,9 +8,11 @@ and broadcast axes are never expanded.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike
+
+Arguments = ParamSpec("Arguments")
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -48,17 +52,8 @@ class _Inputs(NamedTuple):
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
-    given: tuple[tuple[int, ...], ...]  #: the shapes that the caller gave
+    flat: bool  #: the caller gave matrices: one head without an axis of its own
     swapped: bool  #: the caller's length axis stands before the head axis
-
-    @property
-    def flat(self) -> bool:
-        """Whether the caller gave matrices, one head without an axis of its own."""
-        return len(self.given[0]) == 2
-
-    @property
-    def shapes(self) -> str:
-        return "query {}, key {}, value {}".format(*self.given)
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], int, int, int]:
@@ -67,6 +62,30 @@ class _Inputs(NamedTuple):
         return tuple(lead), H, L, self.key.shape[-2]
 
 
+def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
+    """Ends every complaint about arguments with the shapes of query, key and value."""
+
+    @wraps(normalize)
+    def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Request:
+        try:
+            return normalize(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            named = zip(("query", "key", "value"), args, strict=False)
+            shapes = ", ".join(f"{name} {_shape(array)}" for name, array in named)
+            raise kind(f"{error}; {shapes}") from None
+
+    return naming
+
+
+def _shape(value: Any) -> str:
+    try:
+        return str(np.shape(value))
+    except (TypeError, ValueError):
+        return "of no shape"
+
+
+@_naming_shapes
 def normalize(
     query: ArrayLike,
     key: ArrayLike,
@@ -91,12 +110,15 @@ def normalize(
     inputs = _inputs(query, key, value, swapped=layout == "bshd")
     lead, H, L, S = inputs.sizes
     bounds = _row_intervals(inputs, causal, window, key_lengths)
-    lowered = _lower(inputs, mask, bounds) if mask is not None or bounds is not None else _NO_MASK
+    if mask is not None:
+        mask = _mask(mask, inputs.flat)
+    lowered = _NO_MASK if mask is None and bounds is None else masks.lower(mask, *inputs.sizes, bounds)
     if bias is not None:
-        bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs)
+        bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
     return _assemble(inputs, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
 
 
+@_naming_shapes
 def normalize_varlen(
     query: ArrayLike,
     key: ArrayLike,
@@ -119,12 +141,12 @@ def normalize_varlen(
             raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
     inputs = _inputs(*arrays, swapped=True)
     _, _, L, S = inputs.sizes
-    starts_q = _cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L, inputs)
+    starts_q = _cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L)
     starts_k = starts_q
     if cu_seqlens_k is not None:
-        starts_k = _cu_seqlens(cu_seqlens_k, "cu_seqlens_k", S, inputs)
+        starts_k = _cu_seqlens(cu_seqlens_k, "cu_seqlens_k", S)
     elif S != L:
-        raise ValueError(f"cu_seqlens_k is needed where key has another length than query; {inputs.shapes}")
+        raise ValueError("cu_seqlens_k is needed where key has another length than query")
     if len(starts_q) != len(starts_k):
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have the same length, "
@@ -145,10 +167,11 @@ def normalize_varlen(
     )
     first, last = starts_k[document], starts_k[document + 1]
     bounds = masks.make_intervals(np.maximum(start, 0) + first, np.minimum(stop + first, last), S)
-    lowered = _lower(inputs, None, bounds)
+    lowered = masks.lower(None, *inputs.sizes, bounds)
     return _assemble(inputs, lowered, None, scale, softcap, sinks, out, return_lse, False)
 
 
+@_naming_shapes
 def normalize_sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -181,7 +204,7 @@ def normalize_sdpa(
                 f"attn_mask must be bool (True = may attend), or float16, float32 or float64 (added), "
                 f"got dtype {array.dtype}"
             )
-        array = _broadcast_scores(array, (*lead, H, L, S), "attn_mask", inputs)
+        array = _broadcast_scores(array, (*lead, H, L, S), "attn_mask", inputs.flat)
         if array.dtype.kind == "b":
             mask = masks.Dense(array)
         else:
@@ -216,18 +239,16 @@ def as_pieces(
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
     q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
-    given = (q.shape, k.shape, v.shape)
     dtype = _compute_dtype(q, k, v)
     if not (q.dtype == k.dtype == v.dtype == dtype):
         q, k, v = _as_dtype(q, dtype), _as_dtype(k, dtype), _as_dtype(v, dtype)
 
-    inputs = _Inputs(q, k, v, given, swapped)
     ranks = (q.ndim, k.ndim, v.ndim)
     if min(ranks) < 2:
-        raise ValueError(f"query, key and value need at least 2 axes; got {inputs.shapes}")
+        raise ValueError("query, key and value must have at least 2 axes")
     if min(ranks) == 2:
         if max(ranks) != 2:
-            raise ValueError(f"two axes stand for one head, then all three have two; got {inputs.shapes}")
+            raise ValueError("two axes stand for one head, and then query, key and value all have two")
         q, k, v = q[None], k[None], v[None]
     elif swapped:
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
@@ -236,29 +257,22 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     *k_lead, K, S, key_dim = k.shape
     *v_lead, value_heads, value_length, _ = v.shape
     if key_dim != D:
-        raise ValueError(f"query and key must have the same head_dim, got {D} and {key_dim}; {inputs.shapes}")
+        raise ValueError(f"query and key must have the same head_dim, got {D} and {key_dim}")
     if D == 0:
-        raise ValueError(f"head_dim must be at least 1, got 0; {inputs.shapes}")
+        raise ValueError("head_dim of query and key must be at least 1, got 0")
     if value_length != S:
-        raise ValueError(
-            f"key and value must have the same length, got {S} and {value_length}; {inputs.shapes}"
-        )
+        raise ValueError(f"key and value must have the same length, got {S} and {value_length}")
     if value_heads != K:
-        raise ValueError(
-            f"key and value must have the same number of heads, got {K} and {value_heads}; {inputs.shapes}"
-        )
+        raise ValueError(f"key and value must have the same number of heads, got {K} and {value_heads}")
     if H % K if K else H:
-        raise ValueError(
-            f"the heads of query must be a multiple of those of key and value, got {H} and {K}; "
-            f"{inputs.shapes}"
-        )
+        raise ValueError(f"the heads of query must be a multiple of those of key and value, got {H} and {K}")
     if not (q_lead == k_lead == v_lead):
         try:
             lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
         except ValueError:
-            raise ValueError(f"the leading batch axes do not broadcast; {inputs.shapes}") from None
+            raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
         q, k, v = (np.broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
-    return _Inputs(q, k, v, given, swapped)
+    return _Inputs(q, k, v, min(ranks) == 2, swapped)
 
 
 def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -266,8 +280,7 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     heads = {q.shape[-3], k.shape[-3], v.shape[-3]} - {1}
     if len(heads) > 1:
         raise ValueError(
-            f"query, key and value must have the same number of heads (or 1) unless enable_gqa=True; "
-            f"got query {q.shape}, key {k.shape}, value {v.shape}"
+            "query, key and value must have the same number of heads, or 1, unless enable_gqa=True"
         )
     if k.shape[-3] == v.shape[-3] == 1:
         return q, k, v  # one key/value head for all is what `attention` knows itself
@@ -332,18 +345,13 @@ def _as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 _NO_MASK = masks.Lowered(None, None, None, None)
 
 
-def _lower(inputs: _Inputs, mask: Any, bounds: Any) -> masks.Lowered:
-    if mask is not None and not isinstance(mask, masks.Mask):
-        mask = masks.Dense(_array(mask, "mask"))
-    if isinstance(mask, masks.Dense) and inputs.flat and mask.array.ndim > 2:
-        raise ValueError(
-            f"mask of shape {mask.array.shape} does not broadcast to (L, S) = {inputs.sizes[2:]}; "
-            f"{inputs.shapes}"
-        )
-    try:
-        return masks.lower(mask, *inputs.sizes, bounds)
-    except ValueError as error:
-        raise ValueError(f"{error}; {inputs.shapes}") from None
+def _mask(mask: Any, flat: bool) -> masks.Mask:
+    if isinstance(mask, masks.Mask):
+        return mask
+    dense = masks.Dense(_array(mask, "mask"))
+    if flat and dense.array.ndim > 2:
+        raise ValueError(f"mask must broadcast to (L, S), got shape {dense.array.shape}")
+    return dense
 
 
 def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Any:
@@ -355,9 +363,9 @@ def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) 
     if causal is True and L != S:
         raise ValueError(
             f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys '
-            f'j <= i) or causal="bottom_right" (the last query reads up to the last key); {inputs.shapes}'
+            f'j <= i) or causal="bottom_right" (the last query reads up to the last key)'
         )
-    len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S, inputs)[..., None]
+    len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S)[..., None]
     if causal is False and window is None:
         return masks.make_intervals(0, len_k, S)
     return masks.make_intervals(*_band(causal, window, np.arange(L), L, len_k, far=L + S), S)
@@ -397,26 +405,25 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
     return masks.window_bound(left, "window: left"), masks.window_bound(right, "window: right")
 
 
-def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int, inputs: _Inputs) -> np.ndarray:
+def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
     lengths = masks.integers(_array(key_lengths, "key_lengths"), "key_lengths")
     if not masks.broadcasts(lengths.shape, lead):
         raise ValueError(
             f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}; "
-            f"{inputs.shapes}"
         )
     if lengths.size and (lengths.min() < 0 or lengths.max() > len_k):
         wrong = lengths[(lengths < 0) | (lengths > len_k)].flat[0]
-        raise ValueError(f"key_lengths must be in 0..S={len_k}, got {wrong}; {inputs.shapes}")
+        raise ValueError(f"key_lengths must be in 0..S={len_k}, got {wrong}")
     return lengths
 
 
-def _cu_seqlens(value: ArrayLike, name: str, total: int, inputs: _Inputs) -> np.ndarray:
+def _cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
     starts = masks.integers(_array(value, name), name)
     if starts.ndim != 1 or not starts.size:
         raise ValueError(f"{name} must have shape (documents + 1,), got {starts.shape}")
     if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
         shown = starts.tolist() if starts.size <= 8 else f"{starts[:4].tolist()} ... {starts[-4:].tolist()}"
-        raise ValueError(f"{name} must rise from 0 to T={total}, got {shown}; {inputs.shapes}")
+        raise ValueError(f"{name} must rise from 0 to T={total}, got {shown}")
     return starts
 
 
@@ -432,12 +439,12 @@ def _is_bias_dtype(dtype: np.dtype) -> bool:
     return dtype.kind == "f" and dtype.itemsize <= 8
 
 
-def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, inputs: _Inputs) -> np.ndarray:
+def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:
     if array.shape == shape:
         return array
-    if not masks.broadcasts(array.shape, shape[-2:] if inputs.flat else shape):
-        expected = f"(L, S) = {shape[-2:]}" if inputs.flat else f"(..., H, L, S) = {shape}"
-        raise ValueError(f"{name} of shape {array.shape} does not broadcast to {expected}; {inputs.shapes}")
+    if not masks.broadcasts(array.shape, shape[-2:] if flat else shape):
+        expected = f"(L, S) = {shape[-2:]}" if flat else f"(..., H, L, S) = {shape}"
+        raise ValueError(f"{name} of shape {array.shape} does not broadcast to {expected}")
     return np.broadcast_to(array, shape)
 
 
@@ -456,7 +463,7 @@ def _assemble(
     return_weights: bool,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
-    q, k, v, _, swapped = inputs
+    q, k, v, flat, swapped = inputs
     dtype = q.dtype
     lead, H, L, S = inputs.sizes
     scale = q.shape[-1] ** -0.5 if scale is None else _finite(scale, "scale")
@@ -466,24 +473,24 @@ def _assemble(
         if not float(limits.tiny) <= softcap <= float(limits.max):
             raise ValueError(f"softcap must be positive, and a normal number in {dtype}, got {softcap!r}")
     if sinks is not None:
-        sinks = _sinks(sinks, H, dtype, inputs)
+        sinks = _sinks(sinks, H, dtype)
 
     E = v.shape[-1]
     shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
-    if inputs.flat:
+    if flat:
         shape = (L, E)
     staged = None
     if out is None:
         out = target = np.empty(shape, dtype)
     else:
-        _check_out(out, shape, dtype, inputs)
+        _check_out(out, shape, dtype)
         reads = (q, k, v, bias, lowered.dense)
         if any(array is not None and _overlap(out, array) for array in reads):
             staged = np.empty(shape, dtype)
         target = np.asarray(out) if staged is None else staged
     lse = np.empty((*lead, H, L), dtype) if return_lse else None
     weights = np.empty((*lead, H, L, S), dtype) if return_weights else None
-    if inputs.flat:
+    if flat:
         target = target[None]
     elif swapped:
         target = target.swapaxes(-3, -2)
@@ -505,7 +512,7 @@ def _assemble(
         tiles=lowered.tiles,
     )
     extras = (array for array in (lse, weights) if array is not None)
-    results = (out, *(array[0] if inputs.flat else array for array in extras))
+    results = (out, *(array[0] if flat else array for array in extras))
     return Request(problem, results, staged)
 
 
@@ -523,24 +530,24 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
-def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype, inputs: _Inputs) -> np.ndarray:
+def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
     array = _array(sinks, "sinks")
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
     if array.shape != (num_heads,):
-        raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}; {inputs.shapes}")
+        raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}")
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype)
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: _Inputs) -> None:
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
     _refuse_masked(out, "out")
     if out.dtype != dtype:
         raise TypeError(f"out must have the result's dtype {dtype}, got {out.dtype}")
     if out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}; {inputs.shapes}")
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
     if not out.flags.c_contiguous and _may_overlap_itself(out):

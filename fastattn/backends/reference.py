@@ -1,8 +1,8 @@
 """Attention in plain NumPy: every feature, written to be read, and the last fallback.
 
 One block of query rows at a time of one head, so that memory stays a few MB for any length. Each head's
-arrays are copied to contiguous, aligned memory first: the bits of a result then depend on its own numbers alone,
-not on strides or on the rest of the batch.
+arrays are copied to contiguous, aligned memory first: the bits of a result then depend on its own numbers
+alone, not on strides or on the rest of the batch.
 """
 
 from __future__ import annotations

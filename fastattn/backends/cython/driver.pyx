@@ -30,13 +30,14 @@ cdef extern from "kernels.h" nogil:
         int lanes
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
-        void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, Py_ssize_t, Py_ssize_t,
+        void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
                       Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, double, const void *, const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
-        void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, Py_ssize_t,
-                           Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const char *, Py_ssize_t,
+        void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *,
+                           Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
+                           Py_ssize_t) noexcept nogil
+        void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const char *, const Py_ssize_t *,
                                     Py_ssize_t, Py_ssize_t, Py_ssize_t, const void *, const uint32_t *,
                                     void *) noexcept nogil
         void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
@@ -131,8 +132,10 @@ cdef struct Scratch:
     uint32_t *words
     char **rows          # whichever rows are being packed, tested or written
     char **out_rows
+    const char **fetch   # addresses that memory is asked for ahead of their use
     Py_ssize_t *start
     Py_ssize_t *stop
+    Py_ssize_t *stops    # keys of the tile at hand for each vector of lanes, see kernels.h
     Py_ssize_t *row_i
     Py_ssize_t *row_h
 
@@ -142,6 +145,7 @@ cdef struct Block:
     Py_ssize_t ld, n_rows
     int n_vectors
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_CHUNK
+    Py_ssize_t n_fetch, fetch_nbytes
     char *key
     char *value
     char *bias
@@ -206,8 +210,10 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.words = <uint32_t *>p; p += padded((job.block_k // WORD) * ld * sizeof(uint32_t))
     w.rows = <char **>p; p += pointers
     w.out_rows = <char **>p; p += pointers
+    w.fetch = <const char **>p; p += 2 * pointers
     w.start = <Py_ssize_t *>p; p += pointers
     w.stop = <Py_ssize_t *>p; p += pointers
+    w.stops = <Py_ssize_t *>p; p += pointers
     w.row_i = <Py_ssize_t *>p; p += pointers
     w.row_h = <Py_ssize_t *>p; p += pointers
     w.bias = p
@@ -253,6 +259,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef bint inside = True
     cdef int32_t entry
     cdef const char *index
+    for j in range(block.n_vectors):
+        w.stops[j] = n_keys
     for lane in range(ld):
         if w.start[lane] > key0 or w.stop[lane] < key0 + n_keys:
             inside = False
@@ -288,7 +296,16 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
             word = w.words[j * ld + lane] & valid
             some |= word
             every &= word | ~valid
-    return TILE_EMPTY if some == 0 else TILE_FULL if every == ALL_BITS else TILE_PARTIAL
+    if some == 0:
+        return TILE_EMPTY
+    if every == ALL_BITS:
+        return TILE_FULL
+    # Where the intervals of a vector's rows end; no vector's keys end before those of the one in front of it.
+    key = 0
+    for lane in range(ld):
+        key = max(key, w.stop[lane] - key0)
+        w.stops[lane // job.kernels.lanes] = min(key, n_keys)
+    return TILE_PARTIAL
 
 
 cdef void load_bias(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
@@ -317,7 +334,7 @@ cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     kernels.score(w.scores, w.tile_max, w.query, block.ld, block.n_vectors, block.key + key0 * job.key.row,
-                  n_keys, job.head_dim, job.key.row, job.key.col, job.score_chunk)
+                  w.stops, job.head_dim, job.key.row, job.key.col, job.score_chunk)
     if job.bias.data != NULL:
         load_bias(job, w, block, key0, n_keys)
     if state == TILE_PARTIAL or job.bias.data != NULL or job.softcap > 0:
@@ -333,6 +350,7 @@ cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) no
     """
     cdef const fastattn_kernels *kernels = job.kernels
     cdef Py_ssize_t key0, n_keys, tile = block.low // job.block_k * job.block_k
+    cdef Py_ssize_t n_fetch = block.n_fetch
     cdef bint first = True, partial = False
     cdef TileState state
     cdef char *rescale
@@ -351,11 +369,13 @@ cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) no
         first = False
         values = block.value + key0 * job.value.row
         if clean != NULL:
-            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, n_keys, job.value_dim,
+            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, job.value_dim,
                                         job.value.row, job.value.col, bias_of(job, w), words_of(w, state), clean)
         else:
-            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, values, n_keys,
-                               job.value_dim, job.value.row, job.value.col)
+            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, values, w.stops,
+                               job.value_dim, job.value.row, job.value.col, w.fetch, n_fetch,
+                               block.fetch_nbytes)
+            n_fetch = 0
     if first:
         memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)
     return partial
@@ -423,20 +443,49 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     block.low = block.low // KEY_CHUNK * KEY_CHUNK
 
 
+cdef inline Py_ssize_t first_vector(const Job *job, Py_ssize_t task) noexcept nogil:
+    """Where the task's vectors start among those of its head, which are cut into n_blocks almost equal parts."""
+    # Within a head the last block first: under a causal mask it is the longest, and the short ones end the work.
+    return (job.n_blocks - 1 - task % job.n_blocks) * job.n_vectors // job.n_blocks
+
+
+cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task) noexcept nogil:
+    """The rows that memory is asked for while the block is worked on: its outputs, and the next task's queries.
+
+    Both are far apart and touched all at once, so that a core would only wait for them.
+    """
+    cdef Py_ssize_t head = task // job.n_blocks, row, end
+    cdef char *item
+    block.n_fetch = 0
+    block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
+    if job.out.col == job.itemsize:
+        for row in range(block.n_rows):
+            w.fetch[row] = w.out_rows[row]
+        block.n_fetch = block.n_rows
+    if job.query.col == job.itemsize and head < job.batch * job.num_kv_heads:
+        item = at_item(job, &job.query, head // job.num_kv_heads)
+        head = head % job.num_kv_heads * job.group_size
+        row = first_vector(job, task) * job.kernels.lanes
+        end = min(row + job.max_lanes, job.len_q * job.group_size)
+        while row < end:
+            w.fetch[block.n_fetch] = (item + (head + row % job.group_size) * job.query.head
+                                      + row // job.group_size * job.query.row)
+            block.n_fetch += 1
+            row += 1
+
+
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
     cdef const fastattn_kernels *kernels = job.kernels
     cdef Block block
     cdef Py_ssize_t lane, head = task // job.n_blocks, kv = head % job.num_kv_heads, item = head // job.num_kv_heads
-    # Within a head the last block first: under a causal mask it is the longest, and the short ones end the work.
-    cdef Py_ssize_t nth = job.n_blocks - 1 - task % job.n_blocks
-    cdef Py_ssize_t first_vector = nth * job.n_vectors // job.n_blocks
-    cdef Py_ssize_t end_vector = (nth + 1) * job.n_vectors // job.n_blocks
-    cdef Py_ssize_t first_row = first_vector * kernels.lanes
+    cdef Py_ssize_t start = first_vector(job, task), first_row = start * kernels.lanes
+    cdef Py_ssize_t stop
     cdef bint partial
     cdef char *item_rows
     cdef char *clean
-    block.n_vectors = <int>(end_vector - first_vector)
+    stop = job.n_vectors if task % job.n_blocks == 0 else first_vector(job, task - 1)
+    block.n_vectors = <int>(stop - start)
     block.ld = block.n_vectors * kernels.lanes
     block.n_rows = min(block.ld, job.len_q * job.group_size - first_row)
     block.key = at_item(job, &job.key, item) + kv * job.key.head
@@ -453,13 +502,14 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     for lane in range(block.ld):
         w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
     kernels.pack(w.query, block.ld, <const char *const *>w.rows, job.query.col, job.head_dim, job.query_factor)
+    item_rows = at_item(job, &job.out, item)
+    for lane in range(block.ld):
+        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+    find_fetches(job, w, &block, task + 1)
     start_rows(job, w, &block)
     partial = attend(job, w, &block, NULL)
     kernels.finish(w.inverse, w.lse, w.row_max, w.row_sum, block.ld, job.exponent_factor)
 
-    item_rows = at_item(job, &job.out, item)
-    for lane in range(block.ld):
-        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
     if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
         # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
         clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)

@@ -55,8 +55,10 @@
 /* Keys that one partial sum of `softmax` and `accumulate` runs over: 64 halved the error of 256, for free. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
-/* How many rows of V ahead their lines are fetched: each row is a line of its own, a long stride apart. */
-#define PREFETCH_ROWS 16
+/* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
+ * row that is the next head's, in the usual layout; an address that does not exist is ignored. */
+#define KEYS_AHEAD 4
+#define VALUES_AHEAD 16
 
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)

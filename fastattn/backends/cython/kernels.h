@@ -30,11 +30,12 @@ typedef struct {
     void (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
                  double factor);
 
-    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], j < n_keys, and
-     * tile_max[lane] = max(tile_max[lane], s[.][lane]). Works on n_vectors vectors from s, q, tile_max.
+    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], and
+     * tile_max[lane] = max(tile_max[lane], s[.][lane]). The v-th of the n_vectors vectors of lanes has the keys
+     * j < stops[v]; stops never falls. Scores past a vector's stop are left as they are, or written.
      * Sums are formed over `chunk` columns at a time: fewer round less and take a little longer. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
+                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
 
     /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias[j][lane] (a tile,
      * or NULL), then -inf where bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets
@@ -49,15 +50,17 @@ typedef struct {
                     ptrdiff_t n_keys, double exponent_factor);
 
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
-     * v[j * v_row + e * v_col] * p[j][lane]; rescale NULL: acc is only written. */
+     * v[j * v_row + e * v_col] * p[j][lane], j < stops[v]; p is 0 from there to the last vector's stop.
+     * rescale NULL: acc is only written. Along the way it asks memory
+     * for the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                       const char *v, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row,
-                       ptrdiff_t v_col);
+                       const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
+                       ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes);
 
     /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
-     * others, allowed as in `adjust`. `clean` is room for n_keys * value_dim REAL. */
+     * others, allowed as in `adjust`. `clean` is room for a REAL for each key and value_dim. */
     void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
+                                const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
                                 const void *bias, const uint32_t *words, void *clean);
 
     /* inverse[lane] = 1 / row_sum, 0 for an empty row, and inverse[ld + lane] what its rounding left;

@@ -99,9 +99,9 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
         VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
         ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk;
         for (; left >= LINE; left -= LINE) {
-            /* The next rows, into L2: lines walked column by column, which no hardware prefetcher follows. */
+            /* Rows to come, into L2: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch(k + (R + r) * k_row, 0, 2);
+            for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 2);
             for (int d = 0; d < LINE; d += SCORE_CHAINS)
 #pragma GCC unroll 8
                 for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
@@ -131,21 +131,28 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
 /* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over KEY_CHUNK keys at a
  * time, from zero, for the same reason as in `score`. */
 INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REAL *p, const REAL *rescale,
-                                  ptrdiff_t ld, const char *v_rows, ptrdiff_t n_keys, ptrdiff_t v_row,
-                                  ptrdiff_t v_col) {
+                                  ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t v_row,
+                                  ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                                  ptrdiff_t fetch_byte) {
+    const ptrdiff_t n_keys = stops[V - 1];
     for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
         VEC sum[TILE_ROWS][TILE_VECTORS] = {};
-        const ptrdiff_t stop = n_keys - start < KEY_CHUNK ? n_keys : start + KEY_CHUNK;
-        for (ptrdiff_t j = start; j < stop; j++, v_rows += v_row, p += ld) {
-            VEC x[TILE_VECTORS];
-            __builtin_prefetch(v_rows + PREFETCH_ROWS * v_row);
+        ptrdiff_t j = start;
+        /* The vectors before `first` have no more keys in this chunk. */
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) x[v] = NAME(load)(p + v * LANES);
+        for (int first = 0; first < V; first++) {
+            const ptrdiff_t stop = stops[first] - start < KEY_CHUNK ? stops[first] : start + KEY_CHUNK;
+            for (; j < stop; j++, v_rows += v_row, p += ld) {
+                VEC x[TILE_VECTORS];
+                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 2);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const REAL y = NAME(scalar)(v_rows + r * v_col);
+                for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[r][v] += x[v] * y;
+                for (int r = 0; r < R; r++) {
+                    const REAL y = NAME(scalar)(v_rows + r * v_col);
+#pragma GCC unroll 8
+                    for (int v = first; v < V; v++) sum[r][v] += x[v] * y;
+                }
             }
         }
 #pragma GCC unroll 8
@@ -174,17 +181,20 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
 #define LAST_WIDTHS(BODY, unit, i, n)                                                                          \
     if (n == 1) BODY(1, unit, i)
 #endif
-#define EACH_GROUP(BODY, unit)                                                                                 \
+#define EACH_GROUP(BODY, unit, first)                                                                          \
     do {                                                                                                       \
-        int i = 0;                                                                                             \
+        int i = first;                                                                                         \
         for (; n_vectors - i >= TILE_VECTORS; i += TILE_VECTORS) BODY(TILE_VECTORS, unit, i);                  \
         LAST_WIDTHS(BODY, unit, i, n_vectors - i);                                                             \
     } while (0)
 
 static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                         ptrdiff_t chunk) {
     REAL *s = s_tile, *const top = tile_max;
+    const ptrdiff_t n_keys = stops[n_vectors - 1];
+    ptrdiff_t j = 0;
+    int first = 0;
     /* All lanes for a few keys before the next keys: K stays in L1 for them. */
 #define FULL(V, unit, i)                                                                                       \
     NAME(score_tile)(SCORE_ROWS, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, \
@@ -193,36 +203,47 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
     NAME(score_tile)(1, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, k_row,  \
                      unit ? (ptrdiff_t)sizeof(REAL) : k_col, chunk)
     const int is_unit = k_col == sizeof(REAL);
-    for (; n_keys >= SCORE_ROWS; n_keys -= SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row)
+    for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
+        while (stops[first] <= j) first++;
         if (is_unit)
-            EACH_GROUP(FULL, 1);
+            EACH_GROUP(FULL, 1, first);
         else
-            EACH_GROUP(FULL, 0);
-    for (; n_keys > 0; n_keys--, s += ld, k += k_row) EACH_GROUP(SINGLE, 0);
+            EACH_GROUP(FULL, 0, first);
+    }
+    for (; j < n_keys; j++, s += ld, k += k_row) EACH_GROUP(SINGLE, 0, first);
 #undef FULL
 #undef SINGLE
 }
 
 static void NAME(accumulate)(void *acc_tile, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                             const char *v, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row,
-                             ptrdiff_t v_col) {
+                             const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
+                             ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                             ptrdiff_t fetch_nbytes) {
     REAL *acc = acc_tile;
+    ptrdiff_t fetch_byte = 0;
 #define TILE(R, V, unit, i)                                                                                    \
     NAME(accumulate_tile)(R, V, acc + (i)*LANES, (const REAL *)p + (i)*LANES,                                  \
-                          rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, n_keys, v_row,            \
-                          unit ? (ptrdiff_t)sizeof(REAL) : v_col)
+                          rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i), v_row,       \
+                          unit ? (ptrdiff_t)sizeof(REAL) : v_col, fetch,                                       \
+                          fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
 #define FULL(V, unit, i) TILE(TILE_ROWS, V, unit, i)
 #define HALF(V, unit, i) TILE(TILE_ROWS / 2, V, unit, i)
 #define SINGLE(V, unit, i) TILE(1, V, unit, i)
     const int is_unit = v_col == sizeof(REAL);
-    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col)
+    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col) {
         if (is_unit)
-            EACH_GROUP(FULL, 1);
+            EACH_GROUP(FULL, 1, 0);
         else
-            EACH_GROUP(FULL, 0);
-    for (; value_dim >= TILE_ROWS / 2; value_dim -= TILE_ROWS / 2, acc += TILE_ROWS / 2 * ld, v += TILE_ROWS / 2 * v_col)
-        EACH_GROUP(HALF, 0);
-    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) EACH_GROUP(SINGLE, 0);
+            EACH_GROUP(FULL, 0, 0);
+        fetch_byte += 64;
+    }
+    for (; value_dim >= TILE_ROWS / 2; value_dim -= TILE_ROWS / 2) {
+        EACH_GROUP(HALF, 0, 0);
+        acc += TILE_ROWS / 2 * ld;
+        v += TILE_ROWS / 2 * v_col;
+        fetch_byte += 64;
+    }
+    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) EACH_GROUP(SINGLE, 0, 0);
 #undef TILE
 #undef FULL
 #undef HALF
@@ -302,16 +323,17 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
 }
 
 static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                      ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
-                                      const void *bias, const uint32_t *words, void *clean_v) {
+                                      const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
+                                      ptrdiff_t v_col, const void *bias, const uint32_t *words, void *clean_v) {
     REAL *const clean = clean_v;
+    const ptrdiff_t n_keys = stops[ld / LANES - 1];
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, n_keys, value_dim,
-                     value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL));
+    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, stops, value_dim,
+                     value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), NULL, 0, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);

@@ -10,6 +10,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 from Cython.Build import cythonize
@@ -30,9 +31,10 @@ ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"ne
 
 NO_COMPILER = """
 *************************************************************************************
-fastattn: the compiled kernels were NOT built: {error}
-  They need a C compiler (gcc or clang). Without them only the slow NumPy reference
-  backend works. Install a compiler, then: pip install --force-reinstall fastattn
+fastattn: the compiled kernels were NOT built; only the slow NumPy backend will work.
+  What failed: {error}
+  They need a C compiler: gcc or clang. When there is one, install again:
+  pip install --force-reinstall --no-deps --no-cache-dir fastattn
 *************************************************************************************
 """
 
@@ -43,10 +45,10 @@ class BuildKernels(build_ext):
     def run(self):
         try:
             super().run()
-        except (CCompilerError, CompileError, ExecError, LinkError, PlatformError, FileNotFoundError) as error:
+        except (CCompilerError, ExecError, PlatformError, FileNotFoundError) as error:
             if os.environ.get("FASTATTN_REQUIRE_EXTENSION", "0") not in ("", "0"):
                 raise
-            print(NO_COMPILER.format(error=error), file=sys.stderr)
+            print(NO_COMPILER.format(error=shorten(str(error), 68)), file=sys.stderr)
             self.extensions = []
 
     def build_extension(self, ext):

@@ -22,6 +22,12 @@ without keys gives 0 and lse ``-inf``; a masked key is never seen, be it NaN; ma
 arrays are legal; the same bits for any number of threads, layout and batch; errors before any work.
 """
 
+import contextlib
+
+with contextlib.suppress(ImportError):
+    # Loads the OpenMP runtime now, so that a limit that threadpoolctl sets holds for the first call already.
+    import fastattn.backends.cython.driver  # noqa: F401
+
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
 from fastattn._host import get_num_threads, set_num_threads

@@ -61,6 +61,13 @@ def set_num_threads(num_threads: int) -> None:
         At least 1. The default is FASTATTN_NUM_THREADS, or else the cores that this process may use;
         ``num_threads=`` of a call goes before both. No result depends on it.
 
+    Raises
+    ------
+    TypeError
+        Not an integer.
+    ValueError
+        Below 1.
+
     Examples
     --------
     >>> import fastattn
@@ -77,13 +84,22 @@ def set_num_threads(num_threads: int) -> None:
 def get_num_threads() -> int:
     """How many threads a call uses when it does not say.
 
-    That is what `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else the number of cores that
-    this process may use.
+    Returns
+    -------
+    int
+        What `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else the number of cores that this
+        process may use (its affinity, and the CPU quota of its cgroup).
 
     Raises
     ------
     ValueError
         FASTATTN_NUM_THREADS is not a positive integer.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> fastattn.get_num_threads() >= 1
+    True
     """
     if _num_threads is not None:
         return _num_threads

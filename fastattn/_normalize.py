@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from math import isfinite
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
@@ -409,7 +409,7 @@ def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> n
     lengths = masks.integers(_array(key_lengths, "key_lengths"), "key_lengths")
     if not masks.broadcasts(lengths.shape, lead):
         raise ValueError(
-            f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}; "
+            f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}"
         )
     if lengths.size and (lengths.min() < 0 or lengths.max() > len_k):
         wrong = lengths[(lengths < 0) | (lengths > len_k)].flat[0]
@@ -466,7 +466,7 @@ def _assemble(
     q, k, v, flat, swapped = inputs
     dtype = q.dtype
     lead, H, L, S = inputs.sizes
-    scale = q.shape[-1] ** -0.5 if scale is None else _finite(scale, "scale")
+    scale = 1 / sqrt(q.shape[-1]) if scale is None else _finite(scale, "scale")
     if softcap is not None:
         softcap = _finite(softcap, "softcap")
         limits = np.finfo(dtype)

@@ -1,18 +1,21 @@
 """Attention in plain NumPy: every feature, written to be read, and the last fallback.
 
-One block of query rows at a time of one head, so that memory stays a few MB for any length. Each head's
-arrays are copied to contiguous, aligned memory first: the bits of a result then depend on its own numbers
-alone, not on strides or on the rest of the batch.
+One block of query rows at a time of one head, so that memory stays a few MB for any length. What goes into
+a matrix product is contiguous and aligned, copied where it is not: the bits of a result then depend on its
+own numbers alone, not on strides or on the rest of the batch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from fastattn._plan import Plan
 from fastattn._problem import Problem
 
-_BLOCK_BYTES = 2**21  # scores of one block; some four arrays of this size live at once
+_BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
+_CHUNK_BYTES = 2**19  # keys or values that are copied at once
 
 
 class ReferenceBackend:
@@ -40,19 +43,50 @@ class ReferenceBackend:
         # inf - inf, 0 * inf and overflow are data here, not surprises.
         with np.errstate(all="ignore"):
             for item in np.ndindex(problem.lead):
+                span = _key_range(problem, item, slice(0, problem.len_q))
                 for kv_head in range(problem.num_kv_heads):
-                    key = np.array(problem.key[item][kv_head], order="C")
-                    value = np.array(problem.value[item][kv_head], order="C")
-                    # Rows that would turn a weight of 0 into NaN are taken out, and added by hand.
-                    wild = {int(j): value[j].copy() for j in np.flatnonzero(~np.isfinite(value).all(axis=-1))}
-                    value[list(wild)] = 0
+                    source = _Source(problem.key[item][kv_head], problem.value[item][kv_head], span)
                     for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
                         for start in range(0, problem.len_q, plan.block_q):
                             rows = slice(start, min(start + plan.block_q, problem.len_q))
-                            _attend(problem, item, head, rows, key, value, wild)
+                            _attend(problem, item, head, rows, source)
 
 
 backend = ReferenceBackend()
+
+
+class _Source:
+    """Keys and values of one head, of which nothing outside `span` is read.
+
+    A value row that holds NaN or inf would turn a weight of 0 into NaN: `values` gives zeros in its place,
+    and `wild` lists its position, for it to be added by hand to the rows that may read it.
+    """
+
+    def __init__(self, key: np.ndarray, value: np.ndarray, span: slice) -> None:
+        self.key, self.value = key, value
+        row_bytes = max(1, key.shape[1], value.shape[1]) * key.itemsize
+        self.chunk = max(1, _CHUNK_BYTES // row_bytes)
+        self.wild = [
+            part.start + int(n)
+            for part in self.parts(span)
+            for n in np.flatnonzero(~np.isfinite(value[part]).all(axis=-1))
+        ]
+
+    def parts(self, keys: slice) -> Iterator[slice]:
+        """`keys`, some at a time."""
+        for start in range(keys.start, keys.stop, self.chunk):
+            yield slice(start, min(start + self.chunk, keys.stop))
+
+    def keys(self, part: slice) -> np.ndarray:
+        return np.require(self.key[part], requirements="CA")
+
+    def values(self, part: slice) -> np.ndarray:
+        values = np.require(self.value[part], requirements="CA")
+        wild = [j - part.start for j in self.wild if part.start <= j < part.stop]
+        if wild:
+            values = values.copy()
+            values[wild] = 0
+        return values
 
 
 def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
@@ -68,22 +102,18 @@ def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slic
     return allowed
 
 
-def _attend(
-    problem: Problem,
-    item: tuple[int, ...],
-    head: int,
-    rows: slice,
-    key: np.ndarray,
-    value: np.ndarray,
-    wild: dict[int, np.ndarray],
-) -> None:
-    """softmax(scores) V for some query rows of one head; `wild` are the value rows missing in `value`."""
-    dtype = key.dtype.type
+def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, source: _Source) -> None:
+    """softmax(scores) V for some query rows of one head."""
+    dtype = problem.query.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
-    query = np.array(problem.query[item][head, rows], order="C")
+    query = np.require(problem.query[item][head, rows], requirements="CA")
 
-    scores = (query @ key[keys].T) * dtype(problem.scale)
+    scores = np.empty(allowed.shape, dtype)
+    for part in source.parts(keys):
+        here = slice(part.start - keys.start, part.stop - keys.start)
+        scores[:, here] = query @ source.keys(part).T
+    scores *= dtype(problem.scale)
     if problem.softcap is not None:
         cap = dtype(problem.softcap)
         scores = cap * np.tanh(scores / cap)
@@ -100,19 +130,24 @@ def _attend(
     weights[~allowed] = 0
     row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
 
-    acc = weights @ value[keys]
-    for j, row in wild.items():
+    acc = np.zeros((len(query), problem.value_dim), dtype)
+    for part in source.parts(keys):
+        here = slice(part.start - keys.start, part.stop - keys.start)
+        acc += weights[:, here] @ source.values(part)
+    for j in source.wild:
         if keys.start <= j < keys.stop:
             readers = allowed[:, j - keys.start]
-            acc[readers] += weights[readers, j - keys.start, None] * row
+            acc[readers] += weights[readers, j - keys.start, None] * source.value[j]
 
     divisor = np.where(row_sum == 0, 1, row_sum)
     problem.out[item][head, rows] = acc / divisor
     if problem.lse is not None:
         problem.lse[item][head, rows] = (row_max + np.log(row_sum))[:, 0]
     if problem.weights is not None:
+        weights /= divisor
+        weights[~allowed] = 0  # also in a row of NaN, where 0 / NaN is NaN
         problem.weights[item][head, rows] = 0
-        problem.weights[item][head, rows, keys] = np.where(allowed, weights / divisor, 0)  # 0 / NaN is NaN
+        problem.weights[item][head, rows, keys] = weights
 
 
 def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:
@@ -121,4 +156,4 @@ def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:
         return slice(0, problem.len_k)
     start, stop = problem.key_start[item][rows], problem.key_stop[item][rows]
     read = start < stop
-    return slice(start[read].min(), stop[read].max()) if read.any() else slice(0, 0)
+    return slice(int(start[read].min()), int(stop[read].max())) if read.any() else slice(0, 0)

@@ -105,7 +105,6 @@ cdef struct Job:
     bint bias_swapped, convert_bias
     double query_factor      # what the packed query is multiplied by
     double softcap           # 0 when there is none; in the domain of the scores
-    double sink_factor       # natural logits to the domain of the scores
     double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
     Py_ssize_t block_k
     Py_ssize_t score_chunk
@@ -409,10 +408,10 @@ cdef void start_rows(const Job *job, Scratch *w, const Block *block) noexcept no
         return
     for lane in range(block.ld):
         if size == 4:
-            (<float *>w.row_max)[lane] = <float>((<float *>job.sinks)[w.row_h[lane]] * job.sink_factor)
+            (<float *>w.row_max)[lane] = (<float *>job.sinks)[w.row_h[lane]]
             (<float *>w.row_sum)[lane] = 1
         else:
-            (<double *>w.row_max)[lane] = (<double *>job.sinks)[w.row_h[lane]] * job.sink_factor
+            (<double *>w.row_max)[lane] = (<double *>job.sinks)[w.row_h[lane]]
             (<double *>w.row_sum)[lane] = 1
 
 
@@ -780,15 +779,18 @@ def run_plain(query, key, value, causal, scale, plan):
 
 
 cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:
-    """Chooses the domain of the scores: times log2(e), unless a bias is added, which must not overflow there."""
-    cdef bint natural = job.bias.data != NULL
+    """Chooses the domain of the scores: times log2(e), unless something given in natural units must stay exact.
+
+    A bias of any finite size must not overflow, and a row with a sink alone has just that as its lse.
+    """
+    cdef bint natural = job.bias.data != NULL or job.sinks != NULL
+    cdef double unit = 1.0 if natural else LOG2E
     job.exponent_factor = LOG2E if natural else 1.0
-    job.sink_factor = 1.0 if natural else LOG2E
     if softcap > 0:
         job.query_factor = scale / softcap
-        job.softcap = softcap * job.sink_factor
+        job.softcap = softcap * unit
     else:
-        job.query_factor = scale * job.sink_factor
+        job.query_factor = scale * unit
 
 
 cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_t score_chunk) noexcept nogil:

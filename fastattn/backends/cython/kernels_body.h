@@ -19,8 +19,9 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
                        double factor) {
     REAL *const dst = tile;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
-    /* The factor in two parts, so that x * factor is rounded about once however factor itself rounds. */
-    const REAL high = (REAL)factor, low = isfinite(high) ? (REAL)(factor - high) : 0;
+    /* In two parts, so that the factor's own rounding does not matter. */
+    const VEC high = NAME(splat)((REAL)factor);
+    const VEC low = NAME(splat)(isfinite((REAL)factor) ? (REAL)(factor - (REAL)factor) : 0);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         for (ptrdiff_t c = 0; c < blocked; c += LANES) {
             const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
@@ -35,13 +36,13 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
             NAME(transpose)(x);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
-                if (i < n) NAME(store)(dst + (c + i) * ld + lane, x[i] * high + x[i] * low);
+                if (i < n) NAME(store)(dst + (c + i) * ld + lane, NAME(multiply_exactly)(x[i], high, low));
         }
-        for (ptrdiff_t c = blocked; c < n_cols; c++)
-            for (int i = 0; i < LANES; i++) {
-                const REAL x = NAME(scalar)(rows[lane + i] + c * stride);
-                dst[c * ld + lane + i] = x * high + x * low;
-            }
+        for (ptrdiff_t c = blocked; c < n_cols; c++) {
+            VEC x;
+            for (int i = 0; i < LANES; i++) x[i] = NAME(scalar)(rows[lane + i] + c * stride);
+            NAME(store)(dst + c * ld + lane, NAME(multiply_exactly)(x, high, low));
+        }
     }
 }
 
@@ -59,7 +60,7 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
                 x[i] = i < n ? NAME(load)(src + (c + i) * ld + lane) : (VEC){};
-                x[i] = x[i] * lane_high + x[i] * lane_low;
+                x[i] = NAME(multiply_exactly)(x[i], lane_high, lane_low);
             }
             NAME(transpose)(x);
             const size_t at = (size_t)c * sizeof(REAL);
@@ -76,12 +77,14 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
                 }
             }
         }
-        for (ptrdiff_t c = blocked; c < n_cols; c++)
+        for (ptrdiff_t c = blocked; c < n_cols; c++) {
+            const VEC x = NAME(multiply_exactly)(NAME(load)(src + c * ld + lane), lane_high, lane_low);
             for (int i = 0; i < n_live; i++) {
-                const REAL y = src[c * ld + lane + i], x = y * high[lane + i] + y * low[lane + i];
-                nan[0] |= x != x;
-                memcpy(rows[lane + i] + c * stride, &x, sizeof x);
+                const REAL y = x[i];
+                nan[0] |= y != y;
+                memcpy(rows[lane + i] + c * stride, &y, sizeof y);
             }
+        }
     }
     LANE_INT any = 0;
     for (int i = 0; i < LANES; i++) any |= nan[i];
@@ -135,7 +138,8 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
                                   ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
                                   ptrdiff_t fetch_byte) {
     const ptrdiff_t n_keys = stops[V - 1];
-    for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
+    ptrdiff_t start = 0;
+    do { /* once even without a key: acc may have to be written */
         VEC sum[TILE_ROWS][TILE_VECTORS] = {};
         ptrdiff_t j = start;
         /* The vectors before `first` have no more keys in this chunk. */
@@ -168,7 +172,8 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
                 NAME(store)(to, sum[r][v]);
             }
         }
-    }
+        start += KEY_CHUNK;
+    } while (start < n_keys);
 }
 
 /* The vectors of a block in groups that fill a register tile, the last maybe fewer. BODY(V, unit, i) runs the

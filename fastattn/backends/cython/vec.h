@@ -61,6 +61,12 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
     return (VEC)((mask & (IVEC)yes) | (~mask & (IVEC)no));
 }
 
+/* x * (high + low), where low is what the rounding of high left: about one rounding in all. inf stays inf. */
+INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) {
+    const IVEC finite = (IVEC)(x - x == 0);
+    return x * high + (VEC)((IVEC)(x * low) & finite);
+}
+
 /* max(a, b) lane by lane; b where either is NaN. */
 INLINE VEC NAME(max)(VEC a, VEC b) {
 #if defined(__AVX512F__) && VECTOR_BYTES == 64

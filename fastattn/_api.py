@@ -177,7 +177,7 @@ def attention(
            [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     """
     if (
-        mask is bias is window is key_lengths is softcap is sinks is out is num_threads is backend is None
+        mask is bias is window is key_lengths is softcap is sinks is out is num_threads is backend is None  # type: ignore[comparison-overlap]
         and layout == "bhsd"
         and not (return_lse or return_weights)
         and (short := short_way()) is not None

@@ -66,8 +66,8 @@ def select(problem: Problem, name: str | None = None) -> Backend:
         if not reasons:
             return backend
         refusals.append(f"{candidate}: {'; '.join(reasons)}")
-    who = "no backend" if name is None else f"backend {name!r}"
-    raise BackendError(f"{who} can take this problem:\n  " + "\n  ".join(refusals))
+    who = "no backend can" if name is None else f"backend {name!r} cannot"
+    raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
 
 
 def short_way() -> Callable[..., np.ndarray | None] | None:

@@ -13,12 +13,13 @@ from fastattn import _host
 from fastattn._plan import Plan, is_small, plan_tiles
 from fastattn._problem import Problem
 
-driver: Any
 try:
-    from fastattn.backends.cython import driver
+    import fastattn.backends.cython.driver as driver
 except ImportError as error:
     driver = None
-    _missing = f"its extension module is not built or does not load ({error}); a C compiler builds it on install"
+    _missing = (
+        f"its extension module is not built or does not load ({error}); a C compiler builds it on install"
+    )
 else:
     driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
 
@@ -45,7 +46,7 @@ class CythonBackend:
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
         """The short way for a call with no other option; None where it does not apply."""
-        return driver.run_plain(query, key, value, causal, scale, _plain_plan)  # type: ignore[no-any-return]
+        return driver.run_plain(query, key, value, causal, scale, _plain_plan)
 
 
 backend = CythonBackend()
@@ -80,7 +81,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
-    """FLOP/s of fused multiply-adds alone, measured for about `seconds`: the machine's limit for this dtype."""
+    """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
     itemsize = np.dtype(dtype).itemsize
     steps = 100_000
     while True:

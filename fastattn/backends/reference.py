@@ -78,10 +78,10 @@ class _Source:
             yield slice(start, min(start + self.chunk, keys.stop))
 
     def keys(self, part: slice) -> np.ndarray:
-        return np.require(self.key[part], requirements="CA")
+        return _contiguous(self.key[part])
 
     def values(self, part: slice) -> np.ndarray:
-        values = np.require(self.value[part], requirements="CA")
+        values = _contiguous(self.value[part])
         wild = [j - part.start for j in self.wild if part.start <= j < part.stop]
         if wild:
             values = values.copy()
@@ -107,7 +107,7 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
     dtype = problem.query.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
-    query = np.require(problem.query[item][head, rows], requirements="CA")
+    query = _contiguous(problem.query[item][head, rows])
 
     scores = np.empty(allowed.shape, dtype)
     for part in source.parts(keys):
@@ -157,3 +157,12 @@ def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:
     start, stop = problem.key_start[item][rows], problem.key_stop[item][rows]
     read = start < stop
     return slice(int(start[read].min()), int(stop[read].max())) if read.any() else slice(0, 0)
+
+
+def _contiguous(matrix: np.ndarray) -> np.ndarray:
+    """`matrix` aligned and with a fresh array's strides, by which NumPy picks how to multiply.
+
+    Not by the flags: they let any stride pass for an axis of length 1.
+    """
+    fresh = matrix.strides == (matrix.shape[1] * matrix.itemsize, matrix.itemsize)
+    return matrix if fresh and matrix.flags.aligned else np.array(matrix, order="C")

@@ -32,13 +32,14 @@ cdef extern from "kernels.h" nogil:
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
                       Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, double, const void *, const uint32_t *) noexcept nogil
+        void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, double, const char *const *,
+                       const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *,
                            Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
                            Py_ssize_t) noexcept nogil
         void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const char *, const Py_ssize_t *,
-                                    Py_ssize_t, Py_ssize_t, Py_ssize_t, const void *, const uint32_t *,
+                                    Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
                                     void *) noexcept nogil
         void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
@@ -111,6 +112,8 @@ cdef struct Job:
     Py_ssize_t n_vectors     # vectors of lanes that the rows of one key/value head fill
     Py_ssize_t n_blocks      # blocks that they are cut into
     Py_ssize_t max_lanes     # lanes of the widest block
+    Py_ssize_t n_tasks       # batch items times key/value heads times blocks
+    bint heads_inner         # tasks go through the heads of a block before the next block
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
@@ -119,8 +122,7 @@ cdef struct Scratch:
     char *query
     char *scores
     char *acc
-    char *bias
-    char *converted
+    char *converted      # bias rows in the compute type
     char *empty          # -inf in every lane
     char *tile_max
     char *row_max
@@ -131,6 +133,7 @@ cdef struct Scratch:
     uint32_t *words
     char **rows          # whichever rows are being packed, tested or written
     char **out_rows
+    char **bias_rows
     const char **fetch   # addresses that memory is asked for ahead of their use
     Py_ssize_t *start
     Py_ssize_t *stop
@@ -155,6 +158,12 @@ cdef struct Block:
     char *weights
 
 
+cdef struct Place:
+    # Which rows a task works on.
+    Py_ssize_t item, kv, first_row, n_rows
+    int n_vectors
+
+
 cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noexcept nogil:
     cdef char *p = view.data
     cdef int axis
@@ -170,8 +179,8 @@ cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ss
     return item + w.row_h[lane] * view.head + w.row_i[lane] * view.row
 
 
-cdef inline const char *bias_of(const Job *job, const Scratch *w) noexcept nogil:
-    return w.bias if job.bias.data != NULL else NULL
+cdef inline const char *const *bias_of(const Job *job, const Scratch *w) noexcept nogil:
+    return <const char *const *>w.bias_rows if job.bias.data != NULL else NULL
 
 
 cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept nogil:
@@ -209,15 +218,13 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.words = <uint32_t *>p; p += padded((job.block_k // WORD) * ld * sizeof(uint32_t))
     w.rows = <char **>p; p += pointers
     w.out_rows = <char **>p; p += pointers
+    w.bias_rows = <char **>p; p += pointers
     w.fetch = <const char **>p; p += 2 * pointers
     w.start = <Py_ssize_t *>p; p += pointers
     w.stop = <Py_ssize_t *>p; p += pointers
     w.stops = <Py_ssize_t *>p; p += pointers
     w.row_i = <Py_ssize_t *>p; p += pointers
     w.row_h = <Py_ssize_t *>p; p += pointers
-    w.bias = p
-    if job.bias.data != NULL:
-        p += tile
     w.converted = p
     if job.convert_bias:
         p += tile
@@ -307,21 +314,18 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     return TILE_PARTIAL
 
 
-cdef void load_bias(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                    Py_ssize_t n_keys) noexcept nogil:
-    """The bias of the tile's scores into w.bias, lanes across, in the compute type."""
-    cdef Py_ssize_t lane, stride = job.bias.col
+cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
+                         Py_ssize_t n_keys) noexcept nogil:
+    """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, or converted."""
+    cdef Py_ssize_t lane
     cdef char *row
     for lane in range(block.ld):
         row = lane_row(w, &job.bias, block.bias, lane) + key0 * job.bias.col
+        w.bias_rows[lane] = row
         if job.convert_bias:
-            w.rows[lane] = w.converted + lane * n_keys * job.itemsize
-            fastattn_convert_row(w.rows[lane], <int>job.itemsize, row, job.bias_size, job.bias_swapped,
+            w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
+            fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_size, job.bias_swapped,
                                  job.bias.col, n_keys)
-            stride = job.itemsize
-        else:
-            w.rows[lane] = row
-    job.kernels.pack(w.bias, block.ld, <const char *const *>w.rows, stride, n_keys, 1.0)
 
 
 cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
@@ -335,7 +339,7 @@ cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
     kernels.score(w.scores, w.tile_max, w.query, block.ld, block.n_vectors, block.key + key0 * job.key.row,
                   w.stops, job.head_dim, job.key.row, job.key.col, job.score_chunk)
     if job.bias.data != NULL:
-        load_bias(job, w, block, key0, n_keys)
+        find_bias_rows(job, w, block, key0, n_keys)
     if state == TILE_PARTIAL or job.bias.data != NULL or job.softcap > 0:
         kernels.adjust(w.scores, w.tile_max, block.ld, n_keys, job.softcap, bias_of(job, w), words_of(w, state))
     return state
@@ -365,8 +369,8 @@ cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) no
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, n_keys,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
-        first = False
         values = block.value + key0 * job.value.row
+        first = False
         if clean != NULL:
             kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, job.value_dim,
                                         job.value.row, job.value.col, bias_of(job, w), words_of(w, state), clean)
@@ -442,10 +446,25 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     block.low = block.low // KEY_CHUNK * KEY_CHUNK
 
 
-cdef inline Py_ssize_t first_vector(const Job *job, Py_ssize_t task) noexcept nogil:
-    """Where the task's vectors start among those of its head, which are cut into n_blocks almost equal parts."""
-    # Within a head the last block first: under a causal mask it is the longest, and the short ones end the work.
-    return (job.n_blocks - 1 - task % job.n_blocks) * job.n_vectors // job.n_blocks
+cdef inline Place find_place(const Job *job, Py_ssize_t task) noexcept nogil:
+    cdef Place place
+    cdef Py_ssize_t inner = job.num_kv_heads if job.heads_inner else job.n_blocks
+    cdef Py_ssize_t fast = task % inner, slow = task // inner
+    cdef Py_ssize_t block
+    if job.heads_inner:
+        place.kv = fast
+        block = slow % job.n_blocks
+        place.item = slow // job.n_blocks
+    else:
+        block = fast
+        place.kv = slow % job.num_kv_heads
+        place.item = slow // job.num_kv_heads
+    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    block = job.n_blocks - 1 - block
+    place.first_row = block * job.n_vectors // job.n_blocks * job.kernels.lanes
+    place.n_vectors = <int>((block + 1) * job.n_vectors // job.n_blocks - block * job.n_vectors // job.n_blocks)
+    place.n_rows = min(place.n_vectors * job.kernels.lanes, job.len_q * job.group_size - place.first_row)
+    return place
 
 
 cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task) noexcept nogil:
@@ -453,7 +472,8 @@ cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task
 
     Both are far apart and touched all at once, so that a core would only wait for them.
     """
-    cdef Py_ssize_t head = task // job.n_blocks, row, end
+    cdef Place place
+    cdef Py_ssize_t row
     cdef char *item
     block.n_fetch = 0
     block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
@@ -461,32 +481,27 @@ cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task
         for row in range(block.n_rows):
             w.fetch[row] = w.out_rows[row]
         block.n_fetch = block.n_rows
-    if job.query.col == job.itemsize and head < job.batch * job.num_kv_heads:
-        item = at_item(job, &job.query, head // job.num_kv_heads)
-        head = head % job.num_kv_heads * job.group_size
-        row = first_vector(job, task) * job.kernels.lanes
-        end = min(row + job.max_lanes, job.len_q * job.group_size)
-        while row < end:
-            w.fetch[block.n_fetch] = (item + (head + row % job.group_size) * job.query.head
+    if job.query.col == job.itemsize and task < job.n_tasks:
+        place = find_place(job, task)
+        item = at_item(job, &job.query, place.item) + place.kv * job.group_size * job.query.head
+        for row in range(place.first_row, place.first_row + place.n_rows):
+            w.fetch[block.n_fetch] = (item + row % job.group_size * job.query.head
                                       + row // job.group_size * job.query.row)
             block.n_fetch += 1
-            row += 1
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
     cdef const fastattn_kernels *kernels = job.kernels
     cdef Block block
-    cdef Py_ssize_t lane, head = task // job.n_blocks, kv = head % job.num_kv_heads, item = head // job.num_kv_heads
-    cdef Py_ssize_t start = first_vector(job, task), first_row = start * kernels.lanes
-    cdef Py_ssize_t stop
+    cdef Place place = find_place(job, task)
+    cdef Py_ssize_t lane, item = place.item, kv = place.kv
     cdef bint partial
     cdef char *item_rows
     cdef char *clean
-    stop = job.n_vectors if task % job.n_blocks == 0 else first_vector(job, task - 1)
-    block.n_vectors = <int>(stop - start)
-    block.ld = block.n_vectors * kernels.lanes
-    block.n_rows = min(block.ld, job.len_q * job.group_size - first_row)
+    block.n_vectors = place.n_vectors
+    block.ld = place.n_vectors * kernels.lanes
+    block.n_rows = place.n_rows
     block.key = at_item(job, &job.key, item) + kv * job.key.head
     block.value = at_item(job, &job.value, item) + kv * job.value.head
     block.bias = at_item(job, &job.bias, item)
@@ -495,7 +510,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     block.key_start = at_item(job, &job.key_start, item)
     block.key_stop = at_item(job, &job.key_stop, item)
     block.weights = at_item(job, &job.weights, item)
-    find_rows(job, w, &block, kv, first_row)
+    find_rows(job, w, &block, kv, place.first_row)
 
     item_rows = at_item(job, &job.query, item)
     for lane in range(block.ld):
@@ -530,7 +545,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
 
 cdef void run_job(Job *job, int num_threads) noexcept nogil:
     """Every task, on num_threads threads. Which thread takes which changes nothing in the result."""
-    cdef Py_ssize_t task, n_tasks = job.batch * job.num_kv_heads * job.n_blocks
+    cdef Py_ssize_t task, n_tasks = job.n_tasks
     cdef Scratch *w = NULL
     cdef char *memory = NULL
     # Small tasks are handed out a few at a time.
@@ -682,7 +697,7 @@ def run(problem, plan):
         set_view(&job.bias, problem.bias, n_lead)
         job.bias_size = problem.bias.itemsize
         job.bias_swapped = not problem.bias.dtype.isnative
-        job.convert_bias = job.bias_swapped or job.bias_size != job.itemsize
+        job.convert_bias = (job.bias_swapped or job.bias_size != job.itemsize or job.bias.col != job.itemsize)
     if problem.dense is not None:
         set_view(&job.dense, problem.dense, n_lead)
         job.dense_size = problem.dense.itemsize
@@ -803,4 +818,8 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_
     job.n_vectors = (job.len_q * job.group_size + job.kernels.lanes - 1) // job.kernels.lanes
     block_q = min(block_q // job.kernels.lanes, <Py_ssize_t>job.kernels.max_vectors)
     job.n_blocks = (job.n_vectors + block_q - 1) // block_q
+    job.n_tasks = job.batch * job.num_kv_heads * job.n_blocks
+    # A bias or mask that the heads share is read once for all of them while it is in the cache.
+    job.heads_inner = ((job.bias.data != NULL and job.bias.head == 0)
+                       or (job.dense.data != NULL and job.dense.head == 0 and job.dense.row != 0))
     job.max_lanes = (job.n_vectors + job.n_blocks - 1) // job.n_blocks * job.kernels.lanes

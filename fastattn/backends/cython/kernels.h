@@ -37,11 +37,11 @@ typedef struct {
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                   const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
 
-    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias[j][lane] (a tile,
-     * or NULL), then -inf where bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets
-     * tile_max. */
+    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the
+     * bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets tile_max. bias_rows (or NULL) has
+     * ld pointers to rows of REAL, of any alignment, without gaps, one for each lane. */
     void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
-                   const void *bias, const uint32_t *words);
+                   const char *const *bias_rows, const uint32_t *words);
 
     /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
@@ -61,7 +61,7 @@ typedef struct {
      * others, allowed as in `adjust`. `clean` is room for a REAL for each key and value_dim. */
     void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
                                 const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
-                                const void *bias, const uint32_t *words, void *clean);
+                                const char *const *bias_rows, const uint32_t *words, void *clean);
 
     /* inverse[lane] = 1 / row_sum, 0 for an empty row, and inverse[ld + lane] what its rounding left;
      * lse[lane] = natural log of the sum (or NULL). */

@@ -255,28 +255,56 @@ static void NAME(accumulate)(void *acc_tile, const void *p, const void *rescale,
 #undef SINGLE
 }
 
+/* Bias and mask for the keys j .. j + n - 1 of one vector of lanes, n <= LANES; returns the new top. */
+INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int n, VEC top, REAL *s, ptrdiff_t ld,
+                             const char *const *bias_rows, ptrdiff_t j, const uint32_t *words) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+    VEC bias[LANES];
+    if (has_bias) {
+        const size_t at = (size_t)j * sizeof(REAL);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            bias[i] = n == LANES ? NAME(load)(bias_rows[i] + at) : NAME(load_partial)(bias_rows[i] + at, n);
+        NAME(transpose)(bias);
+    }
+    IVEC word = {};
+    if (has_words) word = NAME(load_words)(words + (j / 32) * ld) >> (j % 32);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i >= n) break;
+        VEC x = NAME(load)(s + i * ld);
+        if (has_bias) x = NAME(select)((IVEC)(bias[i] == masked), masked, x + bias[i]);
+        if (has_words) x = NAME(keep_allowed)(x, word >> i);
+        NAME(store)(s + i * ld, x);
+        top = NAME(max)(top, x);
+    }
+    return top;
+}
+
 static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
-                         const void *bias_tile, const uint32_t *words) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY), cap = NAME(splat)((REAL)softcap);
+                         const char *const *bias_rows, const uint32_t *words) {
+    const VEC cap = NAME(splat)((REAL)softcap);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         REAL *s = (REAL *)s_tile + lane;
-        const REAL *bias = bias_tile ? (const REAL *)bias_tile + lane : NULL;
-        VEC top = masked;
-        IVEC word = {};
-        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
-            VEC x = NAME(load)(s);
-            if (softcap > 0) x = cap * NAME(tanh)(x);
-            if (bias) {
-                const VEC y = NAME(load)(bias);
-                x = NAME(select)((IVEC)(y == masked), masked, x + y);
-                bias += ld;
+        VEC top = NAME(splat)(-(REAL)INFINITY);
+        if (softcap > 0)
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const VEC x = cap * NAME(tanh)(NAME(load)(s + j * ld));
+                NAME(store)(s + j * ld, x);
+                top = NAME(max)(top, x);
             }
-            if (words) {
-                if (j % 32 == 0) word = NAME(load_words)(words + (j / 32) * ld + lane);
-                x = NAME(keep_allowed)(x, word, (LANE_INT)1 << (j % 32));
-            }
-            NAME(store)(s, x);
-            top = NAME(max)(top, x);
+        if (bias_rows || words) {
+            const char *const *const rows = bias_rows ? bias_rows + lane : NULL;
+            const uint32_t *const lane_words = words ? words + lane : NULL;
+            top = NAME(splat)(-(REAL)INFINITY);
+#define KEYS(n)                                                                                                \
+    (!words  ? NAME(adjust_keys)(1, 0, n, top, s, ld, rows, j, lane_words)                                     \
+     : !rows ? NAME(adjust_keys)(0, 1, n, top, s, ld, rows, j, lane_words)                                     \
+             : NAME(adjust_keys)(1, 1, n, top, s, ld, rows, j, lane_words))
+            ptrdiff_t j = 0;
+            for (; j + LANES <= n_keys; j += LANES, s += LANES * ld) top = KEYS(LANES);
+            if (j < n_keys) top = KEYS((int)(n_keys - j));
+#undef KEYS
         }
         NAME(store)((REAL *)tile_max + lane, top);
     }
@@ -329,7 +357,8 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
 
 static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
                                       const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                                      ptrdiff_t v_col, const void *bias, const uint32_t *words, void *clean_v) {
+                                      ptrdiff_t v_col, const char *const *bias_rows, const uint32_t *words,
+                                      void *clean_v) {
     REAL *const clean = clean_v;
     const ptrdiff_t n_keys = stops[ld / LANES - 1];
     for (ptrdiff_t j = 0; j < n_keys; j++)
@@ -345,7 +374,8 @@ static void NAME(accumulate_isolated)(void *acc, const void *p, const void *resc
             if (isfinite(x)) continue;
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
                 if (words && !(words[(j / 32) * ld + lane] >> (j % 32) & 1)) continue;
-                if (bias && ((const REAL *)bias)[j * ld + lane] == -(REAL)INFINITY) continue;
+                if (bias_rows && NAME(scalar)(bias_rows[lane] + j * (ptrdiff_t)sizeof(REAL)) == -(REAL)INFINITY)
+                    continue;
                 ((REAL *)acc)[e * ld + lane] += ((const REAL *)p)[j * ld + lane] * x;
             }
         }

@@ -33,7 +33,7 @@
 #define SCORE_ROWS 3
 #define SCORE_CHAINS 2
 #define BLOCK_VECTORS 6
-#define EXP2_KEYS 2
+#define EXP2_KEYS 4
 #elif defined(__aarch64__)
 #define VECTOR_BYTES 16
 #define TILE_ROWS 8

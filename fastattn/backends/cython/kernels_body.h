@@ -220,39 +220,42 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
 #undef SINGLE
 }
 
-static void NAME(accumulate)(void *acc_tile, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                             const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                             ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
-                             ptrdiff_t fetch_nbytes) {
-    REAL *acc = acc_tile;
+/* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
+INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
+                                   const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
+                                   ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                                   ptrdiff_t fetch_nbytes) {
     ptrdiff_t fetch_byte = 0;
-#define TILE(R, V, unit, i)                                                                                    \
-    NAME(accumulate_tile)(R, V, acc + (i)*LANES, (const REAL *)p + (i)*LANES,                                  \
-                          rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i), v_row,       \
-                          unit ? (ptrdiff_t)sizeof(REAL) : v_col, fetch,                                       \
+#define TILE(R, v_col)                                                                                         \
+    NAME(accumulate_tile)(R, V, acc, p, rescale, ld, v, stops, v_row, v_col, fetch,                            \
                           fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
-#define FULL(V, unit, i) TILE(TILE_ROWS, V, unit, i)
-#define HALF(V, unit, i) TILE(TILE_ROWS / 2, V, unit, i)
-#define SINGLE(V, unit, i) TILE(1, V, unit, i)
-    const int is_unit = v_col == sizeof(REAL);
     for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col) {
-        if (is_unit)
-            EACH_GROUP(FULL, 1, 0);
+        if (v_col == sizeof(REAL))
+            TILE(TILE_ROWS, sizeof(REAL));
         else
-            EACH_GROUP(FULL, 0, 0);
+            TILE(TILE_ROWS, v_col);
         fetch_byte += 64;
     }
     for (; value_dim >= TILE_ROWS / 2; value_dim -= TILE_ROWS / 2) {
-        EACH_GROUP(HALF, 0, 0);
+        TILE(TILE_ROWS / 2, v_col);
         acc += TILE_ROWS / 2 * ld;
         v += TILE_ROWS / 2 * v_col;
         fetch_byte += 64;
     }
-    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) EACH_GROUP(SINGLE, 0, 0);
+    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) TILE(1, v_col);
 #undef TILE
-#undef FULL
-#undef HALF
-#undef SINGLE
+}
+
+static void NAME(accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+                             const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
+                             ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                             ptrdiff_t fetch_nbytes) {
+#define GROUP(V, unit, i)                                                                                      \
+    NAME(accumulate_group)(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                            \
+                           rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i), value_dim,  \
+                           v_row, v_col, fetch, n_fetch, fetch_nbytes)
+    EACH_GROUP(GROUP, 0, 0);
+#undef GROUP
 }
 
 /* Bias and mask for the keys j .. j + n - 1 of one vector of lanes, n <= LANES; returns the new top. */

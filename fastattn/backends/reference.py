@@ -107,7 +107,8 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
     dtype = problem.query.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
-    query = _contiguous(problem.query[item][head, rows])
+    # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
+    query = np.array(problem.query[item][head, rows], order="C")
 
     scores = np.empty(allowed.shape, dtype)
     for part in source.parts(keys):

@@ -113,6 +113,7 @@ cdef struct Job:
     Py_ssize_t n_blocks      # blocks that they are cut into
     Py_ssize_t max_lanes     # lanes of the widest block
     Py_ssize_t n_tasks       # batch items times key/value heads times blocks
+    bint is_masked           # by intervals, an array or tiles
     bint heads_inner         # tasks go through the heads of a block before the next block
     bint out_of_memory       # set by a thread that could not have its tiles
 
@@ -167,12 +168,12 @@ cdef struct Place:
 cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noexcept nogil:
     cdef char *p = view.data
     cdef int axis
-    if p == NULL:
-        return NULL
-    for axis in range(job.n_lead - 1, -1, -1):
+    if p == NULL or job.n_lead == 0:
+        return p
+    for axis in range(job.n_lead - 1, 0, -1):
         p += item % job.lead_shape[axis] * view.lead[axis]
         item = item // job.lead_shape[axis]
-    return p
+    return p + item * view.lead[0]
 
 
 cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ssize_t lane) noexcept nogil:
@@ -267,6 +268,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef const char *index
     for j in range(block.n_vectors):
         w.stops[j] = n_keys
+    if not job.is_masked:
+        return TILE_FULL
     for lane in range(ld):
         if w.start[lane] > key0 or w.stop[lane] < key0 + n_keys:
             inside = False
@@ -424,8 +427,6 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     cdef Py_ssize_t lane, i = first_row // job.group_size, g = first_row % job.group_size
     cdef const int64_t *start
     cdef const int64_t *stop
-    block.low = job.len_k
-    block.high = 0
     for lane in range(block.ld):
         if 0 < lane < block.n_rows:
             g += 1
@@ -434,6 +435,14 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
                 i += 1
         w.row_i[lane] = i
         w.row_h[lane] = kv * job.group_size + g
+    block.low = 0
+    block.high = job.len_k
+    if not job.is_masked:
+        return
+    block.low = job.len_k
+    block.high = 0
+    for lane in range(block.ld):
+        i = w.row_i[lane]
         w.start[lane] = 0
         w.stop[lane] = job.len_k
         if job.key_start.data != NULL:
@@ -473,7 +482,7 @@ cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task
     Both are far apart and touched all at once, so that a core would only wait for them.
     """
     cdef Place place
-    cdef Py_ssize_t row
+    cdef Py_ssize_t row, i, g
     cdef char *item
     block.n_fetch = 0
     block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
@@ -484,10 +493,15 @@ cdef void find_fetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task
     if job.query.col == job.itemsize and task < job.n_tasks:
         place = find_place(job, task)
         item = at_item(job, &job.query, place.item) + place.kv * job.group_size * job.query.head
-        for row in range(place.first_row, place.first_row + place.n_rows):
-            w.fetch[block.n_fetch] = (item + row % job.group_size * job.query.head
-                                      + row // job.group_size * job.query.row)
-            block.n_fetch += 1
+        i = place.first_row // job.group_size
+        g = place.first_row % job.group_size
+        for row in range(place.n_rows):
+            w.fetch[block.n_fetch + row] = item + g * job.query.head + i * job.query.row
+            g += 1
+            if g == job.group_size:
+                g = 0
+                i += 1
+        block.n_fetch += place.n_rows
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
@@ -818,6 +832,7 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_
     job.n_vectors = (job.len_q * job.group_size + job.kernels.lanes - 1) // job.kernels.lanes
     block_q = min(block_q // job.kernels.lanes, <Py_ssize_t>job.kernels.max_vectors)
     job.n_blocks = (job.n_vectors + block_q - 1) // block_q
+    job.is_masked = job.key_start.data != NULL or job.dense.data != NULL or job.tile_index.data != NULL
     job.n_tasks = job.batch * job.num_kv_heads * job.n_blocks
     # A bias or mask that the heads share is read once for all of them while it is in the cache.
     job.heads_inner = ((job.bias.data != NULL and job.bias.head == 0)

@@ -201,12 +201,12 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
     ptrdiff_t j = 0;
     int first = 0;
     /* All lanes for a few keys before the next keys: K stays in L1 for them. */
-#define FULL(V, unit, i)                                                                                       \
-    NAME(score_tile)(SCORE_ROWS, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, \
-                     k_row, unit ? (ptrdiff_t)sizeof(REAL) : k_col, chunk)
-#define SINGLE(V, unit, i)                                                                                     \
-    NAME(score_tile)(1, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, k_row,  \
-                     unit ? (ptrdiff_t)sizeof(REAL) : k_col, chunk)
+#define TILE(R, V, k_col, i)                                                                                   \
+    NAME(score_tile)(R, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, k_row, \
+                     k_col, chunk)
+#define FULL(V, unit, i) TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i)
+#define PAIR(V, unit, i) TILE(2, V, k_col, i)
+#define SINGLE(V, unit, i) TILE(1, V, k_col, i)
     const int is_unit = k_col == sizeof(REAL);
     for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
@@ -215,8 +215,11 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
         else
             EACH_GROUP(FULL, 0, first);
     }
-    for (; j < n_keys; j++, s += ld, k += k_row) EACH_GROUP(SINGLE, 0, first);
+    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, 0, first);
+    if (j < n_keys) EACH_GROUP(SINGLE, 0, first);
+#undef TILE
 #undef FULL
+#undef PAIR
 #undef SINGLE
 }
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
 # amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group dense`.
+# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group square`.
 BLOCK_K = 256
 
 # Columns of query and key that one chain of roundings runs over. 64 costs nothing to speak of. Rounding errors

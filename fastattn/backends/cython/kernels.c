@@ -48,8 +48,13 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 2
 #define SCORE_CHAINS 2
+#define LONGEST_CHUNK 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 2
+#endif
+
+#ifndef LONGEST_CHUNK
+#define LONGEST_CHUNK PTRDIFF_MAX
 #endif
 
 /* Keys that one partial sum of `softmax` and `accumulate` runs over: 64 halved the error of 256, for free. */

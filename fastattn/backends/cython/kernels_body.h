@@ -197,6 +197,7 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
                         const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                         ptrdiff_t chunk) {
     REAL *s = s_tile, *const top = tile_max;
+    if (chunk > LONGEST_CHUNK) chunk = LONGEST_CHUNK;
     const ptrdiff_t n_keys = stops[n_vectors - 1];
     ptrdiff_t j = 0;
     int first = 0;

@@ -1,0 +1,274 @@
+"""Shared problems: named cases, random arrays, odd memory layouts, mask objects beside their bool arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fastattn import masks
+from tests import naive
+
+FLOATS = ("float32", "float64")
+
+#: One short of, equal to and one past every vector and tile size that is likely to matter.
+ODD_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 47, 48, 49, 127, 128, 129, 200, 257)
+
+
+def random_arrays(
+    seed: int = 0,
+    *,
+    lead: tuple[int, ...] = (),
+    heads: int = 2,
+    kv_heads: int | None = None,
+    len_q: int = 17,
+    len_k: int = 33,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    dtype: str = "float32",
+    spread: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Normal query ``(*lead, H, L, D)``, key ``(*lead, K, S, D)`` and value ``(*lead, K, S, E)``."""
+    rng = np.random.default_rng(seed)
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    query = rng.standard_normal((*lead, heads, len_q, head_dim)) * spread
+    key = rng.standard_normal((*lead, kv_heads, len_k, head_dim))
+    value = rng.standard_normal((*lead, kv_heads, len_k, value_dim))
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by its sizes and options; hashable, so that its exact answer is computed once."""
+
+    name: str
+    lead: tuple[int, ...] = ()
+    heads: int = 2
+    kv_heads: int | None = None
+    len_q: int = 17
+    len_k: int = 33
+    head_dim: int = 16
+    value_dim: int | None = None
+    dtype: str = "float32"
+    spread: float = 1.0
+    bias: tuple[int, ...] | None = None  #: shape of a random bias
+    bias_dtype: str | None = None
+    mask: tuple[int, ...] | None = None  #: shape of a random bool mask
+    sinks: bool = False
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return random_arrays(
+            len(self.name) + 7 * self.len_q + self.len_k,
+            lead=self.lead,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            len_q=self.len_q,
+            len_k=self.len_k,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+            spread=self.spread,
+        )
+
+    def keywords(self) -> dict[str, Any]:
+        rng = np.random.default_rng(1)
+        keywords: dict[str, Any] = dict(self.options)
+        if self.bias is not None:
+            keywords["bias"] = rng.standard_normal(self.bias).astype(self.bias_dtype or self.dtype)
+        if self.mask is not None:
+            keywords["mask"] = rng.random(self.mask) < 0.6
+        if self.sinks:
+            keywords["sinks"] = rng.standard_normal(self.heads).astype(self.dtype)
+        return keywords
+
+    def as_dtype(self, dtype: str) -> Case:
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A case with its arrays, its options, the exact answer and the plain formula's answer."""
+
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    keywords: dict[str, Any]
+    exact: naive.Answer
+    plain: naive.Baseline
+
+
+@lru_cache(maxsize=256)
+def solve(case: Case) -> Solved:
+    """Compute a case once for all backends and instruction sets."""
+    arrays, keywords = case.arrays(), case.keywords()
+    return Solved(arrays, keywords, naive.attention(*arrays, **keywords), naive.formula(*arrays, **keywords))
+
+
+# ---------------------------------------------------------------- memory layouts
+
+
+def _fortran(array: np.ndarray) -> np.ndarray:
+    return np.asfortranarray(array)
+
+
+def _reversed(array: np.ndarray) -> np.ndarray:
+    backwards = (slice(None, None, -1),) * array.ndim
+    return np.ascontiguousarray(array[backwards])[backwards]
+
+
+def _poisoned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """NaN in a float array, True or a large number in any other: seen by whoever reads it."""
+    return np.full(shape, np.nan if dtype.kind == "f" else 101, dtype)
+
+
+def _padded(array: np.ndarray) -> np.ndarray:
+    """A view into a poisoned buffer with three spare elements around every axis."""
+    buffer = _poisoned([n + 6 for n in array.shape], array.dtype)
+    inner = buffer[tuple(slice(3, 3 + n) for n in array.shape)]
+    inner[...] = array
+    return inner
+
+
+def _every_other(array: np.ndarray) -> np.ndarray:
+    buffer = _poisoned([2 * n + 1 for n in array.shape], array.dtype)
+    inner = buffer[tuple(slice(1, 1 + 2 * n, 2) for n in array.shape)]
+    inner[...] = array
+    return inner
+
+
+def _last_axis_slow(array: np.ndarray) -> np.ndarray:
+    if array.ndim < 2:
+        return _every_other(array)
+    return np.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+def _heads_inside(array: np.ndarray) -> np.ndarray:
+    if array.ndim < 3:
+        return _last_axis_slow(array)
+    return np.ascontiguousarray(array.swapaxes(-2, -3)).swapaxes(-2, -3)
+
+
+def _unaligned(array: np.ndarray) -> np.ndarray:
+    raw = np.full(array.nbytes + 1, 0xFF, np.uint8)
+    view = np.ndarray(array.shape, array.dtype, buffer=raw.data, offset=1)
+    view[...] = array
+    return view
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def _byte_swapped(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder())
+
+
+#: Functions that put the same numbers into another place in memory.
+MEMORY_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "contiguous": np.ascontiguousarray,
+    "fortran": _fortran,
+    "reversed": _reversed,
+    "padded": _padded,
+    "every_other": _every_other,
+    "last_axis_slow": _last_axis_slow,
+    "heads_inside": _heads_inside,
+    "unaligned": _unaligned,
+    "read_only": _read_only,
+    "byte_swapped": _byte_swapped,
+}
+
+
+# ---------------------------------------------------------------- mask objects
+
+
+@dataclass(frozen=True)
+class MaskPair:
+    """A mask object and, worked out by hand from its definition, its array for ``(B, H, L, S)``."""
+
+    name: str
+    mask: Any
+    allowed: np.ndarray
+
+
+def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> list[MaskPair]:
+    """Every kind of mask, and their unions and intersections, for one problem size (one batch axis)."""
+    rng = np.random.default_rng(seed)
+    i = np.arange(len_q)[:, None]
+    j = np.arange(len_k)[None, :]
+    shift = len_k - len_q
+    lengths = rng.integers(0, len_k + 1, batch)
+    offsets = rng.integers(-2, len_k + 1, batch)
+    prefixes = rng.integers(0, len_k + 1, batch)
+    q_ids, k_ids = rng.integers(0, 4, len_q), rng.integers(0, 4, len_k)
+    q_ids_per_item, k_ids_per_item = rng.integers(0, 3, (batch, len_q)), rng.integers(0, 3, (batch, len_k))
+    documents_q = np.sort(q_ids_per_item, axis=-1)
+    documents_k = np.sort(k_ids_per_item, axis=-1)
+    tokens = np.unique(rng.integers(0, len_k, 2)) if len_k else np.zeros(0, int)
+    dense = rng.random((len_q, len_k)) < 0.5
+    dense_per_head = rng.random((batch, heads, len_q, len_k)) < 0.5
+    per_item = (slice(None), None, None, None)
+
+    causal = j <= i
+    decoder = j <= i + shift
+    window = (i + shift - 3 <= j) & (j <= i + shift + 2)
+    window_top = (i - 5 <= j) & (j <= i + 1)
+    documents = documents_q[:, None, :, None] == documents_k[:, None, None, :]
+    anchored = np.isin(j, tokens) | np.isin(i + shift, tokens)
+    real = j < lengths[per_item]
+    prefix = (j < prefixes[per_item]) | decoder
+
+    pairs = [
+        ("causal_top_left", masks.Causal("top_left"), causal),
+        ("causal_bottom_right", masks.Causal("bottom_right"), decoder),
+        ("causal_offset", masks.Causal(offset=3), j <= i + 3),
+        ("causal_offset_negative", masks.Causal(offset=-2), j <= i - 2),
+        ("causal_offset_per_item", masks.Causal(offset=offsets), j <= i + offsets[per_item]),
+        ("window", masks.Window(3, 2), window),
+        ("window_left_open", masks.Window(None, 0), j <= i + shift),
+        ("window_right_open", masks.Window(2, None), j >= i + shift - 2),
+        ("window_top_left", masks.Window(5, 1, align="top_left"), window_top),
+        ("key_lengths", masks.KeyLengths(lengths), real),
+        ("segments_any_order", masks.Segments(q_ids, k_ids), q_ids[:, None] == k_ids),
+        (
+            "segments_any_order_per_item",
+            masks.Segments(q_ids_per_item, k_ids_per_item),
+            q_ids_per_item[:, None, :, None] == k_ids_per_item[:, None, None, :],
+        ),
+        ("segments_sorted", masks.Segments(documents_q, documents_k), documents),
+        ("prefix", masks.PrefixLM(prefixes), prefix),
+        ("dense", masks.Dense(dense), dense),
+        ("dense_integer_per_head", masks.Dense(dense_per_head * np.int16(256)), dense_per_head),
+        ("and_intervals", masks.Window(3, 2) & masks.KeyLengths(lengths), window & real),
+        (
+            "and_documents_causal",
+            masks.Segments(documents_q, documents_k) & masks.Causal("bottom_right"),
+            documents & decoder,
+        ),
+        ("and_dense", masks.Dense(dense) & masks.Causal("top_left"), dense & causal),
+        ("or_intervals", masks.Window(3, 2) | masks.Causal(offset=-2), window | (j <= i - 2)),
+        ("or_dense", masks.Dense(dense) | masks.KeyLengths(lengths), dense | real),
+        (
+            "and_of_or",
+            (masks.Window(3, 2) | masks.Dense(dense)) & masks.KeyLengths(lengths),
+            (window | dense) & real,
+        ),
+    ]
+    if len_k:
+        pairs += [
+            ("global_tokens", masks.GlobalTokens(tokens), anchored),
+            ("longformer", masks.Window(3, 2) | masks.GlobalTokens(tokens), window | anchored),
+        ]
+    shape = (batch, heads, len_q, len_k)
+    return [MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs]
+
+
+MASK_NAMES = tuple(pair.name for pair in mask_pairs(1, 1, 2, 2))
+
+
+def mask_pair(name: str, batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> MaskPair:
+    return next(p for p in mask_pairs(batch, heads, len_q, len_k, seed) if p.name == name)

@@ -1,0 +1,98 @@
+"""Fixtures: every usable backend, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import fastattn
+
+settings.register_profile(
+    "fastattn",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("fastattn")
+
+BACKENDS = ("reference", "cython")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A backend, and the instruction set it is to run on where it has a choice."""
+
+    backend: str
+    isa: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend if self.isa is None else f"{self.backend}-{self.isa}"
+
+    def attention(self, *arrays: Any, **options: Any) -> Any:
+        return fastattn.attention(*arrays, backend=self.backend, **options)
+
+    def everything(self, *arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Output, lse and weights."""
+        return self.attention(*arrays, return_lse=True, return_weights=True, **options)
+
+    def environment(self) -> dict[str, str]:
+        """What makes another process use this backend and instruction set by default."""
+        variables = {"FASTATTN_BACKEND": self.backend}
+        return variables if self.isa is None else variables | {"FASTATTN_ISA": self.isa}
+
+
+def _usable(backend: str) -> bool:
+    try:
+        fastattn.attention(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)), backend=backend)
+    except (fastattn.BackendError, ModuleNotFoundError):
+        return False
+    return True
+
+
+def _isas() -> list[str]:
+    if not _usable("cython"):
+        return []
+    from fastattn.backends import cython_cpu
+
+    return list(cython_cpu.available_isas())
+
+
+USABLE = tuple(name for name in BACKENDS if _usable(name))
+ISAS = tuple(_isas())
+ENGINES = (Engine("reference"), *(Engine("cython", isa) for isa in ISAS))
+
+
+def pytest_report_header() -> list[str]:
+    absent = [name for name in BACKENDS if name not in USABLE]
+    return [
+        f"backends: {', '.join(USABLE)}" + (f" (not usable: {', '.join(absent)})" if absent else ""),
+        f"instruction sets: {', '.join(ISAS) or 'none'}",
+    ]
+
+
+@pytest.fixture(params=USABLE)
+def backend(request: pytest.FixtureRequest) -> Engine:
+    """Every usable backend, on the instruction set it chose for itself."""
+    return Engine(request.param)
+
+
+@pytest.fixture(params=ENGINES, ids=lambda engine: engine.name)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Every usable backend on every instruction set this machine has."""
+    chosen: Engine = request.param
+    if chosen.isa is None:
+        context: Any = nullcontext()
+    else:
+        from fastattn.backends import cython_cpu
+
+        context = cython_cpu.use_isa(chosen.isa)
+    with context:
+        yield chosen

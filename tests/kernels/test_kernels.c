@@ -1,0 +1,743 @@
+/* Tests of the micro-kernels against plain loops, through the table that kernels.h describes.
+ *
+ *     test_kernels ISA...
+ *
+ * `tests/kernels/run` builds and runs it. Where only the right elements matter the numbers are small integers
+ * and the answer must be exact; where rounding matters the bound is derived beside the check. The random
+ * numbers are the same in every run.
+ */
+
+#include "support.h"
+
+#include "convert.h"
+
+/* ------------------------------------------------------------------ pack, unpack */
+
+/* The product after at most two roundings of half an ULP; exact where nothing needs rounding. */
+static int is_product(double got, double x, long double factor) {
+    const double exact = (double)(x * factor);
+    if (!isfinite(exact) || exact == 0 || factor == 1) return got == exact || (isnan(got) && isnan(exact));
+    return ulps(got, x * factor) <= 1.001;
+}
+
+static void test_pack(void) {
+    const ptrdiff_t odd = 2 * size + 1, strides[] = {size, 2 * size, -size, odd, -odd, 0};
+    const double factors[] = {1, LOG2E / 8, -0.1, 0};
+    for (int n = 1; n <= 67; n++) {
+        const ptrdiff_t ld = lanes * (1 + n % kernels->max_vectors);
+        const double factor = factors[n % 3 ? n % COUNT(factors) : 0];
+        void *unit_stride = NULL;
+        for (int i = 0; i < COUNT(strides); i++) {
+            const char **rows = (const char **)take(ld * (ptrdiff_t)sizeof *rows, 64, 0);
+            void *out = tile(n, ld);
+            Matrix row[64];
+            for (int r = 0; r < ld; r++) {
+                /* The last lanes repeat one row, as for a block that is not full. */
+                row[r] = r > 0 && r > ld - 3 ? row[r - 1] : matrix(1, n, 0, strides[i], (r * 3 + i) % 8);
+                for (int c = 0; c < n; c++) {
+                    const int nth = c * 7 + r;
+                    put(element(&row[r], 0, c), 0, nth % 11 == 0 ? special(nth / 11) : sin(nth + n) * exp2(nth % 40));
+                }
+                seal(&row[r]);
+                rows[r] = row[r].at;
+            }
+            kernels->pack(out, ld, rows, strides[i], n, factor);
+            for (int c = 0; c < n; c++)
+                for (int r = 0; r < ld; r++) {
+                    const double x = entry(&row[r], 0, c), got = get(out, c * ld + r);
+                    CHECK(is_product(got, x, factor), "n_cols %d, stride %td: " NUMBER " * " NUMBER " gave " NUMBER, n,
+                          strides[i], x, factor, got);
+                    if (i > 0 && strides[i] != 0 && r <= ld - 3)
+                        CHECK(same(got, get(unit_stride, c * ld + r)), "stride %td has other bits", strides[i]);
+                }
+            if (i == 0) unit_stride = memcpy(malloc((size_t)(n * ld * size)), out, (size_t)(n * ld * size));
+            release();
+        }
+        free(unit_stride);
+    }
+}
+
+static void test_unpack(void) {
+    const ptrdiff_t odd = 2 * size + 1, strides[] = {size, 2 * size, -size, odd, -odd};
+    for (int n = 1; n <= 67; n++)
+        for (int i = 0; i < COUNT(strides); i++) {
+            const ptrdiff_t ld = lanes * (1 + (n + i) % kernels->max_vectors), n_rows = 1 + below((int)ld);
+            /* 0: no NaN; 1: only in lanes that are not rows; 2: one in a row; then an infinity. */
+            const int kind = below(4);
+            const ptrdiff_t at_row = kind == 1 ? n_rows + below((int)(ld - n_rows + 1)) : below((int)n_rows);
+            char **rows = (char **)take(n_rows * (ptrdiff_t)sizeof *rows, 64, 0);
+            void *source = tile(n, ld), *factor = tile(2, ld);
+            Matrix row[64];
+            for (int r = 0; r < ld; r++) {
+                const double inverse = r % 5 ? 1 / uniform(1, 300) : r % 2 ? 1 : 0.5;
+                put(factor, r, inverse);
+                put(factor, ld + r, inverse - rounded(inverse));
+                if (size == 8) put(factor, ld + r, r % 5 ? inverse * uniform(-1, 1) * 0x1p-54 : 0);
+                for (int c = 0; c < n; c++) put(source, c * ld + r, sin(c * 7 + r + n) * 100);
+            }
+            const int at_col = below(n);
+            if (kind && at_row < ld) put(source, at_col * ld + at_row, kind == 3 ? -INFINITY : NAN);
+            for (int r = 0; r < n_rows; r++) rows[r] = (row[r] = matrix(1, n, 0, strides[i], (r + i) % 8)).at;
+            const int any = kernels->unpack(rows, strides[i], n_rows, source, ld, n, factor);
+            CHECK(any == (kind == 2), "said %d, the kind is %d, n_cols %d, stride %td", any, kind, n, strides[i]);
+            for (int r = 0; r < n_rows; r++) {
+                for (int c = 0; c < n; c++) {
+                    const double x = get(source, c * ld + r), got = entry(&row[r], 0, c);
+                    CHECK(is_product(got, x, (long double)get(factor, r) + get(factor, ld + r)),
+                          "n_cols %d, stride %td, row %d: " NUMBER " * " NUMBER " gave " NUMBER, n, strides[i], r, x,
+                          get(factor, r), got);
+                }
+                const ptrdiff_t gap = strides[i] < 0 ? -strides[i] : strides[i];
+                const unsigned char *lowest = (unsigned char *)element(&row[r], 0, strides[i] < 0 ? n - 1 : 0);
+                for (ptrdiff_t b = 0; b < (n - 1) * gap; b++)
+                    CHECK(b % gap < size || lowest[b] == 0xff, "wrote between the elements, stride %td", strides[i]);
+            }
+            release();
+        }
+}
+
+/* ------------------------------------------------------------------ score */
+
+/* Small integers: every sum is exact, so one wrong, missing or doubled term shows. */
+static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int layout, ptrdiff_t chunk) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, live = lanes * vectors;
+    const ptrdiff_t *stops = key_stops(vectors, n_keys, below(3) == 0);
+    void *s = tile(n_keys, ld), *top = tile(1, ld), *q = integers(head_dim, ld);
+    double sums[64];
+    const Matrix k = integer_matrix(n_keys, head_dim, layout);
+    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+        put(top, lane, lane >= live ? NAN : lane % 3 == 0 ? -INFINITY : lane % 3 == 1 ? 10.0 * small() : 1e30);
+        /* What the lanes past n_vectors hold is nobody's concern. */
+        for (ptrdiff_t d = 0; lane >= live && d < head_dim; d++) put(q, d * ld + lane, NAN);
+    }
+    void *want_top = tile(1, ld);
+    memcpy(want_top, top, (size_t)(ld * size));
+    kernels->score(s, top, q, ld, vectors, k.at, stops, head_dim, k.row, k.col, chunk);
+    for (ptrdiff_t j = 0; j < n_keys; j++) {
+        memset(sums, 0, sizeof sums);
+        for (ptrdiff_t d = 0; d < head_dim; d++) {
+            const double x = entry(&k, j, d);
+            for (ptrdiff_t lane = 0; lane < live; lane++) sums[lane] += x * get(q, d * ld + lane);
+        }
+        for (ptrdiff_t lane = 0; lane < ld; lane++) {
+            const double got = get(s, j * ld + lane);
+            const int counts = lane < live && j < stops[lane / lanes];
+            CHECK(counts ? got == sums[lane] : isnan(got) || (lane < live && got == sums[lane]),
+                  "n_keys %td, head_dim %td, %d vectors, layout %d, chunk %td: key %td, lane %td is " NUMBER
+                  ", not " NUMBER, n_keys, head_dim, vectors, layout, chunk, j, lane, got, sums[lane]);
+            if (counts && sums[lane] > get(want_top, lane)) put(want_top, lane, sums[lane]);
+        }
+    }
+    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+        /* A vector with fewer keys is masked later, which sets tile_max anew. */
+        const double got = get(top, lane), want = get(want_top, lane);
+        CHECK(lane < live && stops[lane / lanes] < n_keys ? got >= want : same(got, want),
+              "n_keys %td, head_dim %td: tile_max " NUMBER ", not " NUMBER, n_keys, head_dim, got, want);
+    }
+    release();
+}
+
+static void test_score(void) {
+    const int dims[] = {1, 15, 16, 17, 63, 64, 65};
+    int nth = 0;
+    for (int head_dim = 1; head_dim <= 130; head_dim++)
+        for (int i = 0; i < 4; i++, nth++)
+            check_score(1 + below(40), head_dim, 1 + nth % kernels->max_vectors, below(LAYOUTS), i % 2 ? 64 : 16);
+    for (int n_keys = 1; n_keys <= 40; n_keys++)
+        for (int i = 0; i < COUNT(dims); i++, nth++)
+            check_score(n_keys, dims[i], 1 + below(kernels->max_vectors), nth % LAYOUTS, below(2) ? 64 : 16);
+    for (int layout = 0; layout < LAYOUTS; layout++)
+        check_score(256, layout % 2 ? 64 : 130, kernels->max_vectors, layout, 64);
+}
+
+/* ------------------------------------------------------------------ adjust */
+
+static void test_adjust(void) {
+    for (int n_keys = 1; n_keys <= 70; n_keys++)
+        for (int kind = 1; kind < 12; kind++) {
+            const ptrdiff_t ld = lanes * (1 + (n_keys + kind) % kernels->max_vectors);
+            const double cap = kind % 3 ? kind % 3 * 12.75 : 0;
+            void *s = tile(n_keys, ld), *before = tile(n_keys, ld), *top = tile(1, ld);
+            char **bias = kind / 3 % 2 ? lane_rows(ld, n_keys * size) : NULL;
+            const uint32_t *words = kind / 6 ? random_words(n_keys, ld) : NULL;
+            for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+                put(s, i, below(40) ? uniform(-3, 3) : special(below(3)));
+                if (bias) put(bias[i % ld], i / ld, below(10) ? uniform(-50, 50) : special(below(8)));
+            }
+            memcpy(before, s, (size_t)(n_keys * ld * size));
+            kernels->adjust(s, top, ld, n_keys, cap, (const char *const *)bias, words);
+            for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                double want_top = -INFINITY;
+                int nan = 0;
+                for (ptrdiff_t j = 0; j < n_keys; j++) {
+                    const double x = get(before, j * ld + lane), got = get(s, j * ld + lane);
+                    const double y = bias ? get(bias[lane], j) : 0;
+                    const long double capped = cap > 0 ? (long double)cap * tanhl(x) : x, exact = capped + y;
+                    if (!allowed(words, bias, ld, j, lane))
+                        CHECK(got == -INFINITY, "masked, " NUMBER " + " NUMBER " gave " NUMBER, x, y, got);
+                    else if (!isfinite((double)exact))
+                        CHECK(same(got, (double)exact), NUMBER " + " NUMBER " gave " NUMBER, x, y, got);
+                    else if (cap == 0)
+                        CHECK(got == rounded(rounded(x) + y), NUMBER " + " NUMBER " gave " NUMBER, x, y, got);
+                    /* tanh within 5 ULP, each up to two units; softcap, the product and the sum are rounded. */
+                    else
+                        CHECK(fabsl(got - exact) <= unit * (14 * fabsl(capped) + fabsl(exact)),
+                              "softcap " NUMBER ": " NUMBER " + " NUMBER " gave " NUMBER, cap, x, y, got);
+                    nan |= isnan(got);
+                    if (got > want_top) want_top = got;
+                }
+                /* Where a score is NaN the row becomes NaN whatever its largest score is said to be. */
+                CHECK(nan || get(top, lane) == want_top, "tile_max " NUMBER ", not " NUMBER, get(top, lane), want_top);
+            }
+            release();
+        }
+}
+
+/* The largest error of tanh in ULP, softcap 1. Its roundings, each up to an ULP at the top of a binade and half
+ * at its bottom: 2 in f = -2 log2(e) |x|, about 3 in expm1(f ln 2), 2 in the sum and the quotient. Seven
+ * never meet. */
+static double worst_tanh(double *where) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, n_keys = 256;
+    const double large[] = {20, 89, 1e4, 1e30, largest(), INFINITY, 0};
+    double worst = 0;
+    for (int round = 0; round < 12; round++) {
+        void *s = tile(n_keys, ld), *x = tile(n_keys, ld), *top = tile(1, ld);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++)
+            put(x, i, small() * (round % 3 ? exp2(uniform(round % 3 == 1 ? -100 : -6, 2)) : uniform(0, 2)));
+        memcpy(s, x, (size_t)(n_keys * ld * size));
+        kernels->adjust(s, top, ld, n_keys, 1, NULL, NULL);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+            const double error = ulps(get(s, i), size == 4 ? (long double)tanh(get(x, i)) : tanhl(get(x, i)));
+            CHECK(fabs(get(s, i)) <= 1 && get(s, i) * get(x, i) >= 0, "tanh " NUMBER " is " NUMBER, get(x, i), get(s, i));
+            if (error > worst) worst = error, *where = get(x, i);
+        }
+        release();
+    }
+    for (int sign = -1; sign <= 1; sign += 2)
+        for (int i = 0; i < COUNT(large); i++) {
+            void *s = filled(1, lanes, sign * large[i]), *top = tile(1, lanes);
+            kernels->adjust(s, top, lanes, 1, 1, NULL, NULL);
+            CHECK(get(s, 0) == (large[i] > 0 ? sign : 0), "tanh " NUMBER " is " NUMBER, sign * large[i], get(s, 0));
+            release();
+        }
+    return worst;
+}
+
+/* ------------------------------------------------------------------ softmax */
+
+/* The largest error of exp2 in ULP on the whole range. 2^f = (2 + f y) / 2, |f| <= 1/2: half an ULP for the sum,
+ * and y, known to about 1.1 ULP of its own (its last coefficient, its last rounding, an eighth of those before),
+ * counts by |f|, most where f = -1/2. Without a fused multiply-add the products are rounded too: a quarter for f y,
+ * an eighth inside y. Below 2^(min + 1/2) vec.h promises an exact 0: no denormals. */
+static double worst_exp2(double *where) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, n_keys = 256;
+    const int least = size == 8 ? -1022 : -126;
+    double worst = 0;
+    for (int round = 0; round < 24; round++) {
+        void *s = tile(n_keys, ld), *x = tile(n_keys, ld), *zero = filled(1, ld, 0);
+        void *row_max = filled(1, ld, 0), *row_sum = filled(1, ld, 0), *rescale = tile(1, ld);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+            const double kinds[] = {uniform(least, 0), uniform(-1, 0), -exp2(uniform(-70, 10)),
+                                    -(below(-least + 4) + 0.5) * (1 + small() * (double)unit)};
+            put(x, i, kinds[round % 4]);
+        }
+        memcpy(s, x, (size_t)(n_keys * ld * size));
+        kernels->softmax(s, zero, row_max, row_sum, rescale, ld, n_keys, 1);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+            const double at = get(x, i), got = get(s, i), edge = least + 0.5;
+            const double error = ulps(got, size == 4 ? (long double)exp2(at) : exp2l(at));
+            if (at > edge ? error > worst : at == edge && got != 0 && error > worst) worst = error, *where = at;
+            CHECK(at >= edge || same(got, 0), "2^" NUMBER " is " NUMBER ", not 0", at, got);
+            CHECK(got <= 1, "2^" NUMBER " is " NUMBER, at, got);
+        }
+        release();
+    }
+    return worst;
+}
+
+/* Three steps of the online softmax, in either domain, against the sums of what came out. */
+static void check_softmax(ptrdiff_t n_keys, double factor, double spread) {
+    const ptrdiff_t ld = lanes * (1 + n_keys % kernels->max_vectors);
+    void *row_max = filled(1, ld, -INFINITY), *row_sum = filled(1, ld, 0), *rescale = tile(1, ld);
+    long double sums[64] = {0};
+    for (int step = 0; step < 3; step++) {
+        void *s = tile(n_keys, ld), *before = tile(n_keys, ld), *tile_max = filled(1, ld, -INFINITY);
+        void *old_max = tile(1, ld);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+            const ptrdiff_t lane = i % ld;
+            /* Lane 0 sees nothing, lane 1 only in the first step, lane 2 only in the last, lane 3 a NaN. */
+            const int none = lane == 0 || (lane == 1 && step > 0) || (lane == 2 && step < 2) || below(6) == 0;
+            put(s, i, none ? -INFINITY : uniform(-spread, spread));
+            if (lane == 3 && step == 1 && i / ld == n_keys / 2) put(s, i, NAN);
+            if (get(s, i) > get(tile_max, lane)) put(tile_max, lane, get(s, i));
+        }
+        memcpy(before, s, (size_t)(n_keys * ld * size));
+        memcpy(old_max, row_max, (size_t)(ld * size));
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, n_keys, factor);
+        for (ptrdiff_t lane = 0; lane < ld; lane++) {
+            const double old = get(old_max, lane), top = get(row_max, lane), scale = get(rescale, lane);
+            const double base = top == -INFINITY ? 0 : top;
+            CHECK(top == fmax(old, get(tile_max, lane)), "row_max " NUMBER, top);
+            /* The difference, the factor and the product are rounded, and exp2 is within 1.5 ULP. */
+            const long double drop = factor * ((long double)old - base), scaled = old == -INFINITY ? 0 : exp2l(drop);
+            CHECK(fabsl(scale - scaled) <= scaled * unit * (3 + 3 * fabsl(drop)) + DBL_MIN || scaled < FLT_MIN,
+                  "rescale " NUMBER " for " NUMBER, scale, (double)drop);
+            CHECK(old != top || top == -INFINITY || scale == 1, "row_max stays, rescale is " NUMBER, scale);
+            CHECK(old != -INFINITY || same(scale, 0), "nothing was there, rescale is " NUMBER, scale);
+            long double sum = 0;
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const double x = get(before, j * ld + lane), got = get(s, j * ld + lane);
+                const long double y = factor * ((long double)x - base), exact = exp2l(y);
+                sum += got;
+                if (x == -INFINITY)
+                    CHECK(same(got, 0), "-inf gave " NUMBER, got);
+                else if (isnan(x))
+                    CHECK(isnan(got), "NaN gave " NUMBER, got);
+                else
+                    CHECK(fabsl(got - exact) <= exact * unit * (3 + 3 * fabsl(y)) || (got == 0 && exact < 2 * FLT_MIN),
+                          "exp2(" NUMBER ") gave " NUMBER, (double)y, got);
+                CHECK(x != top || x == -INFINITY || got == 1, "the largest score gave " NUMBER, got);
+            }
+            sums[lane] = scale * sums[lane] + sum;
+            /* Each step: chains of one chunk, the sum of the chunks, the rescaled sum. */
+            const long double roundings = FASTATTN_KEY_CHUNK + n_keys / FASTATTN_KEY_CHUNK + 3;
+            const double got = get(row_sum, lane);
+            CHECK(isnan(got) || fabsl(got - sums[lane]) <= (step + 1) * roundings * unit * sums[lane],
+                  "row_sum " NUMBER ", not " NUMBER, got, (double)sums[lane]);
+            CHECK((lane == 3 && step > 0) == isnan(got), "row_sum " NUMBER " in lane %td", got, lane);
+        }
+    }
+    release();
+}
+
+static void test_softmax(void) {
+    for (int n_keys = 1; n_keys <= 70; n_keys++)
+        for (int kind = 0; kind < 4; kind++) check_softmax(n_keys, kind % 2 ? LOG2E : 1, kind / 2 ? 3 : 40);
+    check_softmax(256, 1, 10);
+    check_softmax(256, LOG2E, 10);
+    /* Huge finite scores are ordinary numbers: 1 for the largest, 0 far below it. */
+    const double most = largest();
+    const double huge[][3] = {{1e30, -1e30, 1}, {most, -most, 1}, {-most, -most, 2}, {-1e30, -1e30, 2}};
+    for (int i = 0; i < COUNT(huge); i++) {
+        void *s = filled(2, lanes, huge[i][0]), *top = filled(1, lanes, huge[i][0]), *row_sum = filled(1, lanes, 0);
+        void *row_max = filled(1, lanes, -INFINITY), *rescale = tile(1, lanes);
+        for (int lane = 0; lane < lanes; lane++) put(s, lanes + lane, huge[i][1]);
+        kernels->softmax(s, top, row_max, row_sum, rescale, lanes, 2, LOG2E);
+        CHECK(get(row_sum, 0) == huge[i][2] && get(rescale, 0) == 0, "sum " NUMBER " for " NUMBER " and " NUMBER,
+              get(row_sum, 0), huge[i][0], huge[i][1]);
+        release();
+    }
+}
+
+/* ------------------------------------------------------------------ accumulate */
+
+static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors, int layout, int rescaled) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, live = lanes * vectors, n_fetch = below(80);
+    const ptrdiff_t *stops = key_stops(vectors, n_keys, below(2));
+    const char **fetch = (const char **)take(n_fetch * (ptrdiff_t)sizeof *fetch, 8, 0);
+    void *p = integers(n_keys, ld), *rescale = rescaled ? integers(1, ld) : NULL;
+    /* Without rescale what acc held is not read: it is NaN. */
+    void *acc = rescaled ? integers(value_dim, ld) : tile(value_dim, ld), *before = tile(value_dim, ld);
+    const Matrix v = integer_matrix(n_keys, value_dim, layout);
+    double sums[64];
+    memcpy(before, acc, (size_t)(value_dim * ld * size));
+    for (ptrdiff_t j = 0; j < n_keys; j++)
+        for (ptrdiff_t lane = 0; lane < live; lane++)
+            if (j >= stops[lane / lanes]) put(p, j * ld + lane, 0);
+    /* What is fetched is never read: no memory is there. */
+    for (ptrdiff_t i = 0; i < n_fetch; i++) fetch[i] = (const char *)(uintptr_t)(4096 + i);
+    kernels->accumulate(acc, p, rescale, ld, vectors, v.at, stops, value_dim, v.row, v.col, fetch, n_fetch,
+                        value_dim * size);
+    for (ptrdiff_t e = 0; e < value_dim; e++) {
+        for (ptrdiff_t lane = 0; lane < live; lane++)
+            sums[lane] = rescaled ? get(rescale, lane) * get(before, e * ld + lane) : 0;
+        for (ptrdiff_t j = 0; j < n_keys; j++) {
+            const double x = entry(&v, j, e);
+            for (ptrdiff_t lane = 0; lane < live; lane++) sums[lane] += x * get(p, j * ld + lane);
+        }
+        for (ptrdiff_t lane = 0; lane < ld; lane++) {
+            const double got = get(acc, e * ld + lane);
+            CHECK(lane < live ? got == sums[lane] : same(got, get(before, e * ld + lane)),
+                  "n_keys %td, value_dim %td, %d vectors, layout %d: column %td, lane %td is " NUMBER ", not " NUMBER,
+                  n_keys, value_dim, vectors, layout, e, lane, got, sums[lane]);
+        }
+    }
+    release();
+}
+
+static void test_accumulate(void) {
+    const int keys[] = {1, 2, 3, 31, 32, 63, 64, 65, 129, 256};
+    for (int value_dim = 1; value_dim <= 70; value_dim++)
+        for (int i = 0; i < 8; i++)
+            check_accumulate(i < 4 ? 1 + below(70) : keys[below(COUNT(keys))], value_dim,
+                             1 + below(kernels->max_vectors), below(LAYOUTS), i % 2);
+}
+
+/* NaN and inf in a value reach the lanes that may read it, and change no bit of the others. */
+static void test_accumulate_isolated(void) {
+    for (int nth = 0; nth < 120; nth++) {
+        const int vectors = 1 + nth % kernels->max_vectors;
+        const ptrdiff_t ld = lanes * vectors, n_keys = 1 + below(100), value_dim = 1 + below(20);
+        void *p = tile(n_keys, ld), *acc = tile(value_dim, ld), *plain = tile(value_dim, ld);
+        void *rescale = nth % 5 ? tile(1, ld) : NULL, *clean = tile(n_keys, value_dim);
+        char **bias = nth % 3 ? lane_rows(ld, n_keys * size) : NULL;
+        uint32_t *words = nth % 2 ? random_words(n_keys, ld) : NULL;
+        const ptrdiff_t *stops = key_stops(vectors, n_keys, words != NULL);
+        Matrix v = laid_out(n_keys, value_dim, nth % ONE_TO_ONE), finite = laid_out(n_keys, value_dim, 0);
+        for (ptrdiff_t i = 0; i < n_keys * ld; i++)
+            if (bias) put(bias[i % ld], i / ld, below(3) ? 1 : -INFINITY);
+        for (ptrdiff_t j = 0; j < n_keys; j++) {
+            for (ptrdiff_t lane = 0; words && lane < ld; lane++)
+                if (j >= stops[lane / lanes]) words[j / 32 * ld + lane] &= ~(UINT32_C(1) << j % 32);
+            for (ptrdiff_t lane = 0; lane < ld; lane++)
+                put(p, j * ld + lane, allowed(words, bias, ld, j, lane) ? uniform(0, 1) : 0);
+            for (ptrdiff_t e = 0; e < value_dim; e++) {
+                const double x = uniform(-1, 1);
+                put(element(&finite, j, e), 0, x);
+                put(element(&v, j, e), 0, below(n_keys * 2 < 40 ? 40 : (int)n_keys * 2) ? x : special(below(3)));
+            }
+        }
+        seal(&v);
+        for (ptrdiff_t lane = 0; rescale && lane < ld; lane++) put(rescale, lane, uniform(0, 1));
+        for (ptrdiff_t i = 0; rescale && i < value_dim * ld; i++) put(acc, i, uniform(-1, 1));
+        memcpy(plain, acc, (size_t)(value_dim * ld * size));
+        kernels->accumulate(plain, p, rescale, ld, vectors, finite.at, stops, value_dim, finite.row, finite.col, NULL, 0,
+                            0);
+        kernels->accumulate_isolated(acc, p, rescale, ld, v.at, stops, value_dim, v.row, v.col,
+                                     (const char *const *)bias, words, clean);
+        for (ptrdiff_t e = 0; e < value_dim; e++)
+            for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                double reached = 0;
+                for (ptrdiff_t j = 0; j < n_keys; j++) {
+                    const double x = entry(&v, j, e);
+                    if (!isfinite(x) && allowed(words, bias, ld, j, lane)) reached += get(p, j * ld + lane) * x;
+                }
+                const double got = get(acc, e * ld + lane), want = reached == 0 ? get(plain, e * ld + lane) : reached;
+                CHECK(same(got, want), "column %td, lane %td is " NUMBER ", not " NUMBER, e, lane, got, want);
+            }
+        release();
+    }
+}
+
+/* ------------------------------------------------------------------ sums of real numbers */
+
+/* Any order of adding n terms errs by at most n - 1 roundings of the sum of their sizes; here chunk terms and
+ * then the chunks, and one more for each product where there is no fused multiply-add. */
+static void test_rounding(void) {
+    const int vectors = kernels->max_vectors;
+    const ptrdiff_t ld = lanes * vectors, sizes[][3] = {{64, 37, 16}, {130, 40, 64}, {256, 33, 16}, {256, 256, 64}};
+    for (int i = 0; i < COUNT(sizes); i++) {
+        const ptrdiff_t n = sizes[i][0], other = sizes[i][1], chunk = sizes[i][2];
+        /* Scores: n columns, `other` keys. Values: n keys, `other` columns. The same sums twice. */
+        void *x = tile(n, ld), *s = tile(other, ld), *acc = tile(other, ld), *top = filled(1, ld, -INFINITY);
+        Matrix y = laid_out(other, n, 0);
+        for (ptrdiff_t j = 0; j < n * ld; j++) put(x, j, uniform(-1, 1));
+        for (ptrdiff_t j = 0; j < n * other; j++) put(y.at, j, uniform(-1, 1));
+        kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, chunk);
+        kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), other, y.col, y.row, NULL, 0, 0);
+        for (ptrdiff_t r = 0; r < other; r++)
+            for (ptrdiff_t lane = 0; lane < ld; lane += 7) {
+                long double sum = 0, sizes_sum = 0;
+                for (ptrdiff_t c = 0; c < n; c++) {
+                    const long double term = (long double)get(x, c * ld + lane) * entry(&y, r, c);
+                    sum += term;
+                    sizes_sum += fabsl(term);
+                }
+                CHECK(fabsl(get(s, r * ld + lane) - sum) <= (chunk + n / chunk + 2) * unit * sizes_sum,
+                      "score of %td terms in chunks of %td: " NUMBER, n, chunk, get(s, r * ld + lane));
+                CHECK(fabsl(get(acc, r * ld + lane) - sum) <=
+                          (FASTATTN_KEY_CHUNK + n / FASTATTN_KEY_CHUNK + 2) * unit * sizes_sum,
+                      "values of %td keys: " NUMBER, n, get(acc, r * ld + lane));
+            }
+        release();
+    }
+}
+
+/* ------------------------------------------------------------------ finish */
+
+static void test_finish(void) {
+    for (int v = 1; v <= kernels->max_vectors; v++)
+        for (int natural = 0; natural < 2; natural++) {
+            const ptrdiff_t ld = lanes * v;
+            void *inverse = tile(2, ld), *lse = tile(1, ld), *row_max = tile(1, ld), *row_sum = tile(1, ld);
+            for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                put(row_max, lane, lane == 1 ? -INFINITY : uniform(-200, 200));
+                put(row_sum, lane, lane == 1 ? 0 : lane == 2 ? NAN : lane == 3 ? 1 : exp2(uniform(0, 30)));
+            }
+            kernels->finish(inverse, natural ? lse : NULL, row_max, row_sum, ld, natural ? LOG2E : 1);
+            if (!natural) kernels->finish(inverse, lse, row_max, row_sum, ld, 1);
+            for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                const double sum = get(row_sum, lane), high = get(inverse, lane), low = get(inverse, ld + lane);
+                const double got = get(lse, lane);
+                const long double top = get(row_max, lane) * (natural ? 1 : 1 / (long double)M_LOG2E), rest = logl(sum);
+                if (lane == 1) {
+                    CHECK(same(high, 0) && low == 0 && got == -INFINITY, "empty row: " NUMBER ", " NUMBER, high, got);
+                } else if (lane == 2) {
+                    CHECK(isnan(high) && isnan(got), "NaN: " NUMBER ", " NUMBER, high, got);
+                } else {
+                    CHECK(ulps(high, 1 / (long double)sum) <= 0.501, "1 / " NUMBER " is " NUMBER, sum, high);
+                    /* What the first part's rounding left, itself rounded twice; long double has 64 bits or more. */
+                    const long double error = fabsl((long double)high + low - 1 / (long double)sum);
+                    CHECK(error <= (4 * unit * unit + LDBL_EPSILON) / sum, "1 / " NUMBER " is " NUMBER " + " NUMBER, sum,
+                          high, low);
+                    CHECK(fabsl(got - (top + rest)) <= unit * fabsl(top + rest) + 3 * DBL_EPSILON * (fabsl(top) + rest),
+                          "lse " NUMBER ", not " NUMBER, got, (double)(top + rest));
+                }
+            }
+            release();
+        }
+}
+
+/* ------------------------------------------------------------------ masks, conversion */
+
+static void test_mask_words(void) {
+    for (int item = 1; item <= 8; item *= 2)
+        for (int n = 1; n <= 100; n++)
+            for (int kind = 0; kind < 5; kind++) {
+                const ptrdiff_t strides[] = {item, 2 * item, -item, 2 * item + 1, 0}, stride = strides[kind];
+                const ptrdiff_t ld = lanes * (1 + n % kernels->max_vectors), span = (n - 1) * labs(stride) + item;
+                uint32_t *words = random_words(n, ld), *before = random_words(n, ld);
+                const char **rows = (const char **)take(ld * (ptrdiff_t)sizeof *rows, 64, 0);
+                memcpy(before, words, (size_t)((n + 31) / 32 * ld * 4));
+                for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                    /* Runs of lanes share a row, as where a mask is broadcast. */
+                    if (lane > 0 && (kind == 1 || below(3) == 0)) {
+                        rows[lane] = rows[lane - 1];
+                        continue;
+                    }
+                    char *block = take(span, 1, kind % 2 ? 1 + below(7) : 0);
+                    char *row = stride < 0 ? block + span - item : block;
+                    memset(block, 0, (size_t)span);
+                    for (int j = 0; j < n; j++) {
+                        /* One bit of the element, any of them. */
+                        const uint64_t x = below(2) ? UINT64_C(1) << below(8 * item) : 0;
+                        memcpy(row + j * stride, &x, (size_t)item);
+                    }
+                    rows[lane] = row;
+                }
+                kernels->mask_words(words, ld, rows, stride, item, n);
+                for (int j = 0; j < n; j++)
+                    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+                        uint64_t x = 0;
+                        memcpy(&x, rows[lane] + j * stride, (size_t)item);
+                        CHECK(allowed(words, NULL, ld, j, lane) == (allowed(before, NULL, ld, j, lane) && x != 0),
+                              "%d bytes, %d columns, stride %td: column %d, lane %td", item, n, stride, j, lane);
+                    }
+                release();
+            }
+}
+
+static double half_value(unsigned bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double x = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    if (exponent == 31) x = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -x : x;
+}
+
+/* Every half; and floats and doubles, to the compute type of this table. */
+static void test_convert(void) {
+    const ptrdiff_t gaps[] = {0, 1, 3};
+    for (int from = 2; from <= 8; from *= 2)
+        for (int kind = 0; kind < 12; kind++) {
+            const int swapped = kind % 2, n = from == 2 ? 1 << 16 : 5000;
+            const ptrdiff_t stride = (kind / 2 % 2 ? -1 : 1) * (from + gaps[kind / 4]);
+            const ptrdiff_t span = (n - 1) * labs(stride) + from;
+            char *block = take(span, 1, kind % 5), *row = stride < 0 ? block + span - from : block;
+            char *to = take((ptrdiff_t)n * size, 1, 0);
+            double *want = malloc((size_t)n * sizeof *want);
+            for (int i = 0; i < n; i++) {
+                char bytes[8];
+                const uint16_t half = (uint16_t)i;
+                const double x = i < 8 ? special(i) : uniform(-1, 1) * exp2(below(1000) - 500);
+                const float single = (float)x;
+                want[i] = rounded(from == 2 ? half_value(half) : from == 4 ? single : x);
+                memcpy(bytes, from == 2 ? (const void *)&half : from == 4 ? (const void *)&single : &x, (size_t)from);
+                for (int b = 0; b < from; b++) row[i * stride + b] = bytes[swapped ? from - 1 - b : b];
+            }
+            fastattn_convert_row(to, size, row, from, swapped, stride, n);
+            for (int i = 0; i < n; i++)
+                CHECK(same(get(to, i), want[i]), "%d bytes, swapped %d, stride %td: " NUMBER ", not " NUMBER, from,
+                      swapped, stride, get(to, i), want[i]);
+            free(want);
+            release();
+        }
+}
+
+/* ------------------------------------------------------------------ one lane, whatever the others */
+
+enum { ROWS = 9, KEYS = 300, HEAD_DIM = 70, VALUE_DIM = 37, BLOCK_K = 128 };
+static Matrix query, key, value, bias_rows;
+static int starts[ROWS], stops[ROWS]; /* the keys each query row may attend */
+static double results[ROWS][VALUE_DIM + 1];
+
+/* All kernels, in the order and with the key tiles of the driver, on rows_of[lane] in each lane; out[lane]
+ * becomes the row's outputs and lse. */
+static void attend(const int *rows_of, int vectors, int isolated, double softcap, double (*out)[VALUE_DIM + 1]) {
+    const ptrdiff_t ld = lanes * vectors;
+    void *q = tile(HEAD_DIM, ld), *s = tile(BLOCK_K, ld), *acc = tile(VALUE_DIM, ld), *clean = tile(BLOCK_K, VALUE_DIM);
+    void *row_max = filled(1, ld, -INFINITY), *row_sum = filled(1, ld, 0), *rescale = tile(1, ld);
+    void *tile_max = tile(1, ld), *inverse = tile(2, ld), *lse = tile(1, ld);
+    uint32_t *words = random_words(BLOCK_K, ld);
+    ptrdiff_t *stops_of = key_stops(vectors, 0, 0);
+    const char *rows[64], *bias[64];
+    Matrix outs = matrix(ld, VALUE_DIM, VALUE_DIM * size, size, 0);
+    int low = KEYS, high = 0, first = 1;
+    for (int lane = 0; lane < ld; lane++) {
+        rows[lane] = element(&query, rows_of[lane], 0);
+        if (starts[rows_of[lane]] < low) low = starts[rows_of[lane]];
+        if (stops[rows_of[lane]] > high) high = stops[rows_of[lane]];
+    }
+    low = low / FASTATTN_KEY_CHUNK * FASTATTN_KEY_CHUNK;
+    kernels->pack(q, ld, rows, query.col, HEAD_DIM, 0.3);
+    for (int start = low / BLOCK_K * BLOCK_K; start < high; start += BLOCK_K) {
+        const int key0 = start < low ? low : start, n_keys = (start + BLOCK_K < high ? start + BLOCK_K : high) - key0;
+        for (int lane = 0; lane < ld; lane++) {
+            const int row = rows_of[lane];
+            put(tile_max, lane, -INFINITY);
+            for (int w = 0; w < BLOCK_K / 32; w++) words[w * ld + lane] = 0;
+            for (int j = 0; j < n_keys; j++)
+                words[j / 32 * ld + lane] |= (uint32_t)(key0 + j >= starts[row] && key0 + j < stops[row]) << j % 32;
+            bias[lane] = element(&bias_rows, row, key0);
+            ptrdiff_t *const stop = &stops_of[lane / lanes];
+            if (lane % lanes == 0) *stop = lane ? stop[-1] : 0;
+            if (stops[row] - key0 > *stop) *stop = stops[row] - key0 < n_keys ? stops[row] - key0 : n_keys;
+        }
+        kernels->score(s, tile_max, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, 16);
+        kernels->adjust(s, tile_max, ld, n_keys, softcap, bias, words);
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, n_keys, LOG2E);
+        const char *const values = element(&value, key0, 0);
+        void *const scale = first ? NULL : rescale;
+        if (isolated)
+            kernels->accumulate_isolated(acc, s, scale, ld, values, stops_of, VALUE_DIM, value.row, value.col, bias, words,
+                                         clean);
+        else
+            kernels->accumulate(acc, s, scale, ld, vectors, values, stops_of, VALUE_DIM, value.row, value.col, NULL, 0, 0);
+        first = 0;
+    }
+    kernels->finish(inverse, lse, row_max, row_sum, ld, LOG2E);
+    for (int lane = 0; lane < ld; lane++) rows[lane] = element(&outs, lane, 0);
+    kernels->unpack((char *const *)rows, outs.col, ld, acc, ld, VALUE_DIM, inverse);
+    for (int lane = 0; lane < ld; lane++) {
+        for (int e = 0; e < VALUE_DIM; e++) out[lane][e] = entry(&outs, lane, e);
+        out[lane][VALUE_DIM] = get(lse, lane);
+    }
+}
+
+/* A row's bits are the same alone in a tile and among any others, at any width, over any range of keys that
+ * the others need, and in any layout of the arrays. */
+static void test_lanes_are_independent(void) {
+    const int intervals[ROWS][2] = {{0, KEYS},  {0, 1},      {5, 130}, {64, 200},  {70, 71},
+                                    {190, 191}, {129, KEYS}, {0, 64},  {200, 263}};
+    for (int isolated = 0; isolated < 2; isolated++) {
+        static double out[64][VALUE_DIM + 1];
+        const double softcap = isolated ? 0 : 5;
+        int rows_of[64];
+        query = laid_out(ROWS, HEAD_DIM, 0), key = laid_out(KEYS, HEAD_DIM, 0);
+        value = laid_out(KEYS, VALUE_DIM, 0), bias_rows = laid_out(ROWS, KEYS, 0);
+        Matrix *const arrays[] = {&query, &key, &value, &bias_rows};
+        for (int i = 0; i < COUNT(arrays); i++)
+            for (ptrdiff_t j = 0; j < arrays[i]->rows * arrays[i]->cols; j++) put(arrays[i]->at, j, uniform(-2, 2));
+        for (int r = 0; r < ROWS; r++) starts[r] = intervals[r][0], stops[r] = intervals[r][1];
+        for (int j = 0; j < KEYS; j++)
+            if (below(5) == 0) put(element(&bias_rows, j % ROWS, j), 0, -INFINITY);
+        for (int d = 0; d < HEAD_DIM; d++) {
+            /* Rows that are no one's model: NaN, inf, huge. */
+            put(element(&query, 6, d), 0, NAN);
+            put(element(&query, 7, d), 0, special(d));
+            put(element(&query, 8, d), 0, largest());
+        }
+        for (int e = 0; isolated && e < VALUE_DIM; e++)
+            put(element(&value, e % 2 ? 70 : 220 + e, 0), e, special(e % 3));
+        Matrix plain[COUNT(arrays)];
+        for (int i = 0; i < COUNT(arrays); i++) plain[i] = *arrays[i];
+        const int arrays_taken = n_taken;
+        for (int r = 0; r < ROWS; r++) {
+            for (int lane = 0; lane < lanes; lane++) rows_of[lane] = r;
+            attend(rows_of, 1, isolated, softcap, out);
+            memcpy(results[r], out[0], sizeof out[0]);
+            CHECK(r > 5 || isolated || isfinite(out[0][0]), "row %d: " NUMBER, r, out[0][0]);
+            for (int lane = 0; lane < lanes; lane++)
+                for (int e = 0; e <= VALUE_DIM; e++)
+                    CHECK(same(out[lane][e], out[0][e]), "row %d, lane %d: " NUMBER ", not " NUMBER, r, lane, out[lane][e],
+                          out[0][e]);
+        }
+        for (int nth = 0; nth < 40; nth++) {
+            const int vectors = 1 + nth % kernels->max_vectors;
+            release_after(arrays_taken);
+            /* The elements of a row of bias lie side by side, as in the layouts 0 and 5. */
+            for (int i = 0; i < COUNT(arrays); i++)
+                *arrays[i] = same_numbers(&plain[i], i == 3 ? nth % 2 * 5 : (nth + i) % ONE_TO_ONE);
+            for (int lane = 0; lane < lanes * vectors; lane++) rows_of[lane] = below(nth % 3 ? 6 : ROWS);
+            attend(rows_of, vectors, isolated, softcap, out);
+            for (int lane = 0; lane < lanes * vectors; lane++)
+                for (int e = 0; e <= VALUE_DIM; e++) {
+                    const double got = out[lane][e], alone = results[rows_of[lane]][e];
+                    CHECK(same(got, alone), "row %d of %d vectors, isolated %d: " NUMBER ", alone " NUMBER, rows_of[lane],
+                          vectors, isolated, got, alone);
+                }
+        }
+        release();
+    }
+}
+
+static void test_fma_peak(void) {
+    const double one = kernels->fma_peak(1);
+    CHECK(one >= 2.0 * lanes && fmod(one, 2.0 * lanes) == 0, "FLOPs of one step: " NUMBER, one);
+    CHECK(kernels->fma_peak(1000) == 1000 * one, "FLOPs of 1000 steps");
+}
+
+/* ------------------------------------------------------------------ all */
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} tests[] = {
+    {"pack", test_pack},
+    {"unpack", test_unpack},
+    {"score", test_score},
+    {"adjust", test_adjust},
+    {"softmax", test_softmax},
+    {"accumulate", test_accumulate},
+    {"accumulate_isolated", test_accumulate_isolated},
+    {"rounding", test_rounding},
+    {"finish", test_finish},
+    {"mask_words", test_mask_words},
+    {"convert", test_convert},
+    {"lanes_are_independent", test_lanes_are_independent},
+    {"fma_peak", test_fma_peak},
+};
+
+int main(int argc, char **argv) {
+    if (argc < 2) return printf("usage: test_kernels ISA...\n"), 2;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    for (int i = 1; i < argc; i++)
+        for (size = 4; size <= 8; size += 4) {
+            double tanh_at = 0, exp2_at = 0;
+            kernels = fastattn_find_kernels(argv[i], size);
+            if (!kernels) {
+                printf("%s float%d: skipped, this CPU does not have it\n", argv[i], size * 8);
+                continue;
+            }
+            const long checks_before = checks, failures_before = failures;
+            lanes = kernels->lanes;
+            unit = size == 4 ? 0x1p-24L : 0x1p-53L;
+            current = "table";
+            CHECK(strcmp(kernels->isa, argv[i]) == 0, "the table of %s calls itself %s", argv[i], kernels->isa);
+            CHECK(!fastattn_find_kernels("none", size), "a table for an ISA that does not exist");
+            if (lanes * kernels->max_vectors > 64) return printf("no room for %d vectors\n", kernels->max_vectors), 1;
+            for (int t = 0; t < COUNT(tests); t++) {
+                current = tests[t].name;
+                tests[t].run();
+            }
+            current = "exp2";
+            const double exp2_error = worst_exp2(&exp2_at);
+            CHECK(exp2_error <= 1.5, "%g ULP at " NUMBER, exp2_error, exp2_at);
+            current = "tanh";
+            const double tanh_error = worst_tanh(&tanh_at);
+            CHECK(tanh_error <= 5, "%g ULP at " NUMBER, tanh_error, tanh_at);
+            printf("%s float%d: %ld checks, %ld failed; largest error: exp2 %.3f ULP at %.9g, tanh %.2f ULP at %.9g\n",
+                   argv[i], size * 8, checks - checks_before, failures - failures_before, exp2_error, exp2_at, tanh_error,
+                   tanh_at);
+        }
+    return failures > 0;
+}

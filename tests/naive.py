@@ -1,0 +1,241 @@
+"""Attention written down as its definition, to judge the package by.
+
+`attention` walks over batch items, heads and query rows with plain loops and computes each row in
+extended precision (``np.longdouble``), touching only the keys that row may attend to. `formula` is
+what a NumPy user would write in the arrays' own precision: it sets the error budget.
+
+Nothing here imports the package under test, and the mask rules are spelled out a second time.
+
+Letters: ``*lead`` batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` queries, ``S`` keys,
+``D`` head_dim, ``E`` value head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+WIDE = np.longdouble
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The exact results, and for each of their elements how far one rounding of a score can move it.
+
+    ``*_reach`` are first-order condition numbers in absolute terms: an algorithm that rounds every
+    intermediate value once with relative error ``u`` moves an element by about ``u * reach``.
+    """
+
+    out: Array  #: ``(*lead, H, L, E)``
+    lse: Array  #: ``(*lead, H, L)``
+    weights: Array  #: ``(*lead, H, L, S)``
+    out_reach: Array
+    lse_reach: Array
+    weights_reach: Array
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The same three results from the plain formula in the arrays' own precision."""
+
+    out: Array
+    lse: Array
+    weights: Array
+
+
+def allowed_keys(
+    lead: tuple[int, ...],
+    num_heads: int,
+    len_q: int,
+    len_k: int,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+) -> Array:
+    """Bool array ``(*lead, H, L, S)``: True where every rule that is present allows the key."""
+    i = np.arange(len_q)[:, None]
+    j = np.arange(len_k)[None, :]
+    lengths = np.broadcast_to(np.asarray(len_k if key_lengths is None else key_lengths), lead)
+    lengths = lengths.astype(np.int64)[..., None, None, None]
+    allowed = np.ones((*lead, num_heads, len_q, len_k), dtype=bool)
+    allowed &= j < lengths
+    if mask is not None:
+        allowed &= np.asarray(mask) != 0
+    if bias is not None:
+        allowed &= ~(np.asarray(bias) == -np.inf)
+    if causal is True or causal == "top_left":
+        allowed &= j <= i
+    elif causal == "bottom_right":
+        allowed &= j <= i + lengths - len_q
+    if window is not None:
+        left, right = window
+        centre = i if causal is True or causal == "top_left" else i + lengths - len_q
+        if left is not None:
+            allowed &= j >= centre - left
+        if right is not None:
+            allowed &= j <= centre + right
+    return allowed
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The operands with every leading axis broadcast and the heads axis in third place from the end."""
+
+    query: Array
+    key: Array
+    value: Array
+    allowed: Array
+    bias: Array | None
+    single_head: bool
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.query.shape[:-3]
+
+
+def _parts(query: Any, key: Any, value: Any, bias: Any, layout: str, rules: dict[str, Any]) -> _Parts:
+    query, key, value = (np.asarray(array) for array in (query, key, value))
+    single_head = query.ndim == 2
+    if single_head:
+        query, key, value = query[None], key[None], value[None]
+    elif layout == "bshd":
+        query, key, value = (np.swapaxes(array, -3, -2) for array in (query, key, value))
+    lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    query, key, value = (np.broadcast_to(a, lead + a.shape[-3:]) for a in (query, key, value))
+    num_heads, len_q, len_k = query.shape[-3], query.shape[-2], key.shape[-2]
+    allowed = allowed_keys(lead, num_heads, len_q, len_k, bias=bias, **rules)
+    if bias is not None:
+        bias = np.broadcast_to(np.asarray(bias), allowed.shape)
+    return _Parts(query, key, value, allowed, bias, single_head)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+) -> Answer:
+    """The definition in extended precision. ``mask`` is an array; the rest is as in the contract."""
+    rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    parts = _parts(query, key, value, bias, layout, rules)
+    lead, (num_heads, len_q, head_dim) = parts.lead, parts.query.shape[-3:]
+    num_kv_heads, len_k, value_dim = parts.value.shape[-3:]
+    factor = WIDE(1) / np.sqrt(WIDE(head_dim)) if scale is None else WIDE(scale)
+
+    rows = (*lead, num_heads, len_q)
+    out = np.zeros((*rows, value_dim), WIDE)
+    lse = np.full(rows, -np.inf, WIDE)
+    weights = np.zeros((*rows, len_k), WIDE)
+    out_reach, lse_reach, weights_reach = (np.zeros(array.shape) for array in (out, lse, weights))
+
+    for item in np.ndindex(*lead):
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            wide_keys = parts.key[item][kv_head].astype(WIDE)
+            wide_values = parts.value[item][kv_head].astype(WIDE)
+            for i in range(len_q):
+                here = (*item, head, i)
+                sink = None if sinks is None else WIDE(np.asarray(sinks)[head])
+                chosen = np.flatnonzero(parts.allowed[here])
+                if chosen.size == 0:
+                    lse[here] = -np.inf if sink is None else sink
+                    lse_reach[here] = 0 if sink is None else abs(float(sink))
+                    continue
+                row = parts.query[here].astype(WIDE)
+                keys, values = wide_keys[chosen], wide_values[chosen]
+                scores = factor * (keys @ row)
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                size = np.abs(scores) + np.abs(factor) * np.sqrt((keys**2) @ (row**2))
+                if parts.bias is not None:
+                    added = parts.bias[here][chosen].astype(WIDE)
+                    scores = scores + added
+                    size = size + np.abs(added)
+                logits = scores if sink is None else np.append(scores, sink)
+                sizes = size if sink is None else np.append(size, np.abs(sink))
+                sizes[np.isinf(sizes)] = 0  # an infinite score is exact
+                size = sizes[: chosen.size]
+                with np.errstate(invalid="ignore"):
+                    top = logits.max()
+                    raised = np.exp(logits - top)
+                    total = raised.sum()
+                    share = raised / total
+                    lse[here] = top + np.log(total)
+                    weight = share[: chosen.size]
+                    out[here] = weight @ values
+                    weights[here][chosen] = weight
+                    wander = float(share @ sizes)
+                    mass = (weight @ np.abs(values)).astype(float)
+                    out_reach[here] = (weight * (1 + size)) @ np.abs(values) + wander * mass
+                    lse_reach[here] = 1 + wander + abs(lse[here])
+                    weights_reach[here][chosen] = weight * (1 + size + wander)
+
+    results = [out, lse, weights, out_reach, lse_reach, weights_reach]
+    if parts.single_head:
+        results = [array[0] for array in results]
+    elif layout == "bshd":
+        results[0], results[3] = np.swapaxes(out, -3, -2), np.swapaxes(out_reach, -3, -2)
+    return Answer(*results)
+
+
+def formula(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+) -> Baseline:
+    """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking."""
+    rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    parts = _parts(query, key, value, bias, layout, rules)
+    dtype = np.result_type(parts.query, parts.key, parts.value).newbyteorder("=").type
+    group = parts.query.shape[-3] // max(parts.key.shape[-3], 1)
+    q = parts.query.astype(dtype)
+    k, v = (np.repeat(array.astype(dtype), group, axis=-3) for array in (parts.key, parts.value))
+    factor = dtype(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+
+    scores = (q @ np.swapaxes(k, -1, -2)) * factor
+    if softcap is not None:
+        scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
+    if parts.bias is not None:
+        scores = scores + np.where(parts.allowed, parts.bias, 0).astype(dtype)
+    scores = np.where(parts.allowed, scores, dtype(-np.inf))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        top = scores.max(axis=-1, initial=-np.inf, keepdims=True)
+        if sinks is not None:
+            sink = np.asarray(sinks).astype(dtype)[:, None, None]
+            top = np.maximum(top, sink)
+        safe_top = np.where(np.isneginf(top), dtype(0), top)
+        raised = np.exp(scores - safe_top)
+        total = raised.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sink - safe_top)
+        lse = (safe_top + np.log(total))[..., 0]
+        weights = np.where(total == 0, dtype(0), raised / total)
+        out = np.where(total == 0, dtype(0), (raised @ v) / total)
+    if parts.single_head:
+        return Baseline(out[0], lse[0], weights[0])
+    return Baseline(np.swapaxes(out, -3, -2) if layout == "bshd" else out, lse, weights)

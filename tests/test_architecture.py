@@ -1,0 +1,334 @@
+"""The house itself: the one-way flow of imports, and the rules that keep it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+import fastattn
+from fastattn import masks
+from tests.process import ROOT, python
+
+PACKAGE = ROOT / "fastattn"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+COMPILED_SOURCES = sorted(
+    path
+    for kind in ("*.pyx", "*.pxd", "*.c", "*.h")
+    for path in (PACKAGE / "backends").rglob(kind)
+    if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not what Cython wrote
+)
+
+#: Each line may import from the lines above it, and from nothing else in the package.
+LAYERS = [
+    {"_version"},
+    {"masks"},
+    {"_problem"},
+    {"_normalize"},
+    {"_host"},
+    {"_plan"},
+    {"backends._base"},
+    {"backends.reference", "backends.cython_cpu", "backends.cython"},
+    {"_registry"},
+    {"_api"},
+    {"_info"},
+    {""},
+    {"demo"},
+    {"__main__"},
+]
+
+
+def module_name(path: Path) -> str:
+    """``fastattn/backends/reference.py`` -> ``backends.reference``; the package itself is ``""``."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> int | None:
+    """The line of LAYERS that `module` stands on; a package stands for what is in it."""
+    for number, names in enumerate(LAYERS):
+        if any(module == name or (name and module.startswith(f"{name}.")) for name in names):
+            return number
+    return None
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Modules of the package that the source imports, wherever in the file, for types too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            # `from fastattn import masks` names a module, `from fastattn.masks import Causal` what is in one.
+            for alias in node.names:
+                inside = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
+                is_module = inside.with_suffix(".py").exists() or inside.is_dir()
+                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
+    return {name.removeprefix("fastattn").lstrip(".") for name in found if name.split(".")[0] == "fastattn"}
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def test_every_module_has_its_place():
+    homeless = [
+        str(path) for path in SOURCES if path.name != "__init__.py" and layer(module_name(path)) is None
+    ]
+    assert not homeless
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
+def test_imports_flow_one_way(path):
+    own = layer(module_name(path))
+    for name in imported(parsed(path)):
+        other = layer(name)
+        same_part = name.split(".")[0] == module_name(path).split(".")[0] == "demo"
+        same_part = same_part or (name.startswith("backends.cython") and "cython" in module_name(path))
+        assert other is not None, f"{path.name} imports {name}, which has no place"
+        assert same_part or (own is not None and other < own), (
+            f"{path.name} imports {name}, which stands above it"
+        )
+
+
+def test_relative_imports_are_not_used():
+    """They would hide from the test above."""
+    relative = [
+        str(path)
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not relative
+
+
+def test_import_loads_nothing_heavy():
+    heavy = [
+        "numba",
+        "torch",
+        "ml_dtypes",
+        "scipy",
+        "matplotlib",
+        "rich",
+        "tokenizers",
+        "safetensors",
+        "numpy.ma",
+    ]
+    code = f"""
+import sys
+import numpy
+before = set(sys.modules)
+import fastattn
+loaded = sorted(name for name in {heavy} if name in set(sys.modules) - before)
+assert not loaded, loaded
+foreign = sorted(name for name in set(sys.modules) - before
+                 if name.split(".")[0] not in sys.stdlib_module_names | {{"fastattn", "numpy", "cython_runtime"}}
+                 and not name.startswith("_"))
+print(foreign)
+"""
+    assert python(code).strip() == "[]"
+
+
+def test_a_call_loads_nothing_heavy():
+    code = """
+import sys
+import numpy as np
+import fastattn
+fastattn.attention(np.ones((2, 3)), np.ones((4, 3)), np.ones((4, 2)))
+print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "torch", "ml_dtypes", "scipy"}))
+"""
+    assert python(code).strip() == "[]"
+
+
+@pytest.mark.slow
+def test_import_is_fast():
+    """Within 50 ms over NumPy's own import, by the best of five."""
+    code = """
+import time
+import numpy
+start = time.perf_counter()
+import fastattn
+print(time.perf_counter() - start)
+"""
+    assert min(float(python(code)) for _ in range(5)) < 0.050
+
+
+def test_numpy_is_the_only_hard_dependency():
+    hard = [requirement for requirement in requires("fastattn") or [] if "extra ==" not in requirement]
+    assert [re.split(r"[<>=!~ ]", requirement)[0] for requirement in hard] == ["numpy"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
+def test_only_the_host_module_reads_the_environment(path):
+    reads = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+            reads.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            reads += [node.lineno for alias in node.names if alias.name in ("environ", "environb", "getenv")]
+    assert not reads or module_name(path) == "_host", f"lines {reads}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
+def test_no_assert_statement(path):
+    """`python -O` would remove it, and its message would be for nobody."""
+    assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
+
+
+def test_no_assert_or_environment_in_compiled_sources():
+    for path in COMPILED_SOURCES:
+        text = path.read_text()
+        assert not re.search(r"^\s*assert\b|\bassert\(|<assert\.h>", text, re.MULTILINE), path
+        assert not re.search(r"\bgetenv\b|\benviron\b", text), path
+
+
+def test_backends_name_no_mask():
+    """Kernels know intervals, arrays and tiles; a new mask touches none of them."""
+    names = [
+        name for name, kind in vars(masks).items() if inspect.isclass(kind) and issubclass(kind, masks.Mask)
+    ]
+    assert {"Causal", "Window", "Segments", "Dense", "Mask"} <= set(names)
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    for path in [*(PACKAGE / "backends").rglob("*.py"), *COMPILED_SOURCES]:
+        if path.suffix == ".py":
+            words = {node.id for node in ast.walk(parsed(path)) if isinstance(node, ast.Name)}
+            words |= {
+                alias.name
+                for n in ast.walk(parsed(path))
+                if isinstance(n, ast.ImportFrom)
+                for alias in n.names
+            }
+            assert not words & set(names), path
+        else:
+            assert not pattern.search(path.read_text()), path
+
+
+def test_only_the_edge_raises_on_arguments():
+    """`_problem`, `_plan` and the backends trust what they get."""
+    for path in [PACKAGE / "_problem.py", PACKAGE / "_plan.py", *(PACKAGE / "backends").glob("*.py")]:
+        raised = {
+            node.exc.func.id
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and isinstance(node.exc.func, ast.Name)
+        }
+        assert not raised & {"ValueError", "TypeError"}, path
+
+
+PUBLIC_FUNCTIONS = sorted(name for name in fastattn.__all__ if inspect.isroutine(getattr(fastattn, name)))
+
+
+class TestDocstrings:
+    @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+    def test_sections(self, name):
+        function = getattr(fastattn, name)
+        text = inspect.getdoc(function)
+        summary, _, rest = text.partition("\n\n")
+        assert "\n" not in summary
+        assert summary.endswith(".")
+        sections = re.findall(r"^(\w[\w ]*)\n-{3,}$", rest, re.MULTILINE)
+        wanted = ["Examples"]
+        if inspect.signature(function).parameters:
+            wanted += ["Parameters"]
+        if inspect.signature(function).return_annotation not in ("None", None):
+            wanted += ["Returns"]
+        missing = set(wanted) - set(sections)
+        assert not missing
+
+    @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+    def test_every_parameter_is_described(self, name):
+        function = getattr(fastattn, name)
+        text = inspect.getdoc(function)
+        parameters = re.split(r"^\w[\w ]*\n-{3,}$", text, flags=re.MULTILINE)
+        for parameter in inspect.signature(function).parameters:
+            assert any(
+                re.search(rf"^[\w, ]*\b{parameter}\b[\w, ]*( :|$)", part, re.MULTILINE) for part in parameters
+            )
+
+    def test_attention_has_them_all(self):
+        text = inspect.getdoc(fastattn.attention)
+        for section in ("Parameters", "Returns", "Raises", "Notes", "References", "Examples"):
+            assert re.search(rf"^{section}\n-+$", text, re.MULTILINE), section
+
+    @pytest.mark.parametrize("name", [*masks.__all__])
+    def test_masks_say_what_they_allow(self, name):
+        assert inspect.getdoc(getattr(masks, name)).partition("\n")[0].endswith(".")
+
+
+def test_public_names():
+    wanted = {
+        "attention",
+        "scaled_dot_product_attention",
+        "merge_attention",
+        "varlen_attention",
+        "set_num_threads",
+        "show_config",
+        "masks",
+        "BackendError",
+    }
+    assert wanted <= set(fastattn.__all__)
+    for name in fastattn.__all__:
+        assert hasattr(fastattn, name)
+    assert {"Causal", "Window", "KeyLengths", "Segments", "PrefixLM", "GlobalTokens", "Dense"} <= set(
+        masks.__all__
+    )
+
+
+def test_the_signature_is_the_contract():
+    parameters = inspect.signature(fastattn.attention).parameters
+    options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == [
+        "query",
+        "key",
+        "value",
+    ]
+    assert options == {
+        "mask": None,
+        "bias": None,
+        "causal": False,
+        "window": None,
+        "key_lengths": None,
+        "scale": None,
+        "softcap": None,
+        "sinks": None,
+        "layout": "bhsd",
+        "out": None,
+        "return_lse": False,
+        "return_weights": False,
+        "num_threads": None,
+        "backend": None,
+    }
+
+
+def test_compiled_backend_is_here_wherever_a_compiler_is():
+    """Or the tests of the kernels would be left out without a word."""
+    from fastattn.backends import cython_cpu
+
+    if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("no C compiler")
+    assert cython_cpu.backend.unavailable_reasons() == []
+
+
+class TestInfo:
+    def test_show_config(self, capsys):
+        fastattn.show_config()
+        printed = capsys.readouterr().out
+        for word in (fastattn.__version__, "cython", "reference", "threads"):
+            assert word in printed
+
+    def test_command_line(self):
+        from fastattn.backends import cython_cpu
+
+        printed = python(
+            "import runpy, sys\n"
+            "sys.argv = ['fastattn', 'info']\n"
+            "runpy.run_module('fastattn', run_name='__main__')"
+        )
+        assert fastattn.__version__ in printed
+        assert any(isa in printed for isa in cython_cpu.available_isas())

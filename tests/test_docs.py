@@ -1,0 +1,68 @@
+"""What the documentation shows does run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import fastattn
+from tests.process import ROOT
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def modules():
+    """Every importable module of the package, but those that run when imported or need an extra."""
+    for info in pkgutil.walk_packages(fastattn.__path__, "fastattn."):
+        if "__main__" not in info.name and "demo" not in info.name.split("."):
+            yield info.name
+
+
+@pytest.mark.parametrize("name", ["fastattn", *modules()])
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_public_functions_have_examples():
+    finder = doctest.DocTestFinder()
+    for name in ("attention", "scaled_dot_product_attention", "merge_attention", "varlen_attention"):
+        assert any(test.examples for test in finder.find(getattr(fastattn, name)))
+
+
+def blocks(language):
+    return [code for kind, code in BLOCK.findall(README.read_text()) if kind == language]
+
+
+def test_readme_code(tmp_path, monkeypatch):
+    """The Python blocks, one after another in one namespace, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    code = blocks("python")
+    assert code
+    namespace = {}
+    for block in code:
+        if ">>>" in block:
+            parsed = doctest.DocTestParser().get_doctest(block, namespace, "README", "README.md", 0)
+            runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+            runner.run(parsed, clear_globs=False)
+            namespace.update(parsed.globs)
+            assert runner.summarize().failed == 0
+        else:
+            exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_readme_names_the_two_commands():
+    text = README.read_text()
+    assert re.search(r'pip install (-e )?"?\.\[demo\]"?', text)
+    assert "python -m fastattn demo" in text
+
+
+def test_readme_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#]+)", README.read_text()):
+        assert (ROOT / target).exists(), target

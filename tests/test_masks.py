@@ -1,0 +1,425 @@
+"""Mask objects: what they allow, how they combine, what they lower to, what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastattn
+from fastattn import masks
+from fastattn.masks import (
+    EMPTY,
+    FULL,
+    TILE_K,
+    TILE_Q,
+    Causal,
+    Dense,
+    GlobalTokens,
+    KeyLengths,
+    PrefixLM,
+    Segments,
+    Window,
+)
+from tests.cases import MASK_NAMES, mask_pair, mask_pairs, random_arrays
+from tests.tolerances import assert_attention
+
+SIZES = [
+    (1, 1),
+    (1, 5),
+    (5, 1),
+    (4, 4),
+    (7, 12),
+    (12, 7),
+    (64, 128),
+    (65, 129),
+    (63, 127),
+    (130, 260),
+    (200, 100),
+]
+
+# These cost nothing: one key interval per row, whatever the sizes.
+INTERVAL_MASKS = [
+    "causal_top_left",
+    "causal_bottom_right",
+    "causal_offset",
+    "causal_offset_negative",
+    "causal_offset_per_item",
+    "window",
+    "window_left_open",
+    "window_right_open",
+    "window_top_left",
+    "key_lengths",
+    "segments_sorted",
+    "prefix",
+    "and_intervals",
+    "and_documents_causal",
+]
+
+
+def spread(array, batch, heads, len_q, len_k):
+    return np.broadcast_to(array, (batch, heads, len_q, len_k))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_materialize_is_the_definition(name, sizes):
+    for seed in range(3):
+        pair = mask_pair(name, 2, 3, *sizes, seed)
+        got = pair.mask.materialize(3, *sizes)
+        assert got.dtype == bool
+        assert got.shape[-3:] == (3, *sizes)
+        np.testing.assert_array_equal(spread(got, 2, 3, *sizes), pair.allowed)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0)], ids=str)
+def test_materialize_of_nothing(sizes):
+    for pair in mask_pairs(2, 3, *sizes):
+        assert pair.mask.materialize(3, *sizes).shape[-3:] == (3, *sizes), pair.name
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (70, 150), (129, 129), (150, 70)], ids=str)
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_attention_takes_every_mask(engine, name, sizes):
+    pair = mask_pair(name, 2, 4, *sizes)
+    arrays = random_arrays(lead=(2,), heads=4, kv_heads=2, len_q=sizes[0], len_k=sizes[1], head_dim=8)
+    assert_attention(engine.everything(*arrays, mask=pair.mask), *arrays, mask=pair.allowed)
+
+
+def test_two_leading_axes(engine):
+    rng = np.random.default_rng(0)
+    arrays = random_arrays(lead=(2, 3), heads=2)
+    lengths, offsets = rng.integers(0, 34, (2, 3)), rng.integers(0, 20, (3,))
+    ids_q, ids_k = rng.integers(0, 3, (2, 1, 17)), rng.integers(0, 3, (3, 33))
+    i, j = np.arange(17)[:, None], np.arange(33)
+    for mask, allowed in [
+        (KeyLengths(lengths), j < lengths[..., None, None, None]),
+        (Causal(offset=offsets), j <= i + offsets[:, None, None, None]),
+        (Segments(ids_q, ids_k), ids_q[..., None, :, None] == ids_k[..., None, None, :]),
+        (KeyLengths(lengths) | Causal(offset=offsets), None),
+    ]:
+        if allowed is None:
+            allowed = (j < lengths[..., None, None, None]) | (j <= i + offsets[:, None, None, None])
+        assert_attention(engine.everything(*arrays, mask=mask), *arrays, mask=allowed)
+
+
+class TestDefinitions:
+    """The cases where a definition is easy to get wrong."""
+
+    def test_causal_without_alignment_is_for_squares(self):
+        np.testing.assert_array_equal(Causal().materialize(1, 4, 4)[0], np.tri(4, dtype=bool))
+
+    def test_segments_of_one_set_of_ids(self):
+        ids = np.array([3, -1, 3, 7])
+        np.testing.assert_array_equal(Segments(ids).materialize(1, 4, 4)[0], ids[:, None] == ids)
+
+    def test_segments_absent_among_keys_allow_nothing(self):
+        got = Segments([0, 5, 1], [0, 0, 1, 1]).materialize(1, 3, 4)[0]
+        np.testing.assert_array_equal(got, [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]])
+
+    def test_bottom_right_is_aligned_to_the_last_key(self):
+        assert Causal("bottom_right").materialize(1, 2, 5)[0].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+        assert Causal("bottom_right").materialize(1, 3, 2)[0].tolist() == [[0, 0], [1, 0], [1, 1]]
+
+    def test_window_defaults_to_bottom_right(self):
+        np.testing.assert_array_equal(
+            Window(1, 0).materialize(1, 2, 5), Window(1, 0, align="bottom_right").materialize(1, 2, 5)
+        )
+        assert Window(1, 0).materialize(1, 2, 5)[0].tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+
+    def test_huge_numbers_do_not_wrap_around(self):
+        most = np.iinfo(np.int64).max
+        everything, nothing = np.ones((1, 3, 4), bool), np.zeros((1, 3, 4), bool)
+        np.testing.assert_array_equal(Window(most, most).materialize(1, 3, 4), everything)
+        np.testing.assert_array_equal(Window(2**70, 2**70).materialize(1, 3, 4), everything)
+        np.testing.assert_array_equal(Causal(offset=most).materialize(1, 3, 4), everything)
+        np.testing.assert_array_equal(Causal(offset=-most).materialize(1, 3, 4), nothing)
+
+    def test_global_tokens_see_and_are_seen(self):
+        got = GlobalTokens([1]).materialize(1, 3, 4)[0]
+        # Query i stands at key i + 1, so query 0 is the global token.
+        np.testing.assert_array_equal(got, [[1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
+
+    def test_dense_takes_any_integer_as_its_truth(self):
+        array = np.array([[0, 256], [-1, 2**40]])
+        np.testing.assert_array_equal(Dense(array).materialize(1, 2, 2)[0], array != 0)
+
+
+class TestAlgebra:
+    """`&` intersects and `|` unites, however they are nested."""
+
+    @given(st.data())
+    def test_any_expression(self, data):
+        sizes = data.draw(st.sampled_from([(5, 9), (9, 5), (6, 6), (70, 140)]))
+        leaves = mask_pairs(2, 2, *sizes, seed=data.draw(st.integers(0, 5)))
+        mask, allowed = self.expression(data, leaves, depth=3)
+        np.testing.assert_array_equal(spread(mask.materialize(2, *sizes), 2, 2, *sizes), allowed)
+
+    def expression(self, data, leaves, depth):
+        kind = data.draw(st.sampled_from(["leaf", "and", "or"])) if depth else "leaf"
+        if kind == "leaf":
+            pair = data.draw(st.sampled_from(leaves))
+            return pair.mask, pair.allowed
+        left, right = (self.expression(data, leaves, depth - 1) for _ in range(2))
+        if kind == "and":
+            return left[0] & right[0], left[1] & right[1]
+        return left[0] | right[0], left[1] | right[1]
+
+    @pytest.mark.parametrize("other", [3, "x", np.ones((3, 3), bool), None], ids=repr)
+    def test_only_masks_combine(self, other):
+        for combine in (
+            lambda: Causal() & other,
+            lambda: Causal() | other,
+            lambda: other & Causal(),
+            lambda: other | Causal(),
+        ):
+            with pytest.raises(TypeError):
+                combine()
+
+    def test_operands_are_left_alone(self):
+        window, causal = Window(2, 2), Causal("top_left")
+        before = window.materialize(1, 5, 9).copy()
+        _ = (window & causal) | window
+        np.testing.assert_array_equal(window.materialize(1, 5, 9), before)
+
+
+class TestLowering:
+    @pytest.mark.parametrize("name", INTERVAL_MASKS)
+    @pytest.mark.parametrize("sizes", [(5, 9), (300, 200), (200, 300)], ids=str)
+    def test_these_are_intervals_alone(self, name, sizes):
+        pair = mask_pair(name, 2, 3, *sizes)
+        lowered = masks.lower(pair.mask, (2,), 3, *sizes)
+        assert lowered.tiles is None
+        assert lowered.dense is None
+        start, stop = lowered.key_start, lowered.key_stop
+        assert start.dtype == stop.dtype == np.int64
+        assert start.shape == stop.shape == (2, sizes[0])
+        assert ((start >= 0) & (start <= stop) & (stop <= sizes[1])).all()
+        key = np.arange(sizes[1])
+        inside = (start[..., None] <= key) & (key < stop[..., None])
+        np.testing.assert_array_equal(np.broadcast_to(inside[:, None], pair.allowed.shape), pair.allowed)
+
+    @pytest.mark.parametrize("name", MASK_NAMES)
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_all_parts_together_are_the_mask(self, name, sizes):
+        pair = mask_pair(name, 2, 3, *sizes)
+        lowered = masks.lower(pair.mask, (2,), 3, *sizes)
+        allowed = np.ones((2, 3, *sizes), bool)
+        if lowered.key_start is not None:
+            key = np.arange(sizes[1])
+            inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])
+            allowed &= inside[:, None]
+        if lowered.dense is not None:
+            allowed &= lowered.dense != 0
+        if lowered.tiles is not None:
+            allowed &= self.unpack(lowered.tiles, 2, 3, *sizes)
+        np.testing.assert_array_equal(allowed, pair.allowed)
+
+    @pytest.mark.parametrize(
+        "name", ["or_intervals", "or_dense", "segments_any_order", "global_tokens", "longformer"]
+    )
+    @pytest.mark.parametrize("sizes", [(64, 128), (65, 129), (300, 700), (700, 300)], ids=str)
+    def test_tiles_are_classed_exactly(self, name, sizes):
+        """EMPTY where nothing is allowed, FULL where everything is, and bits for nothing else."""
+        pair = mask_pair(name, 2, 3, *sizes)
+        tiles = masks.lower(pair.mask, (2,), 3, *sizes).tiles
+        for (b, h, t, u), index in np.ndenumerate(tiles.index):
+            tile = pair.allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
+            expected = FULL if tile.all() else "bits" if tile.any() else EMPTY
+            assert (index if index < 0 else "bits") == expected, f"tile {(b, h, t, u)}"
+
+    def test_planes_that_are_alike_share_their_bits(self):
+        mask = Window(3, 2) | GlobalTokens([0])
+        alone = masks.lower(mask, (), 1, 300, 300).tiles
+        many = masks.lower(mask, (7,), 5, 300, 300).tiles
+        assert many.index.shape[:2] == (7, 5)
+        assert many.bits.shape == alone.bits.shape
+        assert many.index.strides[:2] == (0, 0)
+
+    def test_bits_past_the_end_are_zero(self):
+        tiles = masks.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).tiles
+        assert (tiles.index == FULL).all()
+        # Two queries and one key reach into the last tile, and only the second of them sees the key.
+        tiles = masks.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).tiles
+        assert tiles.index[0, 1, 1] >= 0
+        corner = np.unpackbits(tiles.bits[tiles.index[0, 1, 1]].view(np.uint8))
+        assert corner.sum() == 1
+
+    def test_a_lone_array_is_not_copied(self):
+        array = np.ones((300, 200), bool)
+        lowered = masks.lower(Dense(array), (2,), 3, 300, 200)
+        assert np.shares_memory(lowered.dense, array)
+        assert lowered.tiles is None
+
+    @staticmethod
+    def unpack(tiles, batch, heads, len_q, len_k):
+        """The bools of a tile map, from its documented format alone."""
+        allowed = np.zeros((batch, heads, len_q, len_k), bool)
+        bits = np.unpackbits(tiles.bits.astype("<u4").view(np.uint8), axis=-1, bitorder="little").astype(bool)
+        for (b, h, t, u), index in np.ndenumerate(tiles.index):
+            tile = allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
+            if index == FULL:
+                tile[...] = True
+            elif index != EMPTY:
+                tile[...] = bits[index][: tile.shape[0], : tile.shape[1]]
+        return allowed
+
+
+class TestMemory:
+    """Lowering costs what the PARTIAL tiles cost, not what the scores would."""
+
+    LENGTH = 32768
+
+    def peak(self, mask):
+        tracemalloc.start()
+        lowered = masks.lower(mask, (), 1, self.LENGTH, self.LENGTH)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak, lowered
+
+    def test_intervals(self):
+        documents = np.repeat(np.arange(64), 512)
+        for mask in (
+            Causal(),
+            Window(256, 0),
+            PrefixLM(100),
+            Segments(documents) & Causal(),
+            KeyLengths(1000),
+        ):
+            peak, lowered = self.peak(mask)
+            assert lowered.tiles is None
+            assert peak < 128 * self.LENGTH, f"{mask}: {peak} bytes"
+
+    def test_longformer(self):
+        peak, lowered = self.peak(Window(256, 256) | GlobalTokens([0, 5]))
+        one_bit_per_score = self.LENGTH**2 // 8
+        assert lowered.tiles.bits.nbytes < one_bit_per_score // 16
+        assert peak < one_bit_per_score // 4, f"{peak} bytes"
+
+    def test_skipped_tiles_of_an_intersection_need_no_bits(self):
+        ids = np.random.default_rng(0).integers(0, 3, self.LENGTH)
+        peak, lowered = self.peak(Segments(ids) & Window(256, 0))
+        assert lowered.tiles.bits.nbytes < self.LENGTH**2 // 8 // 16
+        assert peak < self.LENGTH**2 // 8 // 4, f"{peak} bytes"
+
+
+class TestObjects:
+    def test_fields_are_frozen(self):
+        for pair in mask_pairs(2, 2, 5, 9):
+            field = dataclasses.fields(pair.mask)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(pair.mask, field, 1)
+
+    def test_arrays_given_are_copied_except_dense(self):
+        for build in (KeyLengths, PrefixLM, lambda array: Causal(offset=array), lambda a: Segments(a, a)):
+            numbers = np.array([1, 2, 3])
+            mask = build(numbers)
+            before = mask.materialize(1, 3, 3)
+            numbers[...] = 0
+            np.testing.assert_array_equal(mask.materialize(1, 3, 3), before)
+
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            Causal(),
+            Causal("bottom_right"),
+            Causal(offset=2),
+            Causal(offset=[1, 2]),
+            Window(3, None),
+            Window(3, 1, "top_left"),
+            KeyLengths([1, 2]),
+            KeyLengths(4),
+            Segments([0, 0, 1, 1]),
+            Segments([0, 0, 1, 1], [1, 1, 0, 0]),
+            PrefixLM([2, 3]),
+            GlobalTokens([0, 2]),
+            Window(1, 1) | GlobalTokens([0]),
+            (Window(1, 1) | Causal()) & KeyLengths([3, 4]),
+            Window(1, 1) | (Causal() & KeyLengths([3, 4])),
+        ],
+        ids=repr,
+    )
+    def test_repr_says_it_all(self, mask):
+        again = eval(repr(mask), vars(masks).copy())
+        np.testing.assert_array_equal(again.materialize(2, 4, 4), mask.materialize(2, 4, 4))
+
+    def test_repr_of_large_arrays_is_short(self):
+        for mask in (
+            Dense(np.ones((500, 500), bool)),
+            Segments(np.zeros(10_000, int)),
+            KeyLengths([3] * 1000),
+        ):
+            assert len(repr(mask)) < 100
+            assert type(mask).__name__ in repr(mask)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("build", "error", "words"),
+        [
+            (lambda: Causal("left"), ValueError, ["align", "'left'", "top_left", "bottom_right"]),
+            (lambda: Causal(True), ValueError, ["align", "True"]),
+            (lambda: Causal("top_left", 3), ValueError, ["align", "offset"]),
+            (lambda: Causal(offset=1.5), TypeError, ["offset", "float64"]),
+            (lambda: Window(-1, 0), ValueError, ["left", "-1"]),
+            (lambda: Window(0, -2), ValueError, ["right", "-2"]),
+            (lambda: Window(1.0, 0), TypeError, ["left", "1.0"]),
+            (lambda: Window(0, 0, "middle"), ValueError, ["align", "middle"]),
+            (lambda: KeyLengths(-1), ValueError, ["lengths", "-1"]),
+            (lambda: KeyLengths([1.5]), TypeError, ["lengths", "float64"]),
+            (lambda: Segments(3), ValueError, ["q_ids"]),
+            (lambda: Segments([0.5]), TypeError, ["q_ids", "float64"]),
+            (lambda: Segments([1], [0.5]), TypeError, ["k_ids", "float64"]),
+            (
+                lambda: Segments(np.zeros((2, 3), int), np.zeros((3, 3), int)),
+                ValueError,
+                ["(2, 3)", "(3, 3)"],
+            ),
+            (lambda: PrefixLM(-3), ValueError, ["prefix_lengths", "-3"]),
+            (lambda: PrefixLM("a"), TypeError, ["prefix_lengths", "<U1"]),
+            (lambda: GlobalTokens([-1]), ValueError, ["index", "-1"]),
+            (lambda: GlobalTokens(0), ValueError, ["index", "()"]),
+            (lambda: GlobalTokens([0.0]), TypeError, ["index", "float64"]),
+            (
+                lambda: Dense(np.ones((2, 2), np.float32)),
+                TypeError,
+                ["mask", "float32", "bias=", ".astype(bool)"],
+            ),
+            (lambda: Dense(np.ones((2, 2), complex)), TypeError, ["mask", "complex128"]),
+            (lambda: Dense([["a"]]), TypeError, ["mask", "<U1"]),
+        ],
+        ids=lambda item: "" if not isinstance(item, list) else "-".join(item),
+    )
+    def test_when_built(self, build, error, words):
+        with pytest.raises(error) as caught:
+            build()
+        for word in words:
+            assert word in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("mask", "words"),
+        [
+            (Causal(), ["Causal", "17", "33", "top_left", "bottom_right"]),
+            (Causal(offset=[1, 2, 3]), ["(3,)", "(2,)"]),
+            (KeyLengths([1, 2, 3]), ["(3,)", "(2,)"]),
+            (KeyLengths([1, 34]), ["34", "33"]),
+            (PrefixLM([1, 2, 3]), ["(3,)", "(2,)"]),
+            (Segments(np.zeros(17, int)), ["17", "33"]),
+            (Segments(np.zeros(17, int), np.zeros(32, int)), ["32", "33"]),
+            (Segments(np.zeros((3, 17), int), np.zeros(33, int)), ["(3,)", "(2,)"]),
+            (Dense(np.ones((17, 32), bool)), ["(17, 32)", "33"]),
+            (Dense(np.ones((1, 2, 2, 17, 33), bool)), ["(1, 2, 2, 17, 33)"]),
+            (Window(1, 1) | KeyLengths([1, 34]), ["34", "33"]),
+        ],
+        ids=lambda item: "" if isinstance(item, list) else repr(item)[:40],
+    )
+    def test_when_it_does_not_fit(self, backend, mask, words):
+        arrays = random_arrays(lead=(2,), heads=2)
+        with pytest.raises(ValueError) as caught:
+            fastattn.attention(*arrays, mask=mask, backend=backend.backend)
+        for word in [*words, "mask", *(str(array.shape) for array in arrays)]:
+            assert word in str(caught.value)

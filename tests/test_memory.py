@@ -1,0 +1,108 @@
+"""Memory does not grow with L * S."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.process import python
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
+]
+
+SCRIPT = """
+import numpy as np
+import fastattn
+from fastattn import masks
+
+LENGTH, DIM = 32768, 64
+
+def resident(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+
+def extra(call):
+    '''Peak of the memory in use during a call, above what was in use before it.'''
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak of the past
+    before = resident("VmRSS:")
+    call()
+    return resident("VmHWM:") - before
+
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((1, 1, LENGTH, DIM), dtype=np.float32) for _ in range(3))
+out = np.zeros_like(query)  # its pages are touched here, so they do not count below
+out += 1
+few = slice(0, 64)
+fastattn.attention(query[..., few, :], key[..., few, :], value[..., few, :])  # imports and thread stacks
+
+options = {options}
+print(extra(lambda: fastattn.attention(query, key, value, out=out, **options)))
+"""
+
+LIMIT = 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{}",
+        "dict(causal=True)",
+        "dict(window=(256, 0))",
+        "dict(mask=masks.Segments(np.repeat(np.arange(64), 512)) & masks.Causal())",
+        "dict(bias=np.linspace(0, 1, LENGTH, dtype=np.float32))",
+        "dict(mask=np.arange(LENGTH) % 3 > 0)",
+        "dict(num_threads=4)",
+    ],
+)
+def test_long_sequence(backend, options):
+    if backend.backend == "reference" and options not in ("{}", "dict(window=(256, 0))"):
+        pytest.skip("two cases show it for the reference, which takes seconds for each")
+    script = SCRIPT.replace("{options}", options)
+    extra = int(python(script, env={"FASTATTN_BACKEND": backend.backend}, timeout=200))
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
+def test_a_tile_mask_costs_its_partial_tiles(backend):
+    if backend.backend == "reference":
+        pytest.skip("takes seconds there, and lowering is the same for all backends")
+    options = "dict(mask=masks.Window(256, 0) | masks.GlobalTokens([0]))"
+    extra = int(
+        python(SCRIPT.replace("{options}", options), env={"FASTATTN_BACKEND": backend.backend}, timeout=200)
+    )
+    one_bit_per_score = 32768**2 // 8
+    assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
+
+
+def test_the_measure_works():
+    """It does see the L * S array of the plain formula, or it proves nothing."""
+    script = SCRIPT.split("options = ")[0] + "print(extra(lambda: query[0, 0, :2048] @ key[0, 0].T))"
+    assert int(python(script)) > 2048 * 32768 * 4 * 0.9
+
+
+BROADCAST = """
+import numpy as np
+import fastattn
+rng = np.random.default_rng(0)
+key, value = rng.standard_normal((2, 1, 1, 4096, 64), dtype=np.float32)
+query = rng.standard_normal((64, 8, 2, 64), dtype=np.float32)
+"""
+
+
+def test_broadcast_axes_are_never_expanded(backend):
+    """64 x 8 views of one pair of keys and values, 1 GB if it were written out."""
+    script = (
+        SCRIPT.split("rng = ")[0]
+        + BROADCAST
+        + (
+            "fastattn.attention(query[:1, :1], key, value)\n"
+            "spread = [np.broadcast_to(array, (64, 8, 4096, 64)) for array in (key, value)]\n"
+            "print(extra(lambda: fastattn.attention(query, *spread)))\n"
+        )
+    )
+    extra = int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
+    assert extra < 2 * LIMIT, f"{extra / 2**20:.1f} MiB"

@@ -1,0 +1,142 @@
+"""`merge_attention`: exact combination of attention over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import fastattn
+from tests import naive
+from tests.cases import FLOATS, random_arrays
+from tests.tolerances import assert_close, assert_same_bits
+
+
+def parts_over(cuts, query, key, value, **options):
+    """Outputs and lses over the key ranges between `cuts`."""
+    pairs = [
+        fastattn.attention(query, key[..., a:b, :], value[..., a:b, :], return_lse=True, **options)
+        for a, b in itertools.pairwise(cuts)
+    ]
+    return [out for out, _ in pairs], [lse for _, lse in pairs]
+
+
+def assert_is_whole(out, lse, query, key, value):
+    exact, plain = naive.attention(query, key, value), naive.formula(query, key, value)
+    # Merging adds one more weighted mean on top of the parts: the reach of a row counts once more.
+    assert_close("out", out, exact.out, 2 * exact.out_reach, plain.out)
+    assert_close("lse", lse, exact.lse, 2 * exact.lse_reach, plain.lse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cuts", [(0, 33), (0, 10, 33), (0, 1, 2, 33), (0, 0, 5, 5, 33, 33)], ids=str)
+def test_parts_make_the_whole(cuts, dtype):
+    query, key, value = random_arrays(lead=(2,), dtype=dtype)
+    out, lse = fastattn.merge_attention(*parts_over(cuts, query, key, value))
+    assert out.dtype == lse.dtype == np.dtype(dtype)
+    assert_is_whole(out, lse, query, key, value)
+
+
+def test_any_order():
+    query, key, value = random_arrays()
+    outs, lses = parts_over((0, 4, 20, 33), query, key, value)
+    for order in itertools.permutations(range(3)):
+        out, lse = fastattn.merge_attention([outs[n] for n in order], [lses[n] for n in order])
+        assert_is_whole(out, lse, query, key, value)
+
+
+def test_merging_merged_parts():
+    query, key, value = random_arrays()
+    outs, lses = parts_over((0, 4, 20, 33), query, key, value)
+    first = fastattn.merge_attention(outs[:2], lses[:2])
+    out, lse = fastattn.merge_attention([first[0], outs[2]], [first[1], lses[2]])
+    assert_is_whole(out, lse, query, key, value)
+
+
+def test_a_part_without_keys_changes_no_bit():
+    query, key, value = random_arrays()
+    outs, lses = parts_over((0, 33), query, key, value)
+    nothing = np.zeros_like(outs[0]), np.full_like(lses[0], -np.inf)
+    for place in (0, 1):
+        with_nothing = list(outs), list(lses)
+        with_nothing[0].insert(place, nothing[0])
+        with_nothing[1].insert(place, nothing[1])
+        out, lse = fastattn.merge_attention(*with_nothing)
+        assert_same_bits(out, outs[0], "out")
+        assert_same_bits(lse, lses[0], "lse")
+
+
+def test_nothing_at_all_is_zero_and_minus_infinity():
+    out, lse = fastattn.merge_attention([np.zeros((2, 3, 4))] * 3, [np.full((2, 3), -np.inf)] * 3)
+    np.testing.assert_array_equal(out, np.zeros((2, 3, 4)))
+    np.testing.assert_array_equal(lse, np.full((2, 3), -np.inf))
+
+
+def test_rows_without_keys_beside_rows_with_some():
+    query, key, value = random_arrays(len_q=8, len_k=8)
+    allowed = np.tri(8, dtype=bool)
+    left, right = allowed.copy(), allowed.copy()
+    left[:, 4:], right[:, :4] = False, False
+    pairs = [fastattn.attention(query, key, value, mask=mask, return_lse=True) for mask in (left, right)]
+    out, lse = fastattn.merge_attention([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    exact, plain = (f(query, key, value, mask=allowed) for f in (naive.attention, naive.formula))
+    assert_close("out", out, exact.out, 2 * exact.out_reach, plain.out)
+    assert_close("lse", lse, exact.lse, 2 * exact.lse_reach, plain.lse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_large_lses_do_not_overflow(dtype):
+    outs = [np.full((1, 2, 3), number, dtype) for number in (1.0, 3.0)]
+    high = 80.0 * (1 if dtype == "float32" else 10)
+    lses = [np.array([[high, -high]], dtype), np.array([[high, high]], dtype)]
+    out, lse = fastattn.merge_attention(outs, lses)
+    np.testing.assert_allclose(out, np.array([[[2.0] * 3, [3.0] * 3]]), rtol=4 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(lse, np.array([[high + np.log(2), high]]), rtol=4 * np.finfo(dtype).eps)
+
+
+def test_nan_in_one_row_stays_in_it():
+    query, key, value = random_arrays()
+    outs, lses = parts_over((0, 10, 33), query, key, value)
+    clean = fastattn.merge_attention(outs, lses)
+    outs[0][1, 5], lses[0][1, 5] = np.nan, np.nan
+    out, lse = fastattn.merge_attention(outs, lses)
+    assert np.isnan(out[1, 5]).all()
+    assert np.isnan(lse[1, 5])
+    others = np.ones(lse.shape, bool)
+    others[1, 5] = False
+    assert_same_bits(out[others], clean[0][others], "out")
+    assert_same_bits(lse[others], clean[1][others], "lse")
+
+
+def test_inputs_are_left_alone():
+    query, key, value = random_arrays()
+    outs, lses = parts_over((0, 10, 33), query, key, value)
+    before = [array.copy() for array in outs + lses]
+    fastattn.merge_attention(outs, lses)
+    for array, copy in zip(outs + lses, before, strict=True):
+        assert_same_bits(array, copy)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "words"),
+    [
+        ([], [], ValueError, ["outs"]),
+        ([np.zeros((2, 3, 4))], [], ValueError, ["outs", "lses", "1", "0"]),
+        (
+            [np.zeros((2, 3, 4)), np.zeros((2, 3, 5))],
+            [np.zeros((2, 3))] * 2,
+            ValueError,
+            ["(2, 3, 4)", "(2, 3, 5)"],
+        ),
+        ([np.zeros((2, 3, 4))] * 2, [np.zeros((2, 3)), np.zeros((2, 4))], ValueError, ["lses", "(2, 4)"]),
+        ([np.zeros((2, 3, 4), complex)], [np.zeros((2, 3))], TypeError, ["outs", "complex128"]),
+        ([np.zeros((2, 3, 4))], [np.zeros((2, 3), "U1")], TypeError, ["lses", "<U1"]),
+    ],
+    ids=["nothing", "unequal_counts", "out_shapes", "lse_shapes", "complex", "string"],
+)
+def test_refused(outs, lses, error, words):
+    with pytest.raises(error) as caught:
+        fastattn.merge_attention(outs, lses)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,155 @@
+"""The source distribution, and what an install gives where there is no C compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.process import ROOT, python
+
+for tool in ("Cython", "setuptools"):
+    pytest.importorskip(tool, reason="the dev extra is not installed")
+
+pytestmark = pytest.mark.slow
+
+KERNELS = "fastattn/backends/cython"
+NO_COMPILER = shutil.which("false") or "/bin/false"
+
+
+def build(kind: str, tree: Path, into: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run setuptools' ``build_sdist`` or ``build_wheel`` on a source tree."""
+    env = {name: text for name, text in os.environ.items() if not name.startswith("FASTATTN_")}
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r})"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env=env | variables,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of a tree in which the extension was built; making it writes driver.c."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("fastattn", "tests", "benchmarks"):
+        generated = shutil.ignore_patterns("*.so", "driver.c", ".*")
+        shutil.copytree(ROOT / name, tree / name, ignore=generated)
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("driver.cpython-311-x86_64-linux-gnu.so", "kernels.o"):
+        (tree / KERNELS / name).touch()
+    (tree / "build").mkdir()
+    (tree / "build" / "junk.py").touch()
+    into = tmp_path_factory.mktemp("dist")
+    done = build("sdist", tree, into)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tree / KERNELS / "driver.c").exists()
+    (archive,) = into.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def without_compiler(
+    unpacked: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What building the wheel without a compiler said, and the folder that it installs to."""
+    into = tmp_path_factory.mktemp("wheel")
+    done = build("wheel", unpacked, into, CC=NO_COMPILER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = into.glob("*.whl")
+    site = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(site)
+    return done, site
+
+
+class TestSourceDistribution:
+    def test_holds_every_source(self, unpacked):
+        kinds = ((KERNELS, "*.[ch]"), (KERNELS, "*.pyx"), ("fastattn", "*.py"), ("tests", "*"))
+        present = {
+            path.relative_to(ROOT)
+            for folder, kind in kinds
+            for path in (ROOT / folder).rglob(kind)
+            if path.is_file() and path.name != "driver.c"
+        }
+        wanted = {
+            path for path in present if not any(part.startswith((".", "__pycache__")) for part in path.parts)
+        }
+        wanted |= {Path("fastattn/py.typed"), Path("setup.py"), Path("pyproject.toml"), Path("LICENSE")}
+        held = {path.relative_to(unpacked) for path in unpacked.rglob("*")}
+        assert not wanted - held
+
+    def test_holds_nothing_that_was_generated(self, sdist):
+        with tarfile.open(sdist) as archive:
+            names = [Path(name) for name in archive.getnames()]
+        assert not [name for name in names if name.suffix in (".so", ".o", ".pyc") or name.name == "driver.c"]
+        assert not [name for name in names if "build" in name.parts]
+
+
+class TestWithoutCompiler:
+    def test_the_build_says_so(self, without_compiler):
+        """In a frame, each line short enough for a terminal."""
+        done, _ = without_compiler
+        frame = re.search(r"^\*{60,}\n(.*?)\n\*{60,}$", done.stdout + done.stderr, re.MULTILINE | re.DOTALL)
+        assert frame is not None, done.stdout + done.stderr
+        assert "kernels were NOT built" in frame[1]
+        assert "gcc or clang" in frame[1]
+        assert NO_COMPILER in frame[1]
+        assert max(map(len, frame[1].splitlines())) <= 90
+
+    def test_only_the_package_is_installed(self, without_compiler):
+        _, site = without_compiler
+        files = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
+        package = {path for path in files if not path.parts[0].endswith(".dist-info")}
+        assert {path.parts[0] for path in package} == {"fastattn"}
+        assert {path.suffix for path in package} == {".py", ".typed"}
+
+    def test_attention_runs_on_the_reference_backend(self, without_compiler):
+        _, site = without_compiler
+        code = """
+import numpy as np
+import fastattn
+print(fastattn.__file__)
+x = np.random.default_rng(0).standard_normal((2, 5, 8))
+out = fastattn.attention(x, x, x, causal=True)
+np.testing.assert_array_equal(out, fastattn.attention(x, x, x, causal=True, backend="reference"))
+try:
+    fastattn.attention(x, x, x, backend="cython")
+except fastattn.BackendError as error:
+    print(error)
+"""
+        printed = python(code, env={"PYTHONPATH": str(site)}, cwd=site)
+        assert printed.startswith(str(site))
+        assert "not built" in printed
+        assert "C compiler" in printed
+
+    def test_info_says_why(self, without_compiler):
+        _, site = without_compiler
+        printed = python("import fastattn; fastattn.show_config()", env={"PYTHONPATH": str(site)}, cwd=site)
+        assert re.search(r"^ *cython +not usable: .*not built.*C compiler", printed, re.MULTILINE)
+        assert re.search(r"^ *reference +usable$", printed, re.MULTILINE)
+
+    def test_it_is_an_error_where_the_extension_is_required(self, unpacked, tmp_path):
+        done = build("wheel", unpacked, tmp_path, CC=NO_COMPILER, FASTATTN_REQUIRE_EXTENSION="1")
+        assert done.returncode != 0
+        assert NO_COMPILER in done.stdout + done.stderr
+        assert not list(tmp_path.glob("*.whl"))

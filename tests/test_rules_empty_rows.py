@@ -1,0 +1,76 @@
+"""Rule 3: a row with no allowed key is 0, its lse -inf, its weights 0; with a sink, lse is the sink."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastattn import masks
+from tests.cases import FLOATS, random_arrays
+from tests.tolerances import assert_attention
+
+LEN_Q, LEN_K = 70, 140
+
+
+def ways_to_empty_a_row():
+    """Options that leave some rows with no key, and the bool mask that says the same."""
+    i, j = np.arange(LEN_Q)[:, None], np.arange(LEN_K)
+    some = np.random.default_rng(0).random((LEN_Q, LEN_K)) < 0.5
+    some[[0, 5, 66, 69]] = False
+    short = j < np.array([0, LEN_K])[:, None, None, None]
+    return {
+        "bool": ({"mask": some}, some),
+        "all_false": ({"mask": np.zeros((LEN_Q, LEN_K), bool)}, np.zeros((LEN_Q, LEN_K), bool)),
+        "per_query": ({"mask": some.any(axis=1, keepdims=True)}, some.any(axis=1, keepdims=True)),
+        "bias": ({"bias": np.where(some, 0, -np.inf).astype(np.float32)}, some),
+        "lengths": ({"key_lengths": np.array([0, LEN_K])}, short),
+        "offset": ({"mask": masks.Causal(offset=-40)}, j <= i - 40),
+        "segments": (
+            {"mask": masks.Segments(np.arange(LEN_Q) % 3, np.arange(LEN_K) % 2)},
+            (i % 3) == (j % 2),
+        ),
+        "tiles": ({"mask": masks.Dense(some) & (masks.Causal("top_left") | masks.Window(2, 2))}, None),
+        "disjoint": (
+            {"mask": masks.Window(0, 0, align="top_left"), "window": (3, 3)},
+            np.zeros((LEN_Q, LEN_K), bool),
+        ),
+    }
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("way", ways_to_empty_a_row())
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_empty_rows(engine, way, with_sinks, dtype):
+    options, allowed = ways_to_empty_a_row()[way]
+    if allowed is None:
+        allowed = options["mask"].materialize(2, LEN_Q, LEN_K)
+    arrays = random_arrays(lead=(2,), heads=2, len_q=LEN_Q, len_k=LEN_K, dtype=dtype)
+    extra = {"sinks": np.array([0.5, -2.0], dtype)} if with_sinks else {}
+    empty = np.broadcast_to(~allowed.any(axis=-1), (2, 2, LEN_Q))
+    assert empty.any()
+    out, lse, weights = engine.everything(*arrays, **options, **extra)
+    assert not out[empty].any()
+    assert not weights[empty].any()
+    expected = np.broadcast_to(extra["sinks"][:, None], empty.shape)[empty] if with_sinks else -np.inf
+    np.testing.assert_array_equal(lse[empty], expected)
+    assert_attention((out, lse, weights), *arrays, mask=allowed, **extra)
+
+
+def test_nan_query_row_without_keys_is_zero(engine):
+    query, key, value = random_arrays(lead=(2,), heads=2, len_q=LEN_Q, len_k=LEN_K)
+    query[:, :, 5] = np.nan
+    mask = np.ones((LEN_Q, LEN_K), bool)
+    mask[5] = False
+    out, lse, weights = engine.everything(query, key, value, mask=mask)
+    assert not out[:, :, 5].any()
+    assert (lse[:, :, 5] == -np.inf).all()
+    assert not weights[:, :, 5].any()
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("sink", [-np.inf, 0.0, 700.0])
+def test_sink_of_any_size(engine, sink):
+    arrays = random_arrays(dtype="float64")
+    sinks = np.full(2, sink)
+    results = engine.everything(*arrays, sinks=sinks)
+    assert_attention(results, *arrays, sinks=sinks)

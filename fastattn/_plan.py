@@ -10,8 +10,9 @@ from typing import NamedTuple
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group square`.
 BLOCK_K = 256
 
-# Columns of query and key that one chain of roundings runs over. 64 costs nothing to speak of. Rounding errors
-# of scores average out over the keys of a row; where there are few keys they do not, and time goes elsewhere.
+# Columns of query and key that one chain of roundings runs over. 64 costs nothing to speak of. Rounding
+# errors of scores average out over the keys of a row; where there are few keys they do not, and time goes
+# elsewhere.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --errors`.
 SCORE_CHUNK = 64
 SCORE_CHUNK_FEW_KEYS = 16

@@ -127,7 +127,8 @@ import fastattn
 loaded = sorted(name for name in {heavy} if name in set(sys.modules) - before)
 assert not loaded, loaded
 foreign = sorted(name for name in set(sys.modules) - before
-                 if name.split(".")[0] not in sys.stdlib_module_names | {{"fastattn", "numpy", "cython_runtime"}}
+                 if name.split(".")[0] not in sys.stdlib_module_names
+                 and name.split(".")[0] not in ("fastattn", "numpy", "cython_runtime")
                  and not name.startswith("_"))
 print(foreign)
 """

@@ -1,0 +1,69 @@
+"""fastattn through its public function, and through it the Cython backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import fastattn
+from benchmarks.cases import Case, Inputs, document_ids
+from benchmarks.peers._base import Call
+
+
+def load(num_threads: int) -> Fastattn:
+    fastattn.set_num_threads(num_threads)
+    # Named once so that another backend is never timed under this name; later calls choose by default.
+    one = np.zeros((1, 1))
+    fastattn.attention(one, one, one, backend="cython")
+    return Fastattn()
+
+
+class Fastattn:
+    """Plain NumPy arrays in; the output new each time, or given as ``out=``."""
+
+    version = fastattn.__version__
+
+    def __init__(self) -> None:
+        self.ways = {"attention": self._attention, "attention, out=": self._attention_out}
+
+    def _attention(self, case: Case, inputs: Inputs) -> Call:
+        return self._call(case, inputs, self._options(case, inputs))
+
+    def _attention_out(self, case: Case, inputs: Inputs) -> Call:
+        options = self._options(case, inputs)
+        options["out"] = np.empty((*inputs.query.shape[:-1], case.value_dim), case.dtype)
+        return self._call(case, inputs, options)
+
+    @staticmethod
+    def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if case.causal:
+            options["causal"] = True
+        if case.layout != "bhsd":
+            options["layout"] = case.layout
+        if inputs.bias is not None:
+            options["bias"] = inputs.bias
+        if case.mask is not None:
+            options["mask"] = inputs.allowed
+        if case.window is not None:
+            options["window"] = case.window
+        if case.document_length is not None:
+            options["mask"] = fastattn.masks.Segments(document_ids(case))
+        return options
+
+    @staticmethod
+    def _call(case: Case, inputs: Inputs, options: dict[str, Any]) -> Call:
+        attention = fastattn.attention
+        query, key, value = inputs.query, inputs.key, inputs.value
+
+        def run() -> np.ndarray:
+            return attention(query, key, value, **options)
+
+        def result() -> np.ndarray:
+            out = run()
+            if case.layout == "bshd":
+                return out.transpose(0, 2, 1, 3)
+            return out.reshape(case.batch, case.heads, case.len_q, case.value_dim)
+
+        return Call(run, result)

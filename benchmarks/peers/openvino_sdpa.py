@@ -1,0 +1,86 @@
+"""OpenVINO: a model of one ScaledDotProductAttention (opset 13) on the CPU plugin.
+
+Inputs are copied once into tensors that OpenVINO allocated and the output tensor is reused, so a call is
+``request.infer()`` and nothing else. The plugin takes different paths through a model with fixed shapes
+and one with open lengths; both are tried.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+from benchmarks.cases import Case, Inputs
+from benchmarks.peers._base import Call
+
+
+def load(num_threads: int) -> OpenVINO:
+    return OpenVINO(num_threads)
+
+
+class OpenVINO:
+    """One stream of `num_threads` threads, float32 kept float32 (the plugin may choose bfloat16)."""
+
+    version = ov.__version__
+
+    def __init__(self, num_threads: int) -> None:
+        self._core = ov.Core()
+        self._config = {
+            "INFERENCE_NUM_THREADS": num_threads,
+            "NUM_STREAMS": 1,
+            "INFERENCE_PRECISION_HINT": "f32",
+        }
+        self.ways = {
+            "fixed shapes": partial(self._sdpa, fixed=True),
+            "open lengths": partial(self._sdpa, fixed=False),
+        }
+
+    def _sdpa(self, case: Case, inputs: Inputs, *, fixed: bool) -> Call:
+        # The operator knows (B, heads, length, dim) only; a "bshd" model transposes, as exported ones do.
+        arrays = [inputs.query, inputs.key, inputs.value]
+        if case.rank == 3:
+            arrays = [array[None] for array in arrays]
+        mask = inputs.bias if inputs.bias is not None else inputs.allowed
+        if mask is not None:
+            arrays.append(mask)
+
+        length_axis = 1 if case.layout == "bshd" else 2
+        parameters = []
+        for index, array in enumerate(arrays):
+            shape = list(array.shape)
+            if not fixed and index < 3:
+                shape[length_axis] = -1
+            elif not fixed:
+                shape[-2:] = [-1, -1]
+            parameters.append(opset13.parameter(ov.PartialShape(shape), array.dtype))
+        nodes = list(parameters)
+        if case.layout == "bshd":
+            nodes[:3] = [opset13.transpose(node, np.array([0, 2, 1, 3])) for node in nodes[:3]]
+        if case.kv_heads != case.heads:
+            nodes[1:3] = [self._repeat_heads(node, case) for node in nodes[1:3]]
+        out = opset13.scaled_dot_product_attention(*nodes, causal=case.causal)
+        model = ov.Model([opset13.result(out)], parameters)
+        request = self._core.compile_model(model, "CPU", self._config).create_infer_request()
+        for index, array in enumerate(arrays):
+            tensor = ov.Tensor(ov.Type(array.dtype), ov.Shape(array.shape))
+            tensor.data[...] = array
+            request.set_input_tensor(index, tensor)
+
+        def result() -> np.ndarray:
+            request.infer()
+            return request.get_output_tensor(0).data.copy()
+
+        return Call(request.infer, result)
+
+    @staticmethod
+    def _repeat_heads(node: ov.Node, case: Case) -> ov.Node:
+        """Key/value heads repeated for each group: the pattern that the plugin fuses in language models."""
+        group = case.heads // case.kv_heads
+        split = opset13.unsqueeze(node, np.array(2))
+        target = np.array([1, 1, group, 1, 1])
+        repeated = opset13.broadcast(split, target, broadcast_spec="BIDIRECTIONAL")
+        dim = node.get_output_partial_shape(0)[3].get_length()
+        return opset13.reshape(repeated, np.array([0, case.heads, -1, dim]), special_zero=True)

@@ -1,0 +1,140 @@
+"""The parent's end of a worker: start it, ask it, and keep it stopped while others run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.peers import PEERS
+
+#: The folder that holds the package `benchmarks`; workers start there.
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Settings of fastattn that would make a worker measure something else than its name says.
+OWN_SETTINGS = ("FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS")
+
+#: Longest a worker may take for one command; the oracle of the largest float64 case takes a tenth of it.
+TIMEOUT_SECONDS = 300.0
+
+
+class WorkerError(Exception):
+    """A worker could not do what it was asked; the message is the reason."""
+
+
+class Worker:
+    """A process that holds one library.
+
+    Thread pools spin for a while after each call, up to 100 ms, and would take the cores of the library
+    that runs next. So a worker runs only while it is asked something and is stopped (SIGSTOP) the rest of
+    the time, its pool included. It is in a process group of its own: should this process die, the system
+    sends the stopped group SIGHUP and SIGCONT, and nothing is left behind.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        count = str(num_threads)
+        environment = {
+            **{key: value for key, value in os.environ.items() if key not in OWN_SETTINGS},
+            "OMP_NUM_THREADS": count,
+            "OPENBLAS_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
+            "FASTATTN_NUM_THREADS": count,
+            **(PEERS[name].environment if name in PEERS else {}),
+        }
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", name, count],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,
+            cwd=ROOT,
+            env=environment,
+            process_group=0,
+        )
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Wake the worker, have it carry out `command`, stop it again; what it answered.
+
+        Raises
+        ------
+        WorkerError
+            It refused, died, or took longer than `TIMEOUT_SECONDS`; in the last two cases it is gone.
+        """
+        assert self._process.stdin is not None
+        request = json.dumps({"command": command, **arguments}) + "\n"
+        self._send(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):  # it died; reading says how
+            self._process.stdin.write(request.encode())
+        answer = json.loads(self._read_line(command))
+        self._stop()
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["ok"]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            os.kill(self._process.pid, number)
+
+    def _stop(self) -> None:
+        """SIGSTOP, and wait until every thread has stopped."""
+        self._send(signal.SIGSTOP)
+        if self._process.returncode is None:
+            _, status = os.waitpid(self._process.pid, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    def _read_line(self, command: str) -> bytes:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                self._process.kill()
+                self._process.wait()
+                raise WorkerError(f"{command} took longer than {TIMEOUT_SECONDS:.0f} s")
+            part = os.read(pipe, 65536)
+            if not part:
+                raise WorkerError(f"its process ended during {command}: {self._last_words()}")
+            line += part
+        return line
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1]}" if lines else how

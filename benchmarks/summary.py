@@ -1,0 +1,133 @@
+"""What the rounds say: ratios with intervals, shares of the peak, verdicts against the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.measure import CaseRun, LibraryRun
+from benchmarks.peers import OURS
+
+#: Resamples of the rounds, and the share of them inside the interval that is given.
+RESAMPLES, COVERAGE = 2000, 0.95
+
+
+#: A machine that nothing else uses keeps its peak to within this share of the best probe.
+QUIET = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The median over the rounds and its bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One target of a case, and whether it was met."""
+
+    name: str
+    value: float | None  #: None when it could not be measured
+    bound: float
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSummary:
+    """The figures of one case, as the table prints them."""
+
+    seconds: dict[str, float]  #: median time per call of each library that was timed
+    ratios: dict[str, Estimate]  #: each peer's time over ours
+    best: str | None  #: the fastest peer
+    peak: dict[str, Estimate]  #: share of the FMA peak, of each library that was timed
+    slowdown: Estimate | None  #: our time over our time of the baseline
+    verdicts: tuple[Verdict, ...]
+
+
+def median_interval(values: np.ndarray) -> Estimate:
+    """Median of `values`, with the bootstrap interval that covers `COVERAGE`."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(values[picks], axis=1), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
+def summarise(run: CaseRun, num_threads: int) -> CaseSummary:
+    """Ratios are taken round by round, so that a drift of the machine falls on both sides."""
+    timed = {
+        name: np.array(library.medians)
+        for name, library in run.libraries.items()
+        if library.reason is None and library.medians
+    }
+    ours = timed.get(OURS[0])
+    ratios = {}
+    if ours is not None:
+        ratios = {name: median_interval(theirs / ours) for name, theirs in timed.items() if name != OURS[0]}
+    peers = [name for name in ratios if name not in OURS]
+    best = min(peers, key=lambda name: ratios[name].median, default=None)
+
+    peak = {}
+    if run.peaks:
+        probes = np.array([probe[run.case.dtype][str(num_threads)] for probe in run.peaks])
+        around = np.maximum(probes[:-1], probes[1:])  # before and after each round; a limit is a maximum
+        peak = {name: median_interval(run.case.flops / theirs / around) for name, theirs in timed.items()}
+
+    slowdown = None
+    if ours is not None and run.baseline is not None and run.baseline.reason is None:
+        slowdown = median_interval(ours / np.array(run.baseline.medians))
+
+    return CaseSummary(
+        seconds={name: float(np.median(theirs)) for name, theirs in timed.items()},
+        ratios=ratios,
+        best=best,
+        peak=peak,
+        slowdown=slowdown,
+        verdicts=_verdicts(run, ratios, best, peak, slowdown),
+    )
+
+
+def _verdicts(
+    run: CaseRun,
+    ratios: dict[str, Estimate],
+    best: str | None,
+    peak: dict[str, Estimate],
+    slowdown: Estimate | None,
+) -> tuple[Verdict, ...]:
+    targets = run.case.targets
+    rows = (
+        ("best peer", ratios.get(best) if best else None, targets.best, True),
+        ("torch", ratios.get("torch"), targets.torch, True),
+        ("peak", peak.get(OURS[0]), targets.peak, True),
+        ("peak, AVX2", peak.get(OURS[1]), targets.peak_avx2, True),
+        ("over baseline", slowdown, targets.slowdown, False),
+    )
+    return tuple(
+        Verdict(name, None if estimate is None else estimate.median, bound, at_least)
+        for name, estimate, bound, at_least in rows
+        if bound is not None
+    )
+
+
+def disturbed_probes(runs: Sequence[CaseRun], num_threads: int) -> tuple[int, int]:
+    """How many probes of the float32 peak fell below `QUIET` of the best one, and how many there are."""
+    probes = np.array([probe["float32"][str(num_threads)] for run in runs for probe in run.peaks])
+    return int(np.count_nonzero(probes < QUIET * probes.max(initial=0.0))), len(probes)
+
+
+def error_ratios(libraries: dict[str, LibraryRun]) -> tuple[float, float] | None:
+    """fastattn's largest and root-mean-square error over torch's; None when either has none."""
+    ours, theirs = (libraries.get(name, LibraryRun()) for name in (OURS[0], "torch"))
+    if not (ours.error is not None and ours.rms_error is not None and theirs.error and theirs.rms_error):
+        return None
+    return ours.error / theirs.error, ours.rms_error / theirs.rms_error

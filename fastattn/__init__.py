@@ -24,7 +24,9 @@ arrays are legal; the same bits for any number of threads, layout and batch; err
 
 import contextlib
 
-with contextlib.suppress(ImportError):
+from fastattn import _host
+
+with contextlib.suppress(ImportError), _host.brief_openmp_spin():
     # Loads the OpenMP runtime now, so that a limit that threadpoolctl sets holds for the first call already.
     import fastattn.backends.cython.driver  # noqa: F401
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator
 import os
+from contextlib import contextmanager
 from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ISAS = ("avx512", "avx2", "neon", "portable")  #: instruction sets that kernels exist for, best first
 
@@ -136,6 +137,26 @@ def forced_isa() -> str | None:
     if isa is not None and isa not in ISAS:
         raise ValueError(f"FASTATTN_ISA must be one of {', '.join(ISAS)}, got {isa!r}")
     return isa
+
+
+@contextmanager
+def brief_openmp_spin() -> Iterator[None]:
+    """An OpenMP runtime that is loaded within lets its idle threads sleep after some 10 us.
+
+    By default libgomp's stay awake for about a millisecond in case of more work, and hold a core that NumPy's
+    BLAS wants for its own threads; asleep, they are also woken ahead of a BLAS thread that waits in the same
+    way. Between matrix products a call took four times longer; calls one after another take what they took.
+    (2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn demo`.) What the user has set is left alone, and
+    the environment is afterwards what it was.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = "500"
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
 
 
 def cpu_name() -> str:

@@ -1,0 +1,68 @@
+"""The micro-kernels alone, in C: on every instruction set, under the sanitizers, and as a NEON build.
+
+`tests/kernels/run` does the work and can be run by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ISAS
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="needs bash and mprotect")]
+
+RUN = Path(__file__).parent / "kernels" / "run"
+COMPILER = os.environ.get("CC", "gcc")
+CROSS_TOOLS = (os.environ.get("CROSS_CC", "aarch64-linux-gnu-gcc"), os.environ.get("QEMU", "qemu-aarch64"))
+
+
+def passed(mode: str) -> set[tuple[str, str]]:
+    """Run a mode of the script; the instruction sets and float types whose checks all passed."""
+    done = subprocess.run(
+        [RUN, mode],
+        env=os.environ | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout
+    found = re.findall(r"^(\w+) (float\d+): [1-9]\d* checks, 0 failed", done.stdout, re.MULTILINE)
+    return {(isa, dtype) for isa, dtype in found}
+
+
+def both_types(*isas: str) -> set[tuple[str, str]]:
+    return {(isa, dtype) for isa in isas for dtype in ("float32", "float64")}
+
+
+def require(*tools: str) -> None:
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+
+
+def test_native() -> None:
+    require(COMPILER)
+    assert passed("native") >= both_types("portable", *ISAS)
+
+
+def test_sanitizers(tmp_path: Path) -> None:
+    require(COMPILER)
+    program = tmp_path / "program"
+    build = [COMPILER, "-fsanitize=address,undefined", "-x", "c", "-", "-o", program]
+    compiled = subprocess.run(build, input="int main(void) { return 0; }", text=True, capture_output=True)
+    if compiled.returncode != 0 or subprocess.run([program], capture_output=True).returncode != 0:
+        pytest.skip(f"{COMPILER} builds no program that runs with AddressSanitizer and UBSan")
+    assert passed("sanitize") >= both_types("portable", *ISAS)
+
+
+def test_neon_under_qemu() -> None:
+    require(*CROSS_TOOLS)
+    assert passed("neon") == both_types("neon")

@@ -122,11 +122,17 @@ def exact_rows(dtype, query, key, value, **options):
     return naive.attention(query, key, value, **options).out
 
 
-@lru_cache(maxsize=1)
-def judge(table):
+def draws(table):
+    """How many sets of arrays to judge by. The largest of a few thousand errors is a lottery ticket: from draw to
+    draw its ratio to PyTorch's varies between 0.7 and 1.3, so small cases are judged by the mean of several."""
+    return 16 if np.prod(table.sizes[:4]) < 50_000 else 1
+
+
+@lru_cache(maxsize=16)
+def judge(table, draw):
     batch, num_heads, len_q, len_k, dim = table.sizes
     arrays = random_arrays(
-        2,
+        2 + draw,
         lead=(batch,) if table.rank == 4 else (),
         heads=num_heads,
         kv_heads=table.kv_heads,
@@ -159,9 +165,10 @@ def judge(table):
 def assert_no_less_accurate(engine, table):
     if engine.backend == "reference":
         pytest.skip("the promise is about the compiled kernels")
-    judged = judge(table)
-    error = judged.error(engine.attention(*judged.arrays, **judged.options))
-    assert error <= judged.torch_error, f"error {error:.3g}, PyTorch's {judged.torch_error:.3g}"
+    judges = [judge(table, draw) for draw in range(draws(table))]
+    error = np.mean([judged.error(engine.attention(*judged.arrays, **judged.options)) for judged in judges])
+    torch_error = np.mean([judged.torch_error for judged in judges])
+    assert error <= torch_error, f"error {error:.3g}, PyTorch's {torch_error:.3g}"
 
 
 @pytest.mark.parametrize("table", [table.reduced() for table in FULL_SIZE], ids=lambda table: table.name)

@@ -484,7 +484,7 @@ def _assemble(
         out = target = np.empty(shape, dtype)
     else:
         _check_out(out, shape, dtype)
-        reads = (q, k, v, bias, lowered.dense)
+        reads = (q, k, v, bias, sinks, lowered.dense)
         if any(array is not None and _overlap(out, array) for array in reads):
             staged = np.empty(shape, dtype)
         target = np.asarray(out) if staged is None else staged

@@ -52,7 +52,7 @@ class Engine:
 def _usable(backend: str) -> bool:
     try:
         fastattn.attention(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)), backend=backend)
-    except (fastattn.BackendError, ModuleNotFoundError):
+    except fastattn.BackendError:
         return False
     return True
 

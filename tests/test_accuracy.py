@@ -123,8 +123,11 @@ def exact_rows(dtype, query, key, value, **options):
 
 
 def draws(table):
-    """How many sets of arrays to judge by. The largest of a few thousand errors is a lottery ticket: from draw to
-    draw its ratio to PyTorch's varies between 0.7 and 1.3, so small cases are judged by the mean of several."""
+    """How many sets of arrays to judge by.
+
+    The largest of a few thousand errors is a lottery ticket: its ratio to PyTorch's varies between 0.7 and
+    1.3 from draw to draw, so small cases are judged by the mean of several.
+    """
     return 16 if np.prod(table.sizes[:4]) < 50_000 else 1
 
 

@@ -190,6 +190,19 @@ class TestOverlap:
         expected = engine.attention(**arrays)
         self.check(engine, arrays, arrays["bias"], expected)
 
+    def test_out_holds_the_sinks(self, engine):
+        arrays = dict(zip(("query", "key", "value"), random_arrays(heads=3), strict=True))
+        out = np.full((3, 17, 16), 7.0, np.float32)
+        arrays["sinks"] = out[:, 0, 0]
+        arrays["sinks"][...] = [0.5, -1.0, 3.0]
+        expected = engine.attention(**arrays | {"sinks": arrays["sinks"].copy()})
+        self.check(engine, arrays, out, expected)
+        # And as one row, which needs no copy to be contiguous.
+        out = np.full((3, 17, 16), 7.0, np.float32)
+        arrays["sinks"] = out[0, 0, :3]
+        arrays["sinks"][...] = [0.5, -1.0, 3.0]
+        self.check(engine, arrays, out, expected)
+
     def test_interleaved_out_that_shares_no_element_is_accepted(self, engine):
         query, key, value = random_arrays()
         both = np.zeros((2, 17, 32), np.float32)

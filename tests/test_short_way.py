@@ -155,6 +155,7 @@ def test_bad_settings_are_errors_here_too(short, monkeypatch):
         short(*arrays)
     monkeypatch.delenv("FASTATTN_BACKEND")
     monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
+    monkeypatch.setattr("fastattn._host._num_threads", None)  # what set_num_threads said goes first
     big = random_arrays(lead=(8,), heads=8, len_q=200, len_k=200)
     with pytest.raises(ValueError, match=r"FASTATTN_NUM_THREADS.*none"):
         short(*big)

@@ -61,7 +61,8 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
     return (VEC)((mask & (IVEC)yes) | (~mask & (IVEC)no));
 }
 
-/* x * (high + low), where low is what the rounding of high left: about one rounding in all. inf stays inf. */
+/* x * (high + low), where low is what the rounding of high left: about one rounding in all where multiply-adds are
+ * fused, else low is mostly lost. inf stays inf. */
 INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) {
     const IVEC finite = (IVEC)(x - x == 0);
     return x * high + (VEC)((IVEC)(x * low) & finite);

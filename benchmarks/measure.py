@@ -44,6 +44,7 @@ class LibraryRun:
     ways: dict[str, dict[str, Any]] = field(default_factory=dict)  #: what `LibraryWorker.prepare` found
     medians: list[float] = field(default_factory=list)  #: seconds per call, one per round
     mins: list[float] = field(default_factory=list)
+    peak_shares: list[float] = field(default_factory=list)  #: of the FMA peak, one per round; of ours only
 
 
 @dataclass(slots=True)
@@ -147,12 +148,14 @@ class _Contestant:
         calls = max(MIN_CALLS, round(BURST_SECONDS / self.seconds))
         try:
             took = self.worker.ask("time", case=self.case, calls=calls, seconds=self.seconds)
+            self.seconds = took["median"]
+            self.library.medians.append(took["median"])
+            self.library.mins.append(took["min"])
+            if self.worker.name in OURS:
+                share = self.worker.ask("peak_share", case=self.case, calls=calls)
+                self.library.peak_shares.append(share["median"])
         except WorkerError as problem:
             self.library.reason = str(problem)
-            return
-        self.seconds = took["median"]
-        self.library.medians.append(took["median"])
-        self.library.mins.append(took["min"])
 
 
 def measure(case: Case, crew: Crew, names: Sequence[str], rounds: int, notify: Notify = ignore) -> CaseRun:

@@ -70,7 +70,7 @@ def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str],
         table.add_column(column, justify="right")
     table.add_column("targets")
     for run in runs:
-        summary = summarise(run, num_threads)
+        summary = summarise(run)
         best = summary.ratios.get(summary.best) if summary.best else None
         peaks = [_percent(summary.peak.get(OURS[0]))]
         if OURS[1] in summary.peak:
@@ -221,15 +221,15 @@ def as_json(
         },
         "versions": versions,
         "threads": num_threads,
-        "cases": {run.case.name: _case_json(run, num_threads) for run in runs},
+        "cases": {run.case.name: _case_json(run) for run in runs},
     }
     if memory is not None:
         document["memory"] = memory
     return document
 
 
-def _case_json(run: CaseRun, num_threads: int) -> dict[str, Any]:
-    summary = summarise(run, num_threads)
+def _case_json(run: CaseRun) -> dict[str, Any]:
+    summary = summarise(run)
     return {
         **asdict(run),
         "case": asdict(run.case) | {"flops": run.case.flops},

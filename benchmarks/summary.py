@@ -50,7 +50,7 @@ class CaseSummary:
     seconds: dict[str, float]  #: median time per call of each library that was timed
     ratios: dict[str, Estimate]  #: each peer's time over ours
     best: str | None  #: the fastest peer
-    peak: dict[str, Estimate]  #: share of the FMA peak, of each library that was timed
+    peak: dict[str, Estimate]  #: share of the FMA peak, of fastattn
     slowdown: Estimate | None  #: our time over our time of the baseline
     verdicts: tuple[Verdict, ...]
 
@@ -63,7 +63,7 @@ def median_interval(values: np.ndarray) -> Estimate:
     return Estimate(float(np.median(values)), float(low), float(high))
 
 
-def summarise(run: CaseRun, num_threads: int) -> CaseSummary:
+def summarise(run: CaseRun) -> CaseSummary:
     """Ratios are taken round by round, so that a drift of the machine falls on both sides."""
     timed = {
         name: np.array(library.medians)
@@ -77,11 +77,11 @@ def summarise(run: CaseRun, num_threads: int) -> CaseSummary:
     peers = [name for name in ratios if name not in OURS]
     best = min(peers, key=lambda name: ratios[name].median, default=None)
 
-    peak = {}
-    if run.peaks:
-        probes = np.array([probe[run.case.dtype][str(num_threads)] for probe in run.peaks])
-        around = np.maximum(probes[:-1], probes[1:])  # before and after each round; a limit is a maximum
-        peak = {name: median_interval(run.case.flops / theirs / around) for name, theirs in timed.items()}
+    peak = {
+        name: median_interval(np.array(library.peak_shares))
+        for name, library in run.libraries.items()
+        if library.peak_shares
+    }
 
     slowdown = None
     if ours is not None and run.baseline is not None and run.baseline.reason is None:

@@ -190,6 +190,7 @@ def test_interval_holds_the_median_and_narrows() -> None:
 def case_run(**medians: list[float]) -> CaseRun:
     run = CaseRun(replace(SMALL, targets=Targets(best=2.0, torch=2.0, peak=0.5, slowdown=1.2)), 3, "float64")
     run.libraries = {name: LibraryRun(chosen="way", medians=times) for name, times in medians.items()}
+    run.libraries["fastattn"].peak_shares = [0.25, 0.1, 0.75]
     run.libraries["openvino"] = LibraryRun(reason="wrong: largest error 1", wrong=True)
     run.baseline = LibraryRun(chosen="way", medians=[1.0, 2.0, 4.0])
     flops = run.case.flops
@@ -200,7 +201,7 @@ def case_run(**medians: list[float]) -> CaseRun:
 def test_ratios_do_not_feel_a_drift_that_all_share() -> None:
     drift = (1.0, 2.0, 4.0)
     run = case_run(fastattn=list(drift), torch=[3 * it for it in drift], numpy=[1.5 * it for it in drift])
-    summary = summarise(run, 2)
+    summary = summarise(run)
     assert summary.best == "numpy"
     assert summary.ratios["torch"] == median_interval(np.full(3, 3.0))
     assert summary.slowdown == median_interval(np.ones(3))
@@ -219,7 +220,7 @@ def test_a_disturbed_probe_is_told() -> None:
 
 def test_fastattn_on_another_isa_is_no_peer() -> None:
     run = case_run(**{"fastattn": [1.0] * 3, "fastattn-avx2": [1.1] * 3, "torch": [2.5] * 3})
-    assert summarise(run, 2).best == "torch"
+    assert summarise(run).best == "torch"
 
 
 def process_state(pid: int) -> str:

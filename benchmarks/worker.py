@@ -39,8 +39,8 @@ SETTLE_SECONDS = 0.15
 #: Calls are timed in blocks of at least this length, so that reading the clock costs below 1 %.
 BLOCK_SECONDS = 50e-6
 
-#: A probe of the FMA peak of one dtype with one thread count: the best of so many tries of so long each.
-PROBE_TRIES, PROBE_SECONDS = 3, 0.01
+#: A probe of the FMA peak takes about this long. The machine's limit is the best of so many of them.
+PROBE_SECONDS, PROBE_TRIES = 0.004, 8
 
 #: ``--memory`` lets a library take this share of the free memory before it fails.
 MEMORY_SHARE = 0.8
@@ -151,6 +151,25 @@ class LibraryWorker:
         _warm_up(run)
         times = _time_blocks(run, calls, _block_size(seconds))
         return {"median": float(np.median(times)), "min": min(times), "samples": len(times)}
+
+    def peak_share(self, case: str, calls: int) -> dict[str, float]:
+        """The share of the FMA peak that `case` reaches: calls and probes of the peak in turn, for one burst.
+
+        The machine is shared, so the limit moves: every call is held against the probes just before and just
+        after it, of this process and these threads.
+        """
+        from fastattn.backends.cython_cpu import fma_peak
+
+        named, run = CASES[case], self._ready[case].run
+        block = max(1, round(PROBE_SECONDS / _warm_up(run)))
+        shares = []
+        before = fma_peak(named.dtype, self._threads, PROBE_SECONDS)
+        for _ in range(max(1, calls // block)):
+            (seconds,) = _time_blocks(run, block, block)
+            after = fma_peak(named.dtype, self._threads, PROBE_SECONDS)
+            shares.append(named.flops / seconds / ((before + after) / 2))
+            before = after
+        return {"median": float(np.median(shares)), "samples": len(shares)}
 
     def release(self) -> None:
         """Forget what was prepared, arrays and all."""

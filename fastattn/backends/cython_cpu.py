@@ -83,7 +83,7 @@ def use_isa(name: str) -> Iterator[None]:
 def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
     """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
     itemsize = np.dtype(dtype).itemsize
-    steps = 100_000
+    steps = 100_000 * num_threads
     while True:
         start = time.perf_counter()
         flops = driver.fma_peak(itemsize, num_threads, steps)

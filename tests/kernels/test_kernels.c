@@ -102,6 +102,7 @@ static void test_unpack(void) {
 static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int layout, ptrdiff_t chunk) {
     const ptrdiff_t ld = lanes * kernels->max_vectors, live = lanes * vectors;
     const ptrdiff_t *stops = key_stops(vectors, n_keys, below(3) == 0);
+    const ptrdiff_t max_stop = below(2) ? stops[0] : below((int)stops[0] + 1);
     void *s = tile(n_keys, ld), *top = tile(1, ld), *q = integers(head_dim, ld);
     double sums[64];
     const Matrix k = integer_matrix(n_keys, head_dim, layout);
@@ -112,7 +113,7 @@ static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int l
     }
     void *want_top = tile(1, ld);
     memcpy(want_top, top, (size_t)(ld * size));
-    kernels->score(s, top, q, ld, vectors, k.at, stops, head_dim, k.row, k.col, chunk);
+    kernels->score(s, top, q, ld, vectors, k.at, stops, max_stop, head_dim, k.row, k.col, chunk);
     for (ptrdiff_t j = 0; j < n_keys; j++) {
         memset(sums, 0, sizeof sums);
         for (ptrdiff_t d = 0; d < head_dim; d++) {
@@ -125,15 +126,12 @@ static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int l
             CHECK(counts ? got == sums[lane] : isnan(got) || (lane < live && got == sums[lane]),
                   "n_keys %td, head_dim %td, %d vectors, layout %d, chunk %td: key %td, lane %td is " NUMBER
                   ", not " NUMBER, n_keys, head_dim, vectors, layout, chunk, j, lane, got, sums[lane]);
-            if (counts && sums[lane] > get(want_top, lane)) put(want_top, lane, sums[lane]);
+            if (lane < live && j < max_stop && sums[lane] > get(want_top, lane)) put(want_top, lane, sums[lane]);
         }
     }
-    for (ptrdiff_t lane = 0; lane < ld; lane++) {
-        /* A vector with fewer keys is masked later, which sets tile_max anew. */
-        const double got = get(top, lane), want = get(want_top, lane);
-        CHECK(lane < live && stops[lane / lanes] < n_keys ? got >= want : same(got, want),
-              "n_keys %td, head_dim %td: tile_max " NUMBER ", not " NUMBER, n_keys, head_dim, got, want);
-    }
+    for (ptrdiff_t lane = 0; lane < ld; lane++)
+        CHECK(same(get(top, lane), get(want_top, lane)), "n_keys %td, head_dim %td: tile_max " NUMBER ", not " NUMBER,
+              n_keys, head_dim, get(top, lane), get(want_top, lane));
     release();
 }
 
@@ -155,21 +153,27 @@ static void test_score(void) {
 static void test_adjust(void) {
     for (int n_keys = 1; n_keys <= 70; n_keys++)
         for (int kind = 1; kind < 12; kind++) {
-            const ptrdiff_t ld = lanes * (1 + (n_keys + kind) % kernels->max_vectors);
+            const int vectors = 1 + (n_keys + kind) % kernels->max_vectors;
+            const ptrdiff_t ld = lanes * vectors, first_key = 32 * below(n_keys / 32 + 1);
+            const ptrdiff_t *stops = key_stops(vectors, n_keys, below(2));
             const double cap = kind % 3 ? kind % 3 * 12.75 : 0;
-            void *s = tile(n_keys, ld), *before = tile(n_keys, ld), *top = tile(1, ld);
+            void *s = tile(n_keys, ld), *before = tile(n_keys, ld), *top = tile(1, ld), *old_top = tile(1, ld);
             char **bias = kind / 3 % 2 ? lane_rows(ld, n_keys * size) : NULL;
             const uint32_t *words = kind / 6 ? random_words(n_keys, ld) : NULL;
             for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
                 put(s, i, below(40) ? uniform(-3, 3) : special(below(3)));
                 if (bias) put(bias[i % ld], i / ld, below(10) ? uniform(-50, 50) : special(below(8)));
             }
+            for (ptrdiff_t lane = 0; lane < ld; lane++) put(old_top, lane, below(2) ? -INFINITY : uniform(-3, 3));
+            memcpy(top, old_top, (size_t)(ld * size));
             memcpy(before, s, (size_t)(n_keys * ld * size));
-            kernels->adjust(s, top, ld, n_keys, cap, (const char *const *)bias, words);
+            kernels->adjust(s, top, ld, first_key, stops, cap, (const char *const *)bias, words);
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
-                double want_top = -INFINITY;
+                double want_top = get(old_top, lane);
                 int nan = 0;
-                for (ptrdiff_t j = 0; j < n_keys; j++) {
+                for (ptrdiff_t j = 0; j < first_key; j++)
+                    CHECK(same(get(s, j * ld + lane), get(before, j * ld + lane)), "changed a key before the first");
+                for (ptrdiff_t j = first_key; j < stops[lane / lanes]; j++) {
                     const double x = get(before, j * ld + lane), got = get(s, j * ld + lane);
                     const double y = bias ? get(bias[lane], j) : 0;
                     const long double capped = cap > 0 ? (long double)cap * tanhl(x) : x, exact = capped + y;
@@ -205,7 +209,7 @@ static double worst_tanh(double *where) {
         for (ptrdiff_t i = 0; i < n_keys * ld; i++)
             put(x, i, small() * (round % 3 ? exp2(uniform(round % 3 == 1 ? -100 : -6, 2)) : uniform(0, 2)));
         memcpy(s, x, (size_t)(n_keys * ld * size));
-        kernels->adjust(s, top, ld, n_keys, 1, NULL, NULL);
+        kernels->adjust(s, top, ld, 0, key_stops(kernels->max_vectors, n_keys, 0), 1, NULL, NULL);
         for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
             const double error = ulps(get(s, i), size == 4 ? (long double)tanh(get(x, i)) : tanhl(get(x, i)));
             CHECK(fabs(get(s, i)) <= 1 && get(s, i) * get(x, i) >= 0, "tanh " NUMBER " is " NUMBER, get(x, i), get(s, i));
@@ -216,7 +220,7 @@ static double worst_tanh(double *where) {
     for (int sign = -1; sign <= 1; sign += 2)
         for (int i = 0; i < COUNT(large); i++) {
             void *s = filled(1, lanes, sign * large[i]), *top = tile(1, lanes);
-            kernels->adjust(s, top, lanes, 1, 1, NULL, NULL);
+            kernels->adjust(s, top, lanes, 0, key_stops(1, 1, 0), 1, NULL, NULL);
             CHECK(get(s, 0) == (large[i] > 0 ? sign : 0), "tanh " NUMBER " is " NUMBER, sign * large[i], get(s, 0));
             release();
         }
@@ -242,7 +246,7 @@ static double worst_exp2(double *where) {
             put(x, i, kinds[round % 4]);
         }
         memcpy(s, x, (size_t)(n_keys * ld * size));
-        kernels->softmax(s, zero, row_max, row_sum, rescale, ld, n_keys, 1);
+        kernels->softmax(s, zero, row_max, row_sum, rescale, ld, key_stops(kernels->max_vectors, n_keys, 0), 1);
         for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
             const double at = get(x, i), got = get(s, i), edge = least + 0.5;
             const double error = ulps(got, size == 4 ? (long double)exp2(at) : exp2l(at));
@@ -257,23 +261,25 @@ static double worst_exp2(double *where) {
 
 /* Three steps of the online softmax, in either domain, against the sums of what came out. */
 static void check_softmax(ptrdiff_t n_keys, double factor, double spread) {
-    const ptrdiff_t ld = lanes * (1 + n_keys % kernels->max_vectors);
+    const int vectors = 1 + (int)(n_keys % kernels->max_vectors);
+    const ptrdiff_t ld = lanes * vectors;
     void *row_max = filled(1, ld, -INFINITY), *row_sum = filled(1, ld, 0), *rescale = tile(1, ld);
     long double sums[64] = {0};
     for (int step = 0; step < 3; step++) {
         void *s = tile(n_keys, ld), *before = tile(n_keys, ld), *tile_max = filled(1, ld, -INFINITY);
         void *old_max = tile(1, ld);
+        const ptrdiff_t *stops = key_stops(vectors, n_keys, step != 1);
         for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
             const ptrdiff_t lane = i % ld;
             /* Lane 0 sees nothing, lane 1 only in the first step, lane 2 only in the last, lane 3 a NaN. */
             const int none = lane == 0 || (lane == 1 && step > 0) || (lane == 2 && step < 2) || below(6) == 0;
             put(s, i, none ? -INFINITY : uniform(-spread, spread));
             if (lane == 3 && step == 1 && i / ld == n_keys / 2) put(s, i, NAN);
-            if (get(s, i) > get(tile_max, lane)) put(tile_max, lane, get(s, i));
+            if (i / ld < stops[lane / lanes] && get(s, i) > get(tile_max, lane)) put(tile_max, lane, get(s, i));
         }
         memcpy(before, s, (size_t)(n_keys * ld * size));
         memcpy(old_max, row_max, (size_t)(ld * size));
-        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, n_keys, factor);
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops, factor);
         for (ptrdiff_t lane = 0; lane < ld; lane++) {
             const double old = get(old_max, lane), top = get(row_max, lane), scale = get(rescale, lane);
             const double base = top == -INFINITY ? 0 : top;
@@ -285,7 +291,7 @@ static void check_softmax(ptrdiff_t n_keys, double factor, double spread) {
             CHECK(old != top || top == -INFINITY || scale == 1, "row_max stays, rescale is " NUMBER, scale);
             CHECK(old != -INFINITY || same(scale, 0), "nothing was there, rescale is " NUMBER, scale);
             long double sum = 0;
-            for (ptrdiff_t j = 0; j < n_keys; j++) {
+            for (ptrdiff_t j = 0; j < stops[lane / lanes]; j++) {
                 const double x = get(before, j * ld + lane), got = get(s, j * ld + lane);
                 const long double y = factor * ((long double)x - base), exact = exp2l(y);
                 sum += got;
@@ -322,7 +328,7 @@ static void test_softmax(void) {
         void *s = filled(2, lanes, huge[i][0]), *top = filled(1, lanes, huge[i][0]), *row_sum = filled(1, lanes, 0);
         void *row_max = filled(1, lanes, -INFINITY), *rescale = tile(1, lanes);
         for (int lane = 0; lane < lanes; lane++) put(s, lanes + lane, huge[i][1]);
-        kernels->softmax(s, top, row_max, row_sum, rescale, lanes, 2, LOG2E);
+        kernels->softmax(s, top, row_max, row_sum, rescale, lanes, key_stops(1, 2, 0), LOG2E);
         CHECK(get(row_sum, 0) == huge[i][2] && get(rescale, 0) == 0, "sum " NUMBER " for " NUMBER " and " NUMBER,
               get(row_sum, 0), huge[i][0], huge[i][1]);
         release();
@@ -343,7 +349,7 @@ static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors,
     memcpy(before, acc, (size_t)(value_dim * ld * size));
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t lane = 0; lane < live; lane++)
-            if (j >= stops[lane / lanes]) put(p, j * ld + lane, 0);
+            if (j >= stops[lane / lanes]) put(p, j * ld + lane, NAN);
     /* What is fetched is never read: no memory is there. */
     for (ptrdiff_t i = 0; i < n_fetch; i++) fetch[i] = (const char *)(uintptr_t)(4096 + i);
     kernels->accumulate(acc, p, rescale, ld, vectors, v.at, stops, value_dim, v.row, v.col, fetch, n_fetch,
@@ -353,7 +359,8 @@ static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors,
             sums[lane] = rescaled ? get(rescale, lane) * get(before, e * ld + lane) : 0;
         for (ptrdiff_t j = 0; j < n_keys; j++) {
             const double x = entry(&v, j, e);
-            for (ptrdiff_t lane = 0; lane < live; lane++) sums[lane] += x * get(p, j * ld + lane);
+            for (ptrdiff_t lane = 0; lane < live; lane++)
+                if (j < stops[lane / lanes]) sums[lane] += x * get(p, j * ld + lane);
         }
         for (ptrdiff_t lane = 0; lane < ld; lane++) {
             const double got = get(acc, e * ld + lane);
@@ -382,13 +389,11 @@ static void test_accumulate_isolated(void) {
         void *rescale = nth % 5 ? tile(1, ld) : NULL, *clean = tile(n_keys, value_dim);
         char **bias = nth % 3 ? lane_rows(ld, n_keys * size) : NULL;
         uint32_t *words = nth % 2 ? random_words(n_keys, ld) : NULL;
-        const ptrdiff_t *stops = key_stops(vectors, n_keys, words != NULL);
+        const ptrdiff_t *stops = key_stops(vectors, n_keys, 0);
         Matrix v = laid_out(n_keys, value_dim, nth % ONE_TO_ONE), finite = laid_out(n_keys, value_dim, 0);
         for (ptrdiff_t i = 0; i < n_keys * ld; i++)
             if (bias) put(bias[i % ld], i / ld, below(3) ? 1 : -INFINITY);
         for (ptrdiff_t j = 0; j < n_keys; j++) {
-            for (ptrdiff_t lane = 0; words && lane < ld; lane++)
-                if (j >= stops[lane / lanes]) words[j / 32 * ld + lane] &= ~(UINT32_C(1) << j % 32);
             for (ptrdiff_t lane = 0; lane < ld; lane++)
                 put(p, j * ld + lane, allowed(words, bias, ld, j, lane) ? uniform(0, 1) : 0);
             for (ptrdiff_t e = 0; e < value_dim; e++) {
@@ -433,7 +438,7 @@ static void test_rounding(void) {
         Matrix y = laid_out(other, n, 0);
         for (ptrdiff_t j = 0; j < n * ld; j++) put(x, j, uniform(-1, 1));
         for (ptrdiff_t j = 0; j < n * other; j++) put(y.at, j, uniform(-1, 1));
-        kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, chunk);
+        kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), other, n, y.row, y.col, chunk);
         kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), other, y.col, y.row, NULL, 0, 0);
         for (ptrdiff_t r = 0; r < other; r++)
             for (ptrdiff_t lane = 0; lane < ld; lane += 7) {
@@ -599,12 +604,13 @@ static void attend(const int *rows_of, int vectors, int isolated, double softcap
                 words[j / 32 * ld + lane] |= (uint32_t)(key0 + j >= starts[row] && key0 + j < stops[row]) << j % 32;
             bias[lane] = element(&bias_rows, row, key0);
             ptrdiff_t *const stop = &stops_of[lane / lanes];
-            if (lane % lanes == 0) *stop = lane ? stop[-1] : 0;
+            if (lane % lanes == 0) *stop = isolated ? n_keys : lane ? stop[-1] : 0;
             if (stops[row] - key0 > *stop) *stop = stops[row] - key0 < n_keys ? stops[row] - key0 : n_keys;
         }
-        kernels->score(s, tile_max, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, 16);
-        kernels->adjust(s, tile_max, ld, n_keys, softcap, bias, words);
-        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, n_keys, LOG2E);
+        kernels->score(s, tile_max, q, ld, vectors, element(&key, key0, 0), stops_of, 0, HEAD_DIM, key.row,
+                       key.col, 16);
+        kernels->adjust(s, tile_max, ld, 0, stops_of, softcap, bias, words);
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, LOG2E);
         const char *const values = element(&value, key0, 0);
         void *const scale = first ? NULL : rescale;
         if (isolated)

@@ -31,10 +31,11 @@ cdef extern from "kernels.h" nogil:
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
-                      Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, double, const char *const *,
+                      Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
                        const uint32_t *) noexcept nogil
-        void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
+        void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *,
+                        double) noexcept nogil
         void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *,
                            Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
                            Py_ssize_t) noexcept nogil
@@ -148,6 +149,7 @@ cdef struct Block:
     Py_ssize_t ld, n_rows
     int n_vectors
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_CHUNK
+    Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
     Py_ssize_t n_fetch, fetch_nbytes
     char *key
     char *value
@@ -255,29 +257,33 @@ cdef inline uint32_t span_word(Py_ssize_t start, Py_ssize_t stop) noexcept nogil
     return (<uint32_t>0xffffffff >> (WORD - (stop - start))) << start
 
 
-cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                         Py_ssize_t n_keys) noexcept nogil:
-    """Which of the keys key0.. each lane may attend: fills w.words, and says whether that is none or all.
+cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
+                         bint whole, Py_ssize_t *first_adjust) noexcept nogil:
+    """Which of the keys key0.. each lane may attend, and whether that is none or all.
 
+    Where it is some, w.words say which. The scores before first_adjust need no adjusting, and have no words.
+    w.stops say where the keys of a vector of lanes end; whole: every vector has all keys of the tile.
     key0 is a multiple of 32, so that a word never straddles two tiles of a tile map.
     """
-    cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
+    cdef Py_ssize_t lane, j, key, first, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
     cdef uint32_t every = ALL_BITS, some = 0, word, valid
-    cdef bint inside = True
     cdef int32_t entry
     cdef const char *index
+    cdef bint intervals_only = job.dense.data == NULL and job.tile_index.data == NULL
+    cdef bint masks_only = job.bias.data == NULL and job.softcap == 0
+    first_adjust[0] = n_keys if masks_only else 0
     for j in range(block.n_vectors):
         w.stops[j] = n_keys
     if not job.is_masked:
         return TILE_FULL
-    for lane in range(ld):
-        if w.start[lane] > key0 or w.stop[lane] < key0 + n_keys:
-            inside = False
-            break
-    if inside and job.dense.data == NULL and job.tile_index.data == NULL:
-        return TILE_FULL
+    first = 0
+    if intervals_only and block.all_start <= key0:
+        if block.all_stop >= key0 + n_keys:
+            return TILE_FULL
+        if masks_only and not whole and block.all_stop > key0:
+            first = (block.all_stop - key0) // WORD
 
-    for j in range(n_words):
+    for j in range(first, n_words):
         key = key0 + j * WORD
         for lane in range(ld):
             w.words[j * ld + lane] = span_word(w.start[lane] - key, w.stop[lane] - key)
@@ -299,21 +305,24 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
                         (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
                         + key % job.tile_k // WORD]
 
-    for j in range(n_words):
-        valid = span_word(0, n_keys - j * WORD)
+    if first == 0:
+        for j in range(n_words):
+            valid = span_word(0, n_keys - j * WORD)
+            for lane in range(ld):
+                word = w.words[j * ld + lane] & valid
+                some |= word
+                every &= word | ~valid
+        if some == 0:
+            return TILE_EMPTY
+        if every == ALL_BITS:
+            return TILE_FULL
+    first_adjust[0] = first * WORD
+    if not whole:
+        # No vector's keys end before those of the one in front of it.
+        key = 0
         for lane in range(ld):
-            word = w.words[j * ld + lane] & valid
-            some |= word
-            every &= word | ~valid
-    if some == 0:
-        return TILE_EMPTY
-    if every == ALL_BITS:
-        return TILE_FULL
-    # Where the intervals of a vector's rows end; no vector's keys end before those of the one in front of it.
-    key = 0
-    for lane in range(ld):
-        key = max(key, w.stop[lane] - key0)
-        w.stops[lane // job.kernels.lanes] = min(key, n_keys)
+            key = max(key, w.stop[lane] - key0)
+            w.stops[lane // job.kernels.lanes] = min(key, n_keys)
     return TILE_PARTIAL
 
 
@@ -331,20 +340,22 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
                                  job.bias.col, n_keys)
 
 
-cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                          Py_ssize_t n_keys) noexcept nogil:
-    """Scores of one key tile, masked, into w.scores; nothing where the tile is empty."""
+cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
+                          bint whole) noexcept nogil:
+    """Scores of one key tile, masked, into w.scores; nothing where the tile is empty. whole: see `mask_tile`."""
     cdef const fastattn_kernels *kernels = job.kernels
-    cdef TileState state = mask_tile(job, w, block, key0, n_keys)
+    cdef Py_ssize_t first
+    cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &first)
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     kernels.score(w.scores, w.tile_max, w.query, block.ld, block.n_vectors, block.key + key0 * job.key.row,
-                  w.stops, job.head_dim, job.key.row, job.key.col, job.score_chunk)
+                  w.stops, first, job.head_dim, job.key.row, job.key.col, job.score_chunk)
     if job.bias.data != NULL:
         find_bias_rows(job, w, block, key0, n_keys)
-    if state == TILE_PARTIAL or job.bias.data != NULL or job.softcap > 0:
-        kernels.adjust(w.scores, w.tile_max, block.ld, n_keys, job.softcap, bias_of(job, w), words_of(w, state))
+    if first < n_keys:
+        kernels.adjust(w.scores, w.tile_max, block.ld, first, w.stops, job.softcap, bias_of(job, w),
+                       words_of(w, state))
     return state
 
 
@@ -365,11 +376,11 @@ cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) no
         key0 = max(tile, block.low)
         tile += job.block_k
         n_keys = min(tile, block.high) - key0
-        state = score_tile(job, w, block, key0, n_keys)
+        state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
         partial |= state == TILE_PARTIAL or job.bias.data != NULL
-        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, n_keys,
+        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
         values = block.value + key0 * job.value.row
@@ -396,10 +407,10 @@ cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept
         key0 = max(tile, block.low)
         tile += job.block_k
         n_keys = min(tile, block.high) - key0
-        if score_tile(job, w, block, key0, n_keys) == TILE_EMPTY:
+        if score_tile(job, w, block, key0, n_keys, True) == TILE_EMPTY:
             continue
         # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
-        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, n_keys,
+        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops,
                             job.exponent_factor)
         for lane in range(block.ld):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
@@ -435,8 +446,8 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
                 i += 1
         w.row_i[lane] = i
         w.row_h[lane] = kv * job.group_size + g
-    block.low = 0
-    block.high = job.len_k
+    block.low = block.all_start = 0
+    block.high = block.all_stop = job.len_k
     if not job.is_masked:
         return
     block.low = job.len_k
@@ -451,6 +462,8 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
         if w.start[lane] < w.stop[lane]:
             block.low = min(block.low, w.start[lane])
             block.high = max(block.high, w.stop[lane])
+        block.all_start = max(block.all_start, w.start[lane])
+        block.all_stop = min(block.all_stop, w.stop[lane])
     # Where sums are cut must not depend on which rows share the block.
     block.low = block.low // KEY_CHUNK * KEY_CHUNK
 
@@ -536,7 +549,8 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     find_fetches(job, w, &block, task + 1)
     start_rows(job, w, &block)
     partial = attend(job, w, &block, NULL)
-    kernels.finish(w.inverse, w.lse, w.row_max, w.row_sum, block.ld, job.exponent_factor)
+    kernels.finish(w.inverse, w.lse if job.lse.data != NULL else NULL, w.row_max, w.row_sum, block.ld,
+                   job.exponent_factor)
 
     if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
         # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
@@ -647,13 +661,16 @@ def thread_limit(int num_threads):
 
 
 def fma_peak(Py_ssize_t itemsize, int num_threads, long steps):
-    """FLOPs done by num_threads threads that each run `steps` steps of nothing but multiply-adds."""
+    """FLOPs done by num_threads threads that run at least `steps` steps of nothing but multiply-adds in all.
+
+    Handed out in pieces, as the tasks of `run_job` are: a core that is held up does fewer of them.
+    """
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     cdef double flops = 0
-    cdef int thread
+    cdef int piece, pieces = 32 * num_threads
     with nogil:
-        for thread in prange(num_threads, num_threads=num_threads, schedule="static", chunksize=1):
-            flops += kernels.fma_peak(steps)
+        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
+            flops += kernels.fma_peak(steps // pieces + 1)
     return flops
 
 

@@ -63,7 +63,7 @@
 /* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
  * row that is the next head's, in the usual layout; an address that does not exist is ignored. */
 #define KEYS_AHEAD 4
-#define VALUES_AHEAD 16
+#define VALUES_AHEAD 32
 
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)

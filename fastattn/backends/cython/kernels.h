@@ -9,6 +9,9 @@
  * caller's memory: any byte stride, any alignment, read or written exactly inside their bounds.
  * Each lane's arithmetic is one fixed sequence of operations: it depends on nothing in other lanes.
  *
+ * `stops` has an entry for each vector of lanes: the v-th has the keys j < stops[v] of the tile. It never falls
+ * from one to the next. What a tile of scores holds past a vector's stop is nobody's to read.
+ *
  * Scores may be held in two domains: times log2(e), with exponent_factor 1; or natural, with
  * exponent_factor log2(e), where a bias of any finite size must not overflow.
  */
@@ -31,34 +34,34 @@ typedef struct {
                  double factor);
 
     /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], and
-     * tile_max[lane] = max(tile_max[lane], s[.][lane]). The v-th of the n_vectors vectors of lanes has the keys
-     * j < stops[v]; stops never falls. Scores past a vector's stop are left as they are, or written.
+     * tile_max[lane] = max(tile_max[lane], s[j][lane]) over the keys j < max_stop, which is at most stops[0].
      * Sums are formed over `chunk` columns at a time: fewer round less and take a little longer. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
+                  const ptrdiff_t *stops, ptrdiff_t max_stop, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                  ptrdiff_t chunk);
 
-    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the
-     * bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. Sets tile_max. bias_rows (or NULL) has
-     * ld pointers to rows of REAL, of any alignment, without gaps, one for each lane. */
-    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
-                   const char *const *bias_rows, const uint32_t *words);
+    /* Turns raw scores into scores from first_key on, a multiple of 32: s = softcap * tanh(s) when softcap > 0,
+     * then + bias, then -inf where the bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. tile_max
+     * takes them in; it must not have done so before. bias_rows (or NULL) has ld pointers to rows of REAL, of
+     * any alignment, without gaps, one for each lane. */
+    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, ptrdiff_t first_key, const ptrdiff_t *stops,
+                   double softcap, const char *const *bias_rows, const uint32_t *words);
 
     /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
      * -inf scores give exactly 0, also while row_max is -inf. */
     void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
-                    ptrdiff_t n_keys, double exponent_factor);
+                    const ptrdiff_t *stops, double exponent_factor);
 
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
-     * v[j * v_row + e * v_col] * p[j][lane], j < stops[v]; p is 0 from there to the last vector's stop.
-     * rescale NULL: acc is only written. Along the way it asks memory
-     * for the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
+     * v[j * v_row + e * v_col] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
+     * the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
                        const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
                        ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes);
 
     /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
-     * others, allowed as in `adjust`. `clean` is room for a REAL for each key and value_dim. */
+     * others, allowed as in `adjust`; every vector has all keys. `clean` is room for a REAL for each key and value_dim. */
     void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
                                 const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
                                 const char *const *bias_rows, const uint32_t *words, void *clean);

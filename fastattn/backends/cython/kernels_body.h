@@ -15,74 +15,85 @@
         }                                                                                                      \
     } while (0)
 
+/* `pack` and `unpack` for the columns c .. c + n - 1 of LANES rows, n <= LANES; constant arguments make the
+ * usual full block straight code. */
+INLINE void NAME(pack_block)(const int n, REAL *dst, ptrdiff_t ld, const char *const *rows, size_t at, VEC high,
+                             VEC low) {
+    VEC x[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = n == LANES ? NAME(load)(rows[i] + at) : NAME(load_partial)(rows[i] + at, n);
+    NAME(transpose)(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (i < n) NAME(store)(dst + i * ld, NAME(multiply_exactly)(x[i], high, low));
+}
+
+/* Returns the lanes that are NaN. */
+INLINE IVEC NAME(unpack_block)(const int n, const int n_live, char *const *rows, size_t at, const REAL *src,
+                               ptrdiff_t ld, VEC high, VEC low) {
+    VEC x[LANES];
+    IVEC nan = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = i < n ? NAME(multiply_exactly)(NAME(load)(src + i * ld), high, low) : (VEC){};
+    NAME(transpose)(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i >= n_live) break;
+        nan |= (IVEC)(x[i] != x[i]);
+        if (n == LANES)
+            NAME(store)(rows[i] + at, x[i]);
+        else
+            NAME(store_partial)(rows[i] + at, x[i], n);
+    }
+    return nan;
+}
+
 static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
                        double factor) {
-    REAL *const dst = tile;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
     /* In two parts, so that the factor's own rounding does not matter. */
     const VEC high = NAME(splat)((REAL)factor);
     const VEC low = NAME(splat)(isfinite((REAL)factor) ? (REAL)(factor - (REAL)factor) : 0);
-    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
-        for (ptrdiff_t c = 0; c < blocked; c += LANES) {
-            const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
-            VEC x[LANES];
-            if (n == LANES) {
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) x[i] = NAME(load)(rows[lane + i] + c * sizeof(REAL));
-            } else {
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) x[i] = NAME(load_partial)(rows[lane + i] + c * sizeof(REAL), n);
-            }
-            NAME(transpose)(x);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                if (i < n) NAME(store)(dst + (c + i) * ld + lane, NAME(multiply_exactly)(x[i], high, low));
-        }
-        for (ptrdiff_t c = blocked; c < n_cols; c++) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES, rows += LANES) {
+        REAL *dst = (REAL *)tile + lane;
+        ptrdiff_t c = 0;
+        for (; c + LANES <= blocked; c += LANES, dst += LANES * ld)
+            NAME(pack_block)(LANES, dst, ld, rows, (size_t)c * sizeof(REAL), high, low);
+        if (c < blocked)
+            NAME(pack_block)((int)(blocked - c), dst, ld, rows, (size_t)c * sizeof(REAL), high, low);
+        for (c = blocked; c < n_cols; c++, dst += ld) {
             VEC x;
-            for (int i = 0; i < LANES; i++) x[i] = NAME(scalar)(rows[lane + i] + c * stride);
-            NAME(store)(dst + c * ld + lane, NAME(multiply_exactly)(x, high, low));
+            for (int i = 0; i < LANES; i++) x[i] = NAME(scalar)(rows[i] + c * stride);
+            NAME(store)(dst, NAME(multiply_exactly)(x, high, low));
         }
     }
 }
 
 static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                         ptrdiff_t n_cols, const void *factor) {
-    const REAL *const src = tile, *const high = factor, *const low = high + ld;
+    const REAL *src_lane = tile, *high_lane = factor;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
     IVEC nan = {};
-    for (ptrdiff_t lane = 0; lane < n_rows; lane += LANES) {
-        const int n_live = n_rows - lane < LANES ? (int)(n_rows - lane) : LANES;
-        const VEC lane_high = NAME(load)(high + lane), lane_low = NAME(load)(low + lane);
-        for (ptrdiff_t c = 0; c < blocked; c += LANES) {
+    for (ptrdiff_t left = n_rows; left > 0; left -= LANES, rows += LANES, src_lane += LANES, high_lane += LANES) {
+        const int n_live = left < LANES ? (int)left : LANES;
+        const VEC high = NAME(load)(high_lane), low = NAME(load)(high_lane + ld);
+        const REAL *src = src_lane;
+        ptrdiff_t c = 0;
+        if (n_live == LANES)
+            for (; c + LANES <= blocked; c += LANES, src += LANES * ld)
+                nan |= NAME(unpack_block)(LANES, LANES, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
+        for (; c < blocked; c += LANES, src += LANES * ld) {
             const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
-            VEC x[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-                x[i] = i < n ? NAME(load)(src + (c + i) * ld + lane) : (VEC){};
-                x[i] = NAME(multiply_exactly)(x[i], lane_high, lane_low);
-            }
-            NAME(transpose)(x);
-            const size_t at = (size_t)c * sizeof(REAL);
-            if (n == LANES && n_live == LANES) {
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) {
-                    nan |= (IVEC)(x[i] != x[i]);
-                    NAME(store)(rows[lane + i] + at, x[i]);
-                }
-            } else {
-                for (int i = 0; i < n_live; i++) {
-                    nan |= (IVEC)(x[i] != x[i]);
-                    NAME(store_partial)(rows[lane + i] + at, x[i], n);
-                }
-            }
+            nan |= NAME(unpack_block)(n, n_live, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
         }
-        for (ptrdiff_t c = blocked; c < n_cols; c++) {
-            const VEC x = NAME(multiply_exactly)(NAME(load)(src + c * ld + lane), lane_high, lane_low);
+        for (c = blocked; c < n_cols; c++, src += ld) {
+            const VEC x = NAME(multiply_exactly)(NAME(load)(src), high, low);
             for (int i = 0; i < n_live; i++) {
                 const REAL y = x[i];
                 nan[0] |= y != y;
-                memcpy(rows[lane + i] + c * stride, &y, sizeof y);
+                memcpy(rows[i] + c * stride, &y, sizeof y);
             }
         }
     }
@@ -102,9 +113,10 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
         VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
         ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk;
         for (; left >= LINE; left -= LINE) {
-            /* Rows to come, into L2: lines walked column by column, which no hardware prefetcher follows. */
+            /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 2);
+            for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 3);
+#pragma GCC unroll 8
             for (int d = 0; d < LINE; d += SCORE_CHAINS)
 #pragma GCC unroll 8
                 for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
@@ -122,6 +134,7 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
                 NAME(store)(to, sum[0][r][v]);
             }
     }
+    if (tile_max == NULL) return;
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
         VEC top = NAME(load)(tile_max + v * LANES);
@@ -148,7 +161,7 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
             const ptrdiff_t stop = stops[first] - start < KEY_CHUNK ? stops[first] : start + KEY_CHUNK;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
-                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 2);
+                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
@@ -194,34 +207,41 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
     } while (0)
 
 static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        ptrdiff_t chunk) {
-    REAL *s = s_tile, *const top = tile_max;
+                        const ptrdiff_t *stops, ptrdiff_t max_stop, ptrdiff_t head_dim, ptrdiff_t k_row,
+                        ptrdiff_t k_col, ptrdiff_t chunk) {
+    REAL *s = s_tile, *top = tile_max;
     if (chunk > LONGEST_CHUNK) chunk = LONGEST_CHUNK;
     const ptrdiff_t n_keys = stops[n_vectors - 1];
-    ptrdiff_t j = 0;
+    const int is_unit = k_col == sizeof(REAL);
+    ptrdiff_t j = 0, stop = max_stop < n_keys ? max_stop : n_keys;
     int first = 0;
     /* All lanes for a few keys before the next keys: K stays in L1 for them. */
 #define TILE(R, V, k_col, i)                                                                                   \
-    NAME(score_tile)(R, V, s + (i)*LANES, top + (i)*LANES, (const REAL *)q + (i)*LANES, ld, k, head_dim, k_row, \
-                     k_col, chunk)
+    NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, (const REAL *)q + (i)*LANES, ld, k,    \
+                     head_dim, k_row, k_col, chunk)
 #define FULL(V, unit, i) TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i)
 #define PAIR(V, unit, i) TILE(2, V, k_col, i)
 #define SINGLE(V, unit, i) TILE(1, V, k_col, i)
-    const int is_unit = k_col == sizeof(REAL);
-    for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
-        while (stops[first] <= j) first++;
-        if (is_unit)
-            EACH_GROUP(FULL, 1, first);
-        else
-            EACH_GROUP(FULL, 0, first);
+#define NEXT(n) j += (n), s += (n)*ld, k += (n)*k_row
+    for (;;) {
+        for (; j + SCORE_ROWS <= stop; NEXT(SCORE_ROWS)) {
+            while (stops[first] <= j) first++;
+            if (is_unit)
+                EACH_GROUP(FULL, 1, first);
+            else
+                EACH_GROUP(FULL, 0, first);
+        }
+        for (; j + 2 <= stop; NEXT(2)) EACH_GROUP(PAIR, 0, first);
+        for (; j < stop; NEXT(1)) EACH_GROUP(SINGLE, 0, first);
+        if (stop == n_keys) break;
+        stop = n_keys;
+        top = NULL;
     }
-    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, 0, first);
-    if (j < n_keys) EACH_GROUP(SINGLE, 0, first);
 #undef TILE
 #undef FULL
 #undef PAIR
 #undef SINGLE
+#undef NEXT
 }
 
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
@@ -288,40 +308,41 @@ INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int 
     return top;
 }
 
-static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t n_keys, double softcap,
-                         const char *const *bias_rows, const uint32_t *words) {
+static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t first_key, const ptrdiff_t *stops,
+                         double softcap, const char *const *bias_rows, const uint32_t *words) {
     const VEC cap = NAME(splat)((REAL)softcap);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
-        REAL *s = (REAL *)s_tile + lane;
-        VEC top = NAME(splat)(-(REAL)INFINITY);
+        const ptrdiff_t stop = *stops++;
+        REAL *s = (REAL *)s_tile + first_key * ld + lane, *const lane_max = (REAL *)tile_max + lane;
+        VEC top = NAME(load)(lane_max);
         if (softcap > 0)
-            for (ptrdiff_t j = 0; j < n_keys; j++) {
-                const VEC x = cap * NAME(tanh)(NAME(load)(s + j * ld));
-                NAME(store)(s + j * ld, x);
-                top = NAME(max)(top, x);
+            for (ptrdiff_t j = first_key; j < stop; j++) {
+                const VEC x = cap * NAME(tanh)(NAME(load)(s + (j - first_key) * ld));
+                NAME(store)(s + (j - first_key) * ld, x);
+                if (!bias_rows && !words) top = NAME(max)(top, x);
             }
         if (bias_rows || words) {
             const char *const *const rows = bias_rows ? bias_rows + lane : NULL;
             const uint32_t *const lane_words = words ? words + lane : NULL;
-            top = NAME(splat)(-(REAL)INFINITY);
 #define KEYS(n)                                                                                                \
     (!words  ? NAME(adjust_keys)(1, 0, n, top, s, ld, rows, j, lane_words)                                     \
      : !rows ? NAME(adjust_keys)(0, 1, n, top, s, ld, rows, j, lane_words)                                     \
              : NAME(adjust_keys)(1, 1, n, top, s, ld, rows, j, lane_words))
-            ptrdiff_t j = 0;
-            for (; j + LANES <= n_keys; j += LANES, s += LANES * ld) top = KEYS(LANES);
-            if (j < n_keys) top = KEYS((int)(n_keys - j));
+            ptrdiff_t j = first_key;
+            for (; j + LANES <= stop; j += LANES, s += LANES * ld) top = KEYS(LANES);
+            if (j < stop) top = KEYS((int)(stop - j));
 #undef KEYS
         }
-        NAME(store)((REAL *)tile_max + lane, top);
+        NAME(store)(lane_max, top);
     }
 }
 
 static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, void *row_sum, void *rescale,
-                          ptrdiff_t ld, ptrdiff_t n_keys, double exponent_factor) {
+                          ptrdiff_t ld, const ptrdiff_t *stops, double exponent_factor) {
     const REAL factor = (REAL)exponent_factor;
     const VEC empty = NAME(splat)(-(REAL)INFINITY);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
         REAL *s = (REAL *)s_tile + lane;
         const VEC old = NAME(load)((REAL *)row_max + lane);
         const VEC top = NAME(max)(old, NAME(load)((const REAL *)tile_max + lane));

@@ -771,8 +771,9 @@ cdef inline bint is_plain(object array) noexcept:
 def run_plain(query, key, value, causal, scale, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    plan is called with the size of an element, and the numbers of rows, keys and columns. The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever
-    is not so, and every error, is left to the general way, which gives the same bits.
+    plan is called with the size of an element, and the numbers of rows, keys and columns. The short way for small
+    arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
+    is left to the general way, which gives the same bits.
     """
     cdef Job job
     cdef double factor

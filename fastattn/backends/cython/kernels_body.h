@@ -260,13 +260,12 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
             TILE(TILE_ROWS, v_col);
         fetch_byte += 64;
     }
-    for (; value_dim >= TILE_ROWS / 2; value_dim -= TILE_ROWS / 2) {
-        TILE(TILE_ROWS / 2, v_col);
-        acc += TILE_ROWS / 2 * ld;
-        v += TILE_ROWS / 2 * v_col;
-        fetch_byte += 64;
-    }
-    for (; value_dim > 0; value_dim--, acc += ld, v += v_col) TILE(1, v_col);
+#define REST(R)                                                                                                \
+    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * v_col, fetch_byte += 64) TILE(R, v_col)
+    REST(4);
+    REST(2);
+    REST(1);
+#undef REST
 #undef TILE
 }
 

@@ -141,7 +141,7 @@ def forced_isa() -> str | None:
 
 @contextmanager
 def brief_openmp_spin() -> Iterator[None]:
-    """An OpenMP runtime that is loaded within lets its idle threads sleep after some 10 us.
+    """An OpenMP runtime that is loaded within lets its idle threads sleep after some 30 us.
 
     By default libgomp's stay awake for about a millisecond in case of more work, and hold a core that NumPy's
     BLAS wants for its own threads; asleep, they are also woken ahead of a BLAS thread that waits in the same
@@ -152,7 +152,7 @@ def brief_openmp_spin() -> Iterator[None]:
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = "500"
+    os.environ["GOMP_SPINCOUNT"] = "2000"
     try:
         yield
     finally:

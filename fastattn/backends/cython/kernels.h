@@ -66,13 +66,13 @@ typedef struct {
                                 const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
                                 const char *const *bias_rows, const uint32_t *words, void *clean);
 
-    /* inverse[lane] = 1 / row_sum, 0 for an empty row, and inverse[ld + lane] what its rounding left;
-     * lse[lane] = natural log of the sum (or NULL). */
+    /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] what that left,
+     * never 0 but for an empty row; lse[lane] = natural log of the sum (or NULL). */
     void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                    double exponent_factor);
 
-    /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols; returns 1 if
-     * any is NaN, else 0. */
+    /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two parts of
+     * a factor as `finish` makes them; returns 1 if any is NaN, else 0. */
     int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                   ptrdiff_t n_cols, const void *factor);
 

@@ -54,8 +54,11 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
                        double factor) {
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
     /* In two parts, so that the factor's own rounding does not matter. */
-    const VEC high = NAME(splat)((REAL)factor);
-    const VEC low = NAME(splat)(isfinite((REAL)factor) ? (REAL)(factor - (REAL)factor) : 0);
+    REAL part = (REAL)factor;
+    if (fabs(part) > fabs(factor)) part = NAME(towards_zero)(part);
+    REAL rest = isfinite(part) ? (REAL)(factor - part) : part;
+    if (rest == 0) rest = NAME(no_low)(part);
+    const VEC high = NAME(splat)(part), low = NAME(splat)(rest);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES, rows += LANES) {
         REAL *dst = (REAL *)tile + lane;
         ptrdiff_t c = 0;
@@ -418,9 +421,18 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
                          double exponent_factor) {
     for (ptrdiff_t lane = 0; lane < ld; lane++) {
         const REAL top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
-        const REAL high = sum == 0 ? 0 : 1 / sum;
+        REAL high = 0, low = 0;
+        if (sum != 0) {
+            high = 1 / sum;
+            REAL left = FMA(-high, sum, 1);
+            if (left < 0) {
+                high = NAME(towards_zero)(high);
+                left = FMA(-high, sum, 1);
+            }
+            low = left == 0 ? NAME(no_low)(high) : left * high;
+        }
         ((REAL *)inverse)[lane] = high;
-        ((REAL *)inverse)[ld + lane] = FMA(-high, sum, (REAL)(sum != 0)) * high;
+        ((REAL *)inverse)[ld + lane] = low;
         /* Back to natural units from whichever domain the scores were in. */
         if (lse) ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == 1 ? LN2 : 1.0) + log((double)sum));
     }

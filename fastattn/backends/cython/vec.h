@@ -61,12 +61,21 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
     return (VEC)((mask & (IVEC)yes) | (~mask & (IVEC)no));
 }
 
-/* x * (high + low), where low is what the rounding of high left: about one rounding in all where multiply-adds are
- * fused, else low is mostly lost. inf stays inf. */
-INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) {
-    const IVEC finite = (IVEC)(x - x == 0);
-    return x * high + (VEC)((IVEC)(x * low) & finite);
+/* x * (high + low), where low is what the rounding of high towards 0 left: about one rounding in all where
+ * multiply-adds are fused, else low is mostly lost. inf stays inf: low has the sign of high and is 0 only with it. */
+INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) { return x * high + x * low; }
+
+/* A finite x that is not 0, rounded towards 0 by one unit in the last place. */
+INLINE REAL NAME(towards_zero)(REAL x) {
+    LANE_INT bits;
+    memcpy(&bits, &x, sizeof x);
+    bits--;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
+
+/* `low` for `multiply_exactly` where nothing was left of `high`: too small to change a result. */
+INLINE REAL NAME(no_low)(REAL high) { return high * (REAL)(REAL_BITS == 32 ? 0x1p-60 : 0x1p-118); }
 
 /* max(a, b) lane by lane; b where either is NaN. */
 INLINE VEC NAME(max)(VEC a, VEC b) {

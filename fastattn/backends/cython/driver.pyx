@@ -31,8 +31,8 @@ cdef extern from "kernels.h" nogil:
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
-                      Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust)(void *, void *, Py_ssize_t, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
+                      Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *,
                         double) noexcept nogil
@@ -75,6 +75,7 @@ cdef uint32_t ALL_BITS = 0xffffffff
 cdef enum:
     WORD = 32
     MAX_LEAD = 64
+    FETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
     TILES_FULL = -1
     TILES_EMPTY = -2
 
@@ -115,7 +116,6 @@ cdef struct Job:
     Py_ssize_t max_lanes     # lanes of the widest block
     Py_ssize_t n_tasks       # batch items times key/value heads times blocks
     bint is_masked           # by intervals, an array or tiles
-    bint heads_inner         # tasks go through the heads of a block before the next block
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
@@ -140,6 +140,7 @@ cdef struct Scratch:
     Py_ssize_t *start
     Py_ssize_t *stop
     Py_ssize_t *stops    # keys of the tile at hand for each vector of lanes, see kernels.h
+    Py_ssize_t *part_stops  # the same for a part of the tile
     Py_ssize_t *row_i
     Py_ssize_t *row_h
 
@@ -222,10 +223,11 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.rows = <char **>p; p += pointers
     w.out_rows = <char **>p; p += pointers
     w.bias_rows = <char **>p; p += pointers
-    w.fetch = <const char **>p; p += 2 * pointers
+    w.fetch = <const char **>p; p += 2 * pointers + padded(job.block_k * sizeof(char *))
     w.start = <Py_ssize_t *>p; p += pointers
     w.stop = <Py_ssize_t *>p; p += pointers
     w.stops = <Py_ssize_t *>p; p += pointers
+    w.part_stops = <Py_ssize_t *>p; p += pointers
     w.row_i = <Py_ssize_t *>p; p += pointers
     w.row_h = <Py_ssize_t *>p; p += pointers
     w.converted = p
@@ -340,34 +342,73 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
                                  job.bias.col, n_keys)
 
 
+cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
+                            Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
+
+    Leaves in w.part_stops where the vectors' keys end in this part of the tile.
+    """
+    cdef Py_ssize_t j
+    for j in range(block.n_vectors):
+        w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
+    if w.part_stops[block.n_vectors - 1] > 0:
+        job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
+                          block.key + (key0 + first) * job.key.row, w.part_stops, job.head_dim, job.key.row,
+                          job.key.col, job.score_chunk)
+
+
 cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
                           bint whole) noexcept nogil:
     """Scores of one key tile, masked, into w.scores; nothing where the tile is empty. whole: see `mask_tile`."""
-    cdef const fastattn_kernels *kernels = job.kernels
     cdef Py_ssize_t first
+    cdef const uint32_t *words
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &first)
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
-    kernels.score(w.scores, w.tile_max, w.query, block.ld, block.n_vectors, block.key + key0 * job.key.row,
-                  w.stops, first, job.head_dim, job.key.row, job.key.col, job.score_chunk)
-    if job.bias.data != NULL:
-        find_bias_rows(job, w, block, key0, n_keys)
+    if first > 0:
+        score_keys(job, w, block, w.tile_max, key0, 0, first)
     if first < n_keys:
-        kernels.adjust(w.scores, w.tile_max, block.ld, first, w.stops, job.softcap, bias_of(job, w),
-                       words_of(w, state))
+        score_keys(job, w, block, NULL, key0, first, n_keys - first)
+        if job.bias.data != NULL:
+            find_bias_rows(job, w, block, key0, n_keys)
+        words = words_of(w, state)
+        job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
+                           bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
     return state
 
 
-cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) noexcept nogil:
+cdef void fetch_rows(const Job *job, Scratch *w, Block *block, const View *view, char *item, Py_ssize_t itemsize,
+                     Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
+    """Has memory asked for the keys key0.. of the block's rows in a bias or mask, as far as the list reaches."""
+    cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize, step = FETCH_PER_COLUMN * job.value_dim
+    cdef char *row
+    cdef char *last = NULL
+    if view.data == NULL or view.col != itemsize or step == 0:
+        return
+    block.fetch_nbytes = max(block.fetch_nbytes, min(step, nbytes))
+    for lane in range(block.n_rows):
+        row = lane_row(w, view, item, lane) + key0 * itemsize
+        if row == last:
+            continue
+        last = row
+        at = 0
+        while at < nbytes:
+            if block.n_fetch == job.block_k:
+                return
+            w.fetch[block.n_fetch] = row + at
+            block.n_fetch += 1
+            at += step
+
+
+cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
     """The online softmax and value accumulation over every key tile of the block.
 
     clean: room for one tile of values where NaN and inf in them must be kept from lanes that may not read
     them, else NULL. Returns whether any tile was one where only some lanes may read a key.
     """
     cdef const fastattn_kernels *kernels = job.kernels
-    cdef Py_ssize_t key0, n_keys, tile = block.low // job.block_k * job.block_k
-    cdef Py_ssize_t n_fetch = block.n_fetch
+    cdef Py_ssize_t key0, n_keys, n_next, tile = block.low // job.block_k * job.block_k
     cdef bint first = True, partial = False
     cdef TileState state
     cdef char *rescale
@@ -389,10 +430,14 @@ cdef bint attend(const Job *job, Scratch *w, const Block *block, char *clean) no
             kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, job.value_dim,
                                         job.value.row, job.value.col, bias_of(job, w), words_of(w, state), clean)
         else:
+            n_next = min(tile + job.block_k, block.high) - tile
+            if n_next > 0:
+                fetch_rows(job, w, block, &job.bias, block.bias, job.bias_size, tile, n_next)
+                fetch_rows(job, w, block, &job.dense, block.dense, job.dense_size, tile, n_next)
             kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, values, w.stops,
-                               job.value_dim, job.value.row, job.value.col, w.fetch, n_fetch,
+                               job.value_dim, job.value.row, job.value.col, w.fetch, block.n_fetch,
                                block.fetch_nbytes)
-            n_fetch = 0
+            block.n_fetch = 0
     if first:
         memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)
     return partial
@@ -470,17 +515,9 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
 
 cdef inline Place find_place(const Job *job, Py_ssize_t task) noexcept nogil:
     cdef Place place
-    cdef Py_ssize_t inner = job.num_kv_heads if job.heads_inner else job.n_blocks
-    cdef Py_ssize_t fast = task % inner, slow = task // inner
-    cdef Py_ssize_t block
-    if job.heads_inner:
-        place.kv = fast
-        block = slow % job.n_blocks
-        place.item = slow // job.n_blocks
-    else:
-        block = fast
-        place.kv = slow % job.num_kv_heads
-        place.item = slow // job.num_kv_heads
+    cdef Py_ssize_t block = task % job.n_blocks, kv_item = task // job.n_blocks
+    place.kv = kv_item % job.num_kv_heads
+    place.item = kv_item // job.num_kv_heads
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
     block = job.n_blocks - 1 - block
     place.first_row = block * job.n_vectors // job.n_blocks * job.kernels.lanes
@@ -852,7 +889,4 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_
     job.n_blocks = (job.n_vectors + block_q - 1) // block_q
     job.is_masked = job.key_start.data != NULL or job.dense.data != NULL or job.tile_index.data != NULL
     job.n_tasks = job.batch * job.num_kv_heads * job.n_blocks
-    # A bias or mask that the heads share is read once for all of them while it is in the cache.
-    job.heads_inner = ((job.bias.data != NULL and job.bias.head == 0)
-                       or (job.dense.data != NULL and job.dense.head == 0 and job.dense.row != 0))
     job.max_lanes = (job.n_vectors + job.n_blocks - 1) // job.n_blocks * job.kernels.lanes

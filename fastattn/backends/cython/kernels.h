@@ -33,19 +33,17 @@ typedef struct {
     void (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
                  double factor);
 
-    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane], and
-     * tile_max[lane] = max(tile_max[lane], s[j][lane]) over the keys j < max_stop, which is at most stops[0].
+    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]; tile_max (or NULL) takes them
+     * in: tile_max[lane] = max(tile_max[lane], s[.][lane]), maybe with scores past the vector's stop.
      * Sums are formed over `chunk` columns at a time: fewer round less and take a little longer. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  const ptrdiff_t *stops, ptrdiff_t max_stop, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                  ptrdiff_t chunk);
+                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk);
 
-    /* Turns raw scores into scores from first_key on, a multiple of 32: s = softcap * tanh(s) when softcap > 0,
-     * then + bias, then -inf where the bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0. tile_max
-     * takes them in; it must not have done so before. bias_rows (or NULL) has ld pointers to rows of REAL, of
-     * any alignment, without gaps, one for each lane. */
-    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, ptrdiff_t first_key, const ptrdiff_t *stops,
-                   double softcap, const char *const *bias_rows, const uint32_t *words);
+    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the
+     * bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0; tile_max takes them in. bias_rows (or
+     * NULL) has ld pointers to rows of REAL, of any alignment, without gaps, one for each lane. */
+    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double softcap,
+                   const char *const *bias_rows, const uint32_t *words);
 
     /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).

@@ -164,7 +164,10 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
             const ptrdiff_t stop = stops[first] - start < KEY_CHUNK ? stops[first] : start + KEY_CHUNK;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
-                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
+                if (j < n_fetch)
+                    __builtin_prefetch(fetch[j] + fetch_byte, 0, 2);
+                else
+                    __builtin_prefetch(v_rows + VALUES_AHEAD * v_row, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
@@ -210,13 +213,12 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
     } while (0)
 
 static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        const ptrdiff_t *stops, ptrdiff_t max_stop, ptrdiff_t head_dim, ptrdiff_t k_row,
-                        ptrdiff_t k_col, ptrdiff_t chunk) {
-    REAL *s = s_tile, *top = tile_max;
+                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                        ptrdiff_t chunk) {
+    REAL *s = s_tile, *const top = tile_max;
     if (chunk > LONGEST_CHUNK) chunk = LONGEST_CHUNK;
     const ptrdiff_t n_keys = stops[n_vectors - 1];
-    const int is_unit = k_col == sizeof(REAL);
-    ptrdiff_t j = 0, stop = max_stop < n_keys ? max_stop : n_keys;
+    ptrdiff_t j = 0;
     int first = 0;
     /* All lanes for a few keys before the next keys: K stays in L1 for them. */
 #define TILE(R, V, k_col, i)                                                                                   \
@@ -225,26 +227,20 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
 #define FULL(V, unit, i) TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i)
 #define PAIR(V, unit, i) TILE(2, V, k_col, i)
 #define SINGLE(V, unit, i) TILE(1, V, k_col, i)
-#define NEXT(n) j += (n), s += (n)*ld, k += (n)*k_row
-    for (;;) {
-        for (; j + SCORE_ROWS <= stop; NEXT(SCORE_ROWS)) {
-            while (stops[first] <= j) first++;
-            if (is_unit)
-                EACH_GROUP(FULL, 1, first);
-            else
-                EACH_GROUP(FULL, 0, first);
-        }
-        for (; j + 2 <= stop; NEXT(2)) EACH_GROUP(PAIR, 0, first);
-        for (; j < stop; NEXT(1)) EACH_GROUP(SINGLE, 0, first);
-        if (stop == n_keys) break;
-        stop = n_keys;
-        top = NULL;
+    const int is_unit = k_col == sizeof(REAL);
+    for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
+        while (stops[first] <= j) first++;
+        if (is_unit)
+            EACH_GROUP(FULL, 1, first);
+        else
+            EACH_GROUP(FULL, 0, first);
     }
+    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, 0, first);
+    if (j < n_keys) EACH_GROUP(SINGLE, 0, first);
 #undef TILE
 #undef FULL
 #undef PAIR
 #undef SINGLE
-#undef NEXT
 }
 
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
@@ -310,17 +306,17 @@ INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int 
     return top;
 }
 
-static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t first_key, const ptrdiff_t *stops,
-                         double softcap, const char *const *bias_rows, const uint32_t *words) {
+static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double softcap,
+                         const char *const *bias_rows, const uint32_t *words) {
     const VEC cap = NAME(splat)((REAL)softcap);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
-        const ptrdiff_t stop = *stops++;
-        REAL *s = (REAL *)s_tile + first_key * ld + lane, *const lane_max = (REAL *)tile_max + lane;
+        const ptrdiff_t n_keys = *stops++;
+        REAL *s = (REAL *)s_tile + lane, *const lane_max = (REAL *)tile_max + lane;
         VEC top = NAME(load)(lane_max);
         if (softcap > 0)
-            for (ptrdiff_t j = first_key; j < stop; j++) {
-                const VEC x = cap * NAME(tanh)(NAME(load)(s + (j - first_key) * ld));
-                NAME(store)(s + (j - first_key) * ld, x);
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const VEC x = cap * NAME(tanh)(NAME(load)(s + j * ld));
+                NAME(store)(s + j * ld, x);
                 if (!bias_rows && !words) top = NAME(max)(top, x);
             }
         if (bias_rows || words) {
@@ -330,24 +326,23 @@ static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, ptrdiff_t f
     (!words  ? NAME(adjust_keys)(1, 0, n, top, s, ld, rows, j, lane_words)                                     \
      : !rows ? NAME(adjust_keys)(0, 1, n, top, s, ld, rows, j, lane_words)                                     \
              : NAME(adjust_keys)(1, 1, n, top, s, ld, rows, j, lane_words))
-            ptrdiff_t j = first_key;
-            for (; j + LANES <= stop; j += LANES, s += LANES * ld) top = KEYS(LANES);
-            if (j < stop) top = KEYS((int)(stop - j));
+            ptrdiff_t j = 0;
+            for (; j + LANES <= n_keys; j += LANES, s += LANES * ld) top = KEYS(LANES);
+            if (j < n_keys) top = KEYS((int)(n_keys - j));
 #undef KEYS
         }
         NAME(store)(lane_max, top);
     }
 }
 
-static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, void *row_sum, void *rescale,
-                          ptrdiff_t ld, const ptrdiff_t *stops, double exponent_factor) {
-    const REAL factor = (REAL)exponent_factor;
+INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *tile_max, REAL *row_max, REAL *row_sum,
+                                 REAL *rescale, ptrdiff_t ld, const ptrdiff_t *stops, REAL factor) {
     const VEC empty = NAME(splat)(-(REAL)INFINITY);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const ptrdiff_t n_keys = *stops++;
-        REAL *s = (REAL *)s_tile + lane;
-        const VEC old = NAME(load)((REAL *)row_max + lane);
-        const VEC top = NAME(max)(old, NAME(load)((const REAL *)tile_max + lane));
+        REAL *s = s_tile + lane;
+        const VEC old = NAME(load)(row_max + lane);
+        const VEC top = NAME(max)(old, NAME(load)(tile_max + lane));
         /* -inf - 0 where the row is still empty: -inf - -inf would be NaN. */
         const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
         VEC total = {};
@@ -359,10 +354,7 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
                 VEC x[EXP2_KEYS];
 #pragma GCC unroll 8
                 for (int i = 0; i < EXP2_KEYS; i++) x[i] = NAME(load)(s + i * ld) - base;
-                if (factor != 1)
-#pragma GCC unroll 8
-                    for (int i = 0; i < EXP2_KEYS; i++) x[i] *= factor;
-                NAME(exp2)(EXP2_KEYS, x);
+                NAME(exp2)(EXP2_KEYS, scaled, factor, x);
 #pragma GCC unroll 8
                 for (int i = 0; i < EXP2_KEYS; i++) {
                     NAME(store)(s + i * ld, x[i]);
@@ -370,19 +362,27 @@ static void NAME(softmax)(void *s_tile, const void *tile_max, void *row_max, voi
                 }
             }
             for (; left > 0; left--, s += ld) {
-                VEC x = (NAME(load)(s) - base) * factor;
-                NAME(exp2)(1, &x);
+                VEC x = NAME(load)(s) - base;
+                NAME(exp2)(1, scaled, factor, &x);
                 NAME(store)(s, x);
                 sum += x;
             }
             total += sum;
         }
-        VEC scale = (old - base) * factor;
-        NAME(exp2)(1, &scale);
-        NAME(store)((REAL *)rescale + lane, scale);
-        NAME(store)((REAL *)row_sum + lane, NAME(load)((REAL *)row_sum + lane) * scale + total);
-        NAME(store)((REAL *)row_max + lane, top);
+        VEC scale = old - base;
+        NAME(exp2)(1, scaled, factor, &scale);
+        NAME(store)(rescale + lane, scale);
+        NAME(store)(row_sum + lane, NAME(load)(row_sum + lane) * scale + total);
+        NAME(store)(row_max + lane, top);
     }
+}
+
+static void NAME(softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
+                          const ptrdiff_t *stops, double exponent_factor) {
+    if (exponent_factor == 1)
+        NAME(softmax_scaled)(0, s, tile_max, row_max, row_sum, rescale, ld, stops, 1);
+    else
+        NAME(softmax_scaled)(1, s, tile_max, row_max, row_sum, rescale, ld, stops, (REAL)exponent_factor);
 }
 
 static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,

@@ -136,16 +136,18 @@ static const REAL NAME(exp2_coefficients)[] = {
     2.035639902501223256e-7,  1.4147566389765493892e-8, 8.869559076315603354e-10};
 #endif
 
-/* Splits each x <= 0 into n + f with |f| <= 1/2: x becomes f, and half_power becomes 2^(n-1), exactly 0 where
- * 2^x would be below 2^(EXPONENT_MIN + 1/2): -inf gives 0, and no denormal is ever made. NaN gives f = NaN. */
-INLINE void NAME(split_exponent)(const int n, VEC x[], VEC half_power[]) {
+/* Splits each factor * x, x <= 0 < factor, into n + f with |f| <= 1/2: x becomes f, and half_power becomes 2^(n-1),
+ * exactly 0 where 2^(factor * x) would be below 2^(EXPONENT_MIN + 1/2): -inf gives 0, and no denormal is ever made.
+ * NaN gives f = NaN. Not `scaled`: factor is 1. */
+INLINE void NAME(split_exponent)(const int n, const int scaled, REAL factor, VEC x[], VEC half_power[]) {
     const REAL round = (REAL)1.5 * (REAL)((LANE_INT)1 << MANTISSA_BITS) - EXPONENT_MIN;
+    const VEC lowest = NAME(splat)(scaled ? EXPONENT_MIN / factor : EXPONENT_MIN);
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i++) x[i] = NAME(max)(NAME(splat)(EXPONENT_MIN), x[i]);
+    for (int i = 0; i < n; i++) x[i] = NAME(max)(lowest, x[i]);
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i++) half_power[i] = x[i] + round;
+    for (int i = 0; i < n; i++) half_power[i] = scaled ? x[i] * factor + round : x[i] + round;
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i++) x[i] -= half_power[i] - round;
+    for (int i = 0; i < n; i++) x[i] = (scaled ? x[i] * factor : x[i]) - (half_power[i] - round);
 #pragma GCC unroll 8
     for (int i = 0; i < n; i++) half_power[i] = (VEC)((IVEC)half_power[i] << MANTISSA_BITS);
 }
@@ -161,10 +163,11 @@ INLINE void NAME(twice_exp2m1_over_f)(const int n, const VEC f[], VEC y[]) {
         for (int i = 0; i < n; i++) y[i] = y[i] * f[i] + c[power];
 }
 
-/* Each x <= 0 becomes 2^x, about 1 ULP; 0 for -inf, NaN for NaN, exactly 1 for 0. */
-INLINE void NAME(exp2)(const int n, VEC x[]) {
+/* Each x <= 0 becomes 2^(factor * x), about 1 ULP of what factor * x rounds to; 0 for -inf, NaN for NaN, exactly 1
+ * for 0. */
+INLINE void NAME(exp2)(const int n, const int scaled, REAL factor, VEC x[]) {
     VEC half_power[8], y[8];
-    NAME(split_exponent)(n, x, half_power);
+    NAME(split_exponent)(n, scaled, factor, x, half_power);
     NAME(twice_exp2m1_over_f)(n, x, y);
 #pragma GCC unroll 8
     for (int i = 0; i < n; i++) y[i] = y[i] * x[i] + 2;
@@ -176,7 +179,7 @@ INLINE void NAME(exp2)(const int n, VEC x[]) {
 INLINE VEC NAME(tanh)(VEC x) {
     const IVEC sign = (IVEC)x & (IVEC)NAME(splat)(-(REAL)0);
     VEC f = (VEC)((IVEC)x ^ sign) * (REAL)(-2 * LOG2E), half_power, y;
-    NAME(split_exponent)(1, &f, &half_power);
+    NAME(split_exponent)(1, 0, 1, &f, &half_power);
     NAME(twice_exp2m1_over_f)(1, &f, &y);
     const VEC e = half_power * (f * y) + (2 * half_power - 1);
     return (VEC)((IVEC)(-e / (2 + e)) ^ sign);

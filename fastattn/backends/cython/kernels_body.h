@@ -164,10 +164,7 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
             const ptrdiff_t stop = stops[first] - start < KEY_CHUNK ? stops[first] : start + KEY_CHUNK;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
-                if (j < n_fetch)
-                    __builtin_prefetch(fetch[j] + fetch_byte, 0, 2);
-                else
-                    __builtin_prefetch(v_rows + VALUES_AHEAD * v_row, 0, 3);
+                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
@@ -306,6 +303,12 @@ INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int 
     return top;
 }
 
+/* How many keys of a row come before the first that a whole vector is aligned at; 0 where none ever is. */
+INLINE ptrdiff_t NAME(keys_to_boundary)(const char *row) {
+    const uintptr_t past = (uintptr_t)row % VECTOR_BYTES;
+    return past % sizeof(REAL) ? 0 : (ptrdiff_t)((VECTOR_BYTES - past) % VECTOR_BYTES / sizeof(REAL));
+}
+
 static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double softcap,
                          const char *const *bias_rows, const uint32_t *words) {
     const VEC cap = NAME(splat)((REAL)softcap);
@@ -326,7 +329,15 @@ static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdi
     (!words  ? NAME(adjust_keys)(1, 0, n, top, s, ld, rows, j, lane_words)                                     \
      : !rows ? NAME(adjust_keys)(0, 1, n, top, s, ld, rows, j, lane_words)                                     \
              : NAME(adjust_keys)(1, 1, n, top, s, ld, rows, j, lane_words))
+            /* Arrays often start 16 bytes into a line, and rows a power of two apart share a place in the cache:
+             * a load across two lines would find neither there twice. Words are read in step with their 32 bits. */
+            const ptrdiff_t lead = words ? 0 : NAME(keys_to_boundary)(rows[0]);
             ptrdiff_t j = 0;
+            if (0 < lead && lead <= n_keys) {
+                top = KEYS((int)lead);
+                j = lead;
+                s += lead * ld;
+            }
             for (; j + LANES <= n_keys; j += LANES, s += LANES * ld) top = KEYS(LANES);
             if (j < n_keys) top = KEYS((int)(n_keys - j));
 #undef KEYS

@@ -10,14 +10,11 @@ from typing import NamedTuple
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group square`.
 BLOCK_K = 256
 
-# Columns of query and key that one chain of roundings runs over. 64 costs nothing to speak of. Rounding
-# errors of scores average out over the keys of a row; where there are few keys they do not, and time goes
-# elsewhere.
+# Columns of query and key that one partial sum of a score runs over, itself made of the shorter chains of the
+# kernel. Rounding errors of scores average out over the keys of a row; where there are few keys they do not,
+# and time goes elsewhere.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --errors`.
-# Narrow heads have time to spare.
-SCORE_CHUNK = 64
-SCORE_CHUNK_NARROW = 32
-NARROW = 128  # columns of key and value together
+SCORE_CHUNK = 32
 SCORE_CHUNK_FEW_KEYS = 16
 FEW_KEYS = 64
 
@@ -58,7 +55,5 @@ def plan_tiles(rows: int, len_k: int, columns: int, block_q: int, num_threads: i
     num_threads : int
         How many threads there may be.
     """
-    chunk = SCORE_CHUNK if columns >= NARROW else SCORE_CHUNK_NARROW
-    if len_k < FEW_KEYS:
-        chunk = SCORE_CHUNK_FEW_KEYS
+    chunk = SCORE_CHUNK_FEW_KEYS if len_k < FEW_KEYS else SCORE_CHUNK
     return Plan(block_q, BLOCK_K, chunk, 1 if is_small(rows, len_k, columns) else num_threads)

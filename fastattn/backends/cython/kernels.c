@@ -1,10 +1,11 @@
 /* The micro-kernels for one ISA, float32 and float64: one body, instantiated twice here and once more for
  * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it).
  *
- * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` as many as SCORE_CHAINS x
- * SCORE_ROWS x TILE_VECTORS; with TILE_VECTORS lane vectors and a broadcast they fill the register file: 24
- * sums of 32 registers (AVX-512, NEON) or 12 of 16 (AVX2). BLOCK_VECTORS is how many vectors a block of
- * query rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
+ * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` as many in SCORE_ROWS x
+ * TILE_VECTORS sums of SCORE_CHAINS chains, and in as many totals of the stretches of SCORE_STRETCH columns where
+ * there is one chain; with TILE_VECTORS lane vectors and a broadcast they fill the register file: 24 sums of 32
+ * registers (AVX-512, NEON) or 12 of 16 (AVX2). BLOCK_VECTORS is how many vectors a block of query rows has at
+ * most, EXP2_KEYS how many keys `softmax` works on at once.
  */
 
 #include <math.h>
@@ -22,7 +23,8 @@
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
-#define SCORE_CHAINS 2
+#define SCORE_CHAINS 1
+#define SCORE_STRETCH 8
 #define BLOCK_VECTORS 3
 #define EXP2_KEYS 4
 #elif defined(__AVX2__)
@@ -32,6 +34,7 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 3
 #define SCORE_CHAINS 2
+#define SCORE_STRETCH 16
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 4
 #elif defined(__aarch64__)
@@ -39,7 +42,8 @@
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
-#define SCORE_CHAINS 2
+#define SCORE_CHAINS 1
+#define SCORE_STRETCH 8
 #define BLOCK_VECTORS 12
 #define EXP2_KEYS 4
 #else
@@ -48,6 +52,7 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 2
 #define SCORE_CHAINS 2
+#define SCORE_STRETCH 16
 #define LONGEST_CHUNK 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 2

@@ -107,43 +107,50 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 
 /* One register tile of `score`: R keys by V vectors of lanes. Row r of K starts at k + r * k_row.
  *
- * Each sum runs in SCORE_CHAINS interleaved chains, which are added up every `chunk` columns: short chains
- * round less, and this is where most of the error of attention comes from. */
+ * Each sum is formed SCORE_STRETCH columns at a time, in SCORE_CHAINS interleaved chains; the stretches of `chunk`
+ * columns are added up, then the chunks: short chains round less, and this is where most of the error of
+ * attention comes from. The additions have a pipe of their own beside the multiply-adds. */
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                              const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                              ptrdiff_t chunk) {
     for (ptrdiff_t start = 0; start < head_dim; start += chunk) {
-        VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
-        ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk;
-        for (; left >= LINE; left -= LINE) {
-            /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
+        VEC total[SCORE_ROWS][TILE_VECTORS] = {};
+        for (ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk; left > 0; left -= SCORE_STRETCH) {
+            VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
+            if (left >= SCORE_STRETCH) {
+                /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 3);
+                for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 3);
+#pragma GCC unroll 16
+                for (int d = 0; d < SCORE_STRETCH; d += SCORE_CHAINS)
 #pragma GCC unroll 8
-            for (int d = 0; d < LINE; d += SCORE_CHAINS)
-#pragma GCC unroll 8
-                for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
-                    SCORE_STEP(sum[c]);
-        }
-        for (; left > 0; left--, k += k_col, q += ld) SCORE_STEP(sum[0]);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                REAL *const to = s + r * ld + v * LANES;
-#pragma GCC unroll 8
-                for (int c = 1; c < SCORE_CHAINS; c++) sum[0][r][v] += sum[c][r][v];
-                if (start > 0) sum[0][r][v] += NAME(load)(to);
-                NAME(store)(to, sum[0][r][v]);
+                    for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
+                        SCORE_STEP(sum[c]);
+            } else {
+                for (ptrdiff_t d = 0; d < left; d++, k += k_col, q += ld) SCORE_STEP(sum[0]);
             }
-    }
-    if (tile_max == NULL) return;
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) {
-        VEC top = NAME(load)(tile_max + v * LANES);
+            for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) top = NAME(max)(top, NAME(load)(s + r * ld + v * LANES));
-        NAME(store)(tile_max + v * LANES, top);
+                for (int v = 0; v < V; v++) {
+#pragma GCC unroll 8
+                    for (int c = 1; c < SCORE_CHAINS; c++) sum[0][r][v] += sum[c][r][v];
+                    total[r][v] += sum[0][r][v];
+                }
+        }
+        const int is_last = start + chunk >= head_dim && tile_max;
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            VEC top = is_last ? NAME(load)(tile_max + v * LANES) : (VEC){};
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                REAL *const to = s + r * ld + v * LANES;
+                if (start > 0) total[r][v] += NAME(load)(to);
+                NAME(store)(to, total[r][v]);
+                top = NAME(max)(top, total[r][v]);
+            }
+            if (is_last) NAME(store)(tile_max + v * LANES, top);
+        }
     }
 }
 

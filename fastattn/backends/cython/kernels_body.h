@@ -120,7 +120,9 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
             if (left >= SCORE_STRETCH) {
                 /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row, 0, 3);
+                for (int d = 0; d < SCORE_STRETCH; d += LINE)
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row + d * k_col, 0, 3);
 #pragma GCC unroll 16
                 for (int d = 0; d < SCORE_STRETCH; d += SCORE_CHAINS)
 #pragma GCC unroll 8

@@ -17,6 +17,9 @@ from benchmarks.worker import LIMITS, ORACLE
 #: A burst of one library takes about this long: many clock ticks, and short beside the drift of the machine.
 BURST_SECONDS = 0.08
 
+#: A burst for the share of the peak: longer, because only the calls that nobody disturbed count.
+PEAK_SECONDS = 0.4
+
 #: A burst has at least this many calls, however long they are.
 MIN_CALLS = 2
 
@@ -44,7 +47,8 @@ class LibraryRun:
     ways: dict[str, dict[str, Any]] = field(default_factory=dict)  #: what `LibraryWorker.prepare` found
     medians: list[float] = field(default_factory=list)  #: seconds per call, one per round
     mins: list[float] = field(default_factory=list)
-    peak_shares: list[float] = field(default_factory=list)  #: of the FMA peak, one per round; of ours only
+    #: of ours only, from all rounds: a share of the FMA peak, and beside it the FMA and the integer peak, 1/s
+    peak_shares: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -152,8 +156,8 @@ class _Contestant:
             self.library.medians.append(took["median"])
             self.library.mins.append(took["min"])
             if self.worker.name in OURS:
-                share = self.worker.ask("peak_share", case=self.case, calls=calls)
-                self.library.peak_shares.append(share["median"])
+                shares = self.worker.ask("peak_shares", case=self.case, seconds=PEAK_SECONDS)
+                self.library.peak_shares += map(tuple, shares)
         except WorkerError as problem:
             self.library.reason = str(problem)
 

@@ -18,7 +18,15 @@ from rich.table import Table
 from benchmarks.cases import Case
 from benchmarks.measure import CaseRun, LibraryRun
 from benchmarks.peers import OURS
-from benchmarks.summary import QUIET, CaseSummary, Estimate, disturbed_probes, error_ratios, summarise
+from benchmarks.summary import (
+    QUIET,
+    CaseSummary,
+    Estimate,
+    PeakShare,
+    disturbed_probes,
+    error_ratios,
+    summarise,
+)
 
 
 def time_text(seconds: float) -> str:
@@ -35,8 +43,9 @@ def _interval(estimate: Estimate | None) -> str:
     return f"{estimate.median:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
 
 
-def _percent(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.median:.1%}"
+def _share(share: PeakShare) -> str:
+    counts = f"{share.undisturbed} of {share.calls} calls undisturbed"
+    return f"{share.estimate.median:.1%}\n[{'dim' if share.enough else 'yellow'}]{counts}[/]"
 
 
 def _verdict_cell(summary: CaseSummary) -> str:
@@ -72,9 +81,11 @@ def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str],
     for run in runs:
         summary = summarise(run)
         best = summary.ratios.get(summary.best) if summary.best else None
-        peaks = [_percent(summary.peak.get(OURS[0]))]
-        if OURS[1] in summary.peak:
-            peaks.append(f"{_percent(summary.peak[OURS[1]])} AVX2")
+        peaks = [
+            f"{label}{_share(summary.peak[name])}"
+            for label, name in (("", OURS[0]), ("AVX2: ", OURS[1]))
+            if name in summary.peak
+        ]
         details = "\n".join(filter(None, (run.case.shape, run.case.options)))
         table.add_row(
             f"{run.case.name}\n[dim]{details}[/]",
@@ -84,7 +95,7 @@ def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str],
             ),
             f"{_interval(best)}\n[dim]{summary.best or ''}[/]",
             _interval(summary.ratios.get("torch")),
-            "\n".join(peaks),
+            "\n".join(peaks) or "-",
             _interval(summary.slowdown),
             _verdict_cell(summary),
         )

@@ -17,6 +17,13 @@ RESAMPLES, COVERAGE = 2000, 0.95
 #: A machine that nothing else uses keeps its peak to within this share of the best probe.
 QUIET = 0.9
 
+#: A call is undisturbed when both peaks beside it are at least this share of the best ones of the case; a
+#: neighbour on a core leaves 50 to 80 % of the integer peak.
+UNDISTURBED = 0.95
+
+#: A share of the peak is taken from the undisturbed calls when there are so many of them, else from all.
+ENOUGH_UNDISTURBED = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -25,6 +32,19 @@ class Estimate:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeakShare:
+    """A share of the FMA peak."""
+
+    estimate: Estimate  #: of the undisturbed calls if they are enough, else of all
+    undisturbed: int  #: calls during which no neighbour was on the cores
+    calls: int
+
+    @property
+    def enough(self) -> bool:
+        return self.undisturbed >= ENOUGH_UNDISTURBED
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class CaseSummary:
     seconds: dict[str, float]  #: median time per call of each library that was timed
     ratios: dict[str, Estimate]  #: each peer's time over ours
     best: str | None  #: the fastest peer
-    peak: dict[str, Estimate]  #: share of the FMA peak, of fastattn
+    peak: dict[str, PeakShare]  #: of fastattn
     slowdown: Estimate | None  #: our time over our time of the baseline
     verdicts: tuple[Verdict, ...]
 
@@ -77,12 +97,7 @@ def summarise(run: CaseRun) -> CaseSummary:
     peers = [name for name in ratios if name not in OURS]
     best = min(peers, key=lambda name: ratios[name].median, default=None)
 
-    peak = {
-        name: median_interval(np.array(library.peak_shares))
-        for name, library in run.libraries.items()
-        if library.peak_shares
-    }
-
+    peak = _peak_shares(run)
     slowdown = None
     if ours is not None and run.baseline is not None and run.baseline.reason is None:
         slowdown = median_interval(ours / np.array(run.baseline.medians))
@@ -97,19 +112,33 @@ def summarise(run: CaseRun) -> CaseSummary:
     )
 
 
+def _peak_shares(run: CaseRun) -> dict[str, PeakShare]:
+    samples = {name: np.array(it.peak_shares) for name, it in run.libraries.items() if it.peak_shares}
+    if not samples:
+        return {}
+    best = np.max([it[:, 1:].max(axis=0) for it in samples.values()], axis=0)
+    found = {}
+    for name, measured in samples.items():
+        shares, probes = measured[:, 0], measured[:, 1:]
+        undisturbed = shares[np.all(probes >= UNDISTURBED * best, axis=1)]
+        chosen = undisturbed if len(undisturbed) >= ENOUGH_UNDISTURBED else shares
+        found[name] = PeakShare(median_interval(chosen), len(undisturbed), len(shares))
+    return found
+
+
 def _verdicts(
     run: CaseRun,
     ratios: dict[str, Estimate],
     best: str | None,
-    peak: dict[str, Estimate],
+    peak: dict[str, PeakShare],
     slowdown: Estimate | None,
 ) -> tuple[Verdict, ...]:
     targets = run.case.targets
     rows = (
         ("best peer", ratios.get(best) if best else None, targets.best, True),
         ("torch", ratios.get("torch"), targets.torch, True),
-        ("peak", peak.get(OURS[0]), targets.peak, True),
-        ("peak, AVX2", peak.get(OURS[1]), targets.peak_avx2, True),
+        ("peak", peak[OURS[0]].estimate if OURS[0] in peak else None, targets.peak, True),
+        ("peak, AVX2", peak[OURS[1]].estimate if OURS[1] in peak else None, targets.peak_avx2, True),
         ("over baseline", slowdown, targets.slowdown, False),
     )
     return tuple(

@@ -190,7 +190,7 @@ def test_interval_holds_the_median_and_narrows() -> None:
 def case_run(**medians: list[float]) -> CaseRun:
     run = CaseRun(replace(SMALL, targets=Targets(best=2.0, torch=2.0, peak=0.5, slowdown=1.2)), 3, "float64")
     run.libraries = {name: LibraryRun(chosen="way", medians=times) for name, times in medians.items()}
-    run.libraries["fastattn"].peak_shares = [0.25, 0.1, 0.75]
+    run.libraries["fastattn"].peak_shares = [(0.25, 1.0, 1.0), (0.1, 1.0, 1.0), (0.75, 1.0, 1.0)]
     run.libraries["openvino"] = LibraryRun(reason="wrong: largest error 1", wrong=True)
     run.baseline = LibraryRun(chosen="way", medians=[1.0, 2.0, 4.0])
     flops = run.case.flops
@@ -205,9 +205,22 @@ def test_ratios_do_not_feel_a_drift_that_all_share() -> None:
     assert summary.best == "numpy"
     assert summary.ratios["torch"] == median_interval(np.full(3, 3.0))
     assert summary.slowdown == median_interval(np.ones(3))
-    assert summary.peak["fastattn"].median == 0.25
+    assert summary.peak["fastattn"].estimate.median == 0.25
     met = {verdict.name: verdict.met for verdict in summary.verdicts}
     assert met == {"best peer": False, "torch": True, "peak": False, "over baseline": True}
+
+
+def test_disturbed_calls_do_not_count_in_the_share_of_the_peak() -> None:
+    run = case_run(fastattn=[1.0, 1.0, 1.0])
+    quiet = [(0.8, 9.0, 100.0), (0.9, 9.0, 97.0), (0.7, 9.0, 99.0)]
+    disturbed = [(0.1, 9.0, 60.0)] * 20 + [(1.6, 4.5, 100.0)] * 19 + [(0.2, 8.0, 90.0)]
+    run.libraries["fastattn"].peak_shares = 2 * quiet + disturbed
+    share = summarise(run).peak["fastattn"]
+    assert (share.estimate.median, share.undisturbed, share.calls, share.enough) == (0.8, 6, 46, True)
+    # Too few to tell: all of them, and said so.
+    run.libraries["fastattn"].peak_shares = quiet + disturbed
+    share = summarise(run).peak["fastattn"]
+    assert (share.estimate.median, share.undisturbed, share.calls, share.enough) == (0.7, 3, 43, False)
 
 
 def test_a_disturbed_probe_is_told() -> None:

@@ -152,24 +152,31 @@ class LibraryWorker:
         times = _time_blocks(run, calls, _block_size(seconds))
         return {"median": float(np.median(times)), "min": min(times), "samples": len(times)}
 
-    def peak_share(self, case: str, calls: int) -> dict[str, float]:
-        """The share of the FMA peak that `case` reaches: calls and probes of the peak in turn, for one burst.
+    def peak_shares(self, case: str, seconds: float) -> list[tuple[float, float, float]]:
+        """The share of the FMA peak that `case` reaches: calls and probes of the peak in turn, for `seconds`.
 
         The machine is shared, so the limit moves: every call is held against the probes just before and just
-        after it, of this process and these threads.
+        after it, of this process and these threads. Beside each share stand the slower of the probes of the
+        FMA peak and of the integer peak around it.
         """
-        from fastattn.backends.cython_cpu import fma_peak
+        from fastattn.backends.cython_cpu import fma_peak, integer_peak
+
+        def probe() -> tuple[float, float]:
+            integer = integer_peak(self._threads, PROBE_SECONDS / 4)
+            return fma_peak(named.dtype, self._threads, PROBE_SECONDS), integer
 
         named, run = CASES[case], self._ready[case].run
         block = max(1, round(PROBE_SECONDS / _warm_up(run)))
         shares = []
-        before = fma_peak(named.dtype, self._threads, PROBE_SECONDS)
-        for _ in range(max(1, calls // block)):
-            (seconds,) = _time_blocks(run, block, block)
-            after = fma_peak(named.dtype, self._threads, PROBE_SECONDS)
-            shares.append(named.flops / seconds / ((before + after) / 2))
+        end = time.perf_counter() + seconds
+        before = probe()
+        while not shares or time.perf_counter() < end:
+            (took,) = _time_blocks(run, block, block)
+            after = probe()
+            share = named.flops / took / ((before[0] + after[0]) / 2)
+            shares.append((share, min(before[0], after[0]), min(before[1], after[1])))
             before = after
-        return {"median": float(np.median(shares)), "samples": len(shares)}
+        return shares
 
     def release(self) -> None:
         """Forget what was prepared, arrays and all."""

@@ -14,7 +14,7 @@ BLOCK_K = 256
 # kernel. Rounding errors of scores average out over the keys of a row; where there are few keys they do not,
 # and time goes elsewhere.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --errors`.
-SCORE_CHUNK = 32
+SCORE_CHUNK = 64
 SCORE_CHUNK_FEW_KEYS = 16
 FEW_KEYS = 64
 

@@ -142,3 +142,21 @@ def test_what_out_held_before(engine):
     for number in (np.nan, np.inf, -0.0):
         out = np.full(expected.shape, number, np.float32)
         assert_same_bits(engine.attention(*arrays, causal="top_left", out=out), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_other_rows_of_the_window(engine, dtype):
+    """Where a row's sums are cut must not depend on the rows that share its block, nor on their windows."""
+    if engine.backend == "reference":
+        pytest.skip("the promise is about the compiled kernels")
+    query, key, value = random_arrays(7, heads=1, len_q=700, len_k=700, head_dim=16, dtype=dtype)
+    together = engine.attention(query, key, value, mask=masks.Window(250, 0))
+    for row in range(300, 700, 13):
+        upto = slice(0, row + 1)
+        alone = engine.attention(
+            query[..., row : row + 1, :],
+            key[..., upto, :],
+            value[..., upto, :],
+            mask=masks.Window(250, 0),
+        )
+        assert_same_bits(together[..., row : row + 1, :], alone)

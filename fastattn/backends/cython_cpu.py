@@ -82,12 +82,24 @@ def use_isa(name: str) -> Iterator[None]:
 
 def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
     """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
-    itemsize = np.dtype(dtype).itemsize
-    steps = 100_000 * num_threads
+    return _peak(np.dtype(dtype).itemsize, num_threads, seconds)
+
+
+def integer_peak(num_threads: int, seconds: float) -> float:
+    """Integer additions per second, over about `seconds`.
+
+    They need all a core can issue and none of its memory. A neighbour on the same core, as virtual machines
+    have, halves them while multiply-adds alone, which leave most of the core idle, still run at their peak.
+    """
+    return _peak(0, num_threads, seconds)
+
+
+def _peak(itemsize: int, num_threads: int, seconds: float) -> float:
+    steps = 20_000 * num_threads
     while True:
         start = time.perf_counter()
-        flops = driver.fma_peak(itemsize, num_threads, steps)
+        operations = driver.peak_operations(itemsize, num_threads, steps)
         elapsed = time.perf_counter() - start
         if elapsed >= seconds / 2:
-            return float(flops / elapsed)
+            return float(operations / elapsed)
         steps = int(steps * min(10.0, max(1.5, seconds / max(elapsed, 1e-6))))

@@ -250,7 +250,8 @@ static double worst_exp2(double *where) {
             put(x, i, kinds[round % 4]);
         }
         memcpy(s, x, (size_t)(n_keys * ld * size));
-        kernels->softmax(s, zero, row_max, row_sum, rescale, ld, key_stops(kernels->max_vectors, n_keys, 0), 1);
+        kernels->softmax(s, zero, row_max, row_sum, rescale, ld, key_stops(kernels->max_vectors, n_keys, 0),
+                         FASTATTN_KEY_CHUNK, 1);
         for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
             const double at = get(x, i), got = get(s, i), edge = least + 0.5;
             const double error = ulps(got, size == 4 ? (long double)exp2(at) : exp2l(at));
@@ -283,7 +284,7 @@ static void check_softmax(ptrdiff_t n_keys, double factor, double spread) {
         }
         memcpy(before, s, (size_t)(n_keys * ld * size));
         memcpy(old_max, row_max, (size_t)(ld * size));
-        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops, factor);
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops, FASTATTN_KEY_CHUNK, factor);
         for (ptrdiff_t lane = 0; lane < ld; lane++) {
             const double old = get(old_max, lane), top = get(row_max, lane), scale = get(rescale, lane);
             const double base = top == -INFINITY ? 0 : top;
@@ -332,7 +333,7 @@ static void test_softmax(void) {
         void *s = filled(2, lanes, huge[i][0]), *top = filled(1, lanes, huge[i][0]), *row_sum = filled(1, lanes, 0);
         void *row_max = filled(1, lanes, -INFINITY), *rescale = tile(1, lanes);
         for (int lane = 0; lane < lanes; lane++) put(s, lanes + lane, huge[i][1]);
-        kernels->softmax(s, top, row_max, row_sum, rescale, lanes, key_stops(1, 2, 0), LOG2E);
+        kernels->softmax(s, top, row_max, row_sum, rescale, lanes, key_stops(1, 2, 0), FASTATTN_KEY_CHUNK, LOG2E);
         CHECK(get(row_sum, 0) == huge[i][2] && get(rescale, 0) == 0, "sum " NUMBER " for " NUMBER " and " NUMBER,
               get(row_sum, 0), huge[i][0], huge[i][1]);
         release();
@@ -356,7 +357,8 @@ static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors,
             if (j >= stops[lane / lanes]) put(p, j * ld + lane, NAN);
     /* What is fetched is never read: no memory is there. */
     for (ptrdiff_t i = 0; i < n_fetch; i++) fetch[i] = (const char *)(uintptr_t)(4096 + i);
-    kernels->accumulate(acc, p, rescale, ld, vectors, v.at, stops, value_dim, v.row, v.col, fetch, n_fetch,
+    const ptrdiff_t first_chunk = 4 * (1 + below(FASTATTN_KEY_CHUNK / 4));
+    kernels->accumulate(acc, p, rescale, ld, vectors, v.at, stops, first_chunk, value_dim, v.row, v.col, fetch, n_fetch,
                         value_dim * size);
     for (ptrdiff_t e = 0; e < value_dim; e++) {
         for (ptrdiff_t lane = 0; lane < live; lane++)
@@ -410,9 +412,9 @@ static void test_accumulate_isolated(void) {
         for (ptrdiff_t lane = 0; rescale && lane < ld; lane++) put(rescale, lane, uniform(0, 1));
         for (ptrdiff_t i = 0; rescale && i < value_dim * ld; i++) put(acc, i, uniform(-1, 1));
         memcpy(plain, acc, (size_t)(value_dim * ld * size));
-        kernels->accumulate(plain, p, rescale, ld, vectors, finite.at, stops, value_dim, finite.row, finite.col, NULL, 0,
-                            0);
-        kernels->accumulate_isolated(acc, p, rescale, ld, v.at, stops, value_dim, v.row, v.col,
+        kernels->accumulate(plain, p, rescale, ld, vectors, finite.at, stops, FASTATTN_KEY_CHUNK, value_dim, finite.row,
+                            finite.col, NULL, 0, 0);
+        kernels->accumulate_isolated(acc, p, rescale, ld, v.at, stops, FASTATTN_KEY_CHUNK, value_dim, v.row, v.col,
                                      (const char *const *)bias, words, clean);
         for (ptrdiff_t e = 0; e < value_dim; e++)
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
@@ -443,7 +445,8 @@ static void test_rounding(void) {
         for (ptrdiff_t j = 0; j < n * ld; j++) put(x, j, uniform(-1, 1));
         for (ptrdiff_t j = 0; j < n * other; j++) put(y.at, j, uniform(-1, 1));
         kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, chunk);
-        kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), other, y.col, y.row, NULL, 0, 0);
+        kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), FASTATTN_KEY_CHUNK, other, y.col,
+                            y.row, NULL, 0, 0);
         for (ptrdiff_t r = 0; r < other; r++)
             for (ptrdiff_t lane = 0; lane < ld; lane += 7) {
                 long double sum = 0, sizes_sum = 0;
@@ -599,10 +602,11 @@ static void attend(const int *rows_of, int vectors, int isolated, double softcap
         if (starts[rows_of[lane]] < low) low = starts[rows_of[lane]];
         if (stops[rows_of[lane]] > high) high = stops[rows_of[lane]];
     }
-    low = low / FASTATTN_KEY_CHUNK * FASTATTN_KEY_CHUNK;
+    low = low / 4 * 4;
     kernels->pack(q, ld, rows, query.col, HEAD_DIM, 0.3);
     for (int start = low / BLOCK_K * BLOCK_K; start < high; start += BLOCK_K) {
         const int key0 = start < low ? low : start, n_keys = (start + BLOCK_K < high ? start + BLOCK_K : high) - key0;
+        const int first_chunk = FASTATTN_KEY_CHUNK - key0 % FASTATTN_KEY_CHUNK;
         for (int lane = 0; lane < ld; lane++) {
             const int row = rows_of[lane];
             put(tile_max, lane, -INFINITY);
@@ -616,14 +620,15 @@ static void attend(const int *rows_of, int vectors, int isolated, double softcap
         }
         kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, 16);
         kernels->adjust(s, tile_max, ld, stops_of, softcap, bias, words);
-        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, LOG2E);
+        kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, first_chunk, LOG2E);
         const char *const values = element(&value, key0, 0);
         void *const scale = first ? NULL : rescale;
         if (isolated)
-            kernels->accumulate_isolated(acc, s, scale, ld, values, stops_of, VALUE_DIM, value.row, value.col, bias, words,
-                                         clean);
+            kernels->accumulate_isolated(acc, s, scale, ld, values, stops_of, first_chunk, VALUE_DIM, value.row, value.col,
+                                         bias, words, clean);
         else
-            kernels->accumulate(acc, s, scale, ld, vectors, values, stops_of, VALUE_DIM, value.row, value.col, NULL, 0, 0);
+            kernels->accumulate(acc, s, scale, ld, vectors, values, stops_of, first_chunk, VALUE_DIM, value.row, value.col,
+                                NULL, 0, 0);
         first = 0;
     }
     kernels->finish(inverse, lse, row_max, row_sum, ld, LOG2E);
@@ -696,6 +701,7 @@ static void test_fma_peak(void) {
     const double one = kernels->fma_peak(1);
     CHECK(one >= 2.0 * lanes && fmod(one, 2.0 * lanes) == 0, "FLOPs of one step: " NUMBER, one);
     CHECK(kernels->fma_peak(1000) == 1000 * one, "FLOPs of 1000 steps");
+    CHECK(kernels->integer_peak(1000) == 1000 * kernels->integer_peak(1), "additions of 1000 steps");
 }
 
 /* ------------------------------------------------------------------ all */

@@ -34,19 +34,20 @@ cdef extern from "kernels.h" nogil:
                       Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
                        const uint32_t *) noexcept nogil
-        void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *,
+        void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
                         double) noexcept nogil
         void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *,
-                           Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
+                           Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
                            Py_ssize_t) noexcept nogil
         void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const char *, const Py_ssize_t *,
-                                    Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
-                                    void *) noexcept nogil
+                                    Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *,
+                                    const uint32_t *, void *) noexcept nogil
         void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
                       const void *) noexcept nogil
         void (*mask_words)(uint32_t *, Py_ssize_t, const char *const *, Py_ssize_t, int, Py_ssize_t) noexcept nogil
         double (*fma_peak)(long) noexcept nogil
+        double (*integer_peak)(long) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 cdef extern from "convert.h" nogil:
@@ -74,6 +75,7 @@ cdef uint32_t ALL_BITS = 0xffffffff
 # Words hold the mask bits of 32 keys; tile maps come in masks.TILE_Q queries by masks.TILE_K keys.
 cdef enum:
     WORD = 32
+    KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
     MAX_LEAD = 64
     FETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
     TILES_FULL = -1
@@ -149,7 +151,7 @@ cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t ld, n_rows
     int n_vectors
-    Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_CHUNK
+    Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
     Py_ssize_t n_fetch, fetch_nbytes
     char *key
@@ -260,32 +262,38 @@ cdef inline uint32_t span_word(Py_ssize_t start, Py_ssize_t stop) noexcept nogil
 
 
 cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
-                         bint whole, Py_ssize_t *first_adjust) noexcept nogil:
+                         bint whole, Py_ssize_t *plain, Py_ssize_t *plain_stop) noexcept nogil:
     """Which of the keys key0.. each lane may attend, and whether that is none or all.
 
-    Where it is some, w.words say which. The scores before first_adjust need no adjusting, and have no words.
+    Where it is some, w.words say which. The scores plain .. plain_stop - 1 need no adjusting, and have no words.
     w.stops say where the keys of a vector of lanes end; whole: every vector has all keys of the tile.
-    key0 is a multiple of 32, so that a word never straddles two tiles of a tile map.
+    With a tile map key0 is a multiple of 32, so that a word never straddles two of its tiles.
     """
-    cdef Py_ssize_t lane, j, key, first, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
+    cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
+    cdef Py_ssize_t first = 0, last = 0   # words of the plain scores
     cdef uint32_t every = ALL_BITS, some = 0, word, valid
     cdef int32_t entry
     cdef const char *index
     cdef bint intervals_only = job.dense.data == NULL and job.tile_index.data == NULL
     cdef bint masks_only = job.bias.data == NULL and job.softcap == 0
-    first_adjust[0] = n_keys if masks_only else 0
+    plain[0] = 0
+    plain_stop[0] = n_keys if masks_only else 0
     for j in range(block.n_vectors):
         w.stops[j] = n_keys
     if not job.is_masked:
         return TILE_FULL
-    first = 0
-    if intervals_only and block.all_start <= key0:
-        if block.all_stop >= key0 + n_keys:
+    if intervals_only:
+        if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
             return TILE_FULL
-        if masks_only and not whole and block.all_stop > key0:
-            first = (block.all_stop - key0) // WORD
+        if masks_only and not whole:
+            first = (max(block.all_start - key0, 0) + WORD - 1) // WORD
+            last = min(block.all_stop - key0, n_keys) // WORD
+            if first >= last:
+                first = last = 0
 
-    for j in range(first, n_words):
+    for j in range(n_words):
+        if first <= j < last:
+            continue
         key = key0 + j * WORD
         for lane in range(ld):
             w.words[j * ld + lane] = span_word(w.start[lane] - key, w.stop[lane] - key)
@@ -307,7 +315,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
                         (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
                         + key % job.tile_k // WORD]
 
-    if first == 0:
+    if first == last:
         for j in range(n_words):
             valid = span_word(0, n_keys - j * WORD)
             for lane in range(ld):
@@ -318,7 +326,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
             return TILE_EMPTY
         if every == ALL_BITS:
             return TILE_FULL
-    first_adjust[0] = first * WORD
+    plain[0] = first * WORD
+    plain_stop[0] = last * WORD
     if not whole:
         # No vector's keys end before those of the one in front of it.
         key = 0
@@ -357,24 +366,30 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
                           job.key.col, job.score_chunk)
 
 
+cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                                 Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias."""
+    cdef const uint32_t *words = words_of(w, state)
+    if n_keys <= 0:
+        return
+    score_keys(job, w, block, NULL, key0, first, n_keys)
+    job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
+                       bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+
+
 cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
                           bint whole) noexcept nogil:
     """Scores of one key tile, masked, into w.scores; nothing where the tile is empty. whole: see `mask_tile`."""
-    cdef Py_ssize_t first
-    cdef const uint32_t *words
-    cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &first)
+    cdef Py_ssize_t plain, plain_stop
+    cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &plain, &plain_stop)
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
-    if first > 0:
-        score_keys(job, w, block, w.tile_max, key0, 0, first)
-    if first < n_keys:
-        score_keys(job, w, block, NULL, key0, first, n_keys - first)
-        if job.bias.data != NULL:
-            find_bias_rows(job, w, block, key0, n_keys)
-        words = words_of(w, state)
-        job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
-                           bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+    if job.bias.data != NULL:
+        find_bias_rows(job, w, block, key0, n_keys)
+    adjusted_scores(job, w, block, state, key0, 0, plain)
+    score_keys(job, w, block, w.tile_max, key0, plain, plain_stop - plain)
+    adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
     return state
 
 
@@ -408,7 +423,7 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
     them, else NULL. Returns whether any tile was one where only some lanes may read a key.
     """
     cdef const fastattn_kernels *kernels = job.kernels
-    cdef Py_ssize_t key0, n_keys, n_next, tile = block.low // job.block_k * job.block_k
+    cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
     cdef bint first = True, partial = False
     cdef TileState state
     cdef char *rescale
@@ -421,21 +436,23 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
         if state == TILE_EMPTY:
             continue
         partial |= state == TILE_PARTIAL or job.bias.data != NULL
-        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops,
+        first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
+        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
         values = block.value + key0 * job.value.row
         first = False
         if clean != NULL:
-            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, job.value_dim,
-                                        job.value.row, job.value.col, bias_of(job, w), words_of(w, state), clean)
+            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, first_chunk,
+                                        job.value_dim, job.value.row, job.value.col, bias_of(job, w),
+                                        words_of(w, state), clean)
         else:
             n_next = min(tile + job.block_k, block.high) - tile
             if n_next > 0:
                 fetch_rows(job, w, block, &job.bias, block.bias, job.bias_size, tile, n_next)
                 fetch_rows(job, w, block, &job.dense, block.dense, job.dense_size, tile, n_next)
             kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, values, w.stops,
-                               job.value_dim, job.value.row, job.value.col, w.fetch, block.n_fetch,
+                               first_chunk, job.value_dim, job.value.row, job.value.col, w.fetch, block.n_fetch,
                                block.fetch_nbytes)
             block.n_fetch = 0
     if first:
@@ -455,7 +472,7 @@ cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept
         if score_tile(job, w, block, key0, n_keys, True) == TILE_EMPTY:
             continue
         # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
-        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops,
+        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
         for lane in range(block.ld):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
@@ -509,8 +526,8 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
             block.high = max(block.high, w.stop[lane])
         block.all_start = max(block.all_start, w.start[lane])
         block.all_stop = min(block.all_stop, w.stop[lane])
-    # Where sums are cut must not depend on which rows share the block.
-    block.low = block.low // KEY_CHUNK * KEY_CHUNK
+    # Sums are cut at the same keys whichever rows share the block.
+    block.low -= block.low % (KEY_STEP if job.tile_index.data == NULL else WORD)
 
 
 cdef inline Place find_place(const Job *job, Py_ssize_t task) noexcept nogil:
@@ -697,18 +714,21 @@ def thread_limit(int num_threads):
     return num_threads if limit == openmp_default else min(num_threads, limit)
 
 
-def fma_peak(Py_ssize_t itemsize, int num_threads, long steps):
-    """FLOPs done by num_threads threads that run at least `steps` steps of nothing but multiply-adds in all.
+def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
+    """Operations done by num_threads threads that run at least `steps` steps of one kind in all.
 
-    Handed out in pieces, as the tasks of `run_job` are: a core that is held up does fewer of them.
+    FLOPs of multiply-adds on elements of this size, or additions of integers where itemsize is 0. Handed out in
+    pieces, as the tasks of `run_job` are: a core that is held up does fewer of them.
     """
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    cdef double flops = 0
+    cdef double (*run_steps)(long) noexcept nogil
+    cdef double operations = 0
     cdef int piece, pieces = 32 * num_threads
+    run_steps = kernels.integer_peak if itemsize == 0 else kernels.fma_peak
     with nogil:
         for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            flops += kernels.fma_peak(steps // pieces + 1)
-    return flops
+            operations += run_steps(steps // pieces + 1)
+    return operations
 
 
 cdef int set_view(View *view, cnp.ndarray array, int n_lead) except -1:

@@ -1,11 +1,13 @@
 /* The micro-kernels for one ISA, float32 and float64: one body, instantiated twice here and once more for
  * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it).
  *
- * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` as many in SCORE_ROWS x
- * TILE_VECTORS sums of SCORE_CHAINS chains, and in as many totals of the stretches of SCORE_STRETCH columns where
- * there is one chain; with TILE_VECTORS lane vectors and a broadcast they fill the register file: 24 sums of 32
- * registers (AVX-512, NEON) or 12 of 16 (AVX2). BLOCK_VECTORS is how many vectors a block of query rows has at
- * most, EXP2_KEYS how many keys `softmax` works on at once.
+ * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` SCORE_ROWS x SCORE_VECTORS and as
+ * many totals of its stretches of SCORE_STRETCH columns. With the lane vectors and a broadcast they fill the
+ * register file: 24 sums of 32 registers (AVX-512, NEON) or 12 of 16, where the totals live on the stack and
+ * stretches are longer. What counts beside full pipes is how many loads and instructions a multiply-add takes:
+ * under AVX2 a 4 x 3 tile needs 7 loads for 12, two of them half a line; `accumulate` walks a column of weights
+ * per tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query
+ * rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
  */
 
 #include <math.h>
@@ -23,7 +25,7 @@
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
-#define SCORE_CHAINS 1
+#define SCORE_VECTORS 3
 #define SCORE_STRETCH 8
 #define BLOCK_VECTORS 3
 #define EXP2_KEYS 4
@@ -32,9 +34,9 @@
 #define VECTOR_BYTES 32
 #define TILE_ROWS 6
 #define TILE_VECTORS 2
-#define SCORE_ROWS 3
-#define SCORE_CHAINS 2
-#define SCORE_STRETCH 16
+#define SCORE_ROWS 4
+#define SCORE_VECTORS 3
+#define SCORE_STRETCH 32
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 4
 #elif defined(__aarch64__)
@@ -42,7 +44,7 @@
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
-#define SCORE_CHAINS 1
+#define SCORE_VECTORS 3
 #define SCORE_STRETCH 8
 #define BLOCK_VECTORS 12
 #define EXP2_KEYS 4
@@ -50,20 +52,23 @@
 #define VECTOR_BYTES 16
 #define TILE_ROWS 4
 #define TILE_VECTORS 2
-#define SCORE_ROWS 2
-#define SCORE_CHAINS 2
-#define SCORE_STRETCH 16
+#define SCORE_ROWS 4
+#define SCORE_VECTORS 2
+#define SCORE_STRETCH 8
 #define LONGEST_CHUNK 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 2
 #endif
 
+#define SCORE_REST 8 /* columns of a stretch that is not full */
+
 #ifndef LONGEST_CHUNK
 #define LONGEST_CHUNK PTRDIFF_MAX
 #endif
 
-/* Keys that one partial sum of `softmax` and `accumulate` runs over: 64 halved the error of 256 and takes
- * about 1 % longer. 2 cores of Zen 4 EPYC, 2026-11-20. */
+/* Keys that one partial sum of `softmax` and `accumulate` runs over. Writing the accumulators back holds up the
+ * multiply-adds: a store of 64 bytes takes one and a half of them. 128 leaves 2/3 of PyTorch's error, 64 leaves 57 %
+ * and takes 1 to 2 % longer. 2 cores of Zen 4 EPYC, 2026-11-20. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
 /* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
@@ -137,6 +142,20 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
             words[lane] &= word;
         }
     }
+}
+
+static double integer_peak(long steps) {
+    enum { CHAINS = 4, TURNS = 16 };
+    uint64_t sum[CHAINS] = {0};
+    for (long i = 0; i < steps; i++)
+#pragma GCC unroll 16
+        for (int turn = 0; turn < TURNS; turn++)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS; chain++) {
+                sum[chain]++;
+                __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are one addition */
+            }
+    return (double)CHAINS * TURNS * (double)steps;
 }
 
 #define REAL float

@@ -21,8 +21,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Sums over keys are formed this many keys at a time, counted from the first key of a call. */
-#define FASTATTN_KEY_CHUNK 64
+/* Sums over keys are formed this many keys at a time; the first `first_chunk` of a call make the first sum, a
+ * multiple of 4, so that sums are cut at the same keys wherever a call starts. */
+#define FASTATTN_KEY_CHUNK 128
 
 typedef struct {
     const char *isa;
@@ -49,20 +50,21 @@ typedef struct {
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
      * -inf scores give exactly 0, also while row_max is -inf. */
     void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
-                    const ptrdiff_t *stops, double exponent_factor);
+                    const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor);
 
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
      * v[j * v_row + e * v_col] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
      * the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                       const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                       ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes);
+                       const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                       ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                       ptrdiff_t fetch_nbytes);
 
     /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
      * others, allowed as in `adjust`; every vector has all keys. `clean` is room for a REAL for each key and value_dim. */
     void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col,
-                                const char *const *bias_rows, const uint32_t *words, void *clean);
+                                const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim, ptrdiff_t v_row,
+                                ptrdiff_t v_col, const char *const *bias_rows, const uint32_t *words, void *clean);
 
     /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] what that left,
      * never 0 but for an empty row; lse[lane] = natural log of the sum (or NULL). */
@@ -81,6 +83,9 @@ typedef struct {
 
     /* Runs the peak rate of fused multiply-adds for `steps` steps; returns the FLOPs done. */
     double (*fma_peak)(long steps);
+
+    /* The same for the additions of integers, four that do not wait for each other in turn; returns how many. */
+    double (*integer_peak)(long steps);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

@@ -7,7 +7,7 @@
 /* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
 #define SCORE_STEP(sum)                                                                                        \
     do {                                                                                                       \
-        VEC x[TILE_VECTORS];                                                                                   \
+        VEC x[SCORE_VECTORS];                                                                                  \
         _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = NAME(load)(q + v * LANES);                  \
         _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
             const REAL y = NAME(scalar)(k + r * k_row);                                                        \
@@ -107,16 +107,16 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 
 /* One register tile of `score`: R keys by V vectors of lanes. Row r of K starts at k + r * k_row.
  *
- * Each sum is formed SCORE_STRETCH columns at a time, in SCORE_CHAINS interleaved chains; the stretches of `chunk`
- * columns are added up, then the chunks: short chains round less, and this is where most of the error of
- * attention comes from. The additions have a pipe of their own beside the multiply-adds. */
+ * Each sum is formed SCORE_STRETCH columns at a time, or SCORE_REST where fewer are left; the stretches of `chunk`
+ * columns are added up, then the chunks: short chains round less, and this is where most of the error of attention
+ * comes from. The additions have a pipe of their own beside the multiply-adds. */
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                              const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                              ptrdiff_t chunk) {
     for (ptrdiff_t start = 0; start < head_dim; start += chunk) {
-        VEC total[SCORE_ROWS][TILE_VECTORS] = {};
-        for (ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk; left > 0; left -= SCORE_STRETCH) {
-            VEC sum[SCORE_CHAINS][SCORE_ROWS][TILE_VECTORS] = {};
+        VEC total[SCORE_ROWS][SCORE_VECTORS] = {};
+        for (ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk; left > 0;) {
+            VEC sum[SCORE_ROWS][SCORE_VECTORS] = {};
             if (left >= SCORE_STRETCH) {
                 /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
@@ -124,21 +124,17 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row + d * k_col, 0, 3);
 #pragma GCC unroll 16
-                for (int d = 0; d < SCORE_STRETCH; d += SCORE_CHAINS)
-#pragma GCC unroll 8
-                    for (int c = 0; c < SCORE_CHAINS; c++, k += k_col, q += ld)
-                        SCORE_STEP(sum[c]);
+                for (int d = 0; d < SCORE_STRETCH; d++, k += k_col, q += ld) SCORE_STEP(sum);
+                left -= SCORE_STRETCH;
             } else {
-                for (ptrdiff_t d = 0; d < left; d++, k += k_col, q += ld) SCORE_STEP(sum[0]);
+                const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
+                for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
+                left -= rest;
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
-#pragma GCC unroll 8
-                    for (int c = 1; c < SCORE_CHAINS; c++) sum[0][r][v] += sum[c][r][v];
-                    total[r][v] += sum[0][r][v];
-                }
+                for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
         }
         const int is_last = start + chunk >= head_dim && tile_max;
 #pragma GCC unroll 8
@@ -156,21 +152,19 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
     }
 }
 
-/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over KEY_CHUNK keys at a
+/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over a chunk of keys at a
  * time, from zero, for the same reason as in `score`. */
 INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REAL *p, const REAL *rescale,
-                                  ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t v_row,
-                                  ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                                  ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t chunk_stop,
+                                  ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
                                   ptrdiff_t fetch_byte) {
-    const ptrdiff_t n_keys = stops[V - 1];
-    ptrdiff_t start = 0;
+    ptrdiff_t j = 0, start = 0;
     do { /* once even without a key: acc may have to be written */
         VEC sum[TILE_ROWS][TILE_VECTORS] = {};
-        ptrdiff_t j = start;
         /* The vectors before `first` have no more keys in this chunk. */
 #pragma GCC unroll 8
         for (int first = 0; first < V; first++) {
-            const ptrdiff_t stop = stops[first] - start < KEY_CHUNK ? stops[first] : start + KEY_CHUNK;
+            const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
                 __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
@@ -197,25 +191,21 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
                 NAME(store)(to, sum[r][v]);
             }
         }
-        start += KEY_CHUNK;
-    } while (start < n_keys);
+        start = chunk_stop;
+        chunk_stop += KEY_CHUNK;
+    } while (start < stops[V - 1]);
 }
 
-/* The vectors of a block in groups that fill a register tile, the last maybe fewer. BODY(V, unit, i) runs the
- * group of V vectors from the i-th. */
-#if TILE_VECTORS == 3
-#define LAST_WIDTHS(BODY, unit, i, n)                                                                          \
-    if (n == 2) BODY(2, unit, i);                                                                              \
-    if (n == 1) BODY(1, unit, i)
-#else
-#define LAST_WIDTHS(BODY, unit, i, n)                                                                          \
-    if (n == 1) BODY(1, unit, i)
-#endif
-#define EACH_GROUP(BODY, unit, first)                                                                          \
+/* The vectors of a block from the `first` on in groups that fill a register tile of `width` vectors, 2 or 3, the last
+ * maybe fewer. BODY(V, unit, i) runs the group of V vectors from the i-th. */
+#define EACH_GROUP(BODY, width, unit, first)                                                                   \
     do {                                                                                                       \
         int i = first;                                                                                         \
-        for (; n_vectors - i >= TILE_VECTORS; i += TILE_VECTORS) BODY(TILE_VECTORS, unit, i);                  \
-        LAST_WIDTHS(BODY, unit, i, n_vectors - i);                                                             \
+        for (; n_vectors - i >= width; i += width) BODY(width, unit, i);                                       \
+        if (width == 3 && n_vectors - i == 2)                                                                  \
+            BODY(2, unit, i);                                                                                  \
+        else if (n_vectors - i == 1)                                                                           \
+            BODY(1, unit, i);                                                                                  \
     } while (0)
 
 static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
@@ -237,12 +227,12 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
     for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
         if (is_unit)
-            EACH_GROUP(FULL, 1, first);
+            EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
         else
-            EACH_GROUP(FULL, 0, first);
+            EACH_GROUP(FULL, SCORE_VECTORS, 0, first);
     }
-    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, 0, first);
-    if (j < n_keys) EACH_GROUP(SINGLE, 0, first);
+    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, SCORE_VECTORS, 0, first);
+    if (j < n_keys) EACH_GROUP(SINGLE, SCORE_VECTORS, 0, first);
 #undef TILE
 #undef FULL
 #undef PAIR
@@ -251,12 +241,12 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
 
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
 INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
-                                   const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                                   ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
-                                   ptrdiff_t fetch_nbytes) {
+                                   const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                   ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch,
+                                   ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes) {
     ptrdiff_t fetch_byte = 0;
 #define TILE(R, v_col)                                                                                         \
-    NAME(accumulate_tile)(R, V, acc, p, rescale, ld, v, stops, v_row, v_col, fetch,                            \
+    NAME(accumulate_tile)(R, V, acc, p, rescale, ld, v, stops, first_chunk, v_row, v_col, fetch,               \
                           fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
     for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col) {
         if (v_col == sizeof(REAL))
@@ -275,14 +265,14 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
 }
 
 static void NAME(accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                             const char *v, const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                             ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                             const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                             ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
                              ptrdiff_t fetch_nbytes) {
 #define GROUP(V, unit, i)                                                                                      \
     NAME(accumulate_group)(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                            \
-                           rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i), value_dim,  \
-                           v_row, v_col, fetch, n_fetch, fetch_nbytes)
-    EACH_GROUP(GROUP, 0, 0);
+                           rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i),             \
+                           first_chunk, value_dim, v_row, v_col, fetch, n_fetch, fetch_nbytes)
+    EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
 #undef GROUP
 }
 
@@ -356,7 +346,8 @@ static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdi
 }
 
 INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *tile_max, REAL *row_max, REAL *row_sum,
-                                 REAL *rescale, ptrdiff_t ld, const ptrdiff_t *stops, REAL factor) {
+                                 REAL *rescale, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                 REAL factor) {
     const VEC empty = NAME(splat)(-(REAL)INFINITY);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const ptrdiff_t n_keys = *stops++;
@@ -366,9 +357,9 @@ INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *til
         /* -inf - 0 where the row is still empty: -inf - -inf would be NaN. */
         const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
         VEC total = {};
-        for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
+        for (ptrdiff_t start = 0, stop = first_chunk; start < n_keys; start = stop, stop += KEY_CHUNK) {
             VEC sum = {};
-            ptrdiff_t left = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
+            ptrdiff_t left = (n_keys < stop ? n_keys : stop) - start;
             /* Some keys at once, step by step: the steps of one key wait for each other. */
             for (; left >= EXP2_KEYS; left -= EXP2_KEYS, s += EXP2_KEYS * ld) {
                 VEC x[EXP2_KEYS];
@@ -376,16 +367,24 @@ INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *til
                 for (int i = 0; i < EXP2_KEYS; i++) x[i] = NAME(load)(s + i * ld) - base;
                 NAME(exp2)(EXP2_KEYS, scaled, factor, x);
 #pragma GCC unroll 8
-                for (int i = 0; i < EXP2_KEYS; i++) {
-                    NAME(store)(s + i * ld, x[i]);
-                    sum += x[i];
-                }
+                for (int i = 0; i < EXP2_KEYS; i++) NAME(store)(s + i * ld, x[i]);
+#pragma GCC unroll 8
+                for (int half = EXP2_KEYS / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+                    for (int i = 0; i < half; i++) x[i] += x[i + half];
+                sum += x[0];
             }
-            for (; left > 0; left--, s += ld) {
-                VEC x = NAME(load)(s) - base;
-                NAME(exp2)(1, scaled, factor, &x);
-                NAME(store)(s, x);
-                sum += x;
+            if (left > 0) {
+                /* As if the missing keys were masked: where a vector's keys end depends on its other lanes. */
+                VEC x[EXP2_KEYS] = {};
+                for (int i = 0; i < left; i++, s += ld) {
+                    x[i] = NAME(load)(s) - base;
+                    NAME(exp2)(1, scaled, factor, x + i);
+                    NAME(store)(s, x[i]);
+                }
+                for (int half = EXP2_KEYS / 2; half > 0; half /= 2)
+                    for (int i = 0; i < half; i++) x[i] += x[i + half];
+                sum += x[0];
             }
             total += sum;
         }
@@ -398,17 +397,18 @@ INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *til
 }
 
 static void NAME(softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
-                          const ptrdiff_t *stops, double exponent_factor) {
+                          const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor) {
     if (exponent_factor == 1)
-        NAME(softmax_scaled)(0, s, tile_max, row_max, row_sum, rescale, ld, stops, 1);
+        NAME(softmax_scaled)(0, s, tile_max, row_max, row_sum, rescale, ld, stops, first_chunk, 1);
     else
-        NAME(softmax_scaled)(1, s, tile_max, row_max, row_sum, rescale, ld, stops, (REAL)exponent_factor);
+        NAME(softmax_scaled)(1, s, tile_max, row_max, row_sum, rescale, ld, stops, first_chunk,
+                             (REAL)exponent_factor);
 }
 
 static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                      const ptrdiff_t *stops, ptrdiff_t value_dim, ptrdiff_t v_row,
-                                      ptrdiff_t v_col, const char *const *bias_rows, const uint32_t *words,
-                                      void *clean_v) {
+                                      const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                                      ptrdiff_t v_row, ptrdiff_t v_col, const char *const *bias_rows,
+                                      const uint32_t *words, void *clean_v) {
     REAL *const clean = clean_v;
     const ptrdiff_t n_keys = stops[ld / LANES - 1];
     for (ptrdiff_t j = 0; j < n_keys; j++)
@@ -416,8 +416,8 @@ static void NAME(accumulate_isolated)(void *acc, const void *p, const void *resc
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, stops, value_dim,
-                     value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), NULL, 0, 0);
+    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, stops, first_chunk,
+                     value_dim, value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), NULL, 0, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
@@ -496,13 +496,13 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .unpack = NAME(unpack),
     .mask_words = mask_words,
     .fma_peak = NAME(fma_peak),
+    .integer_peak = integer_peak,
 };
 
 #undef SCORE_STEP
 #undef LINE
 #undef EACH_GROUP
 #undef FMA
-#undef LAST_WIDTHS
 #undef LANES
 #undef LANE_INT
 #undef MANTISSA_BITS

@@ -4,7 +4,9 @@
  * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` SCORE_ROWS x SCORE_VECTORS and as
  * many totals of its stretches of SCORE_STRETCH columns. With the lane vectors and a broadcast they fill the
  * register file: 24 sums of 32 registers (AVX-512, NEON) or 12 of 16, where the totals live on the stack and
- * stretches are longer. What counts beside full pipes is how many loads and instructions a multiply-add takes:
+ * stretches are longer. Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the
+ * multiply-adds they save 7 % of `score` (2 cores of Emerald Rapids, 2026-11-21, one thread over the kernels alone),
+ * and 32 would save another 1 %, but round 12 % more. What counts beside full pipes is how many loads and instructions a multiply-add takes:
  * under AVX2 a 4 x 3 tile needs 7 loads for 12, two of them half a line; `accumulate` walks a column of weights
  * per tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query
  * rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
@@ -26,7 +28,7 @@
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 3
-#define SCORE_STRETCH 8
+#define SCORE_STRETCH 16
 #define BLOCK_VECTORS 3
 #define EXP2_KEYS 4
 #elif defined(__AVX2__)
@@ -54,21 +56,23 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 2
-#define SCORE_STRETCH 8
+#define SCORE_STRETCH 4
 #define LONGEST_CHUNK 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 2
 #endif
 
-#define SCORE_REST 8 /* columns of a stretch that is not full */
+/* Columns of a stretch that is not full. */
+#define SCORE_REST (SCORE_STRETCH < 8 ? SCORE_STRETCH : 8)
 
 #ifndef LONGEST_CHUNK
 #define LONGEST_CHUNK PTRDIFF_MAX
 #endif
 
-/* Keys that one partial sum of `softmax` and `accumulate` runs over. Writing the accumulators back holds up the
- * multiply-adds: a store of 64 bytes takes one and a half of them. 128 leaves 2/3 of PyTorch's error, 64 leaves 57 %
- * and takes 1 to 2 % longer. 2 cores of Zen 4 EPYC, 2026-11-20. */
+/* Keys that one partial sum of `softmax` and `accumulate` runs over. 64 instead of 128 leave 83 % of the root mean
+ * square error of 400 keys. Writing the accumulators back holds up the multiply-adds where a store of 64 bytes takes
+ * one and a half of them: 1 to 2 % of a call (2 cores of Zen 4 EPYC, 2026-11-20); nothing measurable on 2 cores of
+ * Emerald Rapids (2026-11-21), both with one thread over the kernels alone. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
 /* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last

@@ -23,7 +23,7 @@
 
 /* Sums over keys are formed this many keys at a time; the first `first_chunk` of a call make the first sum, a
  * multiple of 4, so that sums are cut at the same keys wherever a call starts. */
-#define FASTATTN_KEY_CHUNK 128
+#define FASTATTN_KEY_CHUNK 64
 
 typedef struct {
     const char *isa;

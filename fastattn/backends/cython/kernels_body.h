@@ -109,7 +109,7 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
  *
  * Each sum is formed SCORE_STRETCH columns at a time, or SCORE_REST where fewer are left; the stretches of `chunk`
  * columns are added up, then the chunks: short chains round less, and this is where most of the error of attention
- * comes from. The additions have a pipe of their own beside the multiply-adds. */
+ * comes from. */
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                              const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                              ptrdiff_t chunk) {

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "fastattn"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 COMPILED_SOURCES = sorted(
     path
-    for kind in ("*.pyx", "*.pxd", "*.c", "*.h")
+    for kind in ("*.pyx", "*.pxi", "*.c", "*.h")
     for path in (PACKAGE / "backends").rglob(kind)
     if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not what Cython wrote
 )

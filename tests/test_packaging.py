@@ -84,7 +84,13 @@ def without_compiler(
 
 class TestSourceDistribution:
     def test_holds_every_source(self, unpacked):
-        kinds = ((KERNELS, "*.[ch]"), (KERNELS, "*.pyx"), ("fastattn", "*.py"), ("tests", "*"))
+        kinds = (
+            (KERNELS, "*.[ch]"),
+            (KERNELS, "*.pyx"),
+            (KERNELS, "*.pxi"),
+            ("fastattn", "*.py"),
+            ("tests", "*"),
+        )
         present = {
             path.relative_to(ROOT)
             for folder, kind in kinds

@@ -1,0 +1,149 @@
+# One tile of keys: which of them each lane may attend, and their scores. The only part that knows masks and bias.
+
+cdef extern from "convert.h" nogil:
+    void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
+
+cdef uint32_t ALL_BITS = 0xffffffff
+
+
+cdef inline uint32_t span_word(Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Bits start..stop-1 of a word; bounds outside 0..32 are clipped."""
+    if start < 0:
+        start = 0
+    if stop > WORD:
+        stop = WORD
+    if start >= stop:
+        return 0
+    return (<uint32_t>0xffffffff >> (WORD - (stop - start))) << start
+
+
+cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
+                         bint whole, Py_ssize_t *plain, Py_ssize_t *plain_stop) noexcept nogil:
+    """Which of the keys key0.. each lane may attend, and whether that is none or all.
+
+    Where it is some, w.words say which. The scores plain .. plain_stop - 1 need no adjusting, and have no words.
+    w.stops say where the keys of a vector of lanes end; whole: every vector has all keys of the tile.
+    With a tile map key0 is a multiple of 32, so that a word never straddles two of its tiles.
+    """
+    cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
+    cdef Py_ssize_t first = 0, last = 0   # words of the plain scores
+    cdef uint32_t every = ALL_BITS, some = 0, word, valid
+    cdef int32_t entry
+    cdef const char *index
+    cdef bint intervals_only = job.dense.data == NULL and job.tile_index.data == NULL
+    cdef bint masks_only = job.bias.data == NULL and job.softcap == 0
+    plain[0] = 0
+    plain_stop[0] = n_keys if masks_only else 0
+    for j in range(block.n_vectors):
+        w.stops[j] = n_keys
+    if not job.is_masked:
+        return TILE_FULL
+    if intervals_only:
+        if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
+            return TILE_FULL
+        if masks_only and not whole:
+            first = (max(block.all_start - key0, 0) + WORD - 1) // WORD
+            last = min(block.all_stop - key0, n_keys) // WORD
+            if first >= last:
+                first = last = 0
+
+    for j in range(n_words):
+        if first <= j < last:
+            continue
+        key = key0 + j * WORD
+        for lane in range(ld):
+            w.words[j * ld + lane] = span_word(w.start[lane] - key, w.stop[lane] - key)
+    if job.dense.data != NULL:
+        for lane in range(ld):
+            w.rows[lane] = lane_row(w, &job.dense, block.dense, lane) + key0 * job.dense.col
+        job.kernels.mask_words(w.words, ld, <const char *const *>w.rows, job.dense.col, job.dense_size, n_keys)
+    if job.tile_index.data != NULL:
+        for lane in range(ld):
+            index = (block.tile_index + w.row_h[lane] * job.tile_index.head
+                     + w.row_i[lane] // job.tile_q * job.tile_index.row)
+            for j in range(n_words):
+                key = key0 + j * WORD
+                entry = (<const int32_t *>(index + key // job.tile_k * job.tile_index.col))[0]
+                if entry == TILES_EMPTY:
+                    w.words[j * ld + lane] = 0
+                elif entry != TILES_FULL:
+                    w.words[j * ld + lane] &= job.tile_bits[
+                        (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
+                        + key % job.tile_k // WORD]
+
+    if first == last:
+        for j in range(n_words):
+            valid = span_word(0, n_keys - j * WORD)
+            for lane in range(ld):
+                word = w.words[j * ld + lane] & valid
+                some |= word
+                every &= word | ~valid
+        if some == 0:
+            return TILE_EMPTY
+        if every == ALL_BITS:
+            return TILE_FULL
+    plain[0] = first * WORD
+    plain_stop[0] = last * WORD
+    if not whole:
+        # No vector's keys end before those of the one in front of it.
+        key = 0
+        for lane in range(ld):
+            key = max(key, w.stop[lane] - key0)
+            w.stops[lane // job.kernels.lanes] = min(key, n_keys)
+    return TILE_PARTIAL
+
+
+cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
+                         Py_ssize_t n_keys) noexcept nogil:
+    """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, or converted."""
+    cdef Py_ssize_t lane
+    cdef char *row
+    for lane in range(block.ld):
+        row = lane_row(w, &job.bias, block.bias, lane) + key0 * job.bias.col
+        w.bias_rows[lane] = row
+        if job.convert_bias:
+            w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
+            fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_size, job.bias_swapped,
+                                 job.bias.col, n_keys)
+
+
+cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
+                            Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
+
+    Leaves in w.part_stops where the vectors' keys end in this part of the tile.
+    """
+    cdef Py_ssize_t j
+    for j in range(block.n_vectors):
+        w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
+    if w.part_stops[block.n_vectors - 1] > 0:
+        job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
+                          block.key + (key0 + first) * job.key.row, w.part_stops, job.head_dim, job.key.row,
+                          job.key.col, job.score_chunk)
+
+
+cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                                 Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias."""
+    cdef const uint32_t *words = words_of(w, state)
+    if n_keys <= 0:
+        return
+    score_keys(job, w, block, NULL, key0, first, n_keys)
+    job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
+                       bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+
+
+cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
+                          bint whole) noexcept nogil:
+    """Scores of one key tile, masked, into w.scores; nothing where the tile is empty. whole: see `mask_tile`."""
+    cdef Py_ssize_t plain, plain_stop
+    cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &plain, &plain_stop)
+    if state == TILE_EMPTY:
+        return state
+    memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
+    if job.bias.data != NULL:
+        find_bias_rows(job, w, block, key0, n_keys)
+    adjusted_scores(job, w, block, state, key0, 0, plain)
+    score_keys(job, w, block, w.tile_max, key0, plain, plain_stop - plain)
+    adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
+    return state

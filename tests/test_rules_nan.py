@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastattn import masks
 from tests.cases import FLOATS, MASK_NAMES, mask_pair, random_arrays
 from tests.naive import allowed_keys
 from tests.tolerances import assert_attention, assert_same_bits
@@ -159,6 +160,32 @@ def test_nan_query_row_is_nan_alone(engine, options, dtype):
     assert np.isnan(results[1][here]).all()
     for got, wanted in zip(results, clean, strict=True):
         assert_same_bits(got[~here], wanted[~here])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["causal", "window", "mask", "objects", "bias", "both", "value"])
+def test_weights_of_a_row_of_nan_are_0_at_masked_keys(engine, kind, dtype):
+    """NaN is what the row's allowed keys weigh; a masked key weighs nothing whatever the query holds."""
+    query, key, value = problem(70, 150, dtype)
+    allowed = np.random.default_rng(0).random((70, 150)) < 0.5
+    bias = np.where(np.random.default_rng(1).random((70, 150)) < 0.7, 0.5, -np.inf).astype(dtype)
+    causal = np.tri(70, 150, dtype=bool)
+    options, allowed = {
+        "causal": ({"causal": "top_left"}, causal),
+        "window": ({"window": (9, 3)}, allowed_keys((), 1, 70, 150, window=(9, 3))[0]),
+        "mask": ({"mask": allowed}, allowed),
+        "objects": ({"mask": masks.Causal(offset=0) | masks.Dense(allowed)}, causal | allowed),
+        "bias": ({"bias": bias}, bias == 0.5),
+        "both": ({"bias": bias, "mask": allowed}, (bias == 0.5) & allowed),
+        "value": ({"causal": "top_left"}, causal),
+    }[kind]
+    if kind == "value":  # leaves the weights themselves alone
+        value[1, 1, 0, 3] = np.nan
+    else:
+        query[1, 2, 33, 5] = np.nan
+    weights = engine.everything(query, key, value, **options)[2][1, 2, 33]
+    assert (np.isnan(weights) == (allowed[33] & (kind != "value"))).all()
+    assert (weights[~allowed[33]] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

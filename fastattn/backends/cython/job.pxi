@@ -150,10 +150,23 @@ cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept
 
 
 cdef inline void set_real(char *to, double x, Py_ssize_t itemsize) noexcept nogil:
+    """x as a float or double at any address."""
+    cdef float single = <float>x
     if itemsize == 4:
-        (<float *>to)[0] = <float>x
+        memcpy(to, &single, sizeof(float))
     else:
-        (<double *>to)[0] = x
+        memcpy(to, &x, sizeof(double))
+
+
+cdef inline double get_real(const char *at, Py_ssize_t itemsize) noexcept nogil:
+    """The float or double at any address."""
+    cdef float single
+    cdef double x
+    if itemsize == 4:
+        memcpy(&single, at, sizeof(float))
+        return single
+    memcpy(&x, at, sizeof(double))
+    return x
 
 
 cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:

@@ -68,23 +68,40 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
     return partial
 
 
+cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state,
+                       Py_ssize_t n_keys) noexcept nogil:
+    """Makes the weights at w.rows 0 where a lane may not read a key: in a row of NaN they came out as 0 * NaN."""
+    cdef const char *const *bias = bias_of(job, w)
+    cdef const uint32_t *words = words_of(w, state)
+    cdef Py_ssize_t lane, j
+    cdef bint masked
+    for lane in range(block.n_rows):
+        for j in range(n_keys):
+            masked = words != NULL and not words[j // WORD * block.ld + lane] >> (j % WORD) & 1
+            if masked or (bias != NULL and get_real(bias[lane] + j * job.itemsize, job.itemsize) == -INFINITY):
+                set_real(w.rows[lane] + j * job.itemsize, 0, job.itemsize)
+
+
 cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept nogil:
     """The weights of the block's rows: its scores once more, against the row_max and row_sum now known."""
     cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
+    cdef TileState state
     for lane in range(block.n_rows):
         memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.itemsize)
     while tile < block.high:
         key0 = max(tile, block.low)
         tile += job.block_k
         n_keys = min(tile, block.high) - key0
-        if score_tile(job, w, block, key0, n_keys, True) == TILE_EMPTY:
+        state = score_tile(job, w, block, key0, n_keys, True)
+        if state == TILE_EMPTY:
             continue
         # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
         job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
         for lane in range(block.ld):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
-        job.kernels.unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse)
+        if job.kernels.unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
+            clear_masked(job, w, block, state, n_keys)
 
 
 cdef void start_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:

@@ -9,7 +9,7 @@ cdef extern from "kernels.h" nogil:
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
-                      Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+                      Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
@@ -95,6 +95,9 @@ cdef struct Scratch:
     char **out_rows
     char **bias_rows
     const char **fetch   # addresses that memory is asked for ahead of their use
+    char *seen           # the values that this thread has worked on last, and which of their rows
+    Py_ssize_t seen_start
+    Py_ssize_t seen_stop
     Py_ssize_t *start
     Py_ssize_t *stop
     Py_ssize_t *stops    # keys of the tile at hand for each vector of lanes, see kernels.h
@@ -214,6 +217,7 @@ cdef char *new_scratch(const Job *job, Scratch *w) noexcept nogil:
     if memory == NULL:
         return NULL
     lay_out(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
+    w.seen = NULL
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)
     return memory

@@ -210,7 +210,7 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
 
 static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                         const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        ptrdiff_t chunk) {
+                        ptrdiff_t chunk, const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes) {
     REAL *s = s_tile, *const top = tile_max;
     if (chunk > LONGEST_CHUNK) chunk = LONGEST_CHUNK;
     const ptrdiff_t n_keys = stops[n_vectors - 1];
@@ -226,6 +226,9 @@ static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t l
     const int is_unit = k_col == sizeof(REAL);
     for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
+        for (ptrdiff_t at = 0; at < fetch_nbytes; at += 64) /* into L2: L1 has no room for a tile of them */
+#pragma GCC unroll 8
+            for (int r = 0; r < SCORE_ROWS; r++) __builtin_prefetch(fetch + (j + r) * fetch_row + at, 0, 2);
         if (is_unit)
             EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
         else

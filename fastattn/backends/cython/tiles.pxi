@@ -107,19 +107,34 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
                                  job.bias.col, n_keys)
 
 
+cdef inline bint is_new(Scratch *w, char *value, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Whether this thread has not worked on all of the rows start .. stop - 1 of value lately; now it has."""
+    cdef bint new
+    if w.seen != value:
+        w.seen = value
+        w.seen_start = w.seen_stop = start
+    new = start < w.seen_start or stop > w.seen_stop
+    w.seen_start = min(w.seen_start, start)
+    w.seen_stop = max(w.seen_stop, stop)
+    return new
+
+
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
                             Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
-    Leaves in w.part_stops where the vectors' keys end in this part of the tile.
+    Leaves in w.part_stops where the vectors' keys end in this part of the tile. Values that no cache holds yet are
+    asked for along the way: `accumulate` reads them column by column, too fast for a memory that is far away.
     """
-    cdef Py_ssize_t j
+    cdef Py_ssize_t j, start = key0 + first, fetch_nbytes = 0
     for j in range(block.n_vectors):
         w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
     if w.part_stops[block.n_vectors - 1] > 0:
+        if is_new(w, block.value, start, start + n_keys):
+            fetch_nbytes = job.value_dim * job.itemsize
         job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
-                          block.key + (key0 + first) * job.key.row, w.part_stops, job.head_dim, job.key.row,
-                          job.key.col, job.score_chunk)
+                          block.key + start * job.key.row, w.part_stops, job.head_dim, job.key.row, job.key.col,
+                          job.score_chunk, block.value + start * job.value.row, job.value.row, fetch_nbytes)
 
 
 cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,

@@ -10,26 +10,17 @@ from typing import NamedTuple
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group square`.
 BLOCK_K = 256
 
-# Columns of query and key that one partial sum of a score runs over, itself made of the shorter chains of the
-# kernel. Rounding errors of scores average out over the keys of a row; where there are few keys they do not,
-# and time goes elsewhere.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --errors`.
-SCORE_CHUNK = 64
-SCORE_CHUNK_FEW_KEYS = 16
-FEW_KEYS = 64
-
 # Below this many multiply-adds one thread is faster than waking a second: the region costs about 5 us.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group small`.
 SMALL_WORK = 400_000
 
 
 class Plan(NamedTuple):
-    """How a problem is cut up. ``block_k`` and ``score_chunk`` say where sums are rounded, so they depend on
-    the problem alone; ``block_q`` and ``num_threads`` change no bit of a result."""
+    """How a problem is cut up. ``block_k`` says where sums are rounded, so it depends on the problem alone;
+    ``block_q`` and ``num_threads`` change no bit of a result."""
 
     block_q: int  #: query rows of a tile
     block_k: int  #: keys of a tile
-    score_chunk: int  #: columns that one partial sum of a score runs over
     num_threads: int
 
 
@@ -55,5 +46,4 @@ def plan_tiles(rows: int, len_k: int, columns: int, block_q: int, num_threads: i
     num_threads : int
         How many threads there may be.
     """
-    chunk = SCORE_CHUNK_FEW_KEYS if len_k < FEW_KEYS else SCORE_CHUNK
-    return Plan(block_q, BLOCK_K, chunk, 1 if is_small(rows, len_k, columns) else num_threads)
+    return Plan(block_q, BLOCK_K, 1 if is_small(rows, len_k, columns) else num_threads)

@@ -35,7 +35,6 @@ class ReferenceBackend:
         return Plan(
             block_q=block_q,
             block_k=max(1, problem.len_k),
-            score_chunk=problem.head_dim,
             num_threads=1,
         )
 

@@ -102,7 +102,7 @@ static void test_unpack(void) {
 /* ------------------------------------------------------------------ score */
 
 /* Small integers: every sum is exact, so one wrong, missing or doubled term shows. */
-static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int layout, ptrdiff_t chunk) {
+static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int layout) {
     const ptrdiff_t ld = lanes * kernels->max_vectors, live = lanes * vectors;
     const ptrdiff_t *stops = key_stops(vectors, n_keys, below(3) == 0);
     const int has_max = below(4) > 0;
@@ -117,7 +117,7 @@ static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int l
     void *want_top = tile(1, ld);
     memcpy(want_top, top, (size_t)(ld * size));
     /* What is fetched is never read: no memory is there. */
-    kernels->score(s, has_max ? top : NULL, q, ld, vectors, k.at, stops, head_dim, k.row, k.col, chunk,
+    kernels->score(s, has_max ? top : NULL, q, ld, vectors, k.at, stops, head_dim, k.row, k.col,
                    (const char *)((uintptr_t)1 << 40), below(200) - 100, below(3) * 100);
     for (ptrdiff_t j = 0; j < n_keys; j++) {
         memset(sums, 0, sizeof sums);
@@ -129,8 +129,8 @@ static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int l
             const double got = get(s, j * ld + lane);
             const int counts = lane < live && j < stops[lane / lanes];
             CHECK(counts ? got == sums[lane] : isnan(got) || (lane < live && got == sums[lane]),
-                  "n_keys %td, head_dim %td, %d vectors, layout %d, chunk %td: key %td, lane %td is " NUMBER
-                  ", not " NUMBER, n_keys, head_dim, vectors, layout, chunk, j, lane, got, sums[lane]);
+                  "n_keys %td, head_dim %td, %d vectors, layout %d: key %td, lane %td is " NUMBER ", not " NUMBER, n_keys,
+                  head_dim, vectors, layout, j, lane, got, sums[lane]);
             if (has_max && counts && sums[lane] > get(want_top, lane)) put(want_top, lane, sums[lane]);
         }
     }
@@ -148,12 +148,14 @@ static void test_score(void) {
     int nth = 0;
     for (int head_dim = 1; head_dim <= 130; head_dim++)
         for (int i = 0; i < 4; i++, nth++)
-            check_score(1 + below(40), head_dim, 1 + nth % kernels->max_vectors, below(LAYOUTS), i % 2 ? 64 : 16);
+            check_score(1 + below(40), head_dim, 1 + nth % kernels->max_vectors, below(LAYOUTS));
     for (int n_keys = 1; n_keys <= 40; n_keys++)
         for (int i = 0; i < COUNT(dims); i++, nth++)
-            check_score(n_keys, dims[i], 1 + below(kernels->max_vectors), nth % LAYOUTS, below(2) ? 64 : 16);
+            check_score(n_keys, dims[i], 1 + below(kernels->max_vectors), nth % LAYOUTS);
+    for (int n_keys = 60; n_keys <= 140; n_keys += 1 + below(4))
+        check_score(n_keys, 1 + below(140), 1 + below(kernels->max_vectors), nth++ % LAYOUTS);
     for (int layout = 0; layout < LAYOUTS; layout++)
-        check_score(256, layout % 2 ? 64 : 130, kernels->max_vectors, layout, 64);
+        check_score(256, layout % 2 ? 64 : 130, kernels->max_vectors, layout);
 }
 
 /* ------------------------------------------------------------------ adjust */
@@ -434,19 +436,19 @@ static void test_accumulate_isolated(void) {
 
 /* ------------------------------------------------------------------ sums of real numbers */
 
-/* Any order of adding n terms errs by at most n - 1 roundings of the sum of their sizes; here chunk terms and
- * then the chunks, and one more for each product where there is no fused multiply-add. */
+/* Any order of adding n terms errs by at most n - 1 roundings of the sum of their sizes; here 64 terms and
+ * then the sums of 64, and one more for each product where there is no fused multiply-add. */
 static void test_rounding(void) {
     const int vectors = kernels->max_vectors;
-    const ptrdiff_t ld = lanes * vectors, sizes[][3] = {{64, 37, 16}, {130, 40, 64}, {256, 33, 16}, {256, 256, 64}};
+    const ptrdiff_t ld = lanes * vectors, sizes[][2] = {{64, 37}, {130, 40}, {256, 33}, {256, 256}};
     for (int i = 0; i < COUNT(sizes); i++) {
-        const ptrdiff_t n = sizes[i][0], other = sizes[i][1], chunk = sizes[i][2];
+        const ptrdiff_t n = sizes[i][0], other = sizes[i][1];
         /* Scores: n columns, `other` keys. Values: n keys, `other` columns. The same sums twice. */
         void *x = tile(n, ld), *s = tile(other, ld), *acc = tile(other, ld), *top = filled(1, ld, -INFINITY);
         Matrix y = laid_out(other, n, 0);
         for (ptrdiff_t j = 0; j < n * ld; j++) put(x, j, uniform(-1, 1));
         for (ptrdiff_t j = 0; j < n * other; j++) put(y.at, j, uniform(-1, 1));
-        kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, chunk, NULL, 0, 0);
+        kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, NULL, 0, 0);
         kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), FASTATTN_KEY_CHUNK, other, y.col,
                             y.row, NULL, 0, 0);
         for (ptrdiff_t r = 0; r < other; r++)
@@ -457,10 +459,10 @@ static void test_rounding(void) {
                     sum += term;
                     sizes_sum += fabsl(term);
                 }
-                CHECK(fabsl(get(s, r * ld + lane) - sum) <= (chunk + n / chunk + 2) * unit * sizes_sum,
-                      "score of %td terms in chunks of %td: " NUMBER, n, chunk, get(s, r * ld + lane));
-                CHECK(fabsl(get(acc, r * ld + lane) - sum) <=
-                          (FASTATTN_KEY_CHUNK + n / FASTATTN_KEY_CHUNK + 2) * unit * sizes_sum,
+                const long double budget = (64 + n / 64 + 2) * unit * sizes_sum;
+                CHECK(fabsl(get(s, r * ld + lane) - sum) <= budget, "score of %td terms: " NUMBER, n,
+                      get(s, r * ld + lane));
+                CHECK(fabsl(get(acc, r * ld + lane) - sum) <= budget,
                       "values of %td keys: " NUMBER, n, get(acc, r * ld + lane));
             }
         release();
@@ -620,8 +622,7 @@ static void attend(const int *rows_of, int vectors, int isolated, double softcap
             if (lane % lanes == 0) *stop = isolated ? n_keys : lane ? stop[-1] : 0;
             if (stops[row] - key0 > *stop) *stop = stops[row] - key0 < n_keys ? stops[row] - key0 : n_keys;
         }
-        kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, 16, NULL, 0,
-                       0);
+        kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, NULL, 0, 0);
         kernels->adjust(s, tile_max, ld, stops_of, softcap, bias, words);
         kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, first_chunk, LOG2E);
         const char *const values = element(&value, key0, 0);

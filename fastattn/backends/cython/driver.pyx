@@ -201,7 +201,7 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
     if job.batch == 0 or job.num_heads == 0 or job.len_q == 0:
         return 0
     set_options(job, scale, softcap)
-    set_blocks(job, plan.block_q, plan.block_k, plan.score_chunk)
+    set_blocks(job, plan.block_q, plan.block_k)
     with nogil:
         run_job(job, num_threads)
     if job.out_of_memory:
@@ -290,9 +290,8 @@ cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:
         job.query_factor = scale * unit
 
 
-cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k, Py_ssize_t score_chunk) noexcept nogil:
+cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept nogil:
     job.kernels = chosen[job.itemsize == 8]
-    job.score_chunk = score_chunk
     # No more room than the keys need: a small call stays in the small bins of malloc.
     job.block_k = min(block_k, (job.len_k + WORD - 1) // WORD * WORD)
     if job.block_k == 0:

@@ -9,7 +9,7 @@ cdef extern from "kernels.h" nogil:
         int max_vectors
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
-                      Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
+                      Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
@@ -68,7 +68,6 @@ cdef struct Job:
     double softcap           # 0 when there is none; in the domain of the scores
     double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
     Py_ssize_t block_k
-    Py_ssize_t score_chunk
     Py_ssize_t n_vectors     # vectors of lanes that the rows of one key/value head fill
     Py_ssize_t n_blocks      # blocks that they are cut into
     Py_ssize_t max_lanes     # lanes of the widest block

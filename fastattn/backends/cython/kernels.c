@@ -57,7 +57,7 @@
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 2
 #define SCORE_STRETCH 4
-#define LONGEST_CHUNK 16 /* without fused multiply-adds every product rounds too */
+#define SCORE_COLUMNS 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define EXP2_KEYS 2
 #endif
@@ -65,15 +65,18 @@
 /* Columns of a stretch that is not full. */
 #define SCORE_REST (SCORE_STRETCH < 8 ? SCORE_STRETCH : 8)
 
-#ifndef LONGEST_CHUNK
-#define LONGEST_CHUNK PTRDIFF_MAX
-#endif
-
 /* Keys that one partial sum of `softmax` and `accumulate` runs over. 64 instead of 128 leave 83 % of the root mean
  * square error of 400 keys. Writing the accumulators back holds up the multiply-adds where a store of 64 bytes takes
  * one and a half of them: 1 to 2 % of a call (2 cores of Zen 4 EPYC, 2026-11-20); nothing measurable on 2 cores of
  * Emerald Rapids (2026-11-21), both with one thread over the kernels alone. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
+
+/* `score` works on this many keys and columns at a time: with 48 query rows 12 KB of scores and 12 KB of queries in
+ * float32, which stay in L1, where all columns of wide heads do not. */
+#define SCORE_KEYS 64
+#ifndef SCORE_COLUMNS
+#define SCORE_COLUMNS 64
+#endif
 
 /* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
  * row that is the next head's, in the usual layout; an address that does not exist is ignored. 16 rows of V were
@@ -146,6 +149,19 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
             words[lane] &= word;
         }
     }
+}
+
+typedef struct {
+    const char *at;
+    ptrdiff_t row, nbytes;
+} fetched_rows;
+
+/* Asks memory for n rows from the j-th on. Into L2: L1 has no room for a tile of them. A few at a time, as memory
+ * answers only so many; and not inline, to leave the registers to the caller's loop. */
+static __attribute__((noinline)) void fetch_rows(const fetched_rows *rows, ptrdiff_t j, ptrdiff_t n) {
+    const char *row = rows->at + j * rows->row;
+    for (; n > 0; n--, row += rows->row)
+        for (ptrdiff_t at = 0; at < rows->nbytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
 static double integer_peak(long steps) {

@@ -36,11 +36,10 @@ typedef struct {
 
     /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]; tile_max (or NULL) takes them
      * in: tile_max[lane] = max(tile_max[lane], s[.][lane]), maybe with scores past the vector's stop.
-     * Sums are formed over `chunk` columns at a time: fewer round less and take a little longer.
      * Along the way it asks memory for the first fetch_nbytes bytes of one row for each key, which nothing reads yet:
      * of key j at fetch + j * fetch_row. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col, ptrdiff_t chunk,
+                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                   const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes);
 
     /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the

@@ -105,50 +105,46 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
     return any != 0;
 }
 
-/* One register tile of `score`: R keys by V vectors of lanes. Row r of K starts at k + r * k_row.
+/* One register tile of `score`: R keys by V vectors of lanes, over n_cols columns, added to what s holds unless
+ * is_first. Row r of K starts at k + r * k_row.
  *
- * Each sum is formed SCORE_STRETCH columns at a time, or SCORE_REST where fewer are left; the stretches of `chunk`
- * columns are added up, then the chunks: short chains round less, and this is where most of the error of attention
- * comes from. */
+ * Each sum is formed SCORE_STRETCH columns at a time, or SCORE_REST where fewer are left, and the stretches are added
+ * up: short chains round less, and this is where most of the error of attention comes from. */
 INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                             ptrdiff_t chunk) {
-    for (ptrdiff_t start = 0; start < head_dim; start += chunk) {
-        VEC total[SCORE_ROWS][SCORE_VECTORS] = {};
-        for (ptrdiff_t left = head_dim - start < chunk ? head_dim - start : chunk; left > 0;) {
-            VEC sum[SCORE_ROWS][SCORE_VECTORS] = {};
-            if (left >= SCORE_STRETCH) {
-                /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
+                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first) {
+    VEC total[SCORE_ROWS][SCORE_VECTORS] = {};
+    for (ptrdiff_t left = n_cols; left > 0;) {
+        VEC sum[SCORE_ROWS][SCORE_VECTORS] = {};
+        if (left >= SCORE_STRETCH) {
+            /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-                for (int d = 0; d < SCORE_STRETCH; d += LINE)
+            for (int d = 0; d < SCORE_STRETCH; d += LINE)
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row + d * k_col, 0, 3);
+                for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row + d * k_col, 0, 3);
 #pragma GCC unroll 16
-                for (int d = 0; d < SCORE_STRETCH; d++, k += k_col, q += ld) SCORE_STEP(sum);
-                left -= SCORE_STRETCH;
-            } else {
-                const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
-                for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
-                left -= rest;
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
+            for (int d = 0; d < SCORE_STRETCH; d++, k += k_col, q += ld) SCORE_STEP(sum);
+            left -= SCORE_STRETCH;
+        } else {
+            const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
+            for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
+            left -= rest;
         }
-        const int is_last = start + chunk >= head_dim && tile_max;
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-            VEC top = is_last ? NAME(load)(tile_max + v * LANES) : (VEC){};
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                REAL *const to = s + r * ld + v * LANES;
-                if (start > 0) total[r][v] += NAME(load)(to);
-                NAME(store)(to, total[r][v]);
-                top = NAME(max)(top, total[r][v]);
-            }
-            if (is_last) NAME(store)(tile_max + v * LANES, top);
+            for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+        VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            REAL *const to = s + r * ld + v * LANES;
+            if (!is_first) total[r][v] += NAME(load)(to);
+            NAME(store)(to, total[r][v]);
+            top = NAME(max)(top, total[r][v]);
         }
+        if (tile_max) NAME(store)(tile_max + v * LANES, top);
     }
 }
 
@@ -208,38 +204,51 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
             BODY(1, unit, i);                                                                                  \
     } while (0)
 
-static void NAME(score)(void *s_tile, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        ptrdiff_t chunk, const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes) {
-    REAL *s = s_tile, *const top = tile_max;
-    if (chunk > LONGEST_CHUNK) chunk = LONGEST_CHUNK;
-    const ptrdiff_t n_keys = stops[n_vectors - 1];
-    ptrdiff_t j = 0;
+/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`; `fetch` may be NULL. */
+static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                                const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
+                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, const fetched_rows *fetch) {
+    const int is_unit = k_col == sizeof(REAL);
     int first = 0;
+    s += j * ld;
+    k += j * k_row;
     /* All lanes for a few keys before the next keys: K stays in L1 for them. */
 #define TILE(R, V, k_col, i)                                                                                   \
-    NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, (const REAL *)q + (i)*LANES, ld, k,    \
-                     head_dim, k_row, k_col, chunk)
+    NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
+                     k_col, is_first)
 #define FULL(V, unit, i) TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i)
 #define PAIR(V, unit, i) TILE(2, V, k_col, i)
 #define SINGLE(V, unit, i) TILE(1, V, k_col, i)
-    const int is_unit = k_col == sizeof(REAL);
-    for (; j + SCORE_ROWS <= n_keys; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
+    for (; j + SCORE_ROWS <= stop; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
-        for (ptrdiff_t at = 0; at < fetch_nbytes; at += 64) /* into L2: L1 has no room for a tile of them */
-#pragma GCC unroll 8
-            for (int r = 0; r < SCORE_ROWS; r++) __builtin_prefetch(fetch + (j + r) * fetch_row + at, 0, 2);
+        if (fetch) fetch_rows(fetch, j, SCORE_ROWS);
         if (is_unit)
             EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
         else
             EACH_GROUP(FULL, SCORE_VECTORS, 0, first);
     }
-    for (; j + 2 <= n_keys; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, SCORE_VECTORS, 0, first);
-    if (j < n_keys) EACH_GROUP(SINGLE, SCORE_VECTORS, 0, first);
+    for (; j + 2 <= stop; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, SCORE_VECTORS, 0, first);
+    if (j < stop) EACH_GROUP(SINGLE, SCORE_VECTORS, 0, first);
 #undef TILE
 #undef FULL
 #undef PAIR
 #undef SINGLE
+}
+
+static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                        const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes) {
+    const fetched_rows rows = {fetch, fetch_row, fetch_nbytes};
+    const ptrdiff_t n_keys = stops[n_vectors - 1];
+    for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
+        const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
+        for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
+            const int is_last = head_dim - start <= SCORE_COLUMNS;
+            NAME(score_columns)(s, is_last ? tile_max : NULL, (const REAL *)q + start * ld, ld, n_vectors,
+                                k + start * k_col, stops, j, stop, is_last ? head_dim - start : SCORE_COLUMNS, k_row,
+                                k_col, start == 0, start == 0 && fetch_nbytes > 0 ? &rows : NULL);
+        }
+    }
 }
 
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */

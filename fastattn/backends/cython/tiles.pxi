@@ -134,7 +134,7 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
             fetch_nbytes = job.value_dim * job.itemsize
         job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
                           block.key + start * job.key.row, w.part_stops, job.head_dim, job.key.row, job.key.col,
-                          job.score_chunk, block.value + start * job.value.row, job.value.row, fetch_nbytes)
+                          block.value + start * job.value.row, job.value.row, fetch_nbytes)
 
 
 cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,

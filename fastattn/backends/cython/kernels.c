@@ -4,12 +4,14 @@
  * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` SCORE_ROWS x SCORE_VECTORS and as
  * many totals of its stretches of SCORE_STRETCH columns. With the lane vectors and a broadcast they fill the
  * register file: 24 sums of 32 registers (AVX-512, NEON) or 12 of 16, where the totals live on the stack and
- * stretches are longer. Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the
- * multiply-adds they save 7 % of `score` (2 cores of Emerald Rapids, 2026-11-21, one thread over the kernels alone),
- * and 32 would save another 1 %, but round 12 % more. What counts beside full pipes is how many loads and instructions a multiply-add takes:
+ * stretches are longer. What counts beside full pipes is how many loads and instructions a multiply-add takes:
  * under AVX2 a 4 x 3 tile needs 7 loads for 12, two of them half a line; `accumulate` walks a column of weights
  * per tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query
  * rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
+ *
+ * Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the multiply-adds they
+ * save 7 % of `score`, and 32 would save another 1 %, but round 12 % more. 2 cores of Emerald Rapids, 2026-11-21,
+ * AVX-512, one thread over the kernels alone.
  */
 
 #include <math.h>
@@ -72,7 +74,8 @@
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
 /* `score` works on this many keys and columns at a time: with 48 query rows 12 KB of scores and 12 KB of queries in
- * float32, which stay in L1, where all columns of wide heads do not. */
+ * float32, which stay in L1, where all columns of wide heads do not: 5 % of `score` at head_dim 256. 2 cores of
+ * Emerald Rapids, 2026-11-21, one thread over the kernels alone. */
 #define SCORE_KEYS 64
 #ifndef SCORE_COLUMNS
 #define SCORE_COLUMNS 64

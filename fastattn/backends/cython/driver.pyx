@@ -16,7 +16,7 @@ This file is the way in from Python: instruction set, threads, and arrays to a J
 includes hold the rest.
 """
 
-from cython.parallel cimport parallel, prange
+from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, malloc

@@ -76,6 +76,13 @@ cdef struct Job:
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
+cdef struct Share:
+    # The tasks that one thread takes before it helps the others. A line of memory each: threads count at once.
+    Py_ssize_t next
+    Py_ssize_t stop
+    char rest_of_line[48]
+
+
 cdef struct Scratch:
     # One thread's tiles; see kernels.h for their layout.
     char *query

@@ -79,6 +79,21 @@ def test_a_tile_mask_costs_its_partial_tiles(backend):
     assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
 
 
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_rows_far_apart(backend, length):
+    """Where threads copy one head of keys and values, and where that would be too much."""
+    script = SCRIPT.split("rng = ")[0] + (
+        "rng = np.random.default_rng(0)\n"
+        f"query, key, value = rng.standard_normal((3, {length}, 8, 64), dtype=np.float32)\n"
+        "query = query[:512]\n"
+        "out = np.ones_like(query)\n"
+        "fastattn.attention(query[:64], key[:64], value[:64], layout='bshd')\n"
+        "print(extra(lambda: fastattn.attention(query, key, value, layout='bshd', out=out)))\n"
+    )
+    extra = int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
 def test_the_measure_works():
     """It does see the L * S array of the plain formula, or it proves nothing."""
     script = SCRIPT.split("options = ")[0].replace("{len_q}", "LENGTH")

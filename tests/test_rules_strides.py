@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastattn import masks
 from tests.cases import FLOATS, MEMORY_LAYOUTS, random_arrays
 from tests.tolerances import assert_same_bits
 
@@ -162,6 +163,80 @@ class TestLayout:
     def test_rank_two_has_no_heads_axis_to_move(self, engine):
         arrays = [array[0] for array in random_arrays(heads=1)]
         assert_same_bits(engine.attention(*arrays, layout="bshd"), engine.attention(*arrays))
+
+
+class TestRowsFarApart:
+    """Where rows or elements of a head have gaps and many queries read them, threads work on copies."""
+
+    @staticmethod
+    def arrays(dtype="float32", kv_heads=2):
+        return random_arrays(
+            lead=(3,), heads=8, kv_heads=kv_heads, len_q=110, len_k=300, value_dim=20, dtype=dtype
+        )
+
+    @staticmethod
+    def rows_apart(array):
+        return np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2)
+
+    @staticmethod
+    def elements_apart(array):
+        return np.ascontiguousarray(array.swapaxes(2, 3)).swapaxes(2, 3)
+
+    @staticmethod
+    def options(name):
+        rng = np.random.default_rng(6)
+        return {
+            "plain": {},
+            "causal": {"causal": "bottom_right"},
+            "window": {"window": (20, 3)},
+            "lengths": {"key_lengths": np.array([300, 70, 257])},
+            "mask": {"mask": rng.random((110, 300)) < 0.6},
+            # Blocks of queries, the last first, read other keys each, and come back to those in between.
+            "parts": {"mask": masks.Segments(np.repeat([1, 9, 2, 9, 0], 22), np.arange(300) // 100)},
+            "tiles": {"mask": masks.Window(20, 1) | masks.GlobalTokens([0])},
+            "bias": {"bias": rng.standard_normal((8, 110, 300)).astype(np.float32)},
+        }[name]
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize(
+        "option", ["plain", "causal", "window", "lengths", "mask", "parts", "tiles", "bias"]
+    )
+    @pytest.mark.parametrize("place", ["rows_apart", "elements_apart"])
+    def test_same_bits(self, engine, place, option, dtype):
+        query, key, value = self.arrays(dtype)
+        options, move = self.options(option), getattr(self, place)
+        expected = engine.everything(query, key, value, **options)
+        for keys, values in ((move(key), move(value)), (move(key), value), (key, move(value))):
+            for num_threads in (1, 3):
+                results = engine.everything(query, keys, values, num_threads=num_threads, **options)
+                for got, wanted in zip(results, expected, strict=True):
+                    assert_same_bits(got, wanted)
+
+    @pytest.mark.parametrize("shared", ["key", "value"])
+    def test_one_array_shared_by_the_batch(self, engine, shared):
+        """Its address alone does not tell the items apart."""
+        query, key, value = self.arrays(kv_heads=1)
+        if shared == "key":
+            key = np.broadcast_to(self.elements_apart(key[:1]), key.shape)
+            value = self.elements_apart(value)
+        else:
+            key = self.elements_apart(key)
+            value = np.broadcast_to(self.elements_apart(value[:1]), value.shape)
+        expected = engine.everything(query, key.copy(), value.copy(), num_threads=1)
+        for got, wanted in zip(engine.everything(query, key, value, num_threads=1), expected, strict=True):
+            assert_same_bits(got, wanted)
+
+    @pytest.mark.parametrize("place", ["rows_apart", "elements_apart"])
+    def test_masked_nan_is_never_seen(self, engine, place):
+        query, key, value = self.arrays()
+        mask, move = self.options("mask")["mask"], getattr(self, place)
+        mask[:, ::7] = False
+        mask[0, ::7] = True
+        expected = engine.attention(query, key, value, mask=mask)
+        key[:, :, ::7] = value[:, :, ::7] = np.nan
+        got = engine.attention(query, move(key), move(value), mask=mask)
+        assert_same_bits(got[:, :, 1:], expected[:, :, 1:])
+        assert np.isnan(got[:, :, 0]).all()
 
 
 class TestOverlap:

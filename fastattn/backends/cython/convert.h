@@ -1,4 +1,4 @@
-/* Elements of a caller's float array that is not of the compute type, one row at a time. */
+/* Rows of a caller's array that kernels are not to read where they lie: of another type, or far apart. */
 #ifndef FASTATTN_CONVERT_H
 #define FASTATTN_CONVERT_H
 
@@ -49,6 +49,24 @@ static inline void fastattn_convert_row(char *to, int to_size, const char *from,
             memcpy(to + i * 4, &y, 4);
         } else {
             memcpy(to + i * 8, &x, 8);
+        }
+    }
+}
+
+/* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (4 or 8), i < n_rows, c < n_cols. Rows that
+ * follow are asked for ahead of their use: they may be too far apart for the processor to guess them. */
+static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row, ptrdiff_t col, ptrdiff_t itemsize,
+                                      ptrdiff_t n_rows, ptrdiff_t n_cols) {
+    enum { ROWS_AHEAD = 8 };
+    const ptrdiff_t nbytes = n_cols * itemsize;
+    for (ptrdiff_t i = 0; i < n_rows; i++, from += row, to += nbytes) {
+        if (col == itemsize) {
+            for (ptrdiff_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + ROWS_AHEAD * row + at);
+            memcpy(to, from, (size_t)nbytes);
+        } else if (itemsize == 4) {
+            for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 4, from + c * col, 4);
+        } else {
+            for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 8, from + c * col, 8);
         }
     }
 }

@@ -202,6 +202,9 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
         return 0
     set_options(job, scale, softcap)
     set_blocks(job, plan.block_q, plan.block_k)
+    if lies_apart(job, &job.key, job.head_dim) or lies_apart(job, &job.value, job.value_dim):
+        job.copies = (min(job.n_blocks, job.n_tasks // num_threads) >= plan.copy_blocks
+                      and job.len_k * (job.head_dim + job.value_dim) * job.itemsize <= plan.copy_nbytes)
     with nogil:
         run_job(job, num_threads)
     if job.out_of_memory:
@@ -302,3 +305,8 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept 
     job.is_masked = job.key_start.data != NULL or job.dense.data != NULL or job.tile_index.data != NULL
     job.n_tasks = job.batch * job.num_kv_heads * job.n_blocks
     job.max_lanes = (job.n_vectors + job.n_blocks - 1) // job.n_blocks * job.kernels.lanes
+
+
+cdef inline bint lies_apart(const Job *job, const View *view, Py_ssize_t n_cols) noexcept nogil:
+    """Whether one head's rows have gaps, or their elements: then they fill only some of the places in a cache."""
+    return (n_cols > 1 and view.col != job.itemsize) or max(view.row, -view.row) > n_cols * job.itemsize

@@ -73,6 +73,7 @@ cdef struct Job:
     Py_ssize_t max_lanes     # lanes of the widest block
     Py_ssize_t n_tasks       # batch items times key/value heads times blocks
     bint is_masked           # by intervals, an array or tiles
+    bint copies              # threads work on copies of a head's keys and values
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
@@ -101,7 +102,10 @@ cdef struct Scratch:
     char **out_rows
     char **bias_rows
     const char **fetch   # addresses that memory is asked for ahead of their use
-    char *seen           # the values that this thread has worked on last, and which of their rows
+    char *key_copy       # one head's keys and values without gaps, where the job wants copies
+    char *value_copy
+    char *seen_key       # the head that this thread has worked on last, and which of its rows
+    char *seen_value
     Py_ssize_t seen_start
     Py_ssize_t seen_stop
     Py_ssize_t *start
@@ -112,6 +116,13 @@ cdef struct Scratch:
     Py_ssize_t *row_h
 
 
+cdef struct Rows:
+    # The keys or values of one head, as the kernels read them.
+    char *data
+    Py_ssize_t row
+    Py_ssize_t col
+
+
 cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t ld, n_rows
@@ -119,8 +130,9 @@ cdef struct Block:
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
     Py_ssize_t n_fetch, fetch_nbytes
-    char *key
+    char *key                # the head's rows in the caller's memory
     char *value
+    Rows keys, values
     char *bias
     char *dense
     char *tile_index
@@ -213,6 +225,12 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.converted = p
     if job.convert_bias:
         p += tile
+    w.key_copy = p
+    w.value_copy = p
+    if job.copies:
+        p += padded(job.len_k * job.head_dim * job.itemsize)
+        w.value_copy = p
+        p += padded(job.len_k * job.value_dim * job.itemsize)
     return p - base
 
 
@@ -223,7 +241,7 @@ cdef char *new_scratch(const Job *job, Scratch *w) noexcept nogil:
     if memory == NULL:
         return NULL
     lay_out(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
-    w.seen = NULL
+    w.seen_key = w.seen_value = NULL
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)
     return memory

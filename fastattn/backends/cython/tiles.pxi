@@ -2,6 +2,7 @@
 
 cdef extern from "convert.h" nogil:
     void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
+    void fastattn_copy_rows(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t)
 
 cdef uint32_t ALL_BITS = 0xffffffff
 
@@ -107,35 +108,56 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
                                  job.bias.col, n_keys)
 
 
-cdef inline bint is_new(Scratch *w, char *value, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Whether this thread has not worked on all of the rows start .. stop - 1 of value lately; now it has."""
-    cdef bint new
-    if w.seen != value:
-        w.seen = value
-        w.seen_start = w.seen_stop = start
-    new = start < w.seen_start or stop > w.seen_stop
-    w.seen_start = min(w.seen_start, start)
-    w.seen_stop = max(w.seen_stop, stop)
-    return new
+cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ssize_t *stop) noexcept nogil:
+    """Whether this thread has not worked on all of the head's rows start .. stop - 1 lately; now it has.
+
+    Leaves in start and stop which rows are new, with those between them and the rows it knew.
+    """
+    if w.seen_key != block.key or w.seen_value != block.value:
+        w.seen_key = block.key
+        w.seen_value = block.value
+        w.seen_start = start[0]
+        w.seen_stop = stop[0]
+        return True
+    if w.seen_start <= start[0]:
+        start[0] = w.seen_stop
+    elif stop[0] <= w.seen_stop:
+        stop[0] = w.seen_start
+    w.seen_start = min(w.seen_start, start[0])
+    w.seen_stop = max(w.seen_stop, stop[0])
+    return start[0] < stop[0]
+
+
+cdef inline void copy_rows(const Job *job, const View *view, const char *at, const Rows *copy, Py_ssize_t start,
+                           Py_ssize_t stop) noexcept nogil:
+    """The rows start .. stop - 1 of a head at `at` into their places in the thread's copy."""
+    fastattn_copy_rows(copy.data + start * copy.row, at + start * view.row, view.row, view.col, job.itemsize,
+                       stop - start, copy.row // job.itemsize)
 
 
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
                             Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
-    Leaves in w.part_stops where the vectors' keys end in this part of the tile. Values that no cache holds yet are
-    asked for along the way: `accumulate` reads them column by column, too fast for a memory that is far away. That
-    takes 9 % off a batch of heads of 128 keys: 2 cores of Emerald Rapids, 2026-11-21, in turns with and without.
+    Leaves in w.part_stops where the vectors' keys end in this part of the tile. Keys and values that are new to the
+    thread are copied first, where the job wants that. Else values are asked for along the way: `accumulate` reads
+    them column by column, too fast for a memory that is far away. That takes 9 % off a batch of heads of 128 keys:
+    2 cores of Emerald Rapids, 2026-11-21, in turns with and without.
     """
-    cdef Py_ssize_t j, start = key0 + first, fetch_nbytes = 0
+    cdef Py_ssize_t j, start = key0 + first, new = start, new_stop = start + n_keys, fetch_nbytes = 0
     for j in range(block.n_vectors):
         w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
     if w.part_stops[block.n_vectors - 1] > 0:
-        if is_new(w, block.value, start, start + n_keys):
-            fetch_nbytes = job.value_dim * job.itemsize
+        if is_new(w, block, &new, &new_stop):
+            if job.copies:
+                copy_rows(job, &job.key, block.key, &block.keys, new, new_stop)
+                copy_rows(job, &job.value, block.value, &block.values, new, new_stop)
+            else:
+                fetch_nbytes = job.value_dim * job.itemsize
         job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
-                          block.key + start * job.key.row, w.part_stops, job.head_dim, job.key.row, job.key.col,
-                          block.value + start * job.value.row, job.value.row, fetch_nbytes)
+                          block.keys.data + start * block.keys.row, w.part_stops, job.head_dim, block.keys.row,
+                          block.keys.col, block.values.data + start * block.values.row, block.values.row,
+                          fetch_nbytes)
 
 
 cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,

@@ -14,12 +14,14 @@ BLOCK_K = 256
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group small`.
 SMALL_WORK = 400_000
 
-# Keys and values with gaps between their rows, as in layout "bshd", fill only some of the places in a cache.
-# A copy of one head without gaps takes 15 % off a call at 1024 keys, 8 heads and head_dim 64, and as much at
-# 4096 keys, where it has 2 MB; 4 MB gained 5 %. With 6 blocks of query rows it gains nothing, with 3 it costs
-# 5 %. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
+# Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill
+# only some of the places in a cache, and packs values in the order in which they are read. At 1024 keys that
+# takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks it
+# gains nothing, with 3 it costs 5 %. 1 MB each leaves a part of an L2 of 2 MB where both are copied; 15 % were
+# gained so in "bshd" at 4096 keys, and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls
+# in turns with and without.
 COPY_BLOCKS = 8
-COPY_NBYTES = 2 << 20
+COPY_NBYTES = 1 << 20
 
 
 class Plan(NamedTuple):
@@ -29,8 +31,8 @@ class Plan(NamedTuple):
     block_q: int  #: query rows of a tile
     block_k: int  #: keys of a tile
     num_threads: int
-    copy_blocks: int = 0  #: query tiles that make a copy of keys and values with gaps worth its while
-    copy_nbytes: int = 0  #: bytes of such a copy, one head for each thread, at most
+    copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
+    copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
 
 
 def is_small(rows: int, len_k: int, columns: int) -> bool:

@@ -166,7 +166,7 @@ class TestLayout:
 
 
 class TestRowsFarApart:
-    """Where rows or elements of a head have gaps and many queries read them, threads work on copies."""
+    """Many queries read a head with gaps between its rows or elements: threads work on their own copies."""
 
     @staticmethod
     def arrays(dtype="float32", kv_heads=2):

@@ -346,6 +346,21 @@ static void test_softmax(void) {
 
 /* ------------------------------------------------------------------ accumulate */
 
+/* The rows of a matrix from the first-th on, where they are. */
+static fastattn_values values_at(const Matrix *v, ptrdiff_t first) {
+    return (fastattn_values){element(v, first, 0), v->row, v->col, kernels->panel_cols * v->col};
+}
+
+/* The same rows packed, in two parts. */
+static fastattn_values packed(const Matrix *v) {
+    const ptrdiff_t row = kernels->panel_cols * size, panel = v->rows * row, part = below((int)v->rows + 1);
+    const ptrdiff_t panels = (v->cols + kernels->panel_cols - 1) / kernels->panel_cols;
+    char *const at = take(panels * panel, 64, 0);
+    kernels->pack_values(at, panel, v->at, v->row, v->col, part, v->cols);
+    kernels->pack_values(at + part * row, panel, v->at + part * v->row, v->row, v->col, v->rows - part, v->cols);
+    return (fastattn_values){at, row, size, panel};
+}
+
 static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors, int layout, int rescaled) {
     const ptrdiff_t ld = lanes * kernels->max_vectors, live = lanes * vectors, n_fetch = below(80);
     const ptrdiff_t *stops = key_stops(vectors, n_keys, below(2));
@@ -362,7 +377,8 @@ static void check_accumulate(ptrdiff_t n_keys, ptrdiff_t value_dim, int vectors,
     /* What is fetched is never read: no memory is there. */
     for (ptrdiff_t i = 0; i < n_fetch; i++) fetch[i] = (const char *)(uintptr_t)(4096 + i);
     const ptrdiff_t first_chunk = 4 * (1 + below(FASTATTN_KEY_CHUNK / 4));
-    kernels->accumulate(acc, p, rescale, ld, vectors, v.at, stops, first_chunk, value_dim, v.row, v.col, fetch, n_fetch,
+    const fastattn_values values = below(2) ? packed(&v) : values_at(&v, 0);
+    kernels->accumulate(acc, p, rescale, ld, vectors, &values, stops, first_chunk, value_dim, fetch, n_fetch,
                         value_dim * size);
     for (ptrdiff_t e = 0; e < value_dim; e++) {
         for (ptrdiff_t lane = 0; lane < live; lane++)
@@ -416,9 +432,10 @@ static void test_accumulate_isolated(void) {
         for (ptrdiff_t lane = 0; rescale && lane < ld; lane++) put(rescale, lane, uniform(0, 1));
         for (ptrdiff_t i = 0; rescale && i < value_dim * ld; i++) put(acc, i, uniform(-1, 1));
         memcpy(plain, acc, (size_t)(value_dim * ld * size));
-        kernels->accumulate(plain, p, rescale, ld, vectors, finite.at, stops, FASTATTN_KEY_CHUNK, value_dim, finite.row,
-                            finite.col, NULL, 0, 0);
-        kernels->accumulate_isolated(acc, p, rescale, ld, v.at, stops, FASTATTN_KEY_CHUNK, value_dim, v.row, v.col,
+        const fastattn_values plain_values = values_at(&finite, 0), values = nth % 4 ? values_at(&v, 0) : packed(&v);
+        kernels->accumulate(plain, p, rescale, ld, vectors, &plain_values, stops, FASTATTN_KEY_CHUNK, value_dim, NULL, 0,
+                            0);
+        kernels->accumulate_isolated(acc, p, rescale, ld, &values, stops, FASTATTN_KEY_CHUNK, value_dim,
                                      (const char *const *)bias, words, clean);
         for (ptrdiff_t e = 0; e < value_dim; e++)
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
@@ -449,8 +466,9 @@ static void test_rounding(void) {
         for (ptrdiff_t j = 0; j < n * ld; j++) put(x, j, uniform(-1, 1));
         for (ptrdiff_t j = 0; j < n * other; j++) put(y.at, j, uniform(-1, 1));
         kernels->score(s, top, x, ld, vectors, y.at, key_stops(vectors, other, 0), n, y.row, y.col, NULL, 0, 0);
-        kernels->accumulate(acc, x, NULL, ld, vectors, y.at, key_stops(vectors, n, 0), FASTATTN_KEY_CHUNK, other, y.col,
-                            y.row, NULL, 0, 0);
+        const fastattn_values columns = {y.at, y.col, y.row, kernels->panel_cols * y.row};
+        kernels->accumulate(acc, x, NULL, ld, vectors, &columns, key_stops(vectors, n, 0), FASTATTN_KEY_CHUNK, other,
+                            NULL, 0, 0);
         for (ptrdiff_t r = 0; r < other; r++)
             for (ptrdiff_t lane = 0; lane < ld; lane += 7) {
                 long double sum = 0, sizes_sum = 0;
@@ -625,14 +643,12 @@ static void attend(const int *rows_of, int vectors, int isolated, double softcap
         kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, NULL, 0, 0);
         kernels->adjust(s, tile_max, ld, stops_of, softcap, bias, words);
         kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, first_chunk, LOG2E);
-        const char *const values = element(&value, key0, 0);
+        const fastattn_values values = values_at(&value, key0);
         void *const scale = first ? NULL : rescale;
         if (isolated)
-            kernels->accumulate_isolated(acc, s, scale, ld, values, stops_of, first_chunk, VALUE_DIM, value.row, value.col,
-                                         bias, words, clean);
+            kernels->accumulate_isolated(acc, s, scale, ld, &values, stops_of, first_chunk, VALUE_DIM, bias, words, clean);
         else
-            kernels->accumulate(acc, s, scale, ld, vectors, values, stops_of, first_chunk, VALUE_DIM, value.row, value.col,
-                                NULL, 0, 0);
+            kernels->accumulate(acc, s, scale, ld, vectors, &values, stops_of, first_chunk, VALUE_DIM, NULL, 0, 0);
         first = 0;
     }
     kernels->finish(inverse, lse, row_max, row_sum, ld, LOG2E);

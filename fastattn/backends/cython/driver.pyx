@@ -202,9 +202,8 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
         return 0
     set_options(job, scale, softcap)
     set_blocks(job, plan.block_q, plan.block_k)
-    if lies_apart(job, &job.key, job.head_dim) or lies_apart(job, &job.value, job.value_dim):
-        job.copies = (min(job.n_blocks, job.n_tasks // num_threads) >= plan.copy_blocks
-                      and job.len_k * (job.head_dim + job.value_dim) * job.itemsize <= plan.copy_nbytes)
+    if job.n_blocks > 1:
+        set_copies(job, num_threads, plan.copy_blocks, plan.copy_nbytes)
     with nogil:
         run_job(job, num_threads)
     if job.out_of_memory:
@@ -307,6 +306,12 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept 
     job.max_lanes = (job.n_vectors + job.n_blocks - 1) // job.n_blocks * job.kernels.lanes
 
 
-cdef inline bint lies_apart(const Job *job, const View *view, Py_ssize_t n_cols) noexcept nogil:
-    """Whether one head's rows have gaps, or their elements: then they fill only some of the places in a cache."""
-    return (n_cols > 1 and view.col != job.itemsize) or max(view.row, -view.row) > n_cols * job.itemsize
+cdef void set_copies(Job *job, int num_threads, Py_ssize_t blocks, Py_ssize_t nbytes) noexcept nogil:
+    """Has keys copied and values packed where enough blocks read them and a head of them has at most nbytes."""
+    cdef Py_ssize_t row = job.head_dim * job.itemsize
+    cdef bint have_gaps = (job.head_dim > 1 and job.key.col != job.itemsize) or max(job.key.row, -job.key.row) > row
+    if min(job.n_blocks, job.n_tasks // num_threads) < blocks:
+        return
+    job.panel = padded(job.len_k * job.kernels.panel_cols * job.itemsize)
+    job.packs_values = n_panels(job) * job.panel <= nbytes
+    job.copies_keys = have_gaps and job.len_k * row <= nbytes

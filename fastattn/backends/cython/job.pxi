@@ -3,10 +3,14 @@
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
+    ctypedef struct fastattn_values:
+        const char *at
+        Py_ssize_t row, col, panel
     ctypedef struct fastattn_kernels:
         const char *isa
         int lanes
         int max_vectors
+        int panel_cols
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
                       Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
@@ -14,11 +18,13 @@ cdef extern from "kernels.h" nogil:
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
                         double) noexcept nogil
-        void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *,
-                           Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
+        void (*pack_values)(void *, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
+                            Py_ssize_t) noexcept nogil
+        void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const fastattn_values *,
+                           const Py_ssize_t *, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
                            Py_ssize_t) noexcept nogil
-        void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const char *, const Py_ssize_t *,
-                                    Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *,
+        void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const fastattn_values *,
+                                    const Py_ssize_t *, Py_ssize_t, Py_ssize_t, const char *const *,
                                     const uint32_t *, void *) noexcept nogil
         void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
@@ -73,7 +79,9 @@ cdef struct Job:
     Py_ssize_t max_lanes     # lanes of the widest block
     Py_ssize_t n_tasks       # batch items times key/value heads times blocks
     bint is_masked           # by intervals, an array or tiles
-    bint copies              # threads work on copies of a head's keys and values
+    bint copies_keys         # threads copy a head's keys without gaps
+    bint packs_values        # threads pack a head's values, `panel` bytes a panel
+    Py_ssize_t panel
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
@@ -102,8 +110,8 @@ cdef struct Scratch:
     char **out_rows
     char **bias_rows
     const char **fetch   # addresses that memory is asked for ahead of their use
-    char *key_copy       # one head's keys and values without gaps, where the job wants copies
-    char *value_copy
+    char *key_copy       # one head's keys without gaps, where the job wants that
+    char *panels         # one head's values packed, the same
     char *seen_key       # the head that this thread has worked on last, and which of its rows
     char *seen_value
     Py_ssize_t seen_start
@@ -116,13 +124,6 @@ cdef struct Scratch:
     Py_ssize_t *row_h
 
 
-cdef struct Rows:
-    # The keys or values of one head, as the kernels read them.
-    char *data
-    Py_ssize_t row
-    Py_ssize_t col
-
-
 cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t ld, n_rows
@@ -132,7 +133,9 @@ cdef struct Block:
     Py_ssize_t n_fetch, fetch_nbytes
     char *key                # the head's rows in the caller's memory
     char *value
-    Rows keys, values
+    char *keys               # the same as the kernels read them: there, or the thread's copy
+    Py_ssize_t key_row, key_col
+    fastattn_values values
     char *bias
     char *dense
     char *tile_index
@@ -194,6 +197,10 @@ cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:
     return (nbytes + 63) & ~<Py_ssize_t>63
 
 
+cdef inline Py_ssize_t n_panels(const Job *job) noexcept nogil:
+    return (job.value_dim + job.kernels.panel_cols - 1) // job.kernels.panel_cols
+
+
 cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     """Places one thread's tiles from base on; returns the bytes they need."""
     cdef Py_ssize_t ld = job.max_lanes
@@ -226,11 +233,11 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     if job.convert_bias:
         p += tile
     w.key_copy = p
-    w.value_copy = p
-    if job.copies:
+    if job.copies_keys:
         p += padded(job.len_k * job.head_dim * job.itemsize)
-        w.value_copy = p
-        p += padded(job.len_k * job.value_dim * job.itemsize)
+    w.panels = p
+    if job.packs_values:
+        p += n_panels(job) * job.panel
     return p - base
 
 

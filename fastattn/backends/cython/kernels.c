@@ -73,12 +73,13 @@
  * Emerald Rapids (2026-11-21), both with one thread over the kernels alone. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
-/* `score` works on this many keys and columns at a time: with 48 query rows 12 KB of scores and 12 KB of queries in
- * float32, which stay in L1, where all columns of wide heads do not: 5 % of `score` at head_dim 256. 2 cores of
- * Emerald Rapids, 2026-11-21, one thread over the kernels alone. */
-#define SCORE_KEYS 64
+/* `score` works on this many keys and columns at a time: with 48 query rows 6 KB of scores and 24 KB of queries in
+ * float32, which stay in L1, where all columns of wide heads do not. 64 keys and 64 columns take 2 to 3 % longer at
+ * head_dim 128 and 256; all keys and columns of a tile 8 % at 256. 2 cores of Emerald Rapids, 2026-11-21, calls in
+ * turns and one thread over the kernels alone. */
+#define SCORE_KEYS 32
 #ifndef SCORE_COLUMNS
-#define SCORE_COLUMNS 64
+#define SCORE_COLUMNS 128
 #endif
 
 /* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
@@ -86,6 +87,7 @@
  * too few where pages are small. 2 cores of Zen 4 EPYC, 2026-11-20, one thread over the kernels alone. */
 #define KEYS_AHEAD 4
 #define VALUES_AHEAD 32
+#define PACKED_AHEAD 8 /* of V while it is packed */
 
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)

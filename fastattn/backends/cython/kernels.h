@@ -25,10 +25,18 @@
  * multiple of 4, so that sums are cut at the same keys wherever a call starts. */
 #define FASTATTN_KEY_CHUNK 64
 
+/* The values of one head from some key on: in the caller's memory, or as `pack_values` leaves them. */
+typedef struct {
+    const char *at;
+    ptrdiff_t row, col; /* bytes from one key to the next, and from one column to the next in a panel */
+    ptrdiff_t panel;    /* bytes from one panel of columns to the next */
+} fastattn_values;
+
 typedef struct {
     const char *isa;
     int lanes;       /* query rows in one vector */
     int max_vectors; /* vectors in one tile, at most: block_q <= lanes * max_vectors */
+    int panel_cols;  /* columns of the values in one panel, the last maybe fewer */
 
     /* tile[c][lane] = factor * rows[lane][c * stride], c < n_cols; `rows` has ld pointers. */
     void (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
@@ -54,19 +62,23 @@ typedef struct {
     void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
                     const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor);
 
+    /* Copies rows of values into panels, each with all its columns of a key, then of the next: `accumulate` reads
+     * them so in the order of memory. panels: 64-byte aligned, `panel` bytes each. */
+    void (*pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,
+                        ptrdiff_t n_keys, ptrdiff_t value_dim);
+
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
-     * v[j * v_row + e * v_col] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
+     * v[j][e] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
      * the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                       const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
-                       ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
-                       ptrdiff_t fetch_nbytes);
+                       const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                       const char *const *fetch, ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes);
 
     /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
      * others, allowed as in `adjust`; every vector has all keys. `clean` is room for a REAL for each key and value_dim. */
-    void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim, ptrdiff_t v_row,
-                                ptrdiff_t v_col, const char *const *bias_rows, const uint32_t *words, void *clean);
+    void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const fastattn_values *v,
+                                const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                                const char *const *bias_rows, const uint32_t *words, void *clean);
 
     /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] what that left,
      * never 0 but for an empty row; lse[lane] = natural log of the sum (or NULL). */

@@ -3,6 +3,7 @@
 #include "vec.h"
 
 #define LINE ((int)(64 / sizeof(REAL))) /* elements of a cache line */
+#define PANEL_ROW ((ptrdiff_t)(TILE_ROWS * sizeof(REAL)))
 
 /* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
 #define SCORE_STEP(sum)                                                                                        \
@@ -149,8 +150,9 @@ INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, 
 }
 
 /* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over a chunk of keys at a
- * time, from zero, for the same reason as in `score`. */
-INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REAL *p, const REAL *rescale,
+ * time, from zero, for the same reason as in `score`. is_packed: keys follow each other in memory, which the
+ * processor sees by itself. */
+INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed, REAL *acc, const REAL *p, const REAL *rescale,
                                   ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t chunk_stop,
                                   ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
                                   ptrdiff_t fetch_byte) {
@@ -163,7 +165,10 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, REAL *acc, const REA
             const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
-                __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
+                if (!is_packed)
+                    __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
+                else if (j < n_fetch)
+                    __builtin_prefetch(fetch[j] + fetch_byte, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 8
@@ -251,24 +256,40 @@ static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, in
     }
 }
 
+static void NAME(pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,
+                              ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    const ptrdiff_t blocked = v_col == sizeof(REAL) ? value_dim / TILE_ROWS : 0;
+    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
+        char *to = (char *)panels + j * PANEL_ROW;
+        for (ptrdiff_t at = 0; at < blocked * PANEL_ROW; at += 64) __builtin_prefetch(v + PACKED_AHEAD * v_row + at);
+        for (ptrdiff_t i = 0; i < blocked; i++) memcpy(to + i * panel, v + i * PANEL_ROW, PANEL_ROW);
+        for (ptrdiff_t e = blocked * TILE_ROWS; e < value_dim; e++)
+            memcpy(to + e / TILE_ROWS * panel + e % TILE_ROWS * (ptrdiff_t)sizeof(REAL), v + e * v_col, sizeof(REAL));
+    }
+}
+
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
 INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
-                                   const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
-                                   ptrdiff_t value_dim, ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch,
-                                   ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes) {
+                                   const fastattn_values *values, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                   ptrdiff_t value_dim, const char *const *fetch, ptrdiff_t n_fetch,
+                                   ptrdiff_t fetch_nbytes) {
+    const char *v = values->at;
     ptrdiff_t fetch_byte = 0;
-#define TILE(R, v_col)                                                                                         \
-    NAME(accumulate_tile)(R, V, acc, p, rescale, ld, v, stops, first_chunk, v_row, v_col, fetch,               \
-                          fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
-    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += TILE_ROWS * v_col) {
-        if (v_col == sizeof(REAL))
-            TILE(TILE_ROWS, sizeof(REAL));
+#define TILE(R, v_row, v_col)                                                                                  \
+    NAME(accumulate_tile)(R, V, v_row == PANEL_ROW && v_col == sizeof(REAL), acc, p, rescale, ld, v, stops,    \
+                          first_chunk, v_row, v_col, fetch, fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
+    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += values->panel) {
+        if (values->col != sizeof(REAL))
+            TILE(TILE_ROWS, values->row, values->col);
+        else if (values->row != PANEL_ROW)
+            TILE(TILE_ROWS, values->row, sizeof(REAL));
         else
-            TILE(TILE_ROWS, v_col);
+            TILE(TILE_ROWS, PANEL_ROW, sizeof(REAL));
         fetch_byte += 64;
     }
 #define REST(R)                                                                                                \
-    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * v_col, fetch_byte += 64) TILE(R, v_col)
+    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * values->col, fetch_byte += 64)              \
+    TILE(R, values->row, values->col)
     REST(4);
     REST(2);
     REST(1);
@@ -277,13 +298,13 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
 }
 
 static void NAME(accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
-                             const char *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
-                             ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
+                             const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                             ptrdiff_t value_dim, const char *const *fetch, ptrdiff_t n_fetch,
                              ptrdiff_t fetch_nbytes) {
 #define GROUP(V, unit, i)                                                                                      \
     NAME(accumulate_group)(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                            \
                            rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i),             \
-                           first_chunk, value_dim, v_row, v_col, fetch, n_fetch, fetch_nbytes)
+                           first_chunk, value_dim, fetch, n_fetch, fetch_nbytes)
     EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
 #undef GROUP
 }
@@ -417,22 +438,26 @@ static void NAME(softmax)(void *s, const void *tile_max, void *row_max, void *ro
                              (REAL)exponent_factor);
 }
 
-static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const char *v,
-                                      const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
-                                      ptrdiff_t v_row, ptrdiff_t v_col, const char *const *bias_rows,
-                                      const uint32_t *words, void *clean_v) {
+INLINE REAL NAME(value)(const fastattn_values *v, ptrdiff_t j, ptrdiff_t e) {
+    return NAME(scalar)(v->at + j * v->row + e / TILE_ROWS * v->panel + e % TILE_ROWS * v->col);
+}
+
+static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld,
+                                      const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                      ptrdiff_t value_dim, const char *const *bias_rows, const uint32_t *words,
+                                      void *clean_v) {
     REAL *const clean = clean_v;
+    const fastattn_values finite = {clean_v, value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), PANEL_ROW};
     const ptrdiff_t n_keys = stops[ld / LANES - 1];
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
-            const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
+            const REAL x = NAME(value)(v, j, e);
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), (const char *)clean, stops, first_chunk,
-                     value_dim, value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), NULL, 0, 0);
+    NAME(accumulate)(acc, p, rescale, ld, (int)(ld / LANES), &finite, stops, first_chunk, value_dim, NULL, 0, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
-            const REAL x = NAME(scalar)(v + j * v_row + e * v_col);
+            const REAL x = NAME(value)(v, j, e);
             if (isfinite(x)) continue;
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
                 if (words && !(words[(j / 32) * ld + lane] >> (j % 32) & 1)) continue;
@@ -502,6 +527,8 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .score = NAME(score),
     .adjust = NAME(adjust),
     .softmax = NAME(softmax),
+    .panel_cols = TILE_ROWS,
+    .pack_values = NAME(pack_values),
     .accumulate = NAME(accumulate),
     .accumulate_isolated = NAME(accumulate_isolated),
     .finish = NAME(finish),
@@ -513,6 +540,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
 
 #undef SCORE_STEP
 #undef LINE
+#undef PANEL_ROW
 #undef EACH_GROUP
 #undef FMA
 #undef LANES

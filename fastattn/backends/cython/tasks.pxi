@@ -35,7 +35,7 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
     cdef bint first = True, partial = False
     cdef TileState state
     cdef char *rescale
-    cdef char *values
+    cdef fastattn_values values = block.values
     while tile < block.high:
         key0 = max(tile, block.low)
         tile += job.block_k
@@ -48,20 +48,18 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
-        values = block.values.data + key0 * block.values.row
+        values.at = block.values.at + key0 * block.values.row
         first = False
         if clean != NULL:
-            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, values, w.stops, first_chunk,
-                                        job.value_dim, block.values.row, block.values.col, bias_of(job, w),
-                                        words_of(w, state), clean)
+            kernels.accumulate_isolated(w.acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
+                                        job.value_dim, bias_of(job, w), words_of(w, state), clean)
         else:
             n_next = min(tile + job.block_k, block.high) - tile
             if n_next > 0:
                 fetch_rows(job, w, block, &job.bias, block.bias, job.bias_size, tile, n_next)
                 fetch_rows(job, w, block, &job.dense, block.dense, job.dense_size, tile, n_next)
-            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, values, w.stops,
-                               first_chunk, job.value_dim, block.values.row, block.values.col, w.fetch,
-                               block.n_fetch, block.fetch_nbytes)
+            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, &values, w.stops, first_chunk,
+                               job.value_dim, w.fetch, block.n_fetch, block.fetch_nbytes)
             block.n_fetch = 0
     if first:
         memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)
@@ -155,12 +153,16 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     block.low -= block.low % (KEY_STEP if job.tile_index.data == NULL else WORD)
 
 
-cdef inline void set_rows(const Job *job, Rows *rows, char *copy, char *at, const View *view,
-                          Py_ssize_t n_cols) noexcept nogil:
-    """Where kernels read a head that is at `at` in the caller's memory: in the copy, or there."""
-    rows.data = copy if job.copies else at
-    rows.row = n_cols * job.itemsize if job.copies else view.row
-    rows.col = job.itemsize if job.copies else view.col
+cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
+    """Where the kernels read the block's keys and values."""
+    cdef fastattn_values *values = &block.values
+    block.keys = w.key_copy if job.copies_keys else block.key
+    block.key_row = job.head_dim * job.itemsize if job.copies_keys else job.key.row
+    block.key_col = job.itemsize if job.copies_keys else job.key.col
+    values.at = w.panels if job.packs_values else block.value
+    values.row = job.kernels.panel_cols * job.itemsize if job.packs_values else job.value.row
+    values.col = job.itemsize if job.packs_values else job.value.col
+    values.panel = job.panel if job.packs_values else job.kernels.panel_cols * job.value.col
 
 
 cdef inline Place find_place(const Job *job, Py_ssize_t task) noexcept nogil:
@@ -218,8 +220,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     block.n_rows = place.n_rows
     block.key = at_item(job, &job.key, item) + kv * job.key.head
     block.value = at_item(job, &job.value, item) + kv * job.value.head
-    set_rows(job, &block.keys, w.key_copy, block.key, &job.key, job.head_dim)
-    set_rows(job, &block.values, w.value_copy, block.value, &job.value, job.value_dim)
+    find_head(job, w, &block)
     block.bias = at_item(job, &job.bias, item)
     block.dense = at_item(job, &job.dense, item)
     block.tile_index = at_item(job, &job.tile_index, item)

@@ -128,11 +128,15 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
     return start[0] < stop[0]
 
 
-cdef inline void copy_rows(const Job *job, const View *view, const char *at, const Rows *copy, Py_ssize_t start,
-                           Py_ssize_t stop) noexcept nogil:
-    """The rows start .. stop - 1 of a head at `at` into their places in the thread's copy."""
-    fastattn_copy_rows(copy.data + start * copy.row, at + start * view.row, view.row, view.col, job.itemsize,
-                       stop - start, copy.row // job.itemsize)
+cdef inline void copy_rows(const Job *job, const Block *block, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """The head's rows start .. stop - 1 into the thread's copies, where the job has them."""
+    if job.copies_keys:
+        fastattn_copy_rows(block.keys + start * block.key_row, block.key + start * job.key.row, job.key.row,
+                           job.key.col, job.itemsize, stop - start, job.head_dim)
+    if job.packs_values:
+        job.kernels.pack_values(<char *>block.values.at + start * block.values.row, block.values.panel,
+                                block.value + start * job.value.row, job.value.row, job.value.col, stop - start,
+                                job.value_dim)
 
 
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
@@ -149,15 +153,12 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
         w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
     if w.part_stops[block.n_vectors - 1] > 0:
         if is_new(w, block, &new, &new_stop):
-            if job.copies:
-                copy_rows(job, &job.key, block.key, &block.keys, new, new_stop)
-                copy_rows(job, &job.value, block.value, &block.values, new, new_stop)
-            else:
+            copy_rows(job, block, new, new_stop)
+            if not job.packs_values:
                 fetch_nbytes = job.value_dim * job.itemsize
         job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
-                          block.keys.data + start * block.keys.row, w.part_stops, job.head_dim, block.keys.row,
-                          block.keys.col, block.values.data + start * block.values.row, block.values.row,
-                          fetch_nbytes)
+                          block.keys + start * block.key_row, w.part_stops, job.head_dim, block.key_row,
+                          block.key_col, block.value + start * job.value.row, job.value.row, fetch_nbytes)
 
 
 cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,

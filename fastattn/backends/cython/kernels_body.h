@@ -58,7 +58,7 @@ static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdif
     REAL part = (REAL)factor;
     if (fabs(part) > fabs(factor)) part = NAME(towards_zero)(part);
     REAL rest = isfinite(part) ? (REAL)(factor - part) : part;
-    if (rest == 0) rest = NAME(no_low)(part);
+    if (rest == 0) rest = part * NAME(no_low);
     const VEC high = NAME(splat)(part), low = NAME(splat)(rest);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES, rows += LANES) {
         REAL *dst = (REAL *)tile + lane;
@@ -468,30 +468,24 @@ static void NAME(accumulate_isolated)(void *acc, const void *p, const void *resc
         }
 }
 
-#if REAL_BITS == 32
-#define FMA fmaf
-#else
-#define FMA fma
-#endif
-
 static void NAME(finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                          double exponent_factor) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const VEC sum = NAME(load)((const REAL *)row_sum + lane);
+        const IVEC is_some = (IVEC)(sum != 0);
+        VEC high = 1 / sum;
+        /* Down by a unit where it was rounded up: above 0 that is one less as an integer. */
+        high = (VEC)((IVEC)high + (IVEC)(NAME(one_minus_product)(high, sum) < 0));
+        const VEC left = NAME(one_minus_product)(high, sum);
+        const VEC low = NAME(select)((IVEC)(left == 0), high * NAME(no_low), left * high);
+        NAME(store)((REAL *)inverse + lane, (VEC)((IVEC)high & is_some));
+        NAME(store)((REAL *)inverse + ld + lane, (VEC)((IVEC)low & is_some));
+    }
+    if (!lse) return;
     for (ptrdiff_t lane = 0; lane < ld; lane++) {
-        const REAL top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
-        REAL high = 0, low = 0;
-        if (sum != 0) {
-            high = 1 / sum;
-            REAL left = FMA(-high, sum, 1);
-            if (left < 0) {
-                high = NAME(towards_zero)(high);
-                left = FMA(-high, sum, 1);
-            }
-            low = left == 0 ? NAME(no_low)(high) : left * high;
-        }
-        ((REAL *)inverse)[lane] = high;
-        ((REAL *)inverse)[ld + lane] = low;
+        const double top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
         /* Back to natural units from whichever domain the scores were in. */
-        if (lse) ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == 1 ? LN2 : 1.0) + log((double)sum));
+        ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == 1 ? LN2 : 1.0) + log(sum));
     }
 }
 
@@ -542,7 +536,6 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
 #undef LINE
 #undef PANEL_ROW
 #undef EACH_GROUP
-#undef FMA
 #undef LANES
 #undef LANE_INT
 #undef MANTISSA_BITS

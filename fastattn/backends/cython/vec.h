@@ -74,8 +74,22 @@ INLINE REAL NAME(towards_zero)(REAL x) {
     return x;
 }
 
-/* `low` for `multiply_exactly` where nothing was left of `high`: too small to change a result. */
-INLINE REAL NAME(no_low)(REAL high) { return high * (REAL)(REAL_BITS == 32 ? 0x1p-60 : 0x1p-118); }
+/* Times `high` it is a `low` for `multiply_exactly` where nothing was left of `high`: too small to change a result. */
+static const REAL NAME(no_low) = (REAL)(REAL_BITS == 32 ? 0x1p-60 : 0x1p-118);
+
+/* 1 - a * b, rounded once: exact where a is the rounded 1 / b. */
+INLINE VEC NAME(one_minus_product)(VEC a, VEC b) {
+#if defined(__AVX512F__) && VECTOR_BYTES == 64
+#if REAL_BITS == 32
+    return (VEC)_mm512_fnmadd_ps((__m512)a, (__m512)b, _mm512_set1_ps(1));
+#else
+    return (VEC)_mm512_fnmadd_pd((__m512d)a, (__m512d)b, _mm512_set1_pd(1));
+#endif
+#else
+    for (int i = 0; i < LANES; i++) a[i] = REAL_BITS == 32 ? fmaf(-(float)a[i], (float)b[i], 1) : fma(-a[i], b[i], 1);
+    return a;
+#endif
+}
 
 /* max(a, b) lane by lane; b where either is NaN. */
 INLINE VEC NAME(max)(VEC a, VEC b) {

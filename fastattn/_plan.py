@@ -16,11 +16,12 @@ SMALL_WORK = 400_000
 
 # Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill
 # only some of the places in a cache, and packs values in the order in which they are read. At 1024 keys that
-# takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks it
-# gains nothing, with 3 it costs 5 %. 1 MB each leaves a part of an L2 of 2 MB where both are copied; layout
-# "bshd" gained 15 % so at 4096 keys, and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21,
-# calls in turns with and without.
+# takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks
+# keys gain nothing, with 3 they lose 5 %; values with gaps gain 9 % with 3 blocks, values without gain nothing.
+# 1 MB each leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys,
+# and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
 COPY_BLOCKS = 8
+GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20
 
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     block_k: int  #: keys of a tile
     num_threads: int
     copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
+    gap_blocks: int = 0  #: the same for values with gaps between them
     copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
 
 
@@ -58,4 +60,4 @@ def plan_tiles(rows: int, len_k: int, columns: int, block_q: int, num_threads: i
         How many threads there may be.
     """
     small = is_small(rows, len_k, columns)
-    return Plan(block_q, BLOCK_K, 1 if small else num_threads, COPY_BLOCKS, COPY_NBYTES)
+    return Plan(block_q, BLOCK_K, 1 if small else num_threads, COPY_BLOCKS, GAP_BLOCKS, COPY_NBYTES)

@@ -203,7 +203,7 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
     set_options(job, scale, softcap)
     set_blocks(job, plan.block_q, plan.block_k)
     if job.n_blocks > 1:
-        set_copies(job, num_threads, plan.copy_blocks, plan.copy_nbytes)
+        set_copies(job, num_threads, plan)
     with nogil:
         run_job(job, num_threads)
     if job.out_of_memory:
@@ -306,12 +306,17 @@ cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept 
     job.max_lanes = (job.n_vectors + job.n_blocks - 1) // job.n_blocks * job.kernels.lanes
 
 
-cdef void set_copies(Job *job, int num_threads, Py_ssize_t blocks, Py_ssize_t nbytes) noexcept nogil:
-    """Has keys copied and values packed where enough blocks read them and a head of them has at most nbytes."""
-    cdef Py_ssize_t row = job.head_dim * job.itemsize
-    cdef bint have_gaps = (job.head_dim > 1 and job.key.col != job.itemsize) or max(job.key.row, -job.key.row) > row
-    if min(job.n_blocks, job.n_tasks // num_threads) < blocks:
-        return
+cdef inline bint has_gaps(const Job *job, const View *view, Py_ssize_t n_cols) noexcept:
+    """Whether the elements or the rows of one head lie apart."""
+    return (n_cols > 1 and view.col != job.itemsize) or max(view.row, -view.row) > n_cols * job.itemsize
+
+
+cdef int set_copies(Job *job, int num_threads, plan) except -1:
+    """Whether threads copy keys and pack values: where that pays, see `fastattn._plan`."""
+    cdef Py_ssize_t blocks = min(job.n_blocks, job.n_tasks // num_threads), nbytes = plan.copy_nbytes
     job.panel = padded(job.len_k * job.kernels.panel_cols * job.itemsize)
-    job.packs_values = n_panels(job) * job.panel <= nbytes
-    job.copies_keys = have_gaps and job.len_k * row <= nbytes
+    job.packs_values = (blocks >= (plan.gap_blocks if has_gaps(job, &job.value, job.value_dim) else plan.copy_blocks)
+                        and n_panels(job) * job.panel <= nbytes)
+    job.copies_keys = (blocks >= plan.copy_blocks and has_gaps(job, &job.key, job.head_dim)
+                       and job.len_k * job.head_dim * job.itemsize <= nbytes)
+    return 0

@@ -17,9 +17,9 @@ SMALL_WORK = 400_000
 # Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill
 # only some of the places in a cache, and packs values in the order in which they are read. At 1024 keys that
 # takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks
-# keys gain nothing, with 3 they lose 5 %; values with gaps gain 9 % with 3 blocks, values without gain nothing.
-# 1 MB each leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys,
-# and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
+# keys gain nothing, with 3 they lose 5 %; with 3 blocks values with gaps gain 9 %, others nothing. 1 MB each
+# leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys, and 5 % at
+# 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
 COPY_BLOCKS = 8
 GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20

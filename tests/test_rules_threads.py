@@ -260,6 +260,24 @@ def test_fork_while_another_thread_computes():
     assert python(FORK_UNDER_LOAD, env=environment, timeout=100).strip() == "done"
 
 
+FEWER_THREADS = """
+import numpy as np
+import fastattn
+query, key, value = np.random.default_rng(0).standard_normal((3, 2, 8, 200, 64), dtype=np.float32)
+one = fastattn.attention(query, key, value, num_threads=1)
+many = fastattn.attention(query, key, value, num_threads=7)
+assert one.tobytes() == many.tobytes()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_fewer_threads_than_asked_for(backend, limit):
+    """OpenMP may give a call fewer threads: those that run do the work of the others."""
+    environment = {"FASTATTN_BACKEND": backend.backend, "OMP_THREAD_LIMIT": limit}
+    assert python(FEWER_THREADS, env=environment).strip() == "done"
+
+
 def test_eight_python_threads_at_once(engine):
     """Different problems side by side, each many times, each with the bits it has alone."""
     rng = np.random.default_rng(0)

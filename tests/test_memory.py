@@ -79,7 +79,7 @@ def test_a_tile_mask_costs_its_partial_tiles(backend):
     assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
 
 
-@pytest.mark.parametrize("length", [4096, 8192])
+@pytest.mark.parametrize("length", [4096, 16384])
 def test_rows_far_apart(backend, length):
     """Where threads copy one head of keys and values, and where that would be too much."""
     script = SCRIPT.split("rng = ")[0] + (

@@ -1,4 +1,4 @@
-"""``python -m fastattn``: what is installed, and a demonstration."""
+"""``python -m fastattn``: what is installed, a demonstration, and the benchmark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="version, CPU, threads, and which backends are usable")
     commands.add_parser("demo", help="search sentences with a real transformer (demo --help)", add_help=False)
+    commands.add_parser("bench", help="libraries side by side on this CPU (bench --help)", add_help=False)
     arguments, rest = parser.parse_known_args(argv)
 
     if arguments.command == "demo":
         from fastattn.demo import main as demo
 
         return demo(rest) or 0
+    if arguments.command == "bench":
+        from fastattn.bench.cli import main as bench
+
+        return bench(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     from fastattn import show_config

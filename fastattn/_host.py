@@ -14,7 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 ISAS = ("avx512", "avx2", "neon", "portable")  #: instruction sets that kernels exist for, best first
 
@@ -129,6 +129,12 @@ def check_num_threads(value: object, name: str) -> int:
 def default_backend() -> str | None:
     """FASTATTN_BACKEND, or None."""
     return os.environ.get("FASTATTN_BACKEND") or None
+
+
+def environment_without(names: Iterable[str]) -> dict[str, str]:
+    """This process's environment less these variables, for a child."""
+    dropped = set(names)
+    return {name: text for name, text in os.environ.items() if name not in dropped}
 
 
 def forced_isa() -> str | None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 # Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
 # amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group square`.
+# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group square`.
 BLOCK_K = 256
 
 # Below this many multiply-adds one thread is faster than waking a second: the region costs about 5 us.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m benchmarks --group small`.
+# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group small`.
 SMALL_WORK = 400_000
 
 # Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill

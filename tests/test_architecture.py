@@ -38,7 +38,7 @@ LAYERS = [
     {"_api"},
     {"_info"},
     {""},
-    {"demo"},
+    {"demo", "bench"},
     {"__main__"},
 ]
 
@@ -88,7 +88,7 @@ def test_imports_flow_one_way(path):
     own = layer(module_name(path))
     for name in imported(parsed(path)):
         other = layer(name)
-        same_part = name.split(".")[0] == module_name(path).split(".")[0] == "demo"
+        same_part = name.split(".")[0] == module_name(path).split(".")[0] in ("demo", "bench")
         same_part = same_part or (name.startswith("backends.cython") and "cython" in module_name(path))
         assert other is not None, f"{path.name} imports {name}, which has no place"
         assert same_part or (own is not None and other < own), (

@@ -19,15 +19,15 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benchmarks import worker
-from benchmarks.__main__ import main
-from benchmarks.cases import CASES, GROUPS, Case, Inputs, Targets, make_inputs
-from benchmarks.measure import CaseRun, Crew, LibraryRun
-from benchmarks.oracle import expected_output, oracle_dtype
-from benchmarks.peers import PEERS, Call, Unable
-from benchmarks.peers.numpy_formula import NumPyFormula
-from benchmarks.process import ROOT, Worker, WorkerError
-from benchmarks.summary import disturbed_probes, median_interval, summarise
+from fastattn.bench import worker
+from fastattn.bench.cases import CASES, GROUPS, Case, Inputs, Targets, make_inputs
+from fastattn.bench.cli import main
+from fastattn.bench.measure import CaseRun, Crew, LibraryRun
+from fastattn.bench.oracle import expected_output, oracle_dtype
+from fastattn.bench.peers import PEERS, Call, Unable
+from fastattn.bench.peers.numpy_formula import NumPyFormula
+from fastattn.bench.process import ROOT, Worker, WorkerError
+from fastattn.bench.summary import disturbed_probes, median_interval, summarise
 
 SMALL = replace(
     CASES["square-512-64"],
@@ -105,7 +105,7 @@ def test_oracle_and_numpy_agree_with_a_loop(kind: str) -> None:
 
 def test_oracle_does_not_depend_on_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = expected_output(KINDS["grouped"], make_inputs(KINDS["grouped"]))
-    monkeypatch.setattr("benchmarks.oracle.ROWS", 2)
+    monkeypatch.setattr("fastattn.bench.oracle.ROWS", 2)
     blocks = expected_output(KINDS["grouped"], make_inputs(KINDS["grouped"]))
     np.testing.assert_allclose(blocks, whole, rtol=1e-14)
 
@@ -276,7 +276,7 @@ def test_a_dead_worker_is_reported_and_replaced() -> None:
 @needs_proc
 def test_no_worker_outlives_a_killed_parent() -> None:
     script = (
-        "from benchmarks.process import Worker; import os, signal, sys\n"
+        "from fastattn.bench.process import Worker; import os, signal, sys\n"
         "held = Worker('numpy', 1); held.ask('release'); print(held._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.peers._base import Call
+from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.peers._base import Call
 
 
 def load(num_threads: int) -> TorchSDPA:

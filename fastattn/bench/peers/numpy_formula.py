@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.peers._base import Call
+from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.peers._base import Call
 
 
 def load(num_threads: int) -> NumPyFormula:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.cases import Case, Inputs
+from fastattn.bench.cases import Case, Inputs
 
 
 class Unable(Exception):

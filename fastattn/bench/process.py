@@ -13,12 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
-from benchmarks.peers import PEERS
+from fastattn import _host
+from fastattn.bench.peers import PEERS
 
-#: The folder that holds the package `benchmarks`; workers start there.
-ROOT = Path(__file__).resolve().parent.parent
+#: The folder that holds the package `fastattn`; workers start there.
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Settings of fastattn that would make a worker measure something else than its name says.
 OWN_SETTINGS = ("FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS")
@@ -44,7 +45,7 @@ class Worker:
         self.name = name
         count = str(num_threads)
         environment = {
-            **{key: value for key, value in os.environ.items() if key not in OWN_SETTINGS},
+            **_host.environment_without(OWN_SETTINGS),
             "OMP_NUM_THREADS": count,
             "OPENBLAS_NUM_THREADS": count,
             "MKL_NUM_THREADS": count,
@@ -53,7 +54,7 @@ class Worker:
         }
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", name, count],
+            [sys.executable, "-m", "fastattn.bench.worker", name, count],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -62,6 +63,8 @@ class Worker:
             env=environment,
             process_group=0,
         )
+        self._requests = cast(IO[bytes], self._process.stdin)
+        self._results = cast(IO[bytes], self._process.stdout)
 
     def ask(self, command: str, **arguments: Any) -> Any:
         """Wake the worker, have it carry out `command`, stop it again; what it answered.
@@ -71,11 +74,10 @@ class Worker:
         WorkerError
             It refused, died, or took longer than `TIMEOUT_SECONDS`; in the last two cases it is gone.
         """
-        assert self._process.stdin is not None
         request = json.dumps({"command": command, **arguments}) + "\n"
         self._send(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it died; reading says how
-            self._process.stdin.write(request.encode())
+            self._requests.write(request.encode())
         answer = json.loads(self._read_line(command))
         self._stop()
         if "error" in answer:
@@ -87,9 +89,8 @@ class Worker:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-            if pipe is not None:
-                pipe.close()
+        for pipe in (self._requests, self._results, self._stderr):
+            pipe.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -116,8 +117,7 @@ class Worker:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
 
     def _read_line(self, command: str) -> bytes:
-        assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
+        pipe = self._results.fileno()
         deadline = time.monotonic() + TIMEOUT_SECONDS
         line = b""
         while not line.endswith(b"\n"):

@@ -16,8 +16,8 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.peers._base import Call, Unable
+from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.peers._base import Call, Unable
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23

@@ -1,4 +1,4 @@
-"""One process that holds one library: ``python -m benchmarks.worker PEER THREADS``.
+"""One process that holds one library: ``python -m fastattn.bench.worker PEER THREADS``.
 
 It reads one JSON command per line on stdin and answers with one JSON line: ``{"ok": ...}`` or
 ``{"error": reason}``. `process` is the other end. What the library itself prints goes to stderr.
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
-from benchmarks.oracle import expected_output
-from benchmarks.peers import PEERS, Call, Peer, Unable, load_peer
+from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
+from fastattn.bench.oracle import expected_output
+from fastattn.bench.peers import Call, Peer, Unable, load_peer
 
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
 ORACLE, LIMITS = "oracle", "limits"
@@ -167,7 +167,7 @@ class LibraryWorker:
 
         named, run = CASES[case], self._ready[case].run
         block = max(1, round(PROBE_SECONDS / _warm_up(run)))
-        shares = []
+        shares: list[tuple[float, float, float]] = []
         end = time.perf_counter() + seconds
         before = probe()
         while not shares or time.perf_counter() < end:
@@ -289,7 +289,6 @@ def main(name: str, num_threads: int) -> None:
     elif name == LIMITS:
         holder = LimitsWorker(num_threads)
     else:
-        assert name in PEERS, f"{name} is none of {list(PEERS)}"
         holder = LibraryWorker(name, num_threads)
     for line in sys.stdin:
         request = json.loads(line)

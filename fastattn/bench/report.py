@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.cases import Case
-from benchmarks.measure import CaseRun, LibraryRun
-from benchmarks.peers import OURS
-from benchmarks.summary import (
+from fastattn import _host
+from fastattn.bench.cases import Case
+from fastattn.bench.measure import CaseRun, LibraryRun
+from fastattn.bench.peers import OURS
+from fastattn.bench.summary import (
     QUIET,
     CaseSummary,
     Estimate,
@@ -198,23 +197,6 @@ def print_memory(console: Console, results: dict[str, dict[str, Any]]) -> None:
     console.print("Peak resident memory over inputs and output, each figure from a fresh process.")
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def as_json(
     num_threads: int, runs: Sequence[CaseRun], memory: dict[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
@@ -225,8 +207,8 @@ def as_json(
     document: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
-            "cpu": cpu_model(),
-            "cores": usable_cores(),
+            "cpu": _host.cpu_name(),
+            "cores": _host.available_cores(),
             "architecture": platform.machine(),
             "system": platform.platform(),
         },

@@ -1,6 +1,6 @@
 """Attention on CPUs, side by side, against the machine's limit.
 
-Run from the root of the repository as ``python -m benchmarks``; `benchmarks/README.md` says how to read
+Run as ``python -m fastattn bench``; `benchmarks/README.md` in the repository says how to read
 the result. The flow, each line importing only what stands above it::
 
     cases.py      what is computed: shapes, options, origin, FLOPs, targets
@@ -11,5 +11,5 @@ the result. The flow, each line importing only what stands above it::
     measure.py    check, then interleaved rounds
     summary.py    ratios, intervals, shares of the peak, verdicts
     report.py     tables and JSON
-    __main__.py   the command line
+    cli.py        the command line
 """

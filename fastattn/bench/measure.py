@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.cases import CASES, Case
-from benchmarks.peers import OURS
-from benchmarks.process import Worker, WorkerError
-from benchmarks.worker import LIMITS, ORACLE
+from fastattn.bench.cases import CASES, Case
+from fastattn.bench.peers import OURS
+from fastattn.bench.process import Worker, WorkerError
+from fastattn.bench.worker import LIMITS, ORACLE
 
 #: A burst of one library takes about this long: many clock ticks, and short beside the drift of the machine.
 BURST_SECONDS = 0.08

@@ -121,9 +121,8 @@ class Inputs:
 
 
 def document_ids(case: Case) -> np.ndarray:
-    """The document each position of a packed case belongs to."""
-    assert case.document_length is not None
-    return np.arange(case.len_k) // case.document_length
+    """The document each position belongs to; all to one where the case is not packed."""
+    return np.arange(case.len_k) // (case.document_length or case.len_k)
 
 
 def make_inputs(case: Case) -> Inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 
-from benchmarks.peers._base import Call, Peer, Unable
+from fastattn.bench.peers._base import Call, Peer, Unable
 
 __all__ = ["OURS", "PEERS", "Call", "Peer", "PeerSpec", "Unable", "load_peer"]
 
@@ -34,4 +34,4 @@ OURS: tuple[str, ...] = ("fastattn", "fastattn-avx2")
 
 def load_peer(name: str, num_threads: int) -> Peer:
     """The adapter called `name`; raises whatever its library raises when it cannot be imported."""
-    return importlib.import_module(f"benchmarks.peers.{PEERS[name].module}").load(num_threads)
+    return importlib.import_module(f"fastattn.bench.peers.{PEERS[name].module}").load(num_threads)

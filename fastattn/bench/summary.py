@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.measure import CaseRun, LibraryRun
-from benchmarks.peers import OURS
+from fastattn.bench.measure import CaseRun, LibraryRun
+from fastattn.bench.peers import OURS
 
 #: Resamples of the rounds, and the share of them inside the interval that is given.
 RESAMPLES, COVERAGE = 2000, 0.95

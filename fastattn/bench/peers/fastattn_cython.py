@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from benchmarks.cases import Case, Inputs, document_ids
-from benchmarks.peers._base import Call
+from fastattn.bench.cases import Case, Inputs, document_ids
+from fastattn.bench.peers._base import Call
 
 
 def load(num_threads: int) -> Fastattn:

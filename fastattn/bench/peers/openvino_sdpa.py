@@ -13,8 +13,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.peers._base import Call
+from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.peers._base import Call
 
 
 def load(num_threads: int) -> OpenVINO:

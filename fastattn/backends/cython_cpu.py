@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,11 @@ else:
     driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
 
 
+#: What `read_bandwidth` reads: larger than the caches, which reach 260 MB; and how many pieces of it at a time.
+READ_NBYTES, READ_STEP_PIECES = 512 << 20, 16
+_read_position = 0
+
+
 class CythonBackend:
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
 
@@ -36,10 +42,14 @@ class CythonBackend:
         return []
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
-        rows = problem.batch * problem.num_heads * problem.len_q
-        columns = problem.head_dim + problem.value_dim
-        block_q = driver.block_q(problem.query.itemsize)
-        return plan_tiles(rows, problem.len_k, columns, block_q, driver.thread_limit(num_threads))
+        return plan_tiles(
+            problem.batch * problem.num_kv_heads,
+            problem.len_q * problem.group_size,
+            problem.len_k,
+            problem.head_dim + problem.value_dim,
+            driver.block_q(problem.query.itemsize),
+            driver.thread_limit(num_threads),
+        )
 
     def run(self, problem: Problem, plan: Plan) -> None:
         driver.run(problem, plan)
@@ -52,11 +62,11 @@ class CythonBackend:
 backend = CythonBackend()
 
 
-def _plain_plan(itemsize: int, rows: int, len_k: int, columns: int) -> Plan:
+def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Plan:
     # Asking how many threads there may be takes longer than a small call.
-    small = is_small(rows, len_k, columns)
+    small = is_small(heads, head_rows, len_k, columns)
     num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
-    return plan_tiles(rows, len_k, columns, driver.block_q(itemsize), num_threads)
+    return plan_tiles(heads, head_rows, len_k, columns, driver.block_q(itemsize), num_threads)
 
 
 def available_isas() -> list[str]:
@@ -92,6 +102,29 @@ def integer_peak(num_threads: int, seconds: float) -> float:
     have, halves them while multiply-adds alone, which leave most of the core idle, still run at their peak.
     """
     return _peak(0, num_threads, seconds)
+
+
+def read_bandwidth(num_threads: int, seconds: float) -> float:
+    """Bytes per second that all threads read together from memory that no cache holds, over about `seconds`.
+
+    The first call makes 512 MB of it, which stay; calls go on where the last one ended.
+    """
+    global _read_position
+    memory, step = _read_buffer(), READ_STEP_PIECES * driver.READ_PIECE_NBYTES
+    start = time.perf_counter()
+    steps = 0
+    while True:
+        driver.read_memory(memory, _read_position, num_threads, READ_STEP_PIECES)
+        _read_position = (_read_position + step) % memory.nbytes
+        steps += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return steps * step / elapsed
+
+
+@cache
+def _read_buffer() -> np.ndarray:
+    return np.ones(READ_NBYTES, np.uint8)
 
 
 def _peak(itemsize: int, num_threads: int, seconds: float) -> float:

@@ -10,7 +10,8 @@ rows as columns, then walks the key tiles that any of its rows may attend, each 
 
 and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with the lanes turned: no reduction
 ever crosses a lane, so a row's bits depend on its own keys and on the tile grid alone, not on the block it
-stands in, the thread that runs it, or the batch around it.
+stands in, the thread that runs it, or the batch around it. Where a key/value head has few query rows, lanes run
+along keys and columns instead, and threads share the keys of one head.
 
 This file is the way in from Python: instruction set, threads, and arrays to a Job. The files that it
 includes hold the rest.
@@ -18,7 +19,7 @@ includes hold the rest.
 
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, isfinite, sqrt
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
@@ -29,6 +30,7 @@ import os
 include "job.pxi"    # what is worked on: arrays, options, blocks, a thread's own tiles
 include "tiles.pxi"  # one tile of keys: masks, bias, scores
 include "tasks.pxi"  # one block of query rows, and all of them on all threads
+include "rows.pxi"   # the same for few query rows, over a tree of key tiles
 
 cdef extern from *:
     """
@@ -52,6 +54,8 @@ cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
 ISAS = ("avx512", "avx2", "neon", "portable")  # best first
+
+READ_PIECE_NBYTES = READ_PIECE
 
 cdef bint forked = False
 
@@ -122,6 +126,18 @@ def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
         for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
             operations += run_steps(steps // pieces + 1)
     return operations
+
+
+def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t pieces):
+    """Has num_threads threads read pieces of READ_PIECE bytes each of the array's memory, from byte start on."""
+    cdef const char *at = <const char *>cnp.PyArray_DATA(array) + start
+    cdef const fastattn_kernels *kernels = chosen[0]
+    cdef uint64_t mixed = 0
+    cdef Py_ssize_t piece
+    with nogil:
+        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
+            mixed ^= kernels.read_memory(at + piece * READ_PIECE, READ_PIECE)
+    return mixed
 
 
 cdef int set_view(View *view, cnp.ndarray array, int n_lead) except -1:
@@ -202,10 +218,14 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
         return 0
     set_options(job, scale, softcap)
     set_blocks(job, plan.block_q, plan.block_k)
-    if job.n_blocks > 1:
+    job.by_rows = plan.by_rows
+    if job.by_rows:
+        set_rows(job, num_threads, plan)
+    elif job.n_blocks > 1:
         set_copies(job, num_threads, plan)
     with nogil:
         run_job(job, num_threads)
+        free(job.memory)
     if job.out_of_memory:
         raise MemoryError("no memory for the tiles of a thread")
     return 0
@@ -223,7 +243,7 @@ cdef inline bint is_plain(object array) noexcept:
 def run_plain(query, key, value, causal, scale, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    plan is called with the size of an element, and the numbers of rows, keys and columns. The short way for small
+    plan is called with the size of an element, and the arguments of `fastattn._plan.is_small`. The short way for small
     arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
     is left to the general way, which gives the same bits.
     """
@@ -270,8 +290,8 @@ def run_plain(query, key, value, causal, scale, plan):
         job.key_stop.data = <char *>(stops + 1)
         job.key_stop.row = sizeof(int64_t)
     try:
-        solve(&job, factor, 0.0, plan(job.itemsize, job.batch * job.num_heads * job.len_q, job.len_k,
-                                      job.head_dim + job.value_dim))
+        solve(&job, factor, 0.0, plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size,
+                                      job.len_k, job.head_dim + job.value_dim))
     finally:
         free(stops)
     return out
@@ -315,8 +335,10 @@ cdef int set_copies(Job *job, int num_threads, plan) except -1:
     """Whether threads copy keys and pack values: where that pays, see `fastattn._plan`."""
     cdef Py_ssize_t blocks = min(job.n_blocks, job.n_tasks // num_threads), nbytes = plan.copy_nbytes
     job.panel = padded(job.len_k * job.kernels.panel_cols * job.itemsize)
-    job.packs_values = (blocks >= (plan.gap_blocks if has_gaps(job, &job.value, job.value_dim) else plan.copy_blocks)
-                        and n_panels(job) * job.panel <= nbytes)
-    job.copies_keys = (blocks >= plan.copy_blocks and has_gaps(job, &job.key, job.head_dim)
-                       and job.len_k * job.head_dim * job.itemsize <= nbytes)
+    if (blocks >= (plan.gap_blocks if has_gaps(job, &job.value, job.value_dim) else plan.copy_blocks)
+            and n_panels(job) * job.panel <= nbytes):
+        job.panels_nbytes = n_panels(job) * job.panel
+    if (blocks >= plan.copy_blocks and has_gaps(job, &job.key, job.head_dim)
+            and job.len_k * job.head_dim * job.itemsize <= nbytes):
+        job.key_copy_nbytes = job.len_k * job.head_dim * job.itemsize
     return 0

@@ -30,13 +30,31 @@ cdef extern from "kernels.h" nogil:
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
                       const void *) noexcept nogil
         void (*mask_words)(uint32_t *, Py_ssize_t, const char *const *, Py_ssize_t, int, Py_ssize_t) noexcept nogil
+        void (*pack_rows)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
+                          double) noexcept nogil
+        void (*score_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
+                           Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, const char *const *,
+                            const uint32_t *) noexcept nogil
+        void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
+        void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
+                                Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*accumulate_rows_isolated)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
+                                         Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
+                                         void *) noexcept nogil
+        void (*merge_rows)(void *, void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t,
+                           double) noexcept nogil
+        int (*unpack_rows)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const void *,
+                           Py_ssize_t) noexcept nogil
         double (*fma_peak)(long) noexcept nogil
         double (*integer_peak)(long) noexcept nogil
+        uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 # Words hold the mask bits of 32 keys; tile maps come in masks.TILE_Q queries by masks.TILE_K keys.
 cdef enum:
     WORD = 32
+    READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
     MAX_LEAD = 64
     FETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
@@ -56,6 +74,13 @@ cdef struct View:
     Py_ssize_t head
     Py_ssize_t row
     Py_ssize_t col
+
+
+cdef struct Part:
+    # The softmax and the values of some leaves of keys, see rows.pxi.
+    char *data               # row_max, row_sum and acc, each from a line of memory on
+    Py_ssize_t leaf          # one of those leaves; -1 where no row may attend a key of them
+    bint is_partial          # whether in any of them only some rows may read a key
 
 
 cdef struct Job:
@@ -79,9 +104,17 @@ cdef struct Job:
     Py_ssize_t max_lanes     # lanes of the widest block
     Py_ssize_t n_tasks       # batch items times key/value heads times blocks
     bint is_masked           # by intervals, an array or tiles
-    bint copies_keys         # threads copy a head's keys without gaps
-    bint packs_values        # threads pack a head's values, `panel` bytes a panel
+    Py_ssize_t key_copy_nbytes  # a thread's copy of keys without gaps, 0 where the kernels read them in place
+    Py_ssize_t panels_nbytes    # the same of values: packed, `panel` bytes a panel, or as they are in row tiles
     Py_ssize_t panel
+    # Where rows are no lanes, see rows.pxi:
+    bint by_rows
+    Py_ssize_t query_ld, acc_ld
+    Py_ssize_t n_leaves, chunk_leaves, n_chunks  # leaves of keys, and how many are a task
+    Py_ssize_t n_parts, part_nbytes              # parts that a thread may have at once
+    Part *parts              # one for each task, where a head has more than one
+    Py_ssize_t *left         # tasks of each head that are not done
+    char *memory             # behind both
     bint out_of_memory       # set by a thread that could not have its tiles
 
 
@@ -126,7 +159,7 @@ cdef struct Scratch:
 
 cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
-    Py_ssize_t ld, n_rows
+    Py_ssize_t item, ld, n_rows
     int n_vectors
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
@@ -208,9 +241,9 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     cdef Py_ssize_t tile = padded(job.block_k * ld * job.itemsize)
     cdef Py_ssize_t pointers = padded(ld * sizeof(char *))
     cdef char *p = base
-    w.query = p; p += padded(job.head_dim * ld * job.itemsize)
+    w.query = p; p += padded((job.query_ld if job.by_rows else job.head_dim) * ld * job.itemsize)
     w.scores = p; p += tile
-    w.acc = p; p += padded(job.value_dim * ld * job.itemsize)
+    w.acc = p; p += job.n_parts * job.part_nbytes if job.by_rows else padded(job.value_dim * ld * job.itemsize)
     w.empty = p; p += line
     w.tile_max = p; p += line
     w.row_max = p; p += line
@@ -232,12 +265,8 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.converted = p
     if job.convert_bias:
         p += tile
-    w.key_copy = p
-    if job.copies_keys:
-        p += padded(job.len_k * job.head_dim * job.itemsize)
-    w.panels = p
-    if job.packs_values:
-        p += n_panels(job) * job.panel
+    w.key_copy = p; p += padded(job.key_copy_nbytes)
+    w.panels = p; p += padded(job.panels_nbytes)
     return p - base
 
 

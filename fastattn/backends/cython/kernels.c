@@ -7,7 +7,8 @@
  * stretches are longer. What counts beside full pipes is how many loads and instructions a multiply-add takes:
  * under AVX2 a 4 x 3 tile needs 7 loads for 12, two of them half a line; `accumulate` walks a column of weights
  * per tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query
- * rows has at most, EXP2_KEYS how many keys `softmax` works on at once.
+ * rows has at most, EXP2_KEYS how many keys `softmax` works on at once. The
+ * kernels of few rows hold ROW_SUMS vectors of sums.
  *
  * Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the multiply-adds they
  * save 7 % of `score`, and 32 would save another 1 %, but round 12 % more. 2 cores of Emerald Rapids, 2026-11-21,
@@ -32,6 +33,7 @@
 #define SCORE_VECTORS 3
 #define SCORE_STRETCH 16
 #define BLOCK_VECTORS 3
+#define ROW_SUMS 16
 #define EXP2_KEYS 4
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -42,6 +44,7 @@
 #define SCORE_VECTORS 3
 #define SCORE_STRETCH 32
 #define BLOCK_VECTORS 6
+#define ROW_SUMS 8
 #define EXP2_KEYS 4
 #elif defined(__aarch64__)
 #define VECTOR_BYTES 16
@@ -51,6 +54,7 @@
 #define SCORE_VECTORS 3
 #define SCORE_STRETCH 8
 #define BLOCK_VECTORS 12
+#define ROW_SUMS 16
 #define EXP2_KEYS 4
 #else
 #define VECTOR_BYTES 16
@@ -61,6 +65,7 @@
 #define SCORE_STRETCH 4
 #define SCORE_COLUMNS 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
+#define ROW_SUMS 8
 #define EXP2_KEYS 2
 #endif
 
@@ -181,6 +186,20 @@ static double integer_peak(long steps) {
                 __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are one addition */
             }
     return (double)CHAINS * TURNS * (double)steps;
+}
+
+static uint64_t read_memory(const void *at, ptrdiff_t nbytes) {
+    typedef uint64_t line __attribute__((vector_size(VECTOR_BYTES)));
+    enum { LINES = 8 };
+    const line *p = at;
+    line mixed[LINES] = {};
+    for (ptrdiff_t left = nbytes / VECTOR_BYTES; left > 0; left -= LINES, p += LINES)
+#pragma GCC unroll 8
+        for (int i = 0; i < LINES; i++) mixed[i] ^= p[i];
+    uint64_t all = 0;
+    for (int i = 0; i < LINES; i++)
+        for (int word = 0; word < VECTOR_BYTES / 8; word++) all ^= mixed[i][word];
+    return all;
 }
 
 #define REAL float

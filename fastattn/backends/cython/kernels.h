@@ -95,11 +95,53 @@ typedef struct {
     void (*mask_words)(uint32_t *words, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, int itemsize,
                        ptrdiff_t n_cols);
 
+    /* Row tiles: tile[r * ld + x], one row per query row, x a head_dim index, a key or a value_dim index. For few query
+     * rows, where lanes of queries would stay empty; lanes run along x. ld is a multiple of `lanes`, a row is readable
+     * and writable up to it, and what it holds past its end is nobody's to use, except that packed rows end in zeros.
+     * Keys and values lie without gaps between their elements. Each row's arithmetic is one fixed sequence. */
+
+    /* tile[r][c] = factor * rows[r][c * stride], c < n_cols. */
+    void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
+                      ptrdiff_t n_cols, double factor);
+
+    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. */
+    void (*score_rows)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows, const char *k,
+                       ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim);
+
+    /* As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]. */
+    void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
+                        const char *const *bias_rows, const uint32_t *words);
+
+    /* s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is found here unless has_max. */
+    void (*softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
+                         double exponent_factor, int has_max);
+
+    /* acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]. */
+    void (*accumulate_rows)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows, const char *v,
+                            ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim);
+
+    /* As `accumulate_isolated`. */
+    void (*accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
+                                     const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
+                                     const char *const *bias_rows, const uint32_t *words, void *clean);
+
+    /* acc, row_max and row_sum over some keys take in those over other keys; where a row has none of them this changes
+     * nothing. */
+    void (*merge_rows)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
+                       const void *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld, double exponent_factor);
+
+    /* rows[r][c * stride] = tile[r][c] * (factor[r] + factor[factor_ld + r]), as `unpack`. */
+    int (*unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                       ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld);
+
     /* Runs the peak rate of fused multiply-adds for `steps` steps; returns the FLOPs done. */
     double (*fma_peak)(long steps);
 
     /* The same for the additions of integers, four that do not wait for each other in turn; returns how many. */
     double (*integer_peak)(long steps);
+
+    /* Reads nbytes of memory, a multiple of 1024, from a line on; returns something that depends on all of them. */
+    uint64_t (*read_memory)(const void *at, ptrdiff_t nbytes);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

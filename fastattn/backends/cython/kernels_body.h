@@ -51,15 +51,21 @@ INLINE IVEC NAME(unpack_block)(const int n, const int n_live, char *const *rows,
     return nan;
 }
 
-static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
-                       double factor) {
-    const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
-    /* In two parts, so that the factor's own rounding does not matter. */
+/* `factor` in two parts for `multiply_exactly`, so that its own rounding does not matter. */
+INLINE void NAME(split_factor)(double factor, VEC *high, VEC *low) {
     REAL part = (REAL)factor;
     if (fabs(part) > fabs(factor)) part = NAME(towards_zero)(part);
     REAL rest = isfinite(part) ? (REAL)(factor - part) : part;
     if (rest == 0) rest = part * NAME(no_low);
-    const VEC high = NAME(splat)(part), low = NAME(splat)(rest);
+    *high = NAME(splat)(part);
+    *low = NAME(splat)(rest);
+}
+
+static void NAME(pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
+                       double factor) {
+    const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
+    VEC high, low;
+    NAME(split_factor)(factor, &high, &low);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES, rows += LANES) {
         REAL *dst = (REAL *)tile + lane;
         ptrdiff_t c = 0;
@@ -513,6 +519,8 @@ static double NAME(fma_peak)(long steps) {
     return 2.0 * TILE_ROWS * TILE_VECTORS * LANES * (double)steps;
 }
 
+#include "kernels_rows.h"
+
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .isa = STRING(FASTATTN_ISA),
     .lanes = LANES,
@@ -528,11 +536,24 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .finish = NAME(finish),
     .unpack = NAME(unpack),
     .mask_words = mask_words,
+    .pack_rows = NAME(pack_rows),
+    .score_rows = NAME(score_rows),
+    .adjust_rows = NAME(adjust_rows),
+    .softmax_rows = NAME(softmax_rows),
+    .accumulate_rows = NAME(accumulate_rows),
+    .accumulate_rows_isolated = NAME(accumulate_rows_isolated),
+    .merge_rows = NAME(merge_rows),
+    .unpack_rows = NAME(unpack_rows),
     .fma_peak = NAME(fma_peak),
     .integer_peak = integer_peak,
+    .read_memory = read_memory,
 };
 
 #undef SCORE_STEP
+#undef SWAP_LOW
+#undef SWAP_HIGH
+#undef EACH_LANE
+#undef SWAP_BLOCKS
 #undef LINE
 #undef PANEL_ROW
 #undef EACH_GROUP

@@ -156,13 +156,28 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
     """Where the kernels read the block's keys and values."""
     cdef fastattn_values *values = &block.values
-    block.keys = w.key_copy if job.copies_keys else block.key
-    block.key_row = job.head_dim * job.itemsize if job.copies_keys else job.key.row
-    block.key_col = job.itemsize if job.copies_keys else job.key.col
-    values.at = w.panels if job.packs_values else block.value
-    values.row = job.kernels.panel_cols * job.itemsize if job.packs_values else job.value.row
-    values.col = job.itemsize if job.packs_values else job.value.col
-    values.panel = job.panel if job.packs_values else job.kernels.panel_cols * job.value.col
+    block.keys = w.key_copy if job.key_copy_nbytes > 0 else block.key
+    block.key_row = job.head_dim * job.itemsize if job.key_copy_nbytes > 0 else job.key.row
+    block.key_col = job.itemsize if job.key_copy_nbytes > 0 else job.key.col
+    values.at = w.panels if job.panels_nbytes > 0 else block.value
+    values.row = job.kernels.panel_cols * job.itemsize if job.panels_nbytes > 0 else job.value.row
+    values.col = job.itemsize if job.panels_nbytes > 0 else job.value.col
+    values.panel = job.panel if job.panels_nbytes > 0 else job.kernels.panel_cols * job.value.col
+
+
+cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
+                     Py_ssize_t first_row) noexcept nogil:
+    """Where a block of rows finds everything; how many rows it has is known."""
+    block.item = item
+    block.key = at_item(job, &job.key, item) + kv * job.key.head
+    block.value = at_item(job, &job.value, item) + kv * job.value.head
+    block.bias = at_item(job, &job.bias, item)
+    block.dense = at_item(job, &job.dense, item)
+    block.tile_index = at_item(job, &job.tile_index, item)
+    block.key_start = at_item(job, &job.key_start, item)
+    block.key_stop = at_item(job, &job.key_stop, item)
+    block.weights = at_item(job, &job.weights, item)
+    find_rows(job, w, block, kv, first_row)
 
 
 cdef inline Place find_place(const Job *job, Py_ssize_t task) noexcept nogil:
@@ -211,24 +226,15 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef const fastattn_kernels *kernels = job.kernels
     cdef Block block
     cdef Place place = find_place(job, task)
-    cdef Py_ssize_t lane, item = place.item, kv = place.kv
+    cdef Py_ssize_t lane, item = place.item
     cdef bint partial
     cdef char *item_rows
     cdef char *clean
     block.n_vectors = place.n_vectors
     block.ld = place.n_vectors * kernels.lanes
     block.n_rows = place.n_rows
-    block.key = at_item(job, &job.key, item) + kv * job.key.head
-    block.value = at_item(job, &job.value, item) + kv * job.value.head
+    find_block(job, w, &block, item, place.kv, place.first_row)
     find_head(job, w, &block)
-    block.bias = at_item(job, &job.bias, item)
-    block.dense = at_item(job, &job.dense, item)
-    block.tile_index = at_item(job, &job.tile_index, item)
-    block.key_start = at_item(job, &job.key_start, item)
-    block.key_stop = at_item(job, &job.key_stop, item)
-    block.weights = at_item(job, &job.weights, item)
-    find_rows(job, w, &block, kv, place.first_row)
-
     item_rows = at_item(job, &job.query, item)
     for lane in range(block.ld):
         w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
@@ -263,7 +269,9 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
 
 cdef extern from * nogil:
     enum: ATOMIC_RELAXED "__ATOMIC_RELAXED"
+    enum: ATOMIC_ACQ_REL "__ATOMIC_ACQ_REL"
     Py_ssize_t fetch_add "__atomic_fetch_add"(Py_ssize_t *, Py_ssize_t, int)
+    Py_ssize_t fetch_sub "__atomic_fetch_sub"(Py_ssize_t *, Py_ssize_t, int)
 
 
 cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept nogil:
@@ -285,7 +293,10 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
                 if first >= share.stop:
                     break
                 for task in range(first, min(first + chunk, share.stop)):
-                    run_task(job, w, task)
+                    if job.by_rows:
+                        run_row_task(job, w, task)
+                    else:
+                        run_task(job, w, task)
     free(memory)
     free(w)
 

@@ -130,10 +130,10 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
 
 cdef inline void copy_rows(const Job *job, const Block *block, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """The head's rows start .. stop - 1 into the thread's copies, where the job has them."""
-    if job.copies_keys:
+    if job.key_copy_nbytes > 0:
         fastattn_copy_rows(block.keys + start * block.key_row, block.key + start * job.key.row, job.key.row,
                            job.key.col, job.itemsize, stop - start, job.head_dim)
-    if job.packs_values:
+    if job.panels_nbytes > 0:
         job.kernels.pack_values(<char *>block.values.at + start * block.values.row, block.values.panel,
                                 block.value + start * job.value.row, job.value.row, job.value.col, stop - start,
                                 job.value_dim)
@@ -154,7 +154,7 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     if w.part_stops[block.n_vectors - 1] > 0:
         if is_new(w, block, &new, &new_stop):
             copy_rows(job, block, new, new_stop)
-            if not job.packs_values:
+            if job.panels_nbytes == 0:
                 fetch_nbytes = job.value_dim * job.itemsize
         job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
                           block.keys + start * block.key_row, w.part_stops, job.head_dim, block.key_row,

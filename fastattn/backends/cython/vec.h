@@ -234,8 +234,3 @@ INLINE void NAME(transpose)(VEC x[LANES]) {
 #endif
     SWAP_BLOCKS(x, 1)
 }
-
-#undef SWAP_LOW
-#undef SWAP_HIGH
-#undef EACH_LANE
-#undef SWAP_BLOCKS

@@ -1,0 +1,363 @@
+/* The kernels of few query rows, where lanes of queries would stay empty; see kernels.h, "Row tiles". Lanes run along
+ * columns in products and along keys in the softmax. Included by kernels_body.h.
+ *
+ * What a row's numbers are does not depend on the rows beside it: register tiles of any number of rows do the same
+ * operations for each, and the trees that add up lanes have one shape. */
+
+/* Sums of one register tile of `score_rows`, each a vector: DOTS / R keys by R rows. Fewer would wait for each other. */
+#define DOTS (LANES < 8 ? 8 : LANES)
+
+/* Vectors of columns in a register tile of `accumulate_rows` with R rows. */
+#define ROW_VECTORS(R) (ROW_SUMS / (R) < 8 ? ROW_SUMS / (R) : 8)
+
+#define FOLD_SELF(i, half) ((i) & (half) ? LANES + (i) : (i))
+#define FOLD_OTHER(i, half) ((i) & (half) ? LANES + (i) - (half) : (i) + (half))
+
+/* Lane i of the pair (a, b) folded at distance `half`: both halves of a where bit `half` of i is clear, else of b. */
+#define FOLD(to, COMBINE, a, b, half)                                                                          \
+    do {                                                                                                       \
+        const VEC self = SHUFFLE(IVEC, a, b, EACH_LANE(FOLD_SELF, half));                                      \
+        const VEC other = SHUFFLE(IVEC, a, b, EACH_LANE(FOLD_OTHER, half));                                    \
+        to = COMBINE(self, other);                                                                             \
+    } while (0)
+
+/* Lane i of x[0] becomes all lanes of x[i] combined; EACH_FOLD names the distances, the largest first. */
+#define FOLD_VECTORS(x, COMBINE, half)                                                                         \
+    _Pragma("GCC unroll 16") for (int i = 0; i < (half); i++) FOLD((x)[i], COMBINE, (x)[i], (x)[i + (half)], half);
+/* Every lane of x becomes all its lanes combined. */
+#define FOLD_LANES(x, COMBINE, half) FOLD(x, COMBINE, x, x, half);
+
+#if VECTOR_BYTES * 8 / REAL_BITS == 2
+#define EACH_FOLD(M, x, COMBINE) M(x, COMBINE, 1)
+#elif VECTOR_BYTES * 8 / REAL_BITS == 4
+#define EACH_FOLD(M, x, COMBINE) M(x, COMBINE, 2) M(x, COMBINE, 1)
+#elif VECTOR_BYTES * 8 / REAL_BITS == 8
+#define EACH_FOLD(M, x, COMBINE) M(x, COMBINE, 4) M(x, COMBINE, 2) M(x, COMBINE, 1)
+#else
+#define EACH_FOLD(M, x, COMBINE) M(x, COMBINE, 8) M(x, COMBINE, 4) M(x, COMBINE, 2) M(x, COMBINE, 1)
+#endif
+
+INLINE VEC NAME(add)(VEC a, VEC b) { return a + b; }
+
+INLINE void NAME(sum_vectors)(VEC x[LANES]) { EACH_FOLD(FOLD_VECTORS, x, NAME(add)) }
+
+INLINE VEC NAME(sum_lanes)(VEC x) {
+    EACH_FOLD(FOLD_LANES, x, NAME(add))
+    return x;
+}
+
+INLINE VEC NAME(max_lanes)(VEC x) {
+    EACH_FOLD(FOLD_LANES, x, NAME(max))
+    return x;
+}
+
+/* The number of each lane. */
+INLINE IVEC NAME(lane_numbers)(void) {
+    IVEC x;
+    for (int i = 0; i < LANES; i++) x[i] = i;
+    return x;
+}
+
+/* The n elements at p, which are LANES or fewer. */
+INLINE VEC NAME(load_upto)(const void *p, ptrdiff_t n) {
+    return n >= LANES ? NAME(load)(p) : NAME(load_partial)(p, (int)n);
+}
+
+static void NAME(pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
+                            ptrdiff_t n_cols, double factor) {
+    VEC high, low;
+    NAME(split_factor)(factor, &high, &low);
+    REAL *to = tile;
+    for (ptrdiff_t r = 0; r < n_rows; r++, to += ld)
+        for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
+            VEC x = {};
+            if (stride == sizeof(REAL))
+                x = NAME(load_upto)(rows[r] + c * stride, n_cols - c);
+            else
+                for (int i = 0; i < LANES && c + i < n_cols; i++) x[i] = NAME(scalar)(rows[r] + (c + i) * stride);
+            NAME(store)(to + c, NAME(multiply_exactly)(x, high, low));
+        }
+}
+
+static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                             ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld) {
+    const REAL *from = tile, *const high = factor, *const low = high + factor_ld;
+    IVEC nan = {};
+    for (ptrdiff_t r = 0; r < n_rows; r++, from += ld)
+        for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
+            const ptrdiff_t n = n_cols - c;
+            char *const to = rows[r] + c * stride;
+            VEC x = NAME(multiply_exactly)(NAME(load)(from + c), NAME(splat)(high[r]), NAME(splat)(low[r]));
+            if (n < LANES) x = NAME(select)((IVEC)(NAME(lane_numbers)() < (LANE_INT)n), x, (VEC){});
+            nan |= (IVEC)(x != x);
+            if (stride != sizeof(REAL))
+                for (int i = 0; i < LANES && i < n; i++) memcpy(to + i * stride, (const REAL *)&x + i, sizeof(REAL));
+            else if (n < LANES)
+                NAME(store_partial)(to, x, (int)n);
+            else
+                NAME(store)(to, x);
+        }
+    LANE_INT any = 0;
+    for (int i = 0; i < LANES; i++) any |= nan[i];
+    return any != 0;
+}
+
+/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. */
+INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
+                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim) {
+    enum { MAX_KEYS = DOTS };
+    const int n_keys = DOTS / R;
+    const char *key[MAX_KEYS];
+    VEC sum[DOTS] = {};
+#pragma GCC unroll 16
+    for (int j = 0; j < n_keys; j++) key[j] = k + (j < n ? j : n - 1) * k_row;
+    ptrdiff_t d = 0;
+#define STEP(LOAD)                                                                                             \
+    do {                                                                                                       \
+        VEC x[4];                                                                                              \
+        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
+        _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
+            const VEC y = LOAD(key[j] + d * (ptrdiff_t)sizeof(REAL));                                          \
+            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r * n_keys + j] += x[r] * y;               \
+        }                                                                                                      \
+    } while (0)
+#define LOAD_REST(p) NAME(load_partial)(p, (int)(head_dim - d))
+    for (; d + LANES <= head_dim; d += LANES) STEP(NAME(load));
+    if (d < head_dim) STEP(LOAD_REST);
+#undef STEP
+#undef LOAD_REST
+    REAL score[DOTS];
+#pragma GCC unroll 4
+    for (int i = 0; i < DOTS; i += LANES) {
+        NAME(sum_vectors)(sum + i);
+        NAME(store)(score + i, sum[i]);
+    }
+    if (n >= n_keys) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) memcpy(s + r * ld, score + r * n_keys, (size_t)n_keys * sizeof(REAL));
+    } else {
+        for (int r = 0; r < R; r++) memcpy(s + r * ld, score + r * n_keys, (size_t)n * sizeof(REAL));
+    }
+}
+
+static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptrdiff_t q_ld, ptrdiff_t n_rows,
+                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+    REAL *const s = s_tile;
+    const REAL *const q = q_tile;
+    /* All rows for as many keys as one row takes at once, which stay in L1. */
+    for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
+        const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
+        ptrdiff_t r = 0;
+#define ROWS(R)                                                                                                \
+    for (; r + R <= n_rows; r += R)                                                                            \
+        for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
+    NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j, head_dim)
+        ROWS(4);
+        ROWS(2);
+        ROWS(1);
+#undef ROWS
+    }
+}
+
+static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
+                              const char *const *bias_rows, const uint32_t *words) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY), cap = NAME(splat)((REAL)softcap);
+    const IVEC lane = NAME(lane_numbers)();
+    for (ptrdiff_t r = 0; r < n_rows; r++)
+        for (ptrdiff_t j = 0; j < n_keys; j += LANES) {
+            REAL *const s = (REAL *)s_tile + r * ld + j;
+            VEC x = NAME(load)(s);
+            if (softcap > 0) x = cap * NAME(tanh)(x);
+            if (bias_rows) {
+                const VEC bias = NAME(load_upto)(bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);
+                x = NAME(select)((IVEC)(bias == masked), masked, x + bias);
+            }
+            if (words) {
+                const LANE_INT word = words[j / 32 * n_rows + r] >> (j % 32);
+                x = NAME(keep_allowed)(x, (word - (IVEC){}) >> lane);
+            }
+            NAME(store)(s, x);
+        }
+}
+
+/* Vectors of one row of scores from s on, less `base`; past the n-th score as if masked. */
+INLINE void NAME(load_scores)(const int n_vectors, VEC x[], const REAL *s, ptrdiff_t n, VEC base) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+    const IVEC lane = NAME(lane_numbers)();
+#pragma GCC unroll 8
+    for (int i = 0; i < n_vectors; i++) {
+        x[i] = NAME(load)(s + i * LANES) - base;
+        if (n - i * LANES < LANES) x[i] = NAME(select)((IVEC)(lane < (LANE_INT)(n - i * LANES)), x[i], masked);
+    }
+}
+
+INLINE void NAME(softmax_rows_scaled)(const int scaled, REAL *s, ptrdiff_t ld, REAL *row_max, REAL *row_sum,
+                                      ptrdiff_t n_rows, ptrdiff_t n_keys, REAL factor, int has_max) {
+    enum { STEP = EXP2_KEYS };
+    const VEC empty = NAME(splat)(-(REAL)INFINITY);
+    for (ptrdiff_t r = 0; r < n_rows; r++, s += ld) {
+        VEC top = has_max ? NAME(splat)(row_max[r]) : empty;
+        if (!has_max) {
+            for (ptrdiff_t j = 0; j < n_keys; j += LANES) {
+                VEC x;
+                NAME(load_scores)(1, &x, s + j, n_keys - j, (VEC){});
+                top = NAME(max)(top, x);
+            }
+            top = NAME(max_lanes)(top);
+            row_max[r] = top[0];
+        }
+        /* -inf - 0 where the row is empty: -inf - -inf would be NaN. */
+        const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
+        VEC sum = {};
+        ptrdiff_t j = 0;
+        for (; j + STEP * LANES <= n_keys; j += STEP * LANES) {
+            VEC x[STEP];
+            NAME(load_scores)(STEP, x, s + j, STEP * LANES, base);
+            NAME(exp2)(STEP, scaled, factor, x);
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++) NAME(store)(s + j + i * LANES, x[i]);
+#pragma GCC unroll 8
+            for (int half = STEP / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+                for (int i = 0; i < half; i++) x[i] += x[i + half];
+            sum += x[0];
+        }
+        if (j < n_keys) { /* the same tree, as if the missing keys were masked */
+            VEC x[STEP] = {};
+            for (int i = 0; i < STEP && j + i * LANES < n_keys; i++) {
+                NAME(load_scores)(1, x + i, s + j + i * LANES, n_keys - j - i * LANES, base);
+                NAME(exp2)(1, scaled, factor, x + i);
+                NAME(store)(s + j + i * LANES, x[i]);
+            }
+            for (int half = STEP / 2; half > 0; half /= 2)
+                for (int i = 0; i < half; i++) x[i] += x[i + half];
+            sum += x[0];
+        }
+        row_sum[r] = NAME(sum_lanes)(sum)[0];
+    }
+}
+
+static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
+                               double exponent_factor, int has_max) {
+    if (exponent_factor == 1)
+        NAME(softmax_rows_scaled)(0, s, ld, row_max, row_sum, n_rows, n_keys, 1, has_max);
+    else
+        NAME(softmax_rows_scaled)(1, s, ld, row_max, row_sum, n_rows, n_keys, (REAL)exponent_factor, has_max);
+}
+
+/* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
+ * of keys; added to what acc holds unless is_first. */
+INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
+                                       const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first) {
+    VEC sum[4][8] = {};
+    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
+        VEC x[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < V; i++)
+            x[i] = i == V - 1 && n_last < LANES ? NAME(load_partial)(v + i * VECTOR_BYTES, n_last)
+                                                : NAME(load)(v + i * VECTOR_BYTES);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const REAL y = p[r * p_ld + j];
+#pragma GCC unroll 8
+            for (int i = 0; i < V; i++) sum[r][i] += x[i] * y;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int i = 0; i < V; i++) {
+            REAL *const to = acc + r * ld + i * LANES;
+            if (!is_first) sum[r][i] += NAME(load)(to);
+            NAME(store)(to, sum[r][i]);
+        }
+}
+
+/* R rows of `accumulate_rows` over one chunk of keys, all columns. */
+INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld, const char *v,
+                                        ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first) {
+#define TILE(V, n_last) NAME(accumulate_rows_tile)(R, V, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first)
+#define COLUMNS(V)                                                                                             \
+    for (; value_dim >= V * LANES && V <= ROW_VECTORS(R); value_dim -= V * LANES, acc += V * LANES, v += V * VECTOR_BYTES) \
+    TILE(V, LANES)
+    COLUMNS(8);
+    COLUMNS(4);
+    COLUMNS(2);
+    COLUMNS(1);
+#undef COLUMNS
+    if (value_dim > 0) TILE(1, (int)value_dim);
+#undef TILE
+}
+
+static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_tile, ptrdiff_t p_ld, ptrdiff_t n_rows,
+                                  const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
+        const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
+        ptrdiff_t r = 0;
+#define ROWS(R)                                                                                                \
+    for (; r + R <= n_rows; r += R)                                                                            \
+    NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, p_ld, v, v_row, \
+                                n, value_dim, start == 0)
+        ROWS(4);
+        ROWS(2);
+        ROWS(1);
+#undef ROWS
+    }
+}
+
+static void NAME(accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
+                                           const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
+                                           const char *const *bias_rows, const uint32_t *words, void *clean_v) {
+    REAL *const clean = clean_v;
+    for (ptrdiff_t j = 0; j < n_keys; j++)
+        for (ptrdiff_t e = 0; e < value_dim; e++) {
+            const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
+            clean[j * value_dim + e] = isfinite(x) ? x : 0;
+        }
+    NAME(accumulate_rows)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys, value_dim);
+    for (ptrdiff_t j = 0; j < n_keys; j++)
+        for (ptrdiff_t e = 0; e < value_dim; e++) {
+            const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
+            if (isfinite(x)) continue;
+            for (ptrdiff_t r = 0; r < n_rows; r++) {
+                if (words && !(words[j / 32 * n_rows + r] >> (j % 32) & 1)) continue;
+                if (bias_rows && NAME(scalar)(bias_rows[r] + j * (ptrdiff_t)sizeof(REAL)) == -(REAL)INFINITY) continue;
+                ((REAL *)acc)[r * ld + e] += ((const REAL *)p)[r * p_ld + j] * x;
+            }
+        }
+}
+
+INLINE void NAME(merge_rows_scaled)(const int scaled, REAL *acc, REAL *row_max, REAL *row_sum, const REAL *acc_2,
+                                    const REAL *row_max_2, const REAL *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld,
+                                    REAL factor) {
+    const VEC empty = NAME(splat)(-(REAL)INFINITY);
+    for (ptrdiff_t r = 0; r < n_rows; r++, acc += ld, acc_2 += ld) {
+        VEC x[2] = {NAME(splat)(row_max[r]), NAME(splat)(row_max_2[r])};
+        const VEC top = NAME(max)(x[0], x[1]);
+        const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
+        x[0] -= base;
+        x[1] -= base;
+        NAME(exp2)(2, scaled, factor, x);
+        row_max[r] = top[0];
+        row_sum[r] = row_sum[r] * x[0][0] + row_sum_2[r] * x[1][0];
+        for (ptrdiff_t c = 0; c < ld; c += LANES)
+            NAME(store)(acc + c, NAME(load)(acc + c) * x[0] + NAME(load)(acc_2 + c) * x[1]);
+    }
+}
+
+static void NAME(merge_rows)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
+                             const void *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld, double exponent_factor) {
+    if (exponent_factor == 1)
+        NAME(merge_rows_scaled)(0, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, 1);
+    else
+        NAME(merge_rows_scaled)(1, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, (REAL)exponent_factor);
+}
+
+#undef DOTS
+#undef ROW_VECTORS
+#undef FOLD_SELF
+#undef FOLD_OTHER
+#undef FOLD
+#undef FOLD_VECTORS
+#undef FOLD_LANES
+#undef EACH_FOLD

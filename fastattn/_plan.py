@@ -39,11 +39,16 @@ class Plan(NamedTuple):
     row_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
 
 
-# With so few query rows for each key/value head most lanes of queries would stay empty. Ratio of times to lanes of
-# queries at 1024 keys in the cache, head_dim 64, all on two threads: 0.41 with 1 row, 0.53 with 4, 0.69 with 8, 0.86 with
-# 12, 0.82 with 16; 1.3 with 16 rows and head_dim 128. With few heads the keys are shared by the threads besides.
-# 2 cores of Emerald Rapids, 2026-11-21, AVX-512, calls in turns with and without.
-FEW_ROWS = 16
+# So many query rows of a key/value head, or as many as a vector has lanes, stand side by side; for more, lanes of queries
+# are filled well enough. Times over those with lanes of queries, 1024 keys in the cache, head_dim 64, two threads:
+#                     1 row      4      8     16
+#   AVX-512 float32   0.41    0.53   0.69   0.82  (1.3 at head_dim 128)
+#   AVX-512 float64                  0.88   0.78
+#   AVX2 float32      0.52    0.73   1.11   1.54
+#   AVX2 float64              1.03   1.27   1.29
+# From memory, or with fewer heads than threads, few rows win by more: the threads share the keys of a head.
+# 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
+FEW_ROWS = 8
 
 # A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
 ROW_TASKS = 8
@@ -55,7 +60,9 @@ def is_small(heads: int, head_rows: int, len_k: int, columns: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def plan_tiles(heads: int, head_rows: int, len_k: int, columns: int, block_q: int, num_threads: int) -> Plan:
+def plan_tiles(
+    heads: int, head_rows: int, len_k: int, columns: int, block_q: int, lanes: int, num_threads: int
+) -> Plan:
     """The plan of a tiled CPU backend.
 
     Parameters
@@ -70,6 +77,8 @@ def plan_tiles(heads: int, head_rows: int, len_k: int, columns: int, block_q: in
         Of key and value together, D + E: rows times keys times columns is the work without masks.
     block_q : int
         Query rows that fill the tile of the instruction set in use.
+    lanes : int
+        Elements that fill a vector of it.
     num_threads : int
         How many threads there may be.
     """
@@ -81,6 +90,6 @@ def plan_tiles(heads: int, head_rows: int, len_k: int, columns: int, block_q: in
         COPY_BLOCKS,
         GAP_BLOCKS,
         COPY_NBYTES,
-        by_rows=head_rows <= FEW_ROWS,
+        by_rows=head_rows <= max(FEW_ROWS, lanes),
         row_tasks=ROW_TASKS,
     )

@@ -47,7 +47,7 @@ class CythonBackend:
             problem.len_q * problem.group_size,
             problem.len_k,
             problem.head_dim + problem.value_dim,
-            driver.block_q(problem.query.itemsize),
+            *driver.tile_rows(problem.query.itemsize),
             driver.thread_limit(num_threads),
         )
 
@@ -66,7 +66,7 @@ def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: 
     # Asking how many threads there may be takes longer than a small call.
     small = is_small(heads, head_rows, len_k, columns)
     num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
-    return plan_tiles(heads, head_rows, len_k, columns, driver.block_q(itemsize), num_threads)
+    return plan_tiles(heads, head_rows, len_k, columns, *driver.tile_rows(itemsize), num_threads)
 
 
 def available_isas() -> list[str]:

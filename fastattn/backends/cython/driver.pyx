@@ -93,10 +93,10 @@ def chosen_isa():
     return chosen[0].isa.decode()
 
 
-def block_q(Py_ssize_t itemsize):
-    """Query rows in the widest block of the instruction set in use, for elements of this size."""
+def tile_rows(Py_ssize_t itemsize):
+    """Query rows in the widest block of the instruction set in use, and in one vector, for elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes * kernels.max_vectors
+    return kernels.lanes * kernels.max_vectors, kernels.lanes
 
 
 def thread_limit(int num_threads):

@@ -26,8 +26,8 @@ COPY_NBYTES = 1 << 20
 
 
 class Plan(NamedTuple):
-    """How a problem is cut up. ``block_k`` says where sums are rounded, so it depends on the problem alone;
-    the others change no bit of a result."""
+    """How a problem is cut up. ``block_k`` and ``by_rows`` say where sums are rounded, so they depend on the
+    problem alone; the others change no bit of a result."""
 
     block_q: int  #: query rows of a tile
     block_k: int  #: keys of a tile
@@ -35,12 +35,13 @@ class Plan(NamedTuple):
     copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
     gap_blocks: int = 0  #: the same for values with gaps between them
     copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
-    by_rows: bool = False  #: rows stand side by side, lanes run along keys and columns; says how sums are formed
+    by_rows: bool = False  #: rows stand side by side, and lanes run along keys and columns
     row_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
 
 
-# So many query rows of a key/value head, or as many as a vector has lanes, stand side by side; for more, lanes of queries
-# are filled well enough. Times over those with lanes of queries, 1024 keys in the cache, head_dim 64, two threads:
+# So many query rows of a key/value head, or as many as a vector has lanes, stand side by side; for more,
+# lanes of queries are filled well enough. Times over those with lanes of queries, 1024 keys in the cache,
+# head_dim 64, two threads:
 #                     1 row      4      8     16
 #   AVX-512 float32   0.41    0.53   0.69   0.82  (1.3 at head_dim 128)
 #   AVX-512 float64                  0.88   0.78

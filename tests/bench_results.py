@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.cases import CASES, Case
+from fastattn.bench.cases import MEMORY_WARM_UP, Case, possible_cases
 
 #: The made-up machine: FLOP/s, bytes/s.
 PEAK, BANDWIDTH = 300e9, 30e9
@@ -21,39 +21,21 @@ COSTS = {
     "torch": (1.9, 7e-6),
     "onnxruntime": (1.6, 6e-6),
     "openvino": (1.7, 18e-6),
+    "jax": (3.5, 9e-6),
 }
 
-BASE = replace(CASES["square-512-64"], group="scaling-length")
-
-#: Points of every curve, in a few lengths, dims, batches and thread counts.
-CURVES = (
-    *(
-        replace(BASE, name=f"curve-length-{n}", batch=32768 // n, len_q=n, len_k=n)
-        for n in (128, 512, 2048, 8192, 32768)
-    ),
-    *(
-        replace(BASE, name=f"curve-dim-{n}", group="scaling-dim", head_dim=n, value_dim=n)
-        for n in (16, 32, 64, 128, 256)
-    ),
-    *(replace(BASE, name=f"curve-batch-{n}", group="scaling-batch", batch=n) for n in (1, 4, 16, 64)),
-    *(replace(BASE, name=f"curve-threads-{n}", group="scaling-threads") for n in (1, 2)),
-)
-
-
-def array_bytes(case: Case) -> int:
-    """Bytes of query, key, value and output."""
-    rows = case.batch * (case.heads * case.len_q + case.kv_heads * case.len_k)
-    return rows * (case.head_dim + case.value_dim) * np.dtype(case.dtype).itemsize
+#: Every case that two cores can do.
+POSSIBLE = tuple(possible_cases(2))
 
 
 def limit_seconds(case: Case, threads: int) -> float:
     """What the made-up machine cannot be faster than."""
     slower = 2 / threads * (2 if case.dtype == "float64" else 1)
-    return max(case.flops * slower / PEAK, array_bytes(case) / BANDWIDTH if case.len_q == 1 else 0.0)
+    return max(case.flops * slower / PEAK, case.nbytes / BANDWIDTH if case.cold else 0.0)
 
 
 def make_document(
-    cases: Iterable[Case] = (*CASES.values(), *CURVES),
+    cases: Iterable[Case] = POSSIBLE,
     libraries: Iterable[str] = tuple(COSTS),
     *,
     rounds: int = 5,
@@ -78,17 +60,14 @@ def make_document(
     }
     if memory:
         lengths = (512, 2048, 8192, 32768)
-        grown = [
-            replace(BASE, name=f"memory-{n}", group="memory", heads=1, len_q=n, len_k=n) for n in lengths
-        ]
+        grown = [replace(MEMORY_WARM_UP, name=f"memory-{n}", len_q=n, len_k=n) for n in lengths]
         document["memory_cases"] = {case.name: _case_json(case) for case in grown}
         document["memory"] = {case.name: {name: _needs(case, name) for name in names} for case in grown}
     return document
 
 
 def _run(case: Case, names: tuple[str, ...], rounds: int, rng: np.random.Generator) -> dict[str, Any]:
-    threads = int(case.name[-1]) if case.group == "scaling-threads" else 2
-    least = limit_seconds(case, threads)
+    least = limit_seconds(case, case.threads or 2)
     medians = {
         name: (COSTS[name][1] + least * COSTS[name][0] * rng.uniform(1, 1.5)) * rng.normal(1, 0.02, rounds)
         for name in names
@@ -96,11 +75,8 @@ def _run(case: Case, names: tuple[str, ...], rounds: int, rng: np.random.Generat
     ours = medians.get("fastattn")
     ratios = {} if ours is None else {n: _estimate(it / ours) for n, it in medians.items() if n != "fastattn"}
     peers = [name for name in ratios if not name.startswith("fastattn")]
-    fields = _case_json(case)
-    if case.group == "scaling-threads":
-        fields["threads"] = threads
     return {
-        "case": fields,
+        "case": _case_json(case),
         "rounds": rounds,
         "oracle": "float64",
         "tolerance": 1e-5,
@@ -125,7 +101,7 @@ def _run(case: Case, names: tuple[str, ...], rounds: int, rng: np.random.Generat
             "limit": None
             if ours is None
             else {
-                "kind": "memory" if case.len_q == 1 else "compute",
+                "kind": "memory" if case.cold else "compute",
                 "seconds": least,
                 "share": _estimate(least / ours),
             },
@@ -134,7 +110,8 @@ def _run(case: Case, names: tuple[str, ...], rounds: int, rng: np.random.Generat
 
 
 def _case_json(case: Case) -> dict[str, Any]:
-    return asdict(case) | {"flops": case.flops, "nbytes": array_bytes(case)}
+    derived = {"shape": case.shape, "options": case.options, "flops": case.flops, "nbytes": case.nbytes}
+    return asdict(case) | derived
 
 
 def _estimate(values: np.ndarray) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
     for it in cases:
         _draw_case(axes, it)
     figure.draw_without_rendering()  # settles where everything stands, for the labels to keep clear of it
-    _label(axes, cases, [peaks[dtype] / 1e9 for dtype in peaks])
+    _label(axes, cases, _roof_boxes(axes, peaks.values(), bandwidth))
     return Picture("roofline", title, figure)
 
 
@@ -78,22 +78,27 @@ def _title(cases: Sequence[Measured]) -> str:
     return f"Half of the cases run at {100 * np.median(shares):.0f} % of the machine's limit or more"
 
 
+def _dot(*, cold: bool, dtype: str) -> dict[str, Any]:
+    """How a case of fastattn is drawn."""
+    colour, marker = mark(OURS[0])
+    filled = ROOFS[dtype] == "-"
+    return {
+        "linestyle": "none",
+        "marker": "D" if cold else marker,
+        "markersize": 4.5 if cold else 5.5,
+        "markerfacecolor": colour if filled else "white",
+        "markeredgecolor": "white" if filled else colour,
+        "markeredgewidth": 0.5 if filled else 1.2,
+    }
+
+
 def _draw_case(axes: Axes, it: Measured) -> None:
     """Ours as a dot, and a faint line to a dash where the fastest peer is."""
     intensity, ours, floor = _intensity(it), it.flops_per_second(OURS[0]) / 1e9, axes.get_ylim()[0]
-    colour, marker = mark(OURS[0])
-    filled = ROOFS[it.case["dtype"]] == "-"
-    axes.plot(
-        intensity,
-        max(ours, floor),
-        marker=marker if ours >= floor else "v",
-        markersize=5,
-        markerfacecolor=colour if filled else "white",
-        markeredgecolor="white" if filled else colour,
-        markeredgewidth=0.5 if filled else 1.2,
-        clip_on=False,
-        zorder=5,
-    )
+    dot = _dot(cold=it.case.get("cold", False), dtype=it.case["dtype"])
+    if ours < floor:
+        dot["marker"] = "v"
+    axes.plot(intensity, max(ours, floor), clip_on=False, zorder=5, **dot)
     if it.best is not None and it.best in it.seconds:
         theirs = it.flops_per_second(it.best) / 1e9
         axes.plot([intensity, intensity], [ours, theirs], color="#B8B8B8", linewidth=0.8, zorder=2)
@@ -123,25 +128,33 @@ def _draw_roof(axes: Axes, dtype: str, peak: float, bandwidth: float) -> None:
 
 
 def _handles(cases: Sequence[Measured]) -> list[Line2D]:
-    colour, marker = mark(OURS[0])
-    mine: dict[str, Any] = {"linestyle": "none", "marker": marker, "color": colour}
-    handles = [Line2D([], [], label="fastattn", **mine)]
-    if any(ROOFS[it.case["dtype"]] != "-" for it in cases):
-        handles.append(Line2D([], [], label="fastattn, float64", markerfacecolor="white", **mine))
+    kinds = {"fastattn": _dot(cold=False, dtype="float32")}
+    if any(it.case.get("cold") for it in cases):
+        kinds["fastattn, keys and values from memory"] = _dot(cold=True, dtype="float32")
+    if any(it.case["dtype"] == "float64" for it in cases):
+        kinds["fastattn, float64"] = _dot(cold=False, dtype="float64")
     if any(it.best for it in cases):
-        handles.append(
-            Line2D([], [], label="the fastest peer", linestyle="none", marker="_", color="#8C8C8C")
-        )
-    return handles
+        kinds["the fastest peer"] = {"linestyle": "none", "marker": "_", "color": "#8C8C8C"}
+    return [Line2D([], [], label=label, **kind) for label, kind in kinds.items()]
 
 
-def _label(axes: Axes, cases: Sequence[Measured], roofs: Sequence[float]) -> None:
-    """Name the first cases of each group, where there is room for a name beside dots and roofs."""
+def _roof_boxes(axes: Axes, peaks: Collection[float], bandwidth: float) -> list[Bbox]:
+    """Where the roofs are, in pixels: a box along each flat part, a row of them along the slope and its name."""
+    boxes = []
+    for peak in peaks:
+        _, y = axes.transData.transform((1, peak / 1e9))
+        boxes.append(Bbox.from_extents(axes.bbox.x0, y - 2, axes.bbox.x1, y + 2))
+    slope = np.geomspace(axes.get_xlim()[0], max(peaks) / bandwidth)
+    for x, y in axes.transData.transform(np.column_stack([slope, slope * bandwidth / 1e9])):
+        boxes.append(Bbox.from_extents(x - 14, y - 2, x + 2, y + 14))
+    return boxes
+
+
+def _label(axes: Axes, cases: Sequence[Measured], taken: list[Bbox]) -> None:
+    """Name the first cases of each group, where there is room for a name beside dots and what is `taken`."""
     floor = axes.get_ylim()[0]
     dots = [(_intensity(it), max(it.flops_per_second(OURS[0]) / 1e9, floor)) for it in cases]
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(dots)]
-    for _, y in axes.transData.transform([(1, roof) for roof in roofs]):
-        taken.append(Bbox.from_extents(axes.bbox.x0, y - 2, axes.bbox.x1, y + 2))
+    taken += [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(dots)]
     groups = dict.fromkeys((it.case["group"] for it in cases if not is_scaling(it.case)), LABELS)
     for it in cases:
         if not groups.get(it.case["group"]):

@@ -180,7 +180,7 @@ def draw_sizes(document: Mapping[str, Any]) -> Picture | None:
         _size_axis(axes, [it.case[size] for it in cases])
         axes.set_ylim(0, None)
         axes.set_xlabel(label)
-        axes.set_title(_same_sizes(cases), color=GREY)
+        axes.set_title(_same_sizes(cases), color=GREY, fontsize=7.5)
     row[0].set_ylabel("GFLOP/s")
     return Picture("sizes", title, figure)
 
@@ -188,7 +188,7 @@ def draw_sizes(document: Mapping[str, Any]) -> Picture | None:
 def _same_sizes(cases: Sequence[Measured]) -> str:
     """The sizes that all of `cases` have."""
     sizes = {letter: {it.case[name] for it in cases} for letter, name in LETTERS.items()}
-    return ", ".join(f"{letter} = {values.pop()}" for letter, values in sizes.items() if len(values) == 1)
+    return ", ".join(f"{letter}={values.pop()}" for letter, values in sizes.items() if len(values) == 1)
 
 
 def _sizes_title(cases: Sequence[Measured]) -> str:
@@ -218,9 +218,11 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[float, float]]) -> None:
 
 
 def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """A log axis with ticks at the sizes that were measured; at every second where they are many."""
+    """A log axis with ticks at the sizes that were measured; where they are many, at powers of two or four."""
     axes.set_xscale("log", base=2)
     ticks = sorted(set(sizes))
+    if len(ticks) > TICKS:
+        ticks = [size for size in ticks if size.bit_count() == 1]
     if len(ticks) > TICKS:
         ticks = ticks[::-2][::-1]
     plain_ticks(axes.xaxis, ticks, lambda value: f"{value:.0f}")

@@ -38,6 +38,9 @@ NOTE = (
     f"Arrowhead: above {LARGEST:g}."
 )
 
+#: The peers of a row stand over this part of its height, so that one interval does not hide another.
+SPREAD = 0.5
+
 #: More rows than this make two columns.
 ONE_COLUMN = 24
 
@@ -112,22 +115,23 @@ def _draw_column(
             axes.text(-0.02, number + 0.1, row, transform=beside, ha="right", va="center", weight="bold")
             continue
         axes.axhline(number, color=LIGHT, linewidth=0.5, zorder=1)
-        for peer in peers:
+        for rank, peer in enumerate(peers):
             if peer in row.ratios:
-                _draw_dot(axes, number, row.ratios[peer], peer, best=peer == row.best)
+                beside_others = number + SPREAD * (rank / max(len(peers) - 1, 1) - 0.5)
+                _draw_dot(axes, beside_others, row.ratios[peer], peer, best=peer == row.best)
         if row.best is not None:
             text = f"{row.ratios[row.best]['median']:.2f}"
             axes.text(1.01, number, text, transform=beside, va="center", fontsize=7, color=GREY)
 
 
-def _draw_dot(axes: Axes, number: int, ratio: Mapping[str, float], peer: str, *, best: bool) -> None:
+def _draw_dot(axes: Axes, height: float, ratio: Mapping[str, float], peer: str, *, best: bool) -> None:
     """The median as a mark, the interval as a line through it; both at the edge where they are beyond it."""
     colour, marker = mark(peer)
     low, median, high = (min(ratio[name], LARGEST) for name in ("low", "median", "high"))
-    axes.plot([low, high], [number, number], color=colour, linewidth=1.2, zorder=3)
+    axes.plot([low, high], [height, height], color=colour, linewidth=1.0, zorder=3)
     axes.plot(
         median,
-        number,
+        height,
         color=colour,
         marker=">" if ratio["median"] > LARGEST else marker,
         markersize=5 if best else 3.6,

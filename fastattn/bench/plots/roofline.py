@@ -72,7 +72,7 @@ def _intensity(it: Measured) -> float:
 
 
 def _title(cases: Sequence[Measured]) -> str:
-    shares = [it.limit["share"]["median"] for it in cases if it.limit]
+    shares = [it.limit["share"]["median"] for it in cases if it.limit and it.limit["share"]]
     if not shares:
         return "How far each case is below the machine's limits"
     return f"Half of the cases run at {100 * np.median(shares):.0f} % of the machine's limit or more"
@@ -139,7 +139,7 @@ def _handles(cases: Sequence[Measured]) -> list[Line2D]:
 
 
 def _roof_boxes(axes: Axes, peaks: Collection[float], bandwidth: float) -> list[Bbox]:
-    """Where the roofs are, in pixels: a box along each flat part, a row of them along the slope and its name."""
+    """Where the roofs are, in pixels: a box along each flat part, many along the slope and its name."""
     boxes = []
     for peak in peaks:
         _, y = axes.transData.transform((1, peak / 1e9))

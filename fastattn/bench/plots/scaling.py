@@ -121,7 +121,8 @@ def draw_memory(document: Mapping[str, Any]) -> Picture | None:
     if len(extra.get(OURS[0], ())) < 2:
         return None
     handles = [*named(shown(extra)), Line2D([], [], label="all scores at once", **REFERENCE)]
-    figure = page(document, title := _memory_title(extra), 4.0, handles, _note(cases))
+    note = f"{_note(cases)} Less than {LEAST_MEMORY:g} MiB is drawn as {LEAST_MEMORY:g}."
+    figure = page(document, title := _memory_title(extra), 4.0, handles, note)
     axes = figure.subplots()
     for name, points in extra.items():
         _line(axes, name, points)
@@ -153,6 +154,8 @@ def _memory_title(extra: Mapping[str, Sequence[tuple[int, float]]]) -> str:
 
 
 def _mebibytes(value: float) -> str:
+    if value <= LEAST_MEMORY:
+        return f"less than {LEAST_MEMORY:g} MiB"
     return f"{value / 1024:.1f} GiB" if value >= 1000 else f"{value:.{1 if value < 10 else 0}f} MiB"
 
 
@@ -218,7 +221,7 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[float, float]]) -> None:
 
 
 def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """A log axis with ticks at the sizes that were measured; where they are many, at powers of two or four."""
+    """A log axis with ticks at the sizes that were measured; where they are many, at some of them."""
     axes.set_xscale("log", base=2)
     ticks = sorted(set(sizes))
     if len(ticks) > TICKS:

@@ -71,6 +71,14 @@ def check_scores_fit(case: Case) -> None:
         )
 
 
+def added_mask(case: Case, mask: np.ndarray) -> np.ndarray:
+    """`mask` as numbers to be added to the scores: 0 and -inf for a bool one, a float one as it is."""
+    if mask.dtype != bool:
+        return mask
+    zero, infinity = np.zeros((), case.dtype), np.array(-np.inf, case.dtype)
+    return np.where(mask, zero, infinity)
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """A part of a case that is dense or causal by itself: one text."""

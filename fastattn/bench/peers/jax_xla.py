@@ -1,7 +1,8 @@
 """JAX: ``jax.nn.dot_product_attention`` and the formula in `jax.numpy`, both jitted, on XLA's CPU backend.
 
 The function takes ``(B, length, heads, dim)`` only and gets its inputs stored that way beforehand; the
-formula gets ``(B, heads, length, dim)``. Both are compiled beforehand. XLA's pool has as many threads as
+formula gets ``(B, heads, length, dim)``. Both are compiled beforehand. In float64 the function takes the
+softmax in float32 all the same, so only the formula is right there. XLA's pool has as many threads as
 the environment variable NPROC says, which the worker is started with.
 """
 

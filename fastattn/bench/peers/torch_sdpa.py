@@ -114,6 +114,8 @@ class TorchSDPA:
         if case.kv_heads == case.heads or case.len_q > FEW_ROWS or case.bias is not None or case.rank != 4:
             raise Redundant
         options = self._options(case, inputs)
+        if "is_causal" in options:  # would count the rows of a head from those of the head before
+            raise Redundant
         options.pop("enable_gqa")
         mask = options.get("attn_mask")
         if mask is not None and mask.shape[-2] > 1:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit
+from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit, folded
 
 #: Attention of three arrays in one of the two layouts.
 Attention = Callable[..., jax.Array]
@@ -34,8 +34,9 @@ class JaxXLA:
     def __init__(self) -> None:
         self.ways = {
             "dot_product_attention": self._library,
+            "the same, a group's heads as rows": folded(self._library),
             "formula": self._formula,
-            "formula, text by text": self._by_blocks,
+            "formula, block by block": self._by_blocks,
         }
 
     def _library(self, case: Case, inputs: Inputs) -> Call:
@@ -80,7 +81,7 @@ class JaxXLA:
             def one(it: Block) -> jax.Array:
                 rows = query[it.items, :, it.rows]
                 keys, values = key[it.items, :, it.keys], value[it.items, :, it.keys]
-                allowed = jnp.tri(rows.shape[2], dtype=bool) if case.causal else None
+                allowed = jnp.tri(rows.shape[2], dtype=bool) if it.causal else None
                 return _attention(case, rows, keys, values, allowed)
 
             return jnp.concatenate([one(it) for it in parts], axis=block_axis(case))

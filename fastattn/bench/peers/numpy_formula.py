@@ -18,7 +18,7 @@ class NumPyFormula:
     version = np.__version__
 
     def __init__(self) -> None:
-        self.ways = {"formula": self._formula, "formula, text by text": self._by_blocks}
+        self.ways = {"formula": self._formula, "formula, block by block": self._by_blocks}
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
         check_scores_fit(case)
@@ -33,11 +33,11 @@ class NumPyFormula:
 
     def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
         query, key, value = inputs.bhsd(case)
-        triangle = added_mask(case, np.tri(case.document_length or 0, dtype=bool)) if case.causal else None
+        triangle = added_mask(case, np.tri(case.document_length or 0, dtype=bool))
         parts = []
         for block in blocks(case):
             length = block.keys.stop - block.keys.start
-            parts.append((block, None if triangle is None else triangle[:length, :length]))
+            parts.append((block, triangle[:length, :length] if block.causal else None))
 
         def run() -> np.ndarray:
             out = [

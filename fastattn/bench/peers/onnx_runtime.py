@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit
+from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit, folded
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23
@@ -61,6 +61,8 @@ class OnnxRuntime:
             "Attention": self._attention,
             "MultiHeadAttention": self._multi_head,
             "GroupQueryAttention": self._group_query,
+            "Attention, a group's heads as rows": folded(self._attention),
+            "MultiHeadAttention, a group's heads as rows": folded(self._multi_head),
         }
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:

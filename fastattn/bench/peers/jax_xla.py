@@ -1,7 +1,8 @@
 """JAX: ``jax.nn.dot_product_attention`` and the formula in `jax.numpy`, both jitted, on XLA's CPU backend.
 
 The function takes ``(B, length, heads, dim)`` only and gets its inputs stored that way beforehand; the
-formula gets ``(B, heads, length, dim)``. Both are compiled beforehand. XLA's pool has as many threads as
+formula gets ``(B, heads, length, dim)``. Both are compiled beforehand. In float64 the function takes the
+softmax in float32 all the same, so only the formula is right there. XLA's pool has as many threads as
 the environment variable NPROC says, which the worker is started with.
 """
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit
+from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit, folded
 
 #: Attention of three arrays in one of the two layouts.
 Attention = Callable[..., jax.Array]
@@ -33,8 +34,9 @@ class JaxXLA:
     def __init__(self) -> None:
         self.ways = {
             "dot_product_attention": self._library,
+            "the same, a group's heads as rows": folded(self._library),
             "formula": self._formula,
-            "formula, text by text": self._by_blocks,
+            "formula, block by block": self._by_blocks,
         }
 
     def _library(self, case: Case, inputs: Inputs) -> Call:
@@ -79,7 +81,7 @@ class JaxXLA:
             def one(it: Block) -> jax.Array:
                 rows = query[it.items, :, it.rows]
                 keys, values = key[it.items, :, it.keys], value[it.items, :, it.keys]
-                allowed = jnp.tri(rows.shape[2], dtype=bool) if case.causal else None
+                allowed = jnp.tri(rows.shape[2], dtype=bool) if it.causal else None
                 return _attention(case, rows, keys, values, allowed)
 
             return jnp.concatenate([one(it) for it in parts], axis=block_axis(case))

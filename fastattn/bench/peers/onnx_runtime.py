@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable, check_scores_fit
+from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit, folded
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23
@@ -61,6 +61,8 @@ class OnnxRuntime:
             "Attention": self._attention,
             "MultiHeadAttention": self._multi_head,
             "GroupQueryAttention": self._group_query,
+            "Attention, a group's heads as rows": folded(self._attention),
+            "MultiHeadAttention, a group's heads as rows": folded(self._multi_head),
         }
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
@@ -93,9 +95,8 @@ class OnnxRuntime:
         feeds = _query_key_value(case, inputs, merged=True) | {"": None, "padding": lengths, "bias": None}
         mask = None if lengths is not None else inputs.score_mask(case, causal=False if flag else None)
         if mask is not None:
-            if mask.dtype == bool:  # it has no bool mask: made a float one beforehand, a favour
-                mask = np.where(mask, 0.0, -np.inf).astype(case.dtype)
-            feeds["bias"] = _full_rows(case, mask)
+            # It has no bool mask: made a float one beforehand, a favour.
+            feeds["bias"] = _full_rows(case, added_mask(case, mask))
         attributes = {"num_heads": case.heads, "unidirectional": int(flag)}
         return self._call(case, Node("MultiHeadAttention", "com.microsoft", feeds, attributes, merged=True))
 

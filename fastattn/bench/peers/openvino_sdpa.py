@@ -14,7 +14,7 @@ import openvino as ov
 from openvino import opset13
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable, check_scores_fit
+from fastattn.bench.peers._base import Call, Unable, check_scores_fit, folded
 
 
 def load(num_threads: int) -> OpenVINO:
@@ -36,6 +36,8 @@ class OpenVINO:
         self.ways = {
             "fixed shapes": partial(self._sdpa, fixed=True),
             "open lengths": partial(self._sdpa, fixed=False),
+            "fixed shapes, a group's heads as rows": folded(partial(self._sdpa, fixed=True)),
+            "open lengths, a group's heads as rows": folded(partial(self._sdpa, fixed=False)),
         }
 
     def _sdpa(self, case: Case, inputs: Inputs, *, fixed: bool) -> Call:

@@ -2,7 +2,7 @@
 
 The operator has a fast path that takes rank 4, E = D and a last axis without gaps, and another one, much
 slower, for the rest. Cases that miss the fast path are also tried with their inputs brought into its form
-inside the call, and cases of many texts with a call for each text: people who know PyTorch do so.
+inside the call, and packed and ragged cases with a call for each text: people who know PyTorch do so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastattn.bench.peers._base import (
     block_axis,
     blocks,
     check_scores_fit,
+    folded,
 )
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,8 +61,8 @@ class TorchSDPA:
         self.ways = {
             "scaled_dot_product_attention": self._sdpa,
             "the same, in its fast path's form": self._fitted,
-            "the same, a group's heads as rows": self._folded,
-            "the same, text by text": self._by_blocks,
+            "the same, a group's heads as rows": folded(self._sdpa),
+            "the same, block by block": self._by_blocks,
             "formula": self._formula,
         }
 
@@ -110,29 +111,11 @@ class TorchSDPA:
 
         return _call(case, run)
 
-    def _folded(self, case: Case, inputs: Inputs) -> Call:
-        if case.kv_heads == case.heads or case.len_q > FEW_ROWS or case.bias is not None or case.rank != 4:
-            raise Redundant
-        options = self._options(case, inputs)
-        options.pop("enable_gqa")
-        mask = options.get("attn_mask")
-        if mask is not None and mask.shape[-2] > 1:
-            options["attn_mask"] = mask.repeat(1, 1, case.heads // case.kv_heads, 1)
-        query, key, value = tensors(case, inputs)
-        shape = query.shape
-
-        def run() -> torch.Tensor:
-            rows = query.reshape(shape[0], case.kv_heads, -1, shape[3])
-            out = F.scaled_dot_product_attention(rows, key, value, **options)
-            return out.reshape(*shape[:3], -1)
-
-        return _call(case, run)
-
     def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
         parts = blocks(case)
         if case.softcap is not None:
             raise Unable("no soft-cap")
-        options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
+        grouped = case.kv_heads != case.heads
         query, key, value = tensors(case, inputs)
 
         def run() -> torch.Tensor:
@@ -141,7 +124,8 @@ class TorchSDPA:
                     query[it.items, :, it.rows],
                     key[it.items, :, it.keys],
                     value[it.items, :, it.keys],
-                    **options,
+                    is_causal=it.causal,
+                    enable_gqa=grouped,
                 )
                 for it in parts
             ]

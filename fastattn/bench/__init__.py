@@ -11,5 +11,6 @@ the result. The flow, each line importing only what stands above it::
     measure.py    check, then interleaved rounds
     summary.py    ratios, intervals, shares of the peak, verdicts
     report.py     tables and JSON
+    plots/        pictures of the JSON
     cli.py        the command line
 """

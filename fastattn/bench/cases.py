@@ -1,4 +1,4 @@
-"""The named cases: what is computed, where it comes from, how many FLOPs it has, what we want of it.
+"""The named cases: what is computed, where it comes from, what it costs at least, what we want of it.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S`` key length,
 ``D`` head_dim, ``E`` value head_dim.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+#: Tokens in all of each case of the length family.
+TOKENS = 32768
+
 #: Bool masks of the kind "padding" leave this share of the keys (a batch padded to its longest text).
 PADDING_KEPT = 0.75
+
+#: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
+SHORTEST = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,14 @@ class Targets:
 class Case:
     """One attention call with a name.
 
-    ``layout`` "bshd" stores ``(B, L, H, D)``. ``rank`` 3 drops the batch axis. ``window`` and
-    ``document_length`` are passed to peers as a bool mask, because none of them can say it otherwise.
+    Query row i of an item with S_b keys stands at position p = i + S_b - L, so that the last query stands at
+    the last key: that is where ``causal`` ends and where ``window`` lies. For L = S it is p = i.
+    Everything that restricts attention applies together.
     """
 
     name: str
     group: str
-    origin: str
+    origin: str  #: where the shape comes from and what it shows
     batch: int
     heads: int
     kv_heads: int
@@ -46,13 +54,19 @@ class Case:
     head_dim: int
     value_dim: int
     dtype: str = "float32"
-    causal: bool = False
-    mask: str | None = None  #: None, "random" (L, S) or "padding" (B, 1, 1, S)
+    causal: bool = False  #: no key after position p: "bottom_right"
+    mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
     bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
-    window: tuple[int, int] | None = None
-    document_length: int | None = None
-    layout: str = "bhsd"
-    rank: int = 4
+    window: tuple[int, int] | None = None  #: keys from p - left to p + right
+    document_length: int | None = None  #: texts of this length in a row, each attending to itself; L = S
+    key_lengths: str | None = None  #: "ragged": items end early, see `lengths`
+    softcap: float | None = None  #: scaled scores x become c · tanh(x / c)
+    layout: str = "bhsd"  #: "bshd" stores (B, L, H, D)
+    rank: int = 4  #: 3 drops the batch axis
+    strided: bool = False  #: every second element of the last axis of wider arrays; rank 4 "bhsd" only
+    cold: bool = False  #: keys and values shall come from memory: time it over copies that no cache holds
+    threads: int | None = None  #: None: as many as the run was asked for
+    quick: bool = False  #: part of ``--quick``
     baseline: str | None = None  #: our time is also given over our time of this case
     targets: Targets = Targets()
 
@@ -64,27 +78,74 @@ class Case:
         return f"{self.batch},{heads},{self.len_q},{self.len_k},{dims}"
 
     @property
-    def scores(self) -> float:
-        """Scores that have to be computed, per head and batch item.
+    def lengths(self) -> np.ndarray | None:
+        """Keys of each item, ``(B,)``; None where all have S.
 
-        L·S; half of it for causal, as the field counts it; the allowed pairs for windows and documents.
-        Bool masks and biases count in full.
+        "ragged" lengths are evenly spread from `SHORTEST` of S to S and then shuffled, always in the same
+        way: sorted ones would suit those who hand out the batch in two halves badly, or too well.
         """
-        if self.window is not None:
-            left, right = self.window
-            rows = np.arange(self.len_q)
-            start = np.maximum(rows - left, 0)
-            stop = np.minimum(rows + right + 1, self.len_k)
-            return float(np.maximum(stop - start, 0).sum())
-        if self.document_length is not None:
-            whole, rest = divmod(self.len_k, self.document_length)
-            return float(whole * self.document_length**2 + rest**2)
-        return self.len_q * self.len_k / (2 if self.causal else 1)
+        if self.key_lengths is None:
+            return None
+        spread = np.linspace(SHORTEST * self.len_k, self.len_k, self.batch).round().astype(np.int64)
+        return np.random.default_rng(0).permutation(spread)
+
+    def intervals(self, *, causal: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that each query row may attend; arrays (``mask``, ``bias``) may forbid more.
+
+        Parameters
+        ----------
+        causal
+            False leaves the case's ``causal`` out, for libraries that have a flag for it.
+
+        Returns
+        -------
+        start, stop
+            Keys ``start`` to ``stop - 1``; both ``(B or 1, L or 1)``, 1 where all items or rows are alike.
+        """
+        causal = self.causal if causal is None else causal
+        lengths = self.lengths
+        stop = np.array([[self.len_k]]) if lengths is None else lengths[:, None]
+        start = np.zeros_like(stop)
+        if causal or self.window is not None or self.document_length is not None:
+            position = np.arange(self.len_q) + stop - self.len_q
+            start, stop = np.broadcast_arrays(start, stop, position)[:2]
+            if causal:
+                stop = np.minimum(stop, position + 1)
+            if self.window is not None:
+                left, right = self.window
+                start, stop = np.maximum(start, position - left), np.minimum(stop, position + right + 1)
+            if self.document_length is not None:
+                first = position // self.document_length * self.document_length
+                start, stop = np.maximum(start, first), np.minimum(stop, first + self.document_length)
+        return start, np.maximum(start, stop)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that have to be computed, over all items, for one head.
+
+        Exactly those that causal, windows, documents and key lengths allow: L·(L + 1) / 2 for causal with
+        L = S. Arrays count in full, whatever is in them.
+        """
+        return _pairs(self)
 
     @property
     def flops(self) -> float:
-        """Two per multiply-add of the two products: ``2 · B · H · scores · (D + E)``."""
-        return 2.0 * self.batch * self.heads * self.scores * (self.head_dim + self.value_dim)
+        """Two per multiply-add of the two products: ``2 · H · pairs · (D + E)``. Nothing else counts."""
+        return 2.0 * self.heads * self.pairs * (self.head_dim + self.value_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have to be read or written at least once.
+
+        Query and output; of keys and values each key/value head once, and only the keys that some query may
+        attend; mask and bias as the case gives them. Not the few bytes that say lengths and windows.
+        """
+        return _nbytes(self)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte: below the machine's own ratio the memory is the limit, above it the arithmetic."""
+        return self.flops / self.nbytes
 
     @property
     def options(self) -> str:
@@ -95,19 +156,53 @@ class Case:
         words += [f"bias {self.bias}"] if self.bias else []
         words += [f"window {self.window}"] if self.window else []
         words += [f"documents of {self.document_length}"] if self.document_length else []
+        words += [f"{self.key_lengths} keys"] if self.key_lengths else []
+        words += [f"soft-cap {self.softcap:g}"] if self.softcap else []
         words += [self.layout] if self.layout != "bhsd" else []
         words += [f"rank {self.rank}"] if self.rank != 4 else []
+        words += ["strided"] if self.strided else []
+        words += ["cold"] if self.cold else []
+        words += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
         return ", ".join(words)
+
+
+@cache
+def _pairs(case: Case) -> int:
+    start, stop = case.intervals()
+    return int(np.broadcast_to(stop - start, (case.batch, case.len_q)).sum())
+
+
+@cache
+def _nbytes(case: Case) -> int:
+    element = np.dtype(case.dtype).itemsize
+    start, stop = case.intervals()
+    attended = 0
+    for item in range(len(start)):
+        # +1 where an interval begins, -1 where it ends: a key is attended where the running sum is positive.
+        edges = np.zeros(case.len_k + 1, np.int64)
+        used = stop[item] > start[item]
+        np.add.at(edges, start[item][used], 1)
+        np.add.at(edges, stop[item][used], -1)
+        keys = np.cumsum(edges[:-1]) > 0
+        if case.mask == "padding":
+            keys[int(case.len_k * PADDING_KEPT) :] = False
+        attended += int(np.count_nonzero(keys)) * (case.batch // len(start))
+    rows = case.batch * case.heads * case.len_q
+    dims = case.head_dim + case.value_dim
+    pairs = case.len_q * case.len_k
+    mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k}[case.mask]
+    bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
+    return element * (rows * dims + case.kv_heads * attended * dims + bias) + mask
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The arrays of a case; the same in every process."""
 
-    query: np.ndarray  #: in the layout and rank of the case, C-contiguous
+    query: np.ndarray  #: in the layout and rank of the case; C-contiguous unless the case is strided
     key: np.ndarray
     value: np.ndarray
-    allowed: np.ndarray | None  #: bool, True = may attend; the case's mask, window or documents; not causal
+    mask: np.ndarray | None  #: bool, True = may attend: the case's ``mask`` and nothing else
     bias: np.ndarray | None
 
     def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,6 +213,49 @@ class Inputs:
         if case.layout == "bshd":
             return tuple(array.transpose(0, 2, 1, 3) for array in arrays)  # type: ignore[return-value]
         return arrays
+
+    def wide(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays whose ``[..., ::2]`` a strided case has; of the others what `bhsd` gives."""
+        if not case.strided:
+            return self.bhsd(case)
+        return tuple(array.base for array in (self.query, self.key, self.value))  # type: ignore[return-value]
+
+    def allowed(self, case: Case, *, causal: bool | None = None) -> np.ndarray | None:
+        """All that restricts attention as one bool array, for libraries that have no other way to say it.
+
+        Parameters
+        ----------
+        causal
+            False leaves the case's ``causal`` out, for libraries that have a flag for it.
+
+        Returns
+        -------
+        np.ndarray or None
+            True = may attend; ``(B or 1, 1, L or 1, S)``. None when every query may attend every key.
+        """
+        start, stop = (bound[:, None, :, None] for bound in case.intervals(causal=causal))
+        allowed = None
+        if np.any(start) or np.any(stop < case.len_k):
+            keys = np.arange(case.len_k)
+            allowed = keys < stop
+            if np.any(start):
+                allowed &= keys >= start
+        if self.mask is None:
+            return allowed
+        mask = self.mask if self.mask.ndim == 4 else self.mask[None, None]
+        return mask if allowed is None else mask & allowed
+
+    def score_mask(self, case: Case, *, causal: bool | None = None) -> np.ndarray | None:
+        """`allowed` and the bias as one array, as most libraries take them: bool, or float to be added.
+
+        Broadcasts to ``(B, H, L, S)`` and has that rank; in the case's dtype with -inf where a key is not
+        allowed when there is a bias; None when there is nothing to say.
+        """
+        allowed = self.allowed(case, causal=causal)
+        if self.bias is None:
+            return allowed
+        bias = self.bias.reshape(1, -1, case.len_q, case.len_k)
+        return bias if allowed is None else np.where(allowed, bias, bias.dtype.type(-np.inf))
 
 
 def document_ids(case: Case) -> np.ndarray:
@@ -132,34 +270,30 @@ def make_inputs(case: Case) -> Inputs:
 
     def normal(heads: int, length: int, dim: int) -> np.ndarray:
         if case.layout == "bshd":
-            shape: tuple[int, ...] = (case.batch, length, heads, dim)
+            shape: tuple[int, ...] = (case.batch, length, heads)
         else:
-            shape = (case.batch, heads, length, dim)
-        return rng.standard_normal(shape[4 - case.rank :], dtype=dtype)
+            shape = (case.batch, heads, length)
+        shape = shape[4 - case.rank :]
+        if case.strided:
+            return rng.standard_normal((*shape, 2 * dim), dtype=dtype)[..., ::2]
+        return rng.standard_normal((*shape, dim), dtype=dtype)
 
     query = normal(case.heads, case.len_q, case.head_dim)
     key = normal(case.kv_heads, case.len_k, case.head_dim)
     value = normal(case.kv_heads, case.len_k, case.value_dim)
 
-    allowed = None
+    mask = None
     if case.mask == "random":
-        allowed = rng.random((case.len_q, case.len_k), dtype=np.float32) < 0.5
+        mask = rng.random((case.len_q, case.len_k), dtype=np.float32) < 0.5
     elif case.mask == "padding":
-        allowed = np.zeros((case.batch, 1, 1, case.len_k), bool)
-        allowed[..., : int(case.len_k * PADDING_KEPT)] = True
-    elif case.window is not None:
-        left, right = case.window
-        distance = np.arange(case.len_k)[None, :] - np.arange(case.len_q)[:, None]
-        allowed = (distance >= -left) & (distance <= right)
-    elif case.document_length is not None:
-        ids = document_ids(case)
-        allowed = ids[:, None] == ids[None, :]
+        mask = np.zeros((case.batch, 1, 1, case.len_k), bool)
+        mask[..., : int(case.len_k * PADDING_KEPT)] = True
 
     bias = None
     if case.bias is not None:
         heads = (case.heads,) if case.bias == "per_head" else ()
         bias = rng.standard_normal((*heads, case.len_q, case.len_k), dtype=dtype)
-    return Inputs(query, key, value, allowed, bias)
+    return Inputs(query, key, value, mask, bias)
 
 
 def _case(name: str, group: str, shape: tuple[int, int, int, int, int], origin: str, **fields: Any) -> Case:
@@ -185,6 +319,7 @@ _ALL = (
         "square",
         (1, 8, 512, 512, 64),
         "the common head at a common length",
+        quick=True,
         targets=Targets(best=1.05, peak=0.88, peak_avx2=0.82),
     ),
     _case(
@@ -207,6 +342,7 @@ _ALL = (
         (1, 8, 512, 512, 64),
         "GPT-2 prefill, short",
         causal=True,
+        quick=True,
         targets=Targets(best=2.0, peak=0.80),
     ),
     _case(
@@ -226,13 +362,45 @@ _ALL = (
         targets=Targets(best=1.45, peak=0.90),
     ),
     _case(
+        "gpt2-1024",
+        "causal",
+        (1, 12, 1024, 1024, 64),
+        "GPT-2 small, its whole context",
+        causal=True,
+    ),
+    _case(
         "bert-batch",
         "batch",
         (32, 12, 128, 128, 64),
         "BERT-base, a batch of 32 short texts",
         targets=Targets(best=1.3),
     ),
+    _case(
+        "bert-ragged",
+        "batch",
+        (32, 12, 128, 128, 64),
+        "BERT-base, 32 texts of 16 to 128 tokens, padded to the longest",
+        key_lengths="ragged",
+        quick=True,
+    ),
+    _case(
+        "bert-512-ragged",
+        "batch",
+        (8, 12, 512, 512, 64),
+        "BERT-base, 8 texts of 64 to 512 tokens",
+        key_lengths="ragged",
+    ),
+    _case("minilm-batch", "batch", (64, 12, 128, 128, 32), "MiniLM-L6, sentence embeddings, 64 full texts"),
+    _case(
+        "minilm-ragged",
+        "batch",
+        (64, 12, 128, 128, 32),
+        "MiniLM-L6, 64 texts of 16 to 128 tokens",
+        key_lengths="ragged",
+    ),
     _case("vit-197", "batch", (1, 12, 197, 197, 64), "ViT-B/16 at 224 pixels", targets=Targets(best=1.05)),
+    _case("vit-197-batch", "batch", (8, 12, 197, 197, 64), "ViT-B/16 at 224 pixels, eight images"),
+    _case("vit-577", "batch", (1, 12, 577, 577, 64), "ViT-B/16 at 384 pixels"),
     _case(
         "tiny-batch",
         "small",
@@ -240,8 +408,11 @@ _ALL = (
         "a batch of very short sentences",
         targets=Targets(best=1.0),
     ),
-    _case("tiny-4", "small", (1, 1, 4, 4, 8), "the overhead of one call", targets=Targets(torch=1.4)),
+    _case(
+        "tiny-4", "small", (1, 1, 4, 4, 8), "the overhead of one call", quick=True, targets=Targets(torch=1.4)
+    ),
     _case("tiny-16", "small", (2, 4, 16, 16, 64), "a call of a few microseconds", targets=Targets(torch=1.4)),
+    _case("tiny-decode", "small", (1, 8, 1, 64, 64), "one more token after a short prompt"),
     _case(
         "dim-40",
         "head-dim",
@@ -254,6 +425,7 @@ _ALL = (
         "head-dim",
         (2, 8, 4096, 77, 40),
         "Stable Diffusion, cross-attention on 77 text tokens",
+        quick=True,
         targets=Targets(best=1.05),
     ),
     _case(
@@ -278,6 +450,14 @@ _ALL = (
         targets=Targets(best=1.05),
     ),
     _case(
+        "mla-192-128",
+        "head-dim",
+        (1, 16, 1024, 1024, 192),
+        "DeepSeek-V2-Lite prefill: 192 for the scores, 128 for the values",
+        value_dim=128,
+        causal=True,
+    ),
+    _case(
         "mask-random",
         "mask",
         (1, 8, 2048, 2048, 64),
@@ -293,6 +473,7 @@ _ALL = (
         f"a (B, 1, 1, S) bool mask that keeps the first {PADDING_KEPT:.0%} of the keys",
         mask="padding",
         baseline="square-2048-64",
+        quick=True,
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
@@ -314,12 +495,51 @@ _ALL = (
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
+        "alphafold-rows",
+        "bias",
+        (32, 8, 256, 256, 32),
+        "AlphaFold, row attention of 32 sequences that share one pair bias (H, L, L)",
+        bias="per_head",
+    ),
+    _case(
+        "alphafold-triangle",
+        "bias",
+        (128, 4, 128, 128, 32),
+        "AlphaFold, triangle attention: the 128 rows of the pair matrix share one bias (H, L, L)",
+        bias="per_head",
+        quick=True,
+    ),
+    _case(
+        "swin-windows",
+        "bias",
+        (64, 3, 49, 49, 32),
+        "Swin-T, first stage: 64 windows of 7 x 7 patches share the relative-position bias (H, L, L)",
+        bias="per_head",
+    ),
+    _case(
         "window-8192",
         "sparse",
         (1, 2, 8192, 8192, 64),
         "sliding window over the last 256 tokens, as Mistral's",
         window=(256, 0),
+        quick=True,
         targets=Targets(best=20.0),
+    ),
+    _case(
+        "longformer-window",
+        "sparse",
+        (1, 12, 4096, 4096, 64),
+        "Longformer-base: 256 tokens to both sides",
+        window=(256, 256),
+    ),
+    _case(
+        "mistral-window",
+        "sparse",
+        (1, 8, 8192, 8192, 128),
+        "a quarter of the heads of Mistral-7B, prefill with its window of 4096",
+        kv_heads=2,
+        causal=True,
+        window=(4095, 0),
     ),
     _case(
         "documents-8192",
@@ -327,7 +547,16 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "16 documents of 512 tokens packed in one row",
         document_length=512,
+        quick=True,
         targets=Targets(best=10.0),
+    ),
+    _case(
+        "documents-causal-8192",
+        "sparse",
+        (1, 2, 8192, 8192, 64),
+        "the same, causal, as language models are trained on packed texts",
+        causal=True,
+        document_length=512,
     ),
     _case(
         "float64-1024",
@@ -335,6 +564,7 @@ _ALL = (
         (1, 8, 1024, 1024, 64),
         "double precision, for science",
         dtype="float64",
+        quick=True,
         targets=Targets(best=1.5, peak=0.85),
     ),
     _case(
@@ -345,6 +575,21 @@ _ALL = (
         dtype="float64",
         causal=True,
         targets=Targets(best=2.0, peak=0.85),
+    ),
+    _case(
+        "kernel-regression",
+        "float64",
+        (1, 1, 4096, 4096, 3),
+        "kernel regression: 4096 samples in space weigh one value each",
+        value_dim=1,
+        dtype="float64",
+    ),
+    _case(
+        "kernel-regression-1d",
+        "float64",
+        (1, 1, 4096, 4096, 1),
+        "the same along one axis: all exponentials, no products to speak of",
+        dtype="float64",
     ),
     _case(
         "rank3",
@@ -380,18 +625,152 @@ _ALL = (
         targets=Targets(best=1.5),
     ),
     _case(
+        "strided",
+        "layout",
+        (1, 8, 1024, 1024, 64),
+        "every second element of the last axis, as of the real parts of complex arrays",
+        strided=True,
+    ),
+    _case(
         "gqa-causal",
         "gqa",
         (1, 32, 1024, 1024, 128),
         "Llama-3-8B prefill: 32 query heads on 8 key/value heads",
         kv_heads=8,
         causal=True,
+        quick=True,
         targets=Targets(best=1.5),
+    ),
+    _case(
+        "chunked-prefill",
+        "gqa",
+        (1, 32, 256, 4096, 128),
+        "Llama-3-8B, the last 256 tokens of a prompt of 4096 whose beginning is in the cache",
+        kv_heads=8,
+        causal=True,
+    ),
+    _case(
+        "gemma2-softcap",
+        "gqa",
+        (1, 8, 1024, 1024, 256),
+        "Gemma-2-2B prefill: scores soft-capped at 50",
+        kv_heads=4,
+        causal=True,
+        softcap=50.0,
+    ),
+    _case(
+        "whisper-cross", "cross", (1, 20, 448, 1500, 64), "Whisper-large, its longest text over 30 s of audio"
+    ),
+    _case(
+        "llama-decode",
+        "decode",
+        (1, 32, 1, 4096, 128),
+        "Llama-3-8B, one token over a cache of 4096: 32 query heads on 8 key/value heads",
+        kv_heads=8,
+        cold=True,
+        quick=True,
+    ),
+    _case(
+        "mha-decode",
+        "decode",
+        (1, 32, 1, 4096, 128),
+        "Llama-2-7B, one token over a cache of 4096: a key/value head for each query head",
+        cold=True,
+    ),
+    _case(
+        "mqa-decode",
+        "decode",
+        (1, 71, 1, 2048, 64),
+        "Falcon-7B, one token over a cache of 2048: all 71 query heads on one key/value head",
+        kv_heads=1,
+        cold=True,
+    ),
+    _case(
+        "one-head-decode",
+        "decode",
+        (1, 1, 1, 65536, 128),
+        "one head over 65536 keys: only the keys can be shared out among the threads",
+        cold=True,
+    ),
+    _case(
+        "batch-decode",
+        "decode",
+        (8, 32, 1, 2048, 128),
+        "Llama-3-8B serving 8 conversations of 256 to 2048 tokens",
+        kv_heads=8,
+        key_lengths="ragged",
+        cold=True,
+    ),
+    _case(
+        "speculative-decode",
+        "decode",
+        (1, 32, 4, 4096, 128),
+        "Llama-3-8B checking 4 guessed tokens at once",
+        kv_heads=8,
+        causal=True,
+        cold=True,
+    ),
+    _case(
+        "window-decode",
+        "decode",
+        (1, 32, 1, 8192, 128),
+        "Mistral-7B, one token over the last 4096 of 8192",
+        kv_heads=8,
+        causal=True,
+        window=(4095, 0),
+        cold=True,
+    ),
+    _case("gpt2-decode", "decode", (1, 12, 1, 1024, 64), "GPT-2 small, one token over its whole context"),
+    _case(
+        "whisper-decode",
+        "decode",
+        (1, 20, 1, 1500, 64),
+        "Whisper-large, one token over 30 s of audio",
+        cold=True,
+    ),
+    _case("long-8k", "long", (1, 4, 8192, 8192, 64), "long context, four heads", causal=True),
+    _case("long-16k", "long", (1, 2, 16384, 16384, 64), "long context, two heads", causal=True),
+    _case("long-32k", "long", (1, 1, 32768, 32768, 64), "long context, one head", causal=True),
+    _case("long-64k", "long", (1, 1, 65536, 65536, 64), "long context, one head", causal=True),
+    *(
+        _case(
+            f"length-{length}",
+            "scaling-length",
+            (TOKENS // length, 1, length, length, 64),
+            f"{TOKENS} tokens in texts of {length}, as FlashAttention's authors vary the length",
+        )
+        for length in (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    ),
+    *(
+        _case(f"head-dim-{dim}", "scaling-dim", (1, 8, 1024, 1024, dim), f"head_dim {dim}, all else fixed")
+        for dim in (16, 32, 64, 96, 128, 192, 256)
+    ),
+    *(
+        _case(
+            f"batch-{batch}", "scaling-batch", (batch, 12, 128, 128, 64), f"BERT-base, {batch} texts of 128"
+        )
+        for batch in (1, 2, 4, 8, 16, 32, 64)
+    ),
+    *(
+        _case(
+            f"threads-{threads}",
+            "scaling-threads",
+            (1, 16, 1024, 1024, 64),
+            "16 heads, enough for all threads",
+            threads=threads,
+        )
+        for threads in (1, 2, 4, 8, 16, 32, 64)
     ),
 )
 
 #: Every case by its name, in the order of the tables.
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
+
+
+def possible_cases(num_cores: int) -> list[Case]:
+    """Every case but those that ask for more threads than there are cores."""
+    return [case for case in CASES.values() if (case.threads or 1) <= num_cores]
+
 
 #: The groups, in the order of the tables.
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in _ALL))

@@ -18,9 +18,9 @@ except ImportError:
 
 from fastattn import _host
 from fastattn.bench import report
-from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case, possible_cases
 from fastattn.bench.measure import CaseRun, Crew, Notify, check, measure
-from fastattn.bench.peers import OURS, PEERS
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
 from fastattn.bench.process import Worker, WorkerError
 
 #: Width of the tables when they go to a file or a pipe.
@@ -39,7 +39,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases")
     parser.add_argument("--group", nargs="+", default=[], metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument(
-        "--peers", type=_names, default=list(PEERS), metavar="A,B", help="libraries; default all: %(default)s"
+        "--peers", type=_names, default=list(DEFAULT_PEERS), metavar="A,B", help="libraries; %(default)s"
     )
     parser.add_argument("--threads", type=int, default=min(2, _host.available_cores()), help="%(default)s")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per case, %(default)s")
@@ -70,7 +70,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _selected(options: argparse.Namespace) -> list[Case]:
     """The cases asked for, by name or by group; all of them when neither was given."""
     if not options.cases and not options.group:
-        return list(CASES.values())
+        return possible_cases(_host.available_cores())
     return [case for case in CASES.values() if case.name in options.cases or case.group in options.group]
 
 

@@ -50,6 +50,7 @@ class Worker:
             "OPENBLAS_NUM_THREADS": count,
             "MKL_NUM_THREADS": count,
             "FASTATTN_NUM_THREADS": count,
+            "NPROC": count,  # the size of XLA's pool
             **(PEERS[name].environment if name in PEERS else {}),
         }
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
-from fastattn.bench.oracle import expected_output
-from fastattn.bench.peers import Call, Peer, Unable, load_peer
+from fastattn.bench.oracle import checked_rows, expected_output
+from fastattn.bench.peers import Call, Peer, Redundant, Unable, load_peer
+from fastattn.bench.peers._base import available_memory
 
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
 ORACLE, LIMITS = "oracle", "limits"
@@ -126,7 +127,9 @@ class LibraryWorker:
         for label, make in peer.ways.items():
             try:
                 call = make(named, inputs)
-                ways[label] = _errors(call.result(), answer)
+                ways[label] = _errors(named, call.result(), answer)
+            except Redundant:
+                continue
             except Exception as problem:  # whatever a library raises is its reason
                 ways[label] = {"reason": _reason(problem)}
                 continue
@@ -204,11 +207,12 @@ class LibraryWorker:
         raise MemoryError("; ".join(reasons))
 
 
-def _errors(result: np.ndarray, answer: np.ndarray) -> dict[str, float | None]:
-    """Largest and root-mean-square absolute error of `result`; None for what is not finite."""
-    if result.shape != answer.shape:
-        raise ValueError(f"the result has shape {result.shape}, expected {answer.shape}")
-    difference = np.abs(result.astype(answer.dtype) - answer)
+def _errors(case: Case, result: np.ndarray, answer: np.ndarray) -> dict[str, float | None]:
+    """Largest and root-mean-square absolute error of the checked rows; None for what is not finite."""
+    shape = (case.batch, case.heads, case.len_q, case.value_dim)
+    if result.shape != shape:
+        raise ValueError(f"the result has shape {result.shape}, expected {shape}")
+    difference = np.abs(result[:, :, checked_rows(case)].astype(answer.dtype) - answer)
     errors = {"error": float(difference.max()), "rms_error": float(np.sqrt(np.square(difference).mean()))}
     return {name: error if np.isfinite(error) else None for name, error in errors.items()}
 
@@ -225,12 +229,7 @@ def _limit_memory() -> None:
     """Make a call that needs too much fail with an error of its own, rather than the machine."""
     import resource
 
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    limit = _memory_status("VmSize") + int(MEMORY_SHARE * available)
+    limit = _memory_status("VmSize") + int(MEMORY_SHARE * available_memory())
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 
-from fastattn.bench.peers._base import Call, Peer, Unable
+from fastattn.bench.peers._base import Call, Peer, Redundant, Unable
 
-__all__ = ["OURS", "PEERS", "Call", "Peer", "PeerSpec", "Unable", "load_peer"]
+__all__ = ["DEFAULT_PEERS", "OURS", "PEERS", "Call", "Peer", "PeerSpec", "Redundant", "Unable", "load_peer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +16,45 @@ class PeerSpec:
 
     module: str
     environment: dict[str, str] = field(default_factory=dict)
+    default: bool = True  #: whether it takes part when nobody says which libraries should
+
+
+def _ours(backend: str, *, default: bool = False, **environment: str) -> PeerSpec:
+    return PeerSpec("fastattn_api", {"FASTATTN_BACKEND": backend, **environment}, default)
 
 
 #: Every library by its name on the command line, in the order of the tables.
 PEERS: dict[str, PeerSpec] = {
-    "fastattn": PeerSpec("fastattn_cython"),
-    "fastattn-avx2": PeerSpec("fastattn_cython", {"FASTATTN_ISA": "avx2"}),
+    "fastattn": _ours("cython", default=True),
+    "fastattn-avx2": _ours("cython", FASTATTN_ISA="avx2"),
+    "fastattn-reference": _ours("reference"),
     "numpy": PeerSpec("numpy_formula"),
     "torch": PeerSpec("torch_sdpa"),
+    "torch-flex": PeerSpec("torch_flex", default=False),
     "onnxruntime": PeerSpec("onnx_runtime"),
     "openvino": PeerSpec("openvino_sdpa"),
+    "jax": PeerSpec("jax_xla"),
 }
 
 #: Those that are this project; the ratios are the others' time over the first one's.
-OURS: tuple[str, ...] = ("fastattn", "fastattn-avx2")
+OURS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.module == "fastattn_api")
+
+#: Those that take part when nobody says which libraries should.
+DEFAULT_PEERS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.default)
 
 
 def load_peer(name: str, num_threads: int) -> Peer:
-    """The adapter called `name`; raises whatever its library raises when it cannot be imported."""
-    return importlib.import_module(f"fastattn.bench.peers.{PEERS[name].module}").load(num_threads)
+    """The adapter called `name`; raises whatever its library raises when it cannot be imported.
+
+    Raises
+    ------
+    Unable
+        A package that the adapter needs is not installed.
+    """
+    try:
+        module = importlib.import_module(f"fastattn.bench.peers.{PEERS[name].module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or "." in error.name:  # a part of a package that is there
+            raise
+        raise Unable(f"{error.name} is not installed: pip install {error.name}") from error
+    return module.load(num_threads)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from fastattn.bench.cases import Case, Inputs
 
+#: A library that stores the scores is refused when they would take more than this share of the free memory:
+#: most hold them more than once, and the machine shall survive.
+SCORES_SHARE = 0.25
+
+#: So few query rows that a library may be quicker without its fused operator (a token or a few of decoding).
+FEW_ROWS = 16
+
 
 class Unable(Exception):
     """A library cannot express a case; the message says why."""
+
+
+class Redundant(Unable):
+    """A way that would do the same as another way of the same library; it is left out without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +35,123 @@ class Call:
     result: Callable[[], np.ndarray]  #: runs it and gives the output as ``(B, H, L, E)``; not timed
 
 
+#: Makes a case ready; raises `Unable`, or its library's own error, when the library cannot do the case.
+Way = Callable[[Case, Inputs], Call]
+
+
 class Peer(Protocol):
     """The interface that `worker` drives. The module has ``load(num_threads) -> Peer``."""
 
     version: str
-    #: Each way by its label. All are checked; the fastest right one is timed.
-    #: A way raises `Unable`, or its library's own error, when the library cannot do the case.
-    ways: Mapping[str, Callable[[Case, Inputs], Call]]
+    ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as Linux estimates them; elsewhere OSError."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def check_scores_fit(case: Case) -> None:
+    """Raise `Unable` for a library that stores the scores when they would fill the memory.
+
+    To be called before anything large is made, a mask among it.
+    """
+    needed = case.batch * case.heads * case.len_q * case.len_k * np.dtype(case.dtype).itemsize
+    try:
+        limit = SCORES_SHARE * available_memory()
+    except OSError:  # not on Linux: nobody knows
+        return
+    if needed > limit:
+        raise Unable(
+            f"needs {needed / 1e9:.1f} GB for the scores, over {SCORES_SHARE:.0%} of the "
+            f"{limit / SCORES_SHARE / 1e9:.1f} GB that are free"
+        )
+
+
+def added_mask(case: Case, mask: np.ndarray) -> np.ndarray:
+    """`mask` as numbers to be added to the scores: 0 and -inf for a bool one, a float one as it is."""
+    if mask.dtype != bool:
+        return mask
+    zero, infinity = np.zeros((), case.dtype), np.array(-np.inf, case.dtype)
+    return np.where(mask, zero, infinity)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a case in which every query attends every key, or every key before its own."""
+
+    items: slice  #: of the batch
+    rows: slice  #: of the queries
+    keys: slice
+    causal: bool = False  #: as many rows as keys, each attends the keys up to its own
+
+
+def blocks(case: Case) -> list[Block]:
+    """The blocks of a case, for libraries that are quicker with a call for each than with a mask.
+
+    A block for each document or each ragged item; of a single query the keys of its window, as a rolling
+    cache holds no others. Their outputs are concatenated along `block_axis`. Raises `Redundant` where the
+    case is one block or cannot be cut into any.
+    """
+    whole = slice(None)
+    if case.mask is None and case.bias is None and case.window is None and case.document_length is not None:
+        ends = range(case.document_length, case.len_k + case.document_length, case.document_length)
+        parts = [slice(end - case.document_length, min(end, case.len_k)) for end in ends]
+        return [Block(whole, part, part, case.causal) for part in parts]
+    start, stop = case.intervals()
+    alike = start.shape[1] == 1  # all rows of an item attend the same keys
+    full = start.size == 1 and stop.item() - start.item() == case.len_k
+    if case.mask is not None or case.bias is not None or not alike or full:
+        raise Redundant
+    items = [whole] if len(start) == 1 else [slice(item, item + 1) for item in range(case.batch)]
+    bounds = zip(start[:, 0].tolist(), stop[:, 0].tolist(), strict=True)
+    return [Block(item, whole, slice(*bound)) for item, bound in zip(items, bounds, strict=True)]
+
+
+def block_axis(case: Case) -> int:
+    """The axis of ``(B, H, L, E)`` along which the outputs of `blocks` are concatenated."""
+    return 0 if case.document_length is None else 2
+
+
+def folded(make: Way) -> Way:
+    """`make` for a few queries over grouped heads, with the query heads of a group as rows of one head.
+
+    Each key/value head is then read once, whatever the library makes of grouped heads. Keys that no query
+    attends are cut off beforehand, as a rolling cache holds no others. Folding costs nothing: it is another
+    view of the same query and output.
+    """
+
+    def way(case: Case, inputs: Inputs) -> Call:
+        start, stop = case.intervals()
+        arrays = inputs.mask is not None or inputs.bias is not None or case.document_length is not None
+        if case.kv_heads == case.heads or case.len_q > FEW_ROWS or case.rank != 4 or case.strided or arrays:
+            raise Redundant
+        if len(start) > 1 and (start.shape[1] > 1 or np.any(start)):
+            raise Redundant  # the queries of each item attend keys of their own
+        group = case.heads // case.kv_heads
+        query, key, value = inputs.bhsd(case)
+        first, last = (int(start.min()), int(stop.max())) if case.lengths is None else (0, case.len_k)
+        mask = None
+        if start.shape[1] > 1:
+            keys = np.arange(first, last)
+            allowed = (keys >= start[0, :, None]) & (keys < stop[0, :, None])
+            mask = np.tile(allowed, (group, 1))
+        as_rows = replace(
+            case,
+            heads=case.kv_heads,
+            len_q=group * case.len_q,
+            len_k=last - first,
+            causal=False,
+            window=None,
+            mask=None if mask is None else "random",
+            layout="bhsd",
+        )
+        rows = query.reshape(case.batch, case.kv_heads, group * case.len_q, case.head_dim)
+        call = make(as_rows, Inputs(rows, key[:, :, first:last], value[:, :, first:last], mask, None))
+        shape = (case.batch, case.heads, case.len_q, case.value_dim)
+        return Call(call.run, lambda: call.result().reshape(shape))
+
+    return way

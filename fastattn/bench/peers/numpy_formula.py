@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call
+from fastattn.bench.peers._base import Call, added_mask, block_axis, blocks, check_scores_fit
 
 
 def load(num_threads: int) -> NumPyFormula:
@@ -18,29 +18,64 @@ class NumPyFormula:
     version = np.__version__
 
     def __init__(self) -> None:
-        self.ways = {"formula": self._formula}
+        self.ways = {"formula": self._formula, "formula, block by block": self._by_blocks}
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
+        check_scores_fit(case)
         query, key, value = inputs.bhsd(case)
-        blocked = None if inputs.allowed is None else ~inputs.allowed
-        if case.causal:
-            blocked = np.triu(np.ones((case.len_q, case.len_k), bool), 1)
-        bias, scale = inputs.bias, case.head_dim**-0.5
-        if case.kv_heads != case.heads:
-            query = query.reshape(case.batch, case.kv_heads, -1, case.len_q, case.head_dim)
-            key, value = key[:, :, None], value[:, :, None]
+        mask = inputs.score_mask(case)
+        added = None if mask is None else added_mask(case, mask)
 
         def run() -> np.ndarray:
-            scores = query @ key.swapaxes(-1, -2)
-            scores *= scale
-            if bias is not None:
-                scores += bias
-            if blocked is not None:
-                np.copyto(scores, -np.inf, where=blocked)
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            scores /= scores.sum(axis=-1, keepdims=True)
-            return scores @ value
+            return attention(case, query, key, value, added)
 
-        shape = (case.batch, case.heads, case.len_q, case.value_dim)
-        return Call(run, lambda: run().reshape(shape))
+        return Call(run, run)
+
+    def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
+        query, key, value = inputs.bhsd(case)
+        triangle = added_mask(case, np.tri(case.document_length or 0, dtype=bool))
+        parts = []
+        for block in blocks(case):
+            length = block.keys.stop - block.keys.start
+            parts.append((block, triangle[:length, :length] if block.causal else None))
+
+        def run() -> np.ndarray:
+            out = [
+                attention(
+                    case,
+                    query[it.items, :, it.rows],
+                    key[it.items, :, it.keys],
+                    value[it.items, :, it.keys],
+                    added,
+                )
+                for it, added in parts
+            ]
+            return np.concatenate(out, axis=block_axis(case))
+
+        return Call(run, run)
+
+
+def attention(
+    case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray, added: np.ndarray | None
+) -> np.ndarray:
+    """Softmax attention of ``(B, heads, length, dim)`` arrays.
+
+    The query heads of a group are rows of one matrix, so that each key/value head is read once and never
+    copied. `added` is a float mask or bias that broadcasts to ``(B, H, L, S)``: to add -inf takes a
+    fifteenth of the time that ``np.copyto(..., where=)`` takes for a mask without structure.
+    """
+    batch, heads, len_q, head_dim = query.shape
+    rows = (query * query.dtype.type(head_dim**-0.5)).reshape(batch, case.kv_heads, -1, head_dim)
+    scores = rows @ key.swapaxes(-1, -2)
+    if case.softcap is not None:
+        scores /= case.softcap
+        np.tanh(scores, out=scores)
+        scores *= case.softcap
+    if added is not None:
+        by_head = scores.reshape(batch, heads, len_q, -1)  # a view
+        by_head += added
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    out = scores @ value
+    out /= scores.sum(axis=-1, keepdims=True)
+    return out.reshape(batch, heads, len_q, -1)

@@ -1,4 +1,4 @@
-"""onnxruntime: one-node models with inputs and output bound once to its own memory (IO binding).
+"""onnxruntime: models of one operator with inputs and output bound once to its own memory (IO binding).
 
 Three operators can do attention on the CPU and none is always the fastest, so all that can express the
 case are tried. ``Attention`` (ONNX opset 23) gets the case's own layout. ``MultiHeadAttention`` and
@@ -9,15 +9,16 @@ stored that way beforehand, which is a favour to them in "bhsd" cases.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable
+from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit, folded
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23
@@ -33,8 +34,17 @@ def _merge_heads(array: np.ndarray) -> np.ndarray:
     return array.transpose(0, 2, 1, 3).reshape(batch, length, heads * dim)
 
 
-def _to_rank_4(array: np.ndarray) -> np.ndarray:
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator with its inputs in their order."""
+
+    operator: str
+    domain: str
+    feeds: Mapping[str, np.ndarray | None]  #: None = an input left out
+    attributes: Mapping[str, Any]
+    merged: bool  #: whether the output is (B, L, H · E) rather than (B, H, L, E)
+    outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: beside the first one
+    in_place: Mapping[str, str] = field(default_factory=dict)  #: outputs that share the memory of an input
 
 
 class OnnxRuntime:
@@ -51,121 +61,179 @@ class OnnxRuntime:
             "Attention": self._attention,
             "MultiHeadAttention": self._multi_head,
             "GroupQueryAttention": self._group_query,
+            "Attention, a group's heads as rows": folded(self._attention),
+            "MultiHeadAttention, a group's heads as rows": folded(self._multi_head),
         }
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
+        check_scores_fit(case)
         # As 3-D tensors the operator reads (B, length, heads · dim): that is "bshd".
-        if case.layout == "bshd":
-            query, key, value = (_merge_heads(array) for array in inputs.bhsd(case))
-        else:
-            query, key, value = inputs.bhsd(case)
-        feeds = {"query": query, "key": key, "value": value}
-        if inputs.allowed is not None:
-            feeds["mask"] = self._full_mask(case, inputs.allowed)
-        if inputs.bias is not None:
-            feeds["mask"] = _to_rank_4(inputs.bias)
-        attributes: dict[str, Any] = {"is_causal": int(case.causal)}
-        if case.layout == "bshd":
+        merged = case.layout == "bshd"
+        feeds = _query_key_value(case, inputs, merged=merged)
+        flag = _causal_flag(case, inputs)
+        mask = inputs.score_mask(case, causal=False if flag else None)
+        if mask is not None:
+            feeds["mask"] = _full_rows(case, mask)
+        attributes: dict[str, Any] = {"is_causal": int(flag)}
+        if case.softcap is not None:
+            attributes["softcap"] = case.softcap
+        if merged:
             attributes |= {"q_num_heads": case.heads, "kv_num_heads": case.kv_heads}
-        return self._call(case, "Attention", "", feeds, attributes, merged=case.layout == "bshd")
+        return self._call(case, Node("Attention", "", feeds, attributes, merged))
 
     def _multi_head(self, case: Case, inputs: Inputs) -> Call:
         if case.kv_heads != case.heads:
             raise Unable("MultiHeadAttention has no grouped heads")
-        query, key, value = (_merge_heads(array) for array in inputs.bhsd(case))
-        feeds: dict[str, np.ndarray | None] = {"query": query, "key": key, "value": value}
-        feeds |= {"": None, "padding": None, "bias": None}
-        if case.mask == "padding" and inputs.allowed is not None:
-            feeds["padding"] = inputs.allowed.sum(axis=(1, 2, 3), dtype=np.int32)
-        elif inputs.allowed is not None:  # no bool mask: made a float one beforehand, a favour
-            zero, infinity = np.zeros((), case.dtype), np.array(-np.inf, case.dtype)
-            feeds["bias"] = _to_rank_4(np.where(inputs.allowed, zero, infinity))
-        if inputs.bias is not None:
-            feeds["bias"] = _to_rank_4(inputs.bias)
-        attributes = {"num_heads": case.heads, "unidirectional": int(case.causal)}
-        return self._call(case, "MultiHeadAttention", "com.microsoft", feeds, attributes, merged=True)
+        if case.softcap is not None:
+            raise Unable("MultiHeadAttention has no soft-cap")
+        # Alone it works tile by tile; with any of these it stores the scores.
+        flag = _causal_flag(case, inputs)
+        lengths = _lengths_alone(case, inputs)
+        plain = lengths is None and inputs.bias is None and not case.causal and case.window is None
+        if not plain or inputs.mask is not None or case.document_length is not None:
+            check_scores_fit(case)
+        feeds = _query_key_value(case, inputs, merged=True) | {"": None, "padding": lengths, "bias": None}
+        mask = None if lengths is not None else inputs.score_mask(case, causal=False if flag else None)
+        if mask is not None:
+            # It has no bool mask: made a float one beforehand, a favour.
+            feeds["bias"] = _full_rows(case, added_mask(case, mask))
+        attributes = {"num_heads": case.heads, "unidirectional": int(flag)}
+        return self._call(case, Node("MultiHeadAttention", "com.microsoft", feeds, attributes, merged=True))
 
     def _group_query(self, case: Case, inputs: Inputs) -> Call:
+        """A step with a cache: the last L keys and values are new, those before are in the cache.
+
+        Self-attention without a past has no cache; otherwise cache and updated cache share their memory, as
+        in generation loops.
+        """
         window = case.window
-        if case.len_q != case.len_k or not (case.causal or (window is not None and window[1] == 0)):
+        causal = case.causal or case.len_q == 1 or (window is not None and window[1] == 0)
+        if inputs.mask is not None or inputs.bias is not None or case.document_length is not None:
+            raise Unable("GroupQueryAttention is causal attention with lengths and a window, and no more")
+        if not causal or case.len_q > case.len_k:
             raise Unable("GroupQueryAttention is causal self-attention only")
-        query, key, value = (_merge_heads(array) for array in inputs.bhsd(case))
-        feeds = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "past_key": np.empty((case.batch, case.kv_heads, 0, case.head_dim), case.dtype),
-            "past_value": np.empty((case.batch, case.kv_heads, 0, case.value_dim), case.dtype),
-            "last": np.full(case.batch, case.len_k - 1, np.int32),
-            "total": np.array(case.len_k, np.int32),
-        }
-        attributes = {"num_heads": case.heads, "kv_num_heads": case.kv_heads}
+        if case.value_dim != case.head_dim:
+            raise Unable("GroupQueryAttention has one head_dim for keys and values")
+        check_scores_fit(case)
+        lengths = case.lengths if case.lengths is not None else np.full(case.batch, case.len_k)
+        feeds = _query_key_value(case, inputs, merged=True)
+        cache = (case.batch, case.kv_heads, case.len_k, case.head_dim)
+        in_place = {}
+        if case.len_q == case.len_k and case.lengths is None:
+            empty = np.empty((case.batch, case.kv_heads, 0, case.head_dim), case.dtype)
+            feeds |= {"past_key": empty, "past_value": empty}
+        else:
+            if case.strided:
+                raise Unable("the cache of GroupQueryAttention has no gaps")
+            _, key, value = inputs.bhsd(case)
+            rows = lengths[:, None] - case.len_q + np.arange(case.len_q)
+            items = np.arange(case.batch)[:, None]
+            feeds |= {
+                "key": _merge_heads(key.transpose(0, 2, 1, 3)[items, rows].transpose(0, 2, 1, 3)),
+                "value": _merge_heads(value.transpose(0, 2, 1, 3)[items, rows].transpose(0, 2, 1, 3)),
+                "past_key": key,
+                "past_value": value,
+            }
+            in_place = {"present_key": "past_key", "present_value": "past_value"}
+        feeds |= {"last": (lengths - 1).astype(np.int32), "total": np.array(case.len_k, np.int32)}
+        attributes: dict[str, Any] = {"num_heads": case.heads, "kv_num_heads": case.kv_heads}
         if window is not None:
             attributes["local_window_size"] = window[0] + 1
-        return self._call(case, "GroupQueryAttention", "com.microsoft", feeds, attributes, merged=True)
-
-    @staticmethod
-    def _full_mask(case: Case, allowed: np.ndarray) -> np.ndarray:
-        """``Attention`` broadcasts the first two axes of a mask but not the last two."""
-        allowed = _to_rank_4(allowed)
-        return np.ascontiguousarray(
-            np.broadcast_to(allowed, (*allowed.shape[:2], case.len_q, case.len_k)), bool
+        if case.softcap is not None:
+            attributes["softcap"] = case.softcap
+        outputs = {"present_key": cache, "present_value": cache}  # it does not leave them out
+        return self._call(
+            case,
+            Node("GroupQueryAttention", "com.microsoft", feeds, attributes, True, outputs, in_place),
         )
 
-    def _call(
-        self,
-        case: Case,
-        operator: str,
-        domain: str,
-        feeds: Mapping[str, np.ndarray | None],
-        attributes: dict[str, Any],
-        *,
-        merged: bool,
-    ) -> Call:
-        """A session of one `operator` over `feeds` (None = an input left out), bound and ready to run."""
-        given = {name: np.ascontiguousarray(array) for name, array in feeds.items() if array is not None}
-        names = [name if name in given else "" for name in feeds]
-        while not names[-1]:
-            names.pop()
-        if merged:
-            shape: tuple[int, ...] = (case.batch, case.len_q, case.heads * case.value_dim)
-        else:
-            shape = (case.batch, case.heads, case.len_q, case.value_dim)
-        element = helper.np_dtype_to_tensor_dtype(np.dtype(case.dtype))
-        outputs = {"out": shape}
-        if operator == "GroupQueryAttention":  # its cache outputs are not optional
-            outputs["present_key"] = (case.batch, case.kv_heads, case.len_k, case.head_dim)
-            outputs["present_value"] = (case.batch, case.kv_heads, case.len_k, case.value_dim)
-        graph = helper.make_graph(
-            [helper.make_node(operator, names, list(outputs), domain=domain, **attributes)],
-            operator,
-            [
-                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-                for name, array in given.items()
-            ],
-            [helper.make_tensor_value_info(name, element, sizes) for name, sizes in outputs.items()],
-        )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+    def _call(self, case: Case, node: Node) -> Call:
+        """A session of `node`, bound to its feeds and ready to run."""
+        given = {name: np.ascontiguousarray(it) for name, it in node.feeds.items() if it is not None}
         session = ort.InferenceSession(
-            onnx.ModelProto.SerializeToString(model), self._options, providers=["CPUExecutionProvider"]
+            _model(case, node, given), self._options, providers=["CPUExecutionProvider"]
         )
+        bound = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in given.items()}
+        for name, shape in _outputs(case, node).items():
+            if name in node.in_place:
+                bound[name] = bound[node.in_place[name]]
+            else:
+                element = np.dtype(case.dtype).type
+                bound[name] = ort.OrtValue.ortvalue_from_shape_and_type(shape, element)
 
         binding = session.io_binding()
-        for name, array in given.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        bound = {
-            name: ort.OrtValue.ortvalue_from_shape_and_type(sizes, np.dtype(case.dtype).type)
-            for name, sizes in outputs.items()
-        }
-        for name, array in bound.items():
-            binding.bind_ortvalue_output(name, array)
+        for name in given:
+            binding.bind_ortvalue_input(name, bound[name])
+        for name in _outputs(case, node):
+            binding.bind_ortvalue_output(name, bound[name])
 
         def result() -> np.ndarray:
             session.run_with_iobinding(binding)
             out = bound["out"].numpy()
-            if merged:
+            if node.merged:
                 return out.reshape(case.batch, case.len_q, case.heads, -1).transpose(0, 2, 1, 3)
             return out
 
         return Call(lambda: session.run_with_iobinding(binding), result)
+
+
+def _query_key_value(case: Case, inputs: Inputs, *, merged: bool) -> dict[str, np.ndarray | None]:
+    """The first three inputs; of strided cases the wider arrays, which the model takes a slice of."""
+    arrays = [_merge_heads(array) if merged else array for array in inputs.wide(case)]
+    return dict(zip(("query", "key", "value"), arrays, strict=True))
+
+
+def _causal_flag(case: Case, inputs: Inputs) -> bool:
+    """Whether the operators' causal flag, which starts at the top left, says it all."""
+    return case.causal and case.len_q == case.len_k and inputs.score_mask(case, causal=False) is None
+
+
+def _lengths_alone(case: Case, inputs: Inputs) -> np.ndarray | None:
+    """Keys of each item where nothing but they restricts attention; None elsewhere."""
+    if case.causal or case.window is not None or case.document_length is not None or inputs.bias is not None:
+        return None
+    if case.mask == "padding" and case.lengths is None and inputs.mask is not None:
+        return inputs.mask.sum(axis=(1, 2, 3), dtype=np.int32)
+    return case.lengths.astype(np.int32) if case.lengths is not None and inputs.mask is None else None
+
+
+def _full_rows(case: Case, mask: np.ndarray) -> np.ndarray:
+    """The operators broadcast the first two axes of a mask but not the last two."""
+    return np.broadcast_to(mask, (*mask.shape[:2], case.len_q, case.len_k))
+
+
+def _outputs(case: Case, node: Node) -> dict[str, tuple[int, ...]]:
+    if node.merged:
+        return {"out": (case.batch, case.len_q, case.heads * case.value_dim), **node.outputs}
+    return {"out": (case.batch, case.heads, case.len_q, case.value_dim), **node.outputs}
+
+
+def _model(case: Case, node: Node, given: Mapping[str, np.ndarray]) -> bytes:
+    """`node`, after slices of query, key and value where the case is strided."""
+    names = [name if name in given else "" for name in node.feeds]
+    while not names[-1]:
+        names.pop()
+    nodes, constants = [], []
+    if case.strided:
+        for name, number in (("first", 0), ("end", np.iinfo(np.int64).max), ("axis", -1), ("step", 2)):
+            constants.append(numpy_helper.from_array(np.array([number], np.int64), name))
+        for index in range(3):
+            inner = f"{names[index]} sliced"
+            nodes.append(helper.make_node("Slice", [names[index], "first", "end", "axis", "step"], [inner]))
+            names[index] = inner
+    outputs = _outputs(case, node)
+    nodes.append(helper.make_node(node.operator, names, list(outputs), domain=node.domain, **node.attributes))
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(case.dtype))
+    graph = helper.make_graph(
+        nodes,
+        node.operator,
+        [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in given.items()
+        ],
+        [helper.make_tensor_value_info(name, element, shape) for name, shape in outputs.items()],
+        constants,
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+    return onnx.ModelProto.SerializeToString(model)

@@ -14,7 +14,7 @@ import openvino as ov
 from openvino import opset13
 
 from fastattn.bench.cases import Case, Inputs
-from fastattn.bench.peers._base import Call
+from fastattn.bench.peers._base import Call, Unable, check_scores_fit, folded
 
 
 def load(num_threads: int) -> OpenVINO:
@@ -36,14 +36,21 @@ class OpenVINO:
         self.ways = {
             "fixed shapes": partial(self._sdpa, fixed=True),
             "open lengths": partial(self._sdpa, fixed=False),
+            "fixed shapes, a group's heads as rows": folded(partial(self._sdpa, fixed=True)),
+            "open lengths, a group's heads as rows": folded(partial(self._sdpa, fixed=False)),
         }
 
     def _sdpa(self, case: Case, inputs: Inputs, *, fixed: bool) -> Call:
+        if case.softcap is not None:
+            raise Unable("no soft-cap")
+        check_scores_fit(case)
         # The operator knows (B, heads, length, dim) only; a "bshd" model transposes, as exported ones do.
-        arrays = [inputs.query, inputs.key, inputs.value]
-        if case.rank == 3:
-            arrays = [array[None] for array in arrays]
-        mask = inputs.bias if inputs.bias is not None else inputs.allowed
+        arrays = list(inputs.wide(case))
+        if case.layout == "bshd":
+            arrays = [inputs.query, inputs.key, inputs.value]
+        # Its causal starts at the top left, and the plugin ignores a mask beside it.
+        causal = case.causal and case.len_q == case.len_k and inputs.score_mask(case, causal=False) is None
+        mask = None if causal else inputs.score_mask(case)
         if mask is not None:
             arrays.append(mask)
 
@@ -57,11 +64,13 @@ class OpenVINO:
                 shape[-2:] = [-1, -1]
             parameters.append(opset13.parameter(ov.PartialShape(shape), array.dtype))
         nodes = list(parameters)
+        if case.strided:
+            nodes[:3] = [_every_second(node) for node in nodes[:3]]
         if case.layout == "bshd":
             nodes[:3] = [opset13.transpose(node, np.array([0, 2, 1, 3])) for node in nodes[:3]]
         if case.kv_heads != case.heads:
-            nodes[1:3] = [self._repeat_heads(node, case) for node in nodes[1:3]]
-        out = opset13.scaled_dot_product_attention(*nodes, causal=case.causal)
+            nodes[1:3] = [_repeat_heads(node, case) for node in nodes[1:3]]
+        out = opset13.scaled_dot_product_attention(*nodes, causal=causal)
         model = ov.Model([opset13.result(out)], parameters)
         request = self._core.compile_model(model, "CPU", self._config).create_infer_request()
         for index, array in enumerate(arrays):
@@ -75,12 +84,18 @@ class OpenVINO:
 
         return Call(request.infer, result)
 
-    @staticmethod
-    def _repeat_heads(node: ov.Node, case: Case) -> ov.Node:
-        """Key/value heads repeated for each group: the pattern that the plugin fuses in language models."""
-        group = case.heads // case.kv_heads
-        split = opset13.unsqueeze(node, np.array(2))
-        target = np.array([1, 1, group, 1, 1])
-        repeated = opset13.broadcast(split, target, broadcast_spec="BIDIRECTIONAL")
-        dim = node.get_output_partial_shape(0)[3].get_length()
-        return opset13.reshape(repeated, np.array([0, case.heads, -1, dim]), special_zero=True)
+
+def _every_second(node: ov.Node) -> ov.Node:
+    """Every second element of the last axis."""
+    numbers = (np.array([number]) for number in (0, np.iinfo(np.int64).max, 2, -1))
+    return opset13.slice(node, *numbers)
+
+
+def _repeat_heads(node: ov.Node, case: Case) -> ov.Node:
+    """Key/value heads repeated for each group: the pattern that the plugin fuses in language models."""
+    group = case.heads // case.kv_heads
+    split = opset13.unsqueeze(node, np.array(2))
+    target = np.array([1, 1, group, 1, 1])
+    repeated = opset13.broadcast(split, target, broadcast_spec="BIDIRECTIONAL")
+    dim = node.get_output_partial_shape(0)[3].get_length()
+    return opset13.reshape(repeated, np.array([0, case.heads, -1, dim]), special_zero=True)

@@ -1,0 +1,207 @@
+"""What is published says what was measured: the README's speed section, the pictures, the kept file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from benchmarks.publish import (
+    BEGIN,
+    END,
+    README,
+    RESULTS,
+    TELLING,
+    as_text,
+    compact,
+    disagreements,
+    main,
+    publish,
+    replaced,
+    section,
+)
+from fastattn.bench.cases import CASES
+from fastattn.bench.plots import pictures
+from tests.bench_results import make_document
+from tests.process import ROOT
+
+#: Some of the catalogue and a curve: enough for every picture but the roofline of all.
+SOME = [*map(CASES.__getitem__, ("square-512-64", "bert-batch", "llama-decode")), CASES["head-dim-16"]]
+
+
+def test_readme_and_pictures_say_what_the_kept_results_say() -> None:
+    assert list(disagreements(ROOT)) == []
+
+
+def test_the_command_finds_nothing_either(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0
+    assert "say what" in capsys.readouterr().out
+
+
+def test_rows_of_the_table_are_cases() -> None:
+    assert set(TELLING) <= set(CASES)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder like this project's, with made-up results published in it."""
+    (tmp_path / README).write_text(f"# Title\n\nBefore.\n\n{BEGIN}\nlast year\n{END}\n\nAfter.\n")
+    publish(tmp_path, compact(make_document(SOME)))
+    assert list(disagreements(tmp_path)) == []
+    return tmp_path
+
+
+def test_publishing_leaves_the_rest_of_the_readme_alone(published: Path) -> None:
+    text = (published / README).read_text()
+    assert text.startswith("# Title\n\nBefore.\n\n")
+    assert text.endswith("\n\nAfter.\n")
+    assert "last year" not in text
+    publish(published, json.loads((published / RESULTS).read_text()))
+    assert (published / README).read_text() == text
+
+
+def edit_readme(root: Path) -> None:
+    path = root / README
+    path.write_text(re.sub(r"(\d)\.(\d\d) \(", r"\g<1>.99 (", path.read_text(), count=1))
+
+
+def edit_results(root: Path) -> None:
+    path = root / RESULTS
+    document = json.loads(path.read_text())
+    document["cases"]["bert-batch"]["summary"]["seconds"]["fastattn"] *= 1.01
+    path.write_text(json.dumps(document))
+
+
+def rename_case(root: Path) -> None:
+    path = root / RESULTS
+    path.write_text(path.read_text().replace('"bert-batch"', '"bart-batch"'))
+
+
+def change_case(root: Path) -> None:
+    path = root / RESULTS
+    path.write_text(path.read_text().replace("32,12,128,128,64", "32,12,128,128,65"))
+
+
+def lose_picture(root: Path) -> None:
+    (root / RESULTS).with_name("ratios.png").unlink()
+
+
+def add_picture(root: Path) -> None:
+    (root / RESULTS).with_name("extra.png").write_bytes((root / RESULTS).with_name("ratios.png").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (edit_readme, ["README.md: the speed section"]),
+        (edit_results, ["README.md: the speed section", "ratios.png: was drawn from other results"]),
+        (rename_case, ["there is no case bart-batch any more"]),
+        (change_case, ["the case bert-batch is another one now"]),
+        (lose_picture, ["ratios.png: is missing"]),
+        (add_picture, ["extra.png: the results have no such picture"]),
+    ],
+)
+def test_a_disagreement_is_named(change: Callable[[Path], None], named: list[str], published: Path) -> None:
+    change(published)
+    found = "\n".join(disagreements(published))
+    for text in named:
+        assert text in found
+    # Publishing again makes it good, but cannot bring a case back.
+    publish(published, json.loads((published / RESULTS).read_text()))
+    left = [text for text in disagreements(published) if "case" not in text]
+    assert left == []
+
+
+@pytest.mark.parametrize("text", ["nothing", BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}"])
+def test_a_readme_without_its_marks_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("must have these lines once")):
+        replaced(text, "new")
+
+
+def test_the_kept_file_is_small_and_has_a_line_for_each_case() -> None:
+    document = make_document(rounds=15)
+    text = as_text(compact(document))
+    assert len(text) < 3500 * len(document["cases"])
+    assert all(
+        sum(f'"{name}": {{"case"' in line for line in text.splitlines()) == 1 for name in document["cases"]
+    )
+    assert json.loads(text) == compact(document)
+
+
+def test_what_is_kept_is_what_was_measured() -> None:
+    document = make_document(SOME)
+    kept = compact(document)
+    assert compact(kept) == kept
+    assert {name for name in document if name != "cases"} == {name for name in kept if name != "cases"}
+    for name, run in document["cases"].items():
+        assert kept["cases"][name]["summary"]["best"] == run["summary"]["best"]
+        for library, found in run["libraries"].items():
+            medians = kept["cases"][name]["libraries"][library]["medians"]
+            assert medians == pytest.approx(found["medians"], rel=1e-4)
+            assert medians != found["medians"]
+
+
+def rows(document: dict[str, Any]) -> dict[str, list[str]]:
+    """The cells of the table by the name of the case."""
+    text = section(document, pictures(document))
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def test_the_table_shows_the_figures() -> None:
+    document = make_document(SOME)
+    run = document["cases"]["square-512-64"]
+    run["summary"] |= {
+        "seconds": {"fastattn": 2.6851e-3, "torch": 3.4e-3, "jax": 5e-3},
+        "ratios": {
+            "torch": {"median": 1.2455, "low": 1.2, "high": 1.3},
+            "jax": {"median": 2, "low": 2, "high": 2},
+        },
+        "best": "torch",
+        "limit": {"kind": "compute", "seconds": 2e-3, "share": {"median": 0.744, "low": 0.7, "high": 0.8}},
+    }
+    found = rows(document)
+    assert list(found) == ["square-512-64", "bert-batch", "llama-decode"]
+    assert found["square-512-64"] == ["1,8,512,512,64", "", "2.69 ms", "1.25 (torch)", "1.25", "74 %"]
+    assert found["llama-decode"][-1].endswith(" % (memory)")
+
+
+def test_the_table_says_what_it_lacks() -> None:
+    document = copy.deepcopy(make_document(SOME, libraries=["fastattn"]))
+    document["cases"]["square-512-64"]["summary"]["limit"] = None
+    document["cases"]["bert-batch"]["summary"]["limit"]["share"] = None
+    found = rows(document)
+    assert found["square-512-64"][-3:] == ["-", "-", "-"]
+    assert found["bert-batch"][-3:] == ["-", "-", "-"]
+
+
+def test_every_picture_is_in_the_section_with_a_text_for_who_cannot_see_it(published: Path) -> None:
+    text = (published / README).read_text()
+    shown = re.findall(r"!\[([^\]]{20,})\]\(([^)]+)\)", text)
+    assert sorted(target for _, target in shown) == sorted(
+        str(path.relative_to(published)) for path in (published / RESULTS).parent.glob("*.png")
+    )
+
+
+def test_a_note_comes_first() -> None:
+    document = make_document(SOME) | {"note": "The clock was not steady."}
+    text = section(compact(document), [])
+    assert text.split("\n")[2].startswith(
+        "**The clock was not steady.** A made-up CPU, 2 threads on 2 cores, 2026-11-21"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--check", "result.json"], ["--note", "Quiet."]])
+def test_arguments_that_do_not_fit_together(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "RESULTS.json" in capsys.readouterr().err

@@ -352,7 +352,6 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "16 documents of 512 tokens packed in one row",
         document_length=512,
-        quick=True,
         targets=Targets(best=10.0),
     ),
     _case(

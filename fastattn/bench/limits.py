@@ -20,22 +20,22 @@ class Limits(TypedDict):
     read_bandwidth: dict[str, float]  #: bytes/s read from memory: ``{threads: bandwidth}``
 
 
-def bound(case: Case, num_threads: int, limits: Limits) -> tuple[Kind, float] | None:
-    """The limit that binds `case`, and the seconds it cannot be faster than; None where it was not measured.
+def bounds(case: Case, num_threads: int, limits: Limits) -> dict[Kind, float]:
+    """The seconds that each limit alone would take for `case`; the larger one binds.
 
-    The bytes count only where they have to come from memory, in cases with cold inputs: in the caches,
-    where other inputs stay from call to call, they may well be read faster than memory gives them.
+    The bytes count only where they have to come from memory, in cases with cold inputs: from the caches,
+    where other inputs stay from call to call, they may well be read faster than memory gives them. Empty
+    where a limit that counts was not measured: nothing can be said then.
     """
     threads = str(num_threads)
     peak = limits["fma"].get(case.dtype, {}).get(threads)
     bandwidth = limits["read_bandwidth"].get(threads)
     if peak is None or (case.cold and bandwidth is None):
-        return None
-    found: list[tuple[float, Kind]] = [(case.flops / peak, "compute")]
+        return {}
+    found: dict[Kind, float] = {"compute": case.flops / peak}
     if case.cold and bandwidth is not None:
-        found.append((case.nbytes / bandwidth, "memory"))
-    seconds, kind = max(found)
-    return kind, seconds
+        found["memory"] = case.nbytes / bandwidth
+    return found
 
 
 def medians(probes: Sequence[Limits]) -> Limits:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastattn.bench.cases import CASES, Case
 from fastattn.bench.intervals import median_interval
-from fastattn.bench.limits import Kind, Limits, bound, medians
+from fastattn.bench.limits import Kind, Limits, bounds
 from fastattn.bench.peers import OURS
 from fastattn.bench.process import Crew, Worker, WorkerError
 from fastattn.bench.records import CaseRun, LibraryRun
@@ -21,11 +21,12 @@ from fastattn.bench.worker import LIMITS, LONG_CALL_SECONDS
 #: A burst of one library takes about this long: many clock ticks, and short beside the drift of the machine.
 BURST_SECONDS = 0.08
 
-#: A burst for the share of the limit: longer, because only the calls that nobody disturbed count.
-SHARE_SECONDS = 0.4
-
 #: A burst has at least this many calls, but for those of `LONG_CALL_SECONDS` and more, which are called once.
 MIN_CALLS = 2
+
+#: A peer that takes so many times as long as the fastest one is out of the race, and only timed in the first
+#: rounds: a call of a second in each of forty rounds would keep the others from theirs.
+LAGGING = 4.0
 
 #: With fewer rounds an interval that happens to be narrow says nothing: the bootstrap of five values reaches
 #: from the least to the largest.
@@ -47,6 +48,7 @@ class Patience:
     least: int = 3  #: but there are so many rounds, however long they take
     most: int = 40
     precision: float = 0.02  #: half the width of the interval over the median, from `STEADY_ROUNDS` on
+    share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there
 
     def ended(self, rounds: int, elapsed: float, precision: float) -> bool:
         """Whether `rounds` rounds, which took `elapsed` seconds and gave this `precision`, are enough."""
@@ -99,7 +101,7 @@ class _Contestant:
     seconds: float
     kind: Kind | None  #: the limit of which it is asked for its share
 
-    def burst(self) -> None:
+    def burst(self, share_seconds: float) -> None:
         fewest = MIN_CALLS if self.seconds < LONG_CALL_SECONDS else 1
         calls = max(fewest, round(BURST_SECONDS / self.seconds))
         try:
@@ -109,7 +111,7 @@ class _Contestant:
             self.library.mins.append(took["min"])
             if self.kind is not None:
                 shares = self.worker.ask(
-                    "limit_shares", case=self.case, kind=self.kind, seconds=SHARE_SECONDS
+                    "limit_shares", case=self.case, kind=self.kind, seconds=share_seconds
                 )
                 self.library.limit_shares += map(tuple, shares)
         except WorkerError as problem:
@@ -128,8 +130,8 @@ def measure(
     run = check(case, crew, names, notify)
     notify("measuring the machine's limits")
     _probe_limits(crew, run, bandwidth=True)
-    binding = bound(case, run.threads, medians(run.limits))
-    run.kind = binding[0] if binding is not None else None
+    seconds = bounds(case, run.threads, run.limits[0])
+    run.kind = max(seconds, key=lambda it: seconds[it]) if seconds else None
 
     contestants = [
         _contestant(crew, name, case, library, run)
@@ -145,6 +147,7 @@ def measure(
         run.interrupted = True
     else:
         crew.release()
+    # What the last round left undone is dropped: figures of one round stand side by side.
     for library in filter(None, (*run.libraries.values(), run.baseline)):
         del library.medians[run.rounds :], library.mins[run.rounds :]
     return run
@@ -160,10 +163,19 @@ def _rounds(
         turn = run.rounds % len(contestants)
         for contestant in contestants[turn:] + contestants[:turn]:
             if contestant.library.reason is None:
-                contestant.burst()
+                contestant.burst(patience.share_seconds)
         _probe_limits(crew, run, bandwidth=run.case.cold)
         run.rounds += 1
+        if run.rounds == patience.least:
+            contestants = _in_the_race(contestants)
         done = patience.ended(run.rounds, time.monotonic() - start, _precision(run))
+
+
+def _in_the_race(contestants: list[_Contestant]) -> list[_Contestant]:
+    """Those of them that are ours, or not far slower than the fastest peer."""
+    peers = [it.seconds for it in contestants if it.worker.name not in OURS and it.library.reason is None]
+    slowest = LAGGING * min(peers, default=0.0)
+    return [it for it in contestants if it.worker.name in OURS or it.seconds <= slowest]
 
 
 def _precision(run: CaseRun) -> float:
@@ -212,7 +224,7 @@ def _ask_limit(command: str, crew: Crew, run: CaseRun) -> dict[str, Any]:
 
 
 def measure_memory(case: Case, name: str, num_threads: int) -> dict[str, dict[str, Any]]:
-    """Peak memory of the library on `case`, of its first call and after a tiny one, each in a fresh process."""
+    """Peak memory of a library's first call, and of one after a tiny call; each in a fresh process."""
     found: dict[str, dict[str, Any]] = {}
     for kind in ("first", "warm"):
         with Worker(name, num_threads) as worker:

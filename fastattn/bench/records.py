@@ -21,10 +21,12 @@ class LibraryRun:
     rms_error: float | None = None
     copies: int = 1  #: sets of inputs that the calls cycle through; more than one where they are cold
     ways: dict[str, dict[str, Any]] = field(default_factory=dict)  #: what `LibraryWorker.prepare` found
-    medians: list[float] = field(default_factory=list)  #: seconds per call, one per round
+    medians: list[float] = field(
+        default_factory=list
+    )  #: seconds per call, one per round; of slow peers, of the first ones
     mins: list[float] = field(default_factory=list)
-    #: of ours only, from all rounds: a share of the limit, and beside it the limit (FLOP/s or bytes/s) and the
-    #: integer peak (1/s) as they were just then
+    #: of ours only, from all rounds: a share of the limit, and beside it the limit (FLOP/s or bytes/s) and
+    #: the integer peak (1/s) as they were just then
     limit_shares: list[tuple[float, float, float]] = field(default_factory=list)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
-from fastattn.bench.limits import Kind, Limits
+from fastattn.bench.limits import Kind
 from fastattn.bench.memory import free_memory, limit_memory, measure_call
 from fastattn.bench.oracle import expected_output
 from fastattn.bench.peers import Peer, Unable, load_peer
@@ -39,7 +39,8 @@ TOLERANCE_EPS = 32
 WARM_UP_SECONDS, LONG_CALL_SECONDS = 0.02, 0.25
 
 #: Ways of one library are tried this far apart: each may have a pool of its own, which spins for a while.
-SETTLE_SECONDS = 0.15
+#: Of the libraries that have several ways onnxruntime's does so for the longest, 45 ms.
+SETTLE_SECONDS = 0.06
 
 #: Calls are timed in blocks of at least this length, so that reading the clock costs below 1 %.
 BLOCK_SECONDS = 50e-6
@@ -294,9 +295,8 @@ class LimitsWorker:
         """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all."""
         # After a stop both threads may wake on one core; they part while this is discarded.
         _fma_peak("float32")(self._threads, WARM_UP_SECONDS)
-        return {
-            dtype: self._best(_fma_peak(dtype), PROBE_SECONDS, PROBE_TRIES) for dtype in ("float32", "float64")
-        }
+        dtypes = ("float32", "float64")
+        return {dtype: self._best(_fma_peak(dtype), PROBE_SECONDS, PROBE_TRIES) for dtype in dtypes}
 
     def read_bandwidth(self) -> dict[str, float]:
         """Bytes/s read from memory: ``{threads: bandwidth}`` for one thread and for all."""

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,8 +33,8 @@ FILE_WIDTH = 120
 #: Exit statuses beside 0 and argparse's 2.
 WRONG, SLOWER, INTERRUPTED = 1, 3, 130
 
-#: A case's rounds take about so long at most; those of all cases of ``--quick`` together.
-CASE_SECONDS, QUICK_SECONDS = 20.0, 40.0
+#: A case takes about so long at most; all cases of ``--quick`` together.
+CASE_SECONDS, QUICK_SECONDS = 25.0, 100.0
 
 #: And so long per round go into the share of the limit there.
 QUICK_SHARE_SECONDS = 0.15
@@ -198,11 +199,14 @@ def _measure_cases(
 ) -> None:
     patience = Patience(CASE_SECONDS)
     if options.quick:
-        patience = Patience(QUICK_SECONDS / max(1, len(cases)), share_seconds=QUICK_SHARE_SECONDS)
+        patience = replace(patience, share_seconds=QUICK_SHARE_SECONDS)
     if options.rounds is not None:
         patience = replace(patience, most=options.rounds)
+    end = time.monotonic() + QUICK_SECONDS
     with Crew(options.threads) as crew:
-        for case in cases:
+        for number, case in enumerate(cases):
+            if options.quick:  # what is left of the time, in equal parts
+                patience = replace(patience, seconds=(end - time.monotonic()) / (len(cases) - number))
             if options.errors:
                 run = check(case, crew, options.peers, notifier(case.name))
                 crew.release()

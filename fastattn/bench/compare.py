@@ -7,6 +7,8 @@ our time is held against a yardstick that was measured in the same rounds, and t
   that both runs timed in every round, in the same version, through the same way;
 - **limit**: our time over the least that the machine allowed just then, the inverse of the share of the
   limit.
+
+A case has few rounds in a quick run, and its interval is wide then; that of all cases together is not.
 """
 
 from __future__ import annotations
@@ -31,6 +33,13 @@ IRRELEVANT = frozenset({"group", "origin", "quick", "targets", "baseline", "opti
 Judgement = Literal["slower", "same", "faster"]
 
 
+#: Our time in units of one yardstick, sampled in the earlier run and in the later one.
+_Samples = tuple[np.ndarray, np.ndarray]
+
+#: What stands in place of a case's name for all of them together.
+ALL_CASES = "all cases"
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Our time in units of a yardstick, in two runs."""
@@ -51,12 +60,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CaseChange:
-    """One case in two runs."""
+    """One case in two runs, or all of them."""
 
     name: str
     peers: Change | None  #: by the yardstick of the peers
     limit: Change | None  #: by the yardstick of the limit
-    used: tuple[str, ...]  #: the peers of the yardstick
+    used: tuple[str, ...] = ()  #: the peers of the yardstick
 
     @property
     def judgement(self) -> Judgement:
@@ -80,32 +89,45 @@ class Comparison:
     """Two runs, case by case."""
 
     changes: tuple[CaseChange, ...]
+    overall: CaseChange | None  #: the geometric mean over the cases, if they are several
     left_out: dict[str, str]  #: cases that cannot be compared, and why
     peers_left_out: tuple[str, ...]  #: peers that no case could use
     warnings: tuple[str, ...]  #: what else differs between the runs
 
     @property
     def slower(self) -> list[str]:
-        return [it.name for it in self.changes if it.judgement == "slower"]
+        every = [*self.changes, *([self.overall] if self.overall is not None else [])]
+        return [it.name for it in every if it.judgement == "slower"]
 
 
 def compare(then: dict[str, Any], now: dict[str, Any]) -> Comparison:
     """Compare two documents, an earlier and a later one."""
-    changes, left_out = [], {}
+    changes: list[CaseChange] = []
+    left_out = {}
+    by_peers: list[_Samples] = []
+    by_limit: list[_Samples] = []
     for name in dict.fromkeys([*now["cases"], *then["cases"]]):
         reason = _incomparable(then["cases"].get(name), now["cases"].get(name))
         if reason is None:
-            change = _case_change(name, then["cases"][name], now["cases"][name])
-            if change.peers is None and change.limit is None:
-                reason = "neither a peer of the same version nor the limit is in both runs"
+            before, after = then["cases"][name], now["cases"][name]
+            used = tuple(it for it in before["libraries"] if it not in OURS and _same_peer(it, before, after))
+            peers = [(_over_peers(before, used), _over_peers(after, used))] if used else []
+            limit = _both_limits(before, after)
+            if peers or limit:
+                changes.append(CaseChange(name, _change(peers), _change(limit), used))
+                by_peers += peers
+                by_limit += limit
             else:
-                changes.append(change)
+                reason = "neither a peer of the same version nor the limit is in both runs"
         if reason is not None:
             left_out[name] = reason
-    used = {peer for change in changes for peer in change.used}
-    peers = [name for run in (then, now) for case in run["cases"].values() for name in case["libraries"]]
-    unused = [name for name in dict.fromkeys(peers) if name not in used and name not in OURS]
-    return Comparison(tuple(changes), left_out, tuple(unused), tuple(_warnings(then, now)))
+    overall = None
+    if len(changes) > 1:
+        overall = CaseChange(ALL_CASES, _change(by_peers), _change(by_limit))
+    wanted = {peer for change in changes for peer in change.used} | set(OURS)
+    names = [name for run in (then, now) for case in run["cases"].values() for name in case["libraries"]]
+    unused = tuple(name for name in dict.fromkeys(names) if name not in wanted)
+    return Comparison(tuple(changes), overall, left_out, unused, tuple(_warnings(then, now)))
 
 
 def _incomparable(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
@@ -132,18 +154,6 @@ def _times(run: dict[str, Any], name: str) -> np.ndarray:
     return np.array(library["medians"])
 
 
-def _case_change(name: str, then: dict[str, Any], now: dict[str, Any]) -> CaseChange:
-    peers = [peer for peer in then["libraries"] if peer not in OURS and _same_peer(peer, then, now)]
-    by_peers = None
-    if peers:
-        by_peers = _change(_over_peers(then, peers), _over_peers(now, peers))
-    by_limit = None
-    before, after = _over_limit(then), _over_limit(now)
-    if before is not None and after is not None and then.get("kind") == now.get("kind"):
-        by_limit = _change(before, after)
-    return CaseChange(name, by_peers, by_limit, tuple(peers))
-
-
 def _same_peer(name: str, then: dict[str, Any], now: dict[str, Any]) -> bool:
     if not len(_times(then, name)) or not len(_times(now, name)):
         return False
@@ -168,8 +178,22 @@ def _over_limit(run: dict[str, Any]) -> np.ndarray | None:
     return 1 / shares
 
 
-def _change(then: np.ndarray, now: np.ndarray) -> Change:
-    return Change(float(np.median(then)), float(np.median(now)), change_interval(then, now))
+def _both_limits(then: dict[str, Any], now: dict[str, Any]) -> list[_Samples]:
+    """Our time over the same limit in both runs; empty where one of them has none."""
+    before, after = _over_limit(then), _over_limit(now)
+    if before is None or after is None or then.get("kind") != now.get("kind"):
+        return []
+    return [(before, after)]
+
+
+def _change(samples: Sequence[_Samples]) -> Change | None:
+    """The geometric mean of the changes in `samples`; None where there are none."""
+    if not samples:
+        return None
+    then, now = (
+        float(np.exp(np.mean([np.log(np.median(it)) for it in run]))) for run in zip(*samples, strict=True)
+    )
+    return Change(then, now, change_interval(samples))
 
 
 def _warnings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

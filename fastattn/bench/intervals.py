@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ RESAMPLES, COVERAGE = 2000, 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and its bootstrap interval."""
+    """A median, or a geometric mean of medians, and its bootstrap interval."""
 
     median: float
     low: float
@@ -29,17 +30,23 @@ def median_interval(values: np.ndarray) -> Estimate:
 
     Of five values or fewer it reaches from the least to the largest.
     """
-    return _estimate(np.median(values), _resampled_medians(values, seed=0))
+    return _estimate(np.median(values), _resampled_medians(values, np.random.default_rng(0)))
 
 
-def change_interval(then: np.ndarray, now: np.ndarray) -> Estimate:
-    """Median of `now` over the median of `then`, two independent samples, each resampled on its own."""
-    resampled = _resampled_medians(now, seed=0) / _resampled_medians(then, seed=1)
-    return _estimate(np.median(now) / np.median(then), resampled)
+def change_interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Estimate:
+    """Median of the later sample over that of the earlier one; the geometric mean of it over all `pairs`.
+
+    All samples are independent of one another, and each is resampled on its own: what is off in one
+    pair stands for nothing in the next, so the interval of many pairs is narrower than that of each.
+    """
+    rng = np.random.default_rng(0)
+    changes = [np.log(np.median(now) / np.median(then)) for then, now in pairs]
+    resampled = [np.log(_resampled_medians(now, rng) / _resampled_medians(then, rng)) for then, now in pairs]
+    return _estimate(np.exp(np.mean(changes)), np.exp(np.mean(resampled, axis=0)))
 
 
-def _resampled_medians(values: np.ndarray, seed: int) -> np.ndarray:
-    picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+def _resampled_medians(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    picks = rng.integers(len(values), size=(RESAMPLES, len(values)))
     return np.median(values[picks], axis=1)
 
 

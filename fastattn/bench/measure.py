@@ -42,22 +42,35 @@ def ignore(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """When the rounds of a case end."""
+    """When a case ends."""
 
-    seconds: float  #: no round begins that would end after so long
+    seconds: float  #: no round begins that would end so long after the case began to be checked
     least: int = 3  #: but there are so many rounds, however long they take
     most: int = 40
     precision: float = 0.02  #: half the width of the interval over the median, from `STEADY_ROUNDS` on
     share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there
 
-    def ended(self, rounds: int, elapsed: float, precision: float) -> bool:
-        """Whether `rounds` rounds, which took `elapsed` seconds and gave this `precision`, are enough."""
+    def ended(self, rounds: int, round_seconds: float, elapsed: float, precision: float) -> bool:
+        """Whether `rounds` rounds are enough.
+
+        Parameters
+        ----------
+        rounds
+            How many are finished.
+        round_seconds
+            How long one takes.
+        elapsed
+            Seconds since the case began.
+        precision
+            What the rounds gave.
+        """
         if rounds >= self.most:
             return True
         if rounds < self.least:
             return False
-        next_end = elapsed * (rounds + 1) / rounds
-        return next_end > self.seconds or (rounds >= STEADY_ROUNDS and precision <= self.precision)
+        if elapsed + round_seconds > self.seconds:
+            return True
+        return rounds >= STEADY_ROUNDS and precision <= self.precision
 
 
 def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore) -> CaseRun:
@@ -127,11 +140,13 @@ def measure(
     machine's limits are measured before each round and after the last. Ctrl-C in the rounds ends them; what
     it returns then is marked `interrupted` and has the finished ones.
     """
+    start = time.monotonic()
     run = check(case, crew, names, notify)
     notify("measuring the machine's limits")
     _probe_limits(crew, run, bandwidth=True)
     seconds = bounds(case, run.threads, run.limits[0])
-    run.kind = max(seconds, key=lambda it: seconds[it]) if seconds else None
+    if seconds:
+        _, run.kind = max((longest, kind) for kind, longest in seconds.items())
 
     contestants = [
         _contestant(crew, name, case, library, run)
@@ -142,7 +157,7 @@ def measure(
         contestants.append(_baseline(CASES[case.baseline], crew, run, notify))
 
     try:
-        _rounds(run, contestants, crew, patience, notify)
+        _rounds(run, contestants, crew, patience, start, notify)
     except KeyboardInterrupt:  # a worker may be in the middle of its answer: ask none of them again
         run.interrupted = True
     else:
@@ -154,9 +169,14 @@ def measure(
 
 
 def _rounds(
-    run: CaseRun, contestants: list[_Contestant], crew: Crew, patience: Patience, notify: Notify
+    run: CaseRun,
+    contestants: list[_Contestant],
+    crew: Crew,
+    patience: Patience,
+    start: float,
+    notify: Notify,
 ) -> None:
-    start = time.monotonic()
+    first = time.monotonic()
     done = not contestants
     while not done:
         notify(f"round {run.rounds + 1}, {patience.most} at most")
@@ -168,7 +188,8 @@ def _rounds(
         run.rounds += 1
         if run.rounds == patience.least:
             contestants = _in_the_race(contestants)
-        done = patience.ended(run.rounds, time.monotonic() - start, _precision(run))
+        now = time.monotonic()
+        done = patience.ended(run.rounds, (now - first) / run.rounds, now - start, _precision(run))
 
 
 def _in_the_race(contestants: list[_Contestant]) -> list[_Contestant]:

@@ -280,7 +280,12 @@ def print_comparison(console: Console, comparison: Comparison, then: str) -> Non
     table = _table("case", right=("ours / peers", "change", "ours / limit", "change by limit"))
     table.add_column("verdict")
     colors = {"slower": "red", "same": "dim", "faster": "green"}
-    for change in comparison.changes:
+    rows = list(comparison.changes)
+    if comparison.overall is not None:
+        rows.append(comparison.overall)
+    for change in rows:
+        if change is comparison.overall:
+            table.add_section()
         judgement = change.judgement
         table.add_row(
             change.name,

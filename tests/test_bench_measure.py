@@ -447,6 +447,27 @@ def test_a_share_is_of_the_limit_that_binds(
     assert [share for share, _, _ in shares] == [pytest.approx(0.5)] * len(shares)
 
 
+@needs_kernels
+def test_limits_are_the_best_of_the_probes_for_one_thread_and_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probes = itertools.cycle([1.0, 3.0, 2.0])
+
+    def probe(*arguments: Any) -> float:
+        *_, num_threads, _ = arguments
+        return num_threads * next(probes)
+
+    monkeypatch.setattr(cython_cpu, "fma_peak", probe)
+    monkeypatch.setattr(cython_cpu, "read_bandwidth", probe, raising=False)
+    held = worker.LimitsWorker(4)
+    expected = {"1": 3.0, "4": 12.0}
+    assert held.fma() == {"float32": expected, "float64": expected}
+    assert held.read_bandwidth() == expected
+    monkeypatch.delattr(cython_cpu, "read_bandwidth")
+    with pytest.raises(Unable):
+        held.read_bandwidth()
+
+
 def process_state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -530,8 +551,9 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run = case_run(fastattn=[1.0], torch=[math.inf])
+    run = case_run(fastattn=[1.0], torch=[1.0])
     run.tolerance = math.nan
+    run.libraries["torch"].ways = {"way": {"error": math.inf}}
     document.write(path, document.build(2, [run], {}))
 
     def refuse(constant: str) -> None:
@@ -539,6 +561,7 @@ def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
 
     read = json.loads(path.read_text(), parse_constant=refuse)
     assert read["cases"]["case"]["tolerance"] is None
+    assert read["cases"]["case"]["libraries"]["torch"]["ways"] == {"way": {"error": None}}
 
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from fastattn.bench import document, report
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
-from fastattn.bench.peers import OURS, PEERS
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
 from fastattn.bench.process import Crew
 from fastattn.bench.records import CaseRun
 
@@ -66,11 +66,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--memory", action="store_true", help="peak memory at growing lengths, too; alone: --group memory"
     )
     what.add_argument(
-        "--peers", type=_names, default=list(PEERS), metavar="A,B", help="libraries; default all: %(default)s"
+        "--peers",
+        type=_names,
+        default=list(DEFAULT_PEERS),
+        metavar="A,B",
+        help=f"of {', '.join(PEERS)}; by default {', '.join(DEFAULT_PEERS)}",
     )
-    what.add_argument("--threads", type=int, default=min(2, _host.available_cores()), help="%(default)s")
     what.add_argument(
-        "--rounds", type=int, metavar="N", help=f"at most N rounds per case; {Patience(0.0).most}"
+        "--threads",
+        type=int,
+        default=min(2, _host.available_cores()),
+        metavar="N",
+        help="of every library, %(default)s; some cases have a count of their own",
+    )
+    what.add_argument(
+        "--rounds", type=int, metavar="N", help=f"at most N rounds per case, {Patience(0.0).most}"
     )
     what.add_argument("--errors", action="store_true", help="check only: the largest error of each library")
     result = parser.add_argument_group("what becomes of it")
@@ -174,7 +184,7 @@ def _measure(options: argparse.Namespace, console: Console) -> _Measured:
 
         def done(line: str) -> None:
             progress.advance(task)
-            if console.is_terminal:
+            if console.is_terminal and not options.errors:
                 progress.console.print(line)
 
         try:
@@ -258,14 +268,15 @@ def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> 
     result = document.build(options.threads, found.runs, found.memory)
     if options.json is not None:
         document.write(options.json, result)
-    if options.plots is not None:
-        for picture in _drawing()(result, options.plots):
-            console.print(f"drew {picture}", markup=False, highlight=False)
     slower: list[str] = []
     if options.then is not None:
         comparison = compare(options.then, result)
         report.print_comparison(console, comparison, options.compare.name)
         slower = comparison.slower
+    if options.plots is not None:
+        options.plots.mkdir(exist_ok=True)
+        for picture in _drawing()(result, options.plots):
+            console.print(f"drew {picture}", markup=False, highlight=False)
     failed = [
         f"{run.case.name} ({name})"
         for run in found.runs

@@ -314,13 +314,13 @@ def test_a_lagging_peer_is_timed_in_the_first_rounds_only() -> None:
 
 def test_an_interrupt_keeps_the_finished_rounds() -> None:
     def interrupted() -> Iterator[float]:
-        yield from [1.0] * 4  # checked, and three rounds
+        yield from [1.0] * 3  # checked, and two rounds; in the third fastattn comes first
         raise KeyboardInterrupt
 
     run = run_fake(Patience(seconds=60), fastattn=itertools.repeat(1.0), torch=interrupted())
     assert run.interrupted
-    assert run.rounds == 3
-    assert {len(library.medians) for library in run.libraries.values()} == {3}
+    assert run.rounds == 2
+    assert {len(library.medians) for library in run.libraries.values()} == {2}
     assert summarise(run).ratios["torch"].median == 1.0
 
 

@@ -50,7 +50,9 @@ def _table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 def print_case_list(console: Console, cases: Sequence[Case]) -> None:
     """`cases` by name."""
-    table = Table("case", "group", escape("B,H[/K],L,S,D[/E]"), "options", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("case", "group", "B,H[/K],L,S,D[/E]", "options"):
+        table.add_column(escape(column), no_wrap=column == "case")
     for column in ("GFLOP", "MB"):
         table.add_column(column, justify="right")
     table.add_column("origin")

@@ -24,9 +24,9 @@ from fastattn.backends import cython_cpu
 from fastattn.bench import cli, document, measure, worker
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case, Inputs, Targets, make_inputs
 from fastattn.bench.compare import ALL_CASES, MIN_CHANGE, compare
-from fastattn.bench.intervals import change_interval, median_interval
+from fastattn.bench.intervals import ENOUGH, change_interval, geometric_mean_interval, median_interval
 from fastattn.bench.limits import Limits, bounds, medians
-from fastattn.bench.measure import LAGGING, STEADY_ROUNDS, Patience
+from fastattn.bench.measure import LAGGING, Patience
 from fastattn.bench.oracle import expected_output
 from fastattn.bench.peers import OURS, PEERS, Call, Unable
 from fastattn.bench.process import ROOT, Crew, Worker, WorkerError
@@ -88,19 +88,18 @@ def test_interval_of_a_change_covers_it_as_often_as_it_says() -> None:
     covered = 0
     for _ in range(200):
         then, now = rng.normal(1.0, 0.05, 15), rng.normal(1.3, 0.05, 10)
-        change = change_interval([(then, now)])
+        change = change_interval(then, now)
         covered += change.low <= 1.3 <= change.high
     assert covered >= 180
 
 
-def test_many_changes_are_known_better_than_one() -> None:
-    rng = np.random.default_rng(3)
-    pairs = [(rng.normal(1.0, 0.05, 5), rng.normal(1.3, 0.05, 5)) for _ in range(16)]
-    one, many = change_interval(pairs[:1]), change_interval(pairs)
-    assert many.precision < one.precision / 2
+def test_interval_of_a_geometric_mean_holds_it_and_narrows() -> None:
+    factors = np.exp(np.random.default_rng(3).normal(np.log(1.3), 0.2, 400))
+    few, many = geometric_mean_interval(factors[:8]), geometric_mean_interval(factors)
+    assert few.low < 1.3 < few.high
     assert many.low < 1.3 < many.high
-    swapped = change_interval([(now, then) for then, now in pairs])
-    assert swapped.median == pytest.approx(1 / many.median)
+    assert many.precision < few.precision / 3
+    assert geometric_mean_interval(1 / factors).median == pytest.approx(1 / many.median)
 
 
 # Limits
@@ -217,8 +216,8 @@ def test_patience_ends_as_it_says() -> None:
     wide, narrow = 0.5, 0.01
     assert patience.ended(8, 0.1, 0.8, wide)
     assert not patience.ended(7, 0.1, 0.7, wide)
-    assert patience.ended(STEADY_ROUNDS, 0.1, 0.5, narrow)
-    assert not patience.ended(STEADY_ROUNDS - 1, 0.1, 0.4, narrow)
+    assert patience.ended(ENOUGH, 0.1, 0.5, narrow)
+    assert not patience.ended(ENOUGH - 1, 0.1, 0.4, narrow)
     assert not patience.ended(2, 100.0, 200.0, wide)
     assert patience.ended(3, 100.0, 300.0, wide)
     assert patience.ended(4, 3.0, 8.0, wide)
@@ -285,8 +284,8 @@ def test_rounds_go_on_until_the_ratio_is_known() -> None:
         run_fake(patience, fastattn=noisy(1.0, noise, 1), torch=noisy(2.0, noise, 2))
         for noise in (0.001, 0.05)
     )
-    assert steady.rounds == STEADY_ROUNDS
-    assert STEADY_ROUNDS < shaky.rounds < patience.most
+    assert steady.rounds == ENOUGH
+    assert ENOUGH < shaky.rounds < patience.most
     assert summarise(shaky).ratios["torch"].precision <= patience.precision
     assert len(shaky.limits) == shaky.rounds + 1
 
@@ -308,7 +307,7 @@ def test_a_lagging_peer_is_timed_in_the_first_rounds_only() -> None:
     }
     run = run_fake(Patience(seconds=60), **fixed)
     counts = {name: len(library.medians) for name, library in run.libraries.items()}
-    assert counts == {"fastattn": STEADY_ROUNDS, "torch": STEADY_ROUNDS, "numpy": 3}
+    assert counts == {"fastattn": ENOUGH, "torch": ENOUGH, "numpy": 3}
     assert summarise(run).ratios["numpy"].median == pytest.approx(1.1 * LAGGING / 9)
 
 
@@ -641,6 +640,36 @@ def test_a_little_slower_everywhere_shows_in_all_cases_together() -> None:
     assert comparison.overall.peers is not None
     assert comparison.overall.peers.ratio.median == pytest.approx(1.15, abs=0.05)
     assert ALL_CASES not in compare(many(1.0), many(1.0)).slower
+
+
+def judgements(*factors: float, rounds: int = 8) -> list[str]:
+    """Of cases without noise whose times change by these factors, and then of all of them."""
+    rng = np.random.default_rng(11)
+    before, after = {}, {}
+    for number, factor in enumerate(factors):
+        then = synthetic(rng, rounds=rounds, noise=0.0)["cases"]["case"]
+        now = json.loads(json.dumps(then))
+        ours = now["libraries"]["fastattn"]
+        ours["medians"] = [factor * it for it in ours["medians"]]
+        ours["limit_shares"] = [[share / factor, *probes] for share, *probes in ours["limit_shares"]]
+        before[f"case-{number}"], after[f"case-{number}"] = then, now
+    document_then = synthetic(rng) | {"cases": before}
+    comparison = compare(document_then, document_then | {"cases": after})
+    assert comparison.overall is not None
+    return [it.judgement for it in (*comparison.changes, comparison.overall)]
+
+
+def test_a_case_that_stands_out_of_the_scatter_is_judged() -> None:
+    assert judgements(1.3, 1.0, 1.01, 0.99) == ["slower", "same", "same", "same", "same"]
+    # As many went as far the other way: it is chance.
+    assert judgements(1.3, 0.8, 1.2, 0.85) == ["same"] * 5
+    assert judgements(0.7, 1.0, 1.01, 0.99)[0] == "faster"
+
+
+def test_few_rounds_are_no_verdict_but_many_cases_are() -> None:
+    assert judgements(1.3, 1.3, rounds=ENOUGH - 1) == ["unsure"] * 3
+    many = judgements(*[1.3] * ENOUGH, rounds=ENOUGH - 1)
+    assert many == ["unsure"] * ENOUGH + ["slower"]
 
 
 def test_faster_is_no_alarm() -> None:

@@ -8,18 +8,20 @@ our time is held against a yardstick that was measured in the same rounds, and t
 - **limit**: our time over the least that the machine allowed just then, the inverse of the share of the
   limit.
 
-A case has few rounds in a quick run, and its interval is wide then; that of all cases together is not.
+Two runs of the same code differ by more than their rounds show: a neighbour may be there for the whole of a
+case. Cases that became faster tell how much that is, because as many became slower by the same chance; and of
+many cases the mean is known well, however few rounds each has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from fastattn.bench.intervals import Estimate, change_interval
+from fastattn.bench.intervals import ENOUGH, Estimate, change_interval, geometric_mean_interval
 from fastattn.bench.peers import OURS
 from fastattn.bench.summary import trusted_shares
 
@@ -27,14 +29,14 @@ from fastattn.bench.summary import trusted_shares
 #: lie in memory, which neighbours the machine has.
 MIN_CHANGE = 0.05
 
+#: A case is only judged when its change is so many times the scatter of those in the other direction.
+SCATTER_FACTOR = 2.0
+
 #: Fields of a case that change nothing of what is computed.
 IRRELEVANT = frozenset({"group", "origin", "quick", "targets", "baseline", "options", "shape"})
 
-Judgement = Literal["slower", "same", "faster"]
+Judgement = Literal["slower", "same", "faster", "unsure"]
 
-
-#: Our time in units of one yardstick, sampled in the earlier run and in the later one.
-_Samples = tuple[np.ndarray, np.ndarray]
 
 #: What stands in place of a case's name for all of them together.
 ALL_CASES = "all cases"
@@ -47,15 +49,20 @@ class Change:
     then: float
     now: float
     ratio: Estimate  #: now over then: above 1 we became slower
+    #: the typical factors, above 1, by which cases became faster and by which they became slower
+    scatter: tuple[float, float] = (1.0, 1.0)
 
     @property
     def slower(self) -> bool:
-        """Whether the growth is beyond `MIN_CHANGE` and beyond what both intervals leave open."""
-        return self.ratio.low > 1 + MIN_CHANGE
+        """Whether the growth is beyond `MIN_CHANGE`, beyond both intervals, and beyond the scatter."""
+        beyond = self.ratio.median > self.scatter[0] ** SCATTER_FACTOR
+        return beyond and self.ratio.low > 1 + MIN_CHANGE
 
     @property
     def faster(self) -> bool:
-        return self.ratio.high < 1 / (1 + MIN_CHANGE)
+        """The same in the other direction."""
+        beyond = self.ratio.median < 1 / self.scatter[1] ** SCATTER_FACTOR
+        return beyond and self.ratio.high < 1 / (1 + MIN_CHANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +72,27 @@ class CaseChange:
     name: str
     peers: Change | None  #: by the yardstick of the peers
     limit: Change | None  #: by the yardstick of the limit
+    samples: int  #: rounds of the run that has fewer; of all cases together, their number
     used: tuple[str, ...] = ()  #: the peers of the yardstick
 
     @property
     def judgement(self) -> Judgement:
         """By the peers, unless the limit contradicts it; by the limit alone where no peer can be used.
 
+        "unsure" with fewer samples than are `ENOUGH`, if it would be slower or faster with more.
+
         A neighbour that hurts us more than the peers makes us look slower than them, but it takes the probes
         of the limit along; a change of ours moves both.
         """
         first, second = (self.peers, self.limit) if self.peers is not None else (self.limit, None)
+        found: Judgement = "same"
         if first is None:
-            return "same"
+            return found
         if first.slower and (second is None or second.ratio.median > 1 + MIN_CHANGE):
-            return "slower"
+            found = "slower"
         if first.faster and (second is None or second.ratio.median < 1 / (1 + MIN_CHANGE)):
-            return "faster"
-        return "same"
+            found = "faster"
+        return found if found == "same" or self.samples >= ENOUGH else "unsure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class Comparison:
     """Two runs, case by case."""
 
     changes: tuple[CaseChange, ...]
-    overall: CaseChange | None  #: the geometric mean over the cases, if they are several
+    overall: CaseChange | None  #: the geometric mean over the cases
     left_out: dict[str, str]  #: cases that cannot be compared, and why
     peers_left_out: tuple[str, ...]  #: peers that no case could use
     warnings: tuple[str, ...]  #: what else differs between the runs
@@ -104,30 +115,28 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> Comparison:
     """Compare two documents, an earlier and a later one."""
     changes: list[CaseChange] = []
     left_out = {}
-    by_peers: list[_Samples] = []
-    by_limit: list[_Samples] = []
     for name in dict.fromkeys([*now["cases"], *then["cases"]]):
         reason = _incomparable(then["cases"].get(name), now["cases"].get(name))
         if reason is None:
             before, after = then["cases"][name], now["cases"][name]
             used = tuple(it for it in before["libraries"] if it not in OURS and _same_peer(it, before, after))
-            peers = [(_over_peers(before, used), _over_peers(after, used))] if used else []
-            limit = _both_limits(before, after)
-            if peers or limit:
-                changes.append(CaseChange(name, _change(peers), _change(limit), used))
-                by_peers += peers
-                by_limit += limit
+            peers = _change(_over_peers(before, used), _over_peers(after, used)) if used else None
+            limit = _limit_change(before, after)
+            if peers is not None or limit is not None:
+                rounds = min(before["rounds"], after["rounds"])
+                changes.append(CaseChange(name, peers, limit, rounds, used))
             else:
                 reason = "neither a peer of the same version nor the limit is in both runs"
         if reason is not None:
             left_out[name] = reason
     overall = None
     if len(changes) > 1:
-        overall = CaseChange(ALL_CASES, _change(by_peers), _change(by_limit))
+        means = _mean([it.peers for it in changes]), _mean([it.limit for it in changes])
+        overall = CaseChange(ALL_CASES, *means, samples=len(changes))
     wanted = {peer for change in changes for peer in change.used} | set(OURS)
     names = [name for run in (then, now) for case in run["cases"].values() for name in case["libraries"]]
     unused = tuple(name for name in dict.fromkeys(names) if name not in wanted)
-    return Comparison(tuple(changes), overall, left_out, unused, tuple(_warnings(then, now)))
+    return Comparison(tuple(_with_scatter(changes)), overall, left_out, unused, tuple(_warnings(then, now)))
 
 
 def _incomparable(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
@@ -178,22 +187,51 @@ def _over_limit(run: dict[str, Any]) -> np.ndarray | None:
     return 1 / shares
 
 
-def _both_limits(then: dict[str, Any], now: dict[str, Any]) -> list[_Samples]:
-    """Our time over the same limit in both runs; empty where one of them has none."""
+def _change(then: np.ndarray, now: np.ndarray) -> Change:
+    return Change(float(np.median(then)), float(np.median(now)), change_interval(then, now))
+
+
+def _limit_change(then: dict[str, Any], now: dict[str, Any]) -> Change | None:
+    """By the yardstick of the limit; None where a run has none, or another one binds."""
     before, after = _over_limit(then), _over_limit(now)
     if before is None or after is None or then.get("kind") != now.get("kind"):
-        return []
-    return [(before, after)]
-
-
-def _change(samples: Sequence[_Samples]) -> Change | None:
-    """The geometric mean of the changes in `samples`; None where there are none."""
-    if not samples:
         return None
-    then, now = (
-        float(np.exp(np.mean([np.log(np.median(it)) for it in run]))) for run in zip(*samples, strict=True)
-    )
-    return Change(then, now, change_interval(samples))
+    return _change(before, after)
+
+
+def _mean(changes: Sequence[Change | None]) -> Change | None:
+    """The geometric mean; its interval comes from the cases, which scatter by all there is."""
+    known = [it for it in changes if it is not None]
+    if not known:
+        return None
+    then, now = (np.exp(np.mean(np.log([getattr(it, run) for it in known]))) for run in ("then", "now"))
+    ratio = geometric_mean_interval(np.array([it.ratio.median for it in known]))
+    return Change(float(then), float(now), ratio)
+
+
+def _with_scatter(changes: Sequence[CaseChange]) -> list[CaseChange]:
+    """`changes`, each told how far all of them went."""
+    by_peers = _scatter([it.peers for it in changes])
+    by_limit = _scatter([it.limit for it in changes])
+    return [
+        replace(
+            it,
+            peers=it.peers and replace(it.peers, scatter=by_peers),
+            limit=it.limit and replace(it.limit, scatter=by_limit),
+        )
+        for it in changes
+    ]
+
+
+def _scatter(changes: Sequence[Change | None]) -> tuple[float, float]:
+    """The typical factor of the cases that became faster, and of those that became slower; 1 where none did.
+
+    Of a factor f of all of these the logarithm is the root mean square of theirs.
+    """
+    logs = np.log([it.ratio.median for it in changes if it is not None])
+    faster, slower = logs[logs < 0], logs[logs > 0]
+    typical = (float(np.exp(np.sqrt(np.mean(it**2)))) if len(it) else 1.0 for it in (faster, slower))
+    return next(typical), next(typical)
 
 
 def _warnings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

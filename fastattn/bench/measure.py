@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastattn.bench.cases import CASES, Case
-from fastattn.bench.intervals import median_interval
+from fastattn.bench.intervals import ENOUGH, median_interval
 from fastattn.bench.limits import Kind, Limits, bounds
 from fastattn.bench.peers import OURS
 from fastattn.bench.process import Crew, Worker, WorkerError
@@ -28,10 +28,6 @@ MIN_CALLS = 2
 #: rounds: a call of a second in each of forty rounds would keep the others from theirs.
 LAGGING = 4.0
 
-#: With fewer rounds an interval that happens to be narrow says nothing: the bootstrap of five values reaches
-#: from the least to the largest.
-STEADY_ROUNDS = 5
-
 #: Told what happens next while nothing is being timed.
 Notify = Callable[[str], None]
 
@@ -47,7 +43,7 @@ class Patience:
     seconds: float  #: no round begins that would end so long after the case began to be checked
     least: int = 3  #: but there are so many rounds, however long they take
     most: int = 40
-    precision: float = 0.02  #: half the width of the interval over the median, from `STEADY_ROUNDS` on
+    precision: float = 0.02  #: half the width of the interval over the median, from `ENOUGH` on
     share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there
 
     def ended(self, rounds: int, round_seconds: float, elapsed: float, precision: float) -> bool:
@@ -70,7 +66,7 @@ class Patience:
             return False
         if elapsed + round_seconds > self.seconds:
             return True
-        return rounds >= STEADY_ROUNDS and precision <= self.precision
+        return rounds >= ENOUGH and precision <= self.precision
 
 
 def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore) -> CaseRun:

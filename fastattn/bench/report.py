@@ -14,7 +14,7 @@ from rich.table import Table
 from fastattn.bench.cases import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
 from fastattn.bench.document import MemoryResults
-from fastattn.bench.intervals import Estimate
+from fastattn.bench.intervals import ENOUGH, Estimate
 from fastattn.bench.peers import OURS
 from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import (
@@ -281,7 +281,7 @@ def print_comparison(console: Console, comparison: Comparison, then: str) -> Non
         console.print(f"differs from {then}: {warning}", style="yellow", markup=False, highlight=False)
     table = _table("case", right=("ours / peers", "change", "ours / limit", "change by limit"))
     table.add_column("verdict")
-    colors = {"slower": "red", "same": "dim", "faster": "green"}
+    colors = {"slower": "red", "same": "dim", "faster": "green", "unsure": "yellow"}
     rows = list(comparison.changes)
     if comparison.overall is not None:
         rows.append(comparison.overall)
@@ -299,7 +299,8 @@ def print_comparison(console: Console, comparison: Comparison, then: str) -> Non
         console.print(table)
         console.print(
             "Our time in units of the geometric mean of the same peers, and of the least that the machine "
-            f"allowed: then → now. A verdict needs {MIN_CHANGE:.0%} beyond the intervals of both runs.",
+            f"allowed: then → now. A verdict needs {MIN_CHANGE:.0%} beyond the intervals of both runs, more "
+            f"than the scatter of the cases, and {ENOUGH} rounds in each.",
             highlight=False,
         )
     for name, reason in comparison.left_out.items():

@@ -351,6 +351,7 @@ _ALL = (
         (1, 8, 2048, 2048, 64),
         "GPT-2 prefill, long",
         causal=True,
+        quick=True,
         targets=Targets(best=1.5, peak=0.87),
     ),
     _case(
@@ -373,6 +374,7 @@ _ALL = (
         "batch",
         (32, 12, 128, 128, 64),
         "BERT-base, a batch of 32 short texts",
+        quick=True,
         targets=Targets(best=1.3),
     ),
     _case(
@@ -464,6 +466,7 @@ _ALL = (
         "a bool mask with no structure, half of it True, shared by the heads",
         mask="random",
         baseline="square-2048-64",
+        quick=True,
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
@@ -775,12 +778,18 @@ def possible_cases(num_cores: int) -> list[Case]:
 #: The groups, in the order of the tables.
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in _ALL))
 
-#: What ``--memory`` computes: the scores alone would take 4 GB.
+#: Lengths of the memory cases; at the last one the scores alone would take 4 GB.
+MEMORY_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+#: What ``--memory`` computes, by name, in the order of the table.
 MEMORY_CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        _case("memory-32768", "memory", (1, 1, 32768, 32768, 64), "long context, one head"),
-        _case("memory-32768-causal", "memory", (1, 1, 32768, 32768, 64), "the same, causal", causal=True),
+        *(
+            _case(f"memory-{length}", "memory", (1, 1, length, length, 64), "memory against length, one head")
+            for length in MEMORY_LENGTHS
+        ),
+        _case("memory-32768-causal", "memory", (1, 1, 32768, 32768, 64), "the longest, causal", causal=True),
     )
 }
 

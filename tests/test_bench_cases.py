@@ -17,6 +17,7 @@ from fastattn.bench import oracle, peers
 from fastattn.bench.cases import (
     CASES,
     GROUPS,
+    MEMORY_CASES,
     PADDING_KEPT,
     SHORTEST,
     Case,
@@ -306,21 +307,26 @@ def test_peers_have_their_places() -> None:
 
 
 def test_scores_that_would_fill_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_base, "available_memory", lambda: 16 * 10**9)
+    memory = {"MemTotal": 16 * 10**9, "MemAvailable": 15 * 10**9}
+    monkeypatch.setattr(_base, "_meminfo", memory.__getitem__)
     _base.check_scores_fit(CASES["long-8k"])  # 1.1 GB
     for name, needed in (("long-32k", "4.3"), ("long-64k", "17.2")):
-        with pytest.raises(Unable, match=f"needs {needed} GB for the scores, over 25% of the 16.0 GB"):
+        with pytest.raises(Unable, match=rf"needs {needed} GB for the scores; they may take 2\.0 GB here"):
             _base.check_scores_fit(CASES[name])
+    memory["MemAvailable"] = 4 * 10**9
+    with pytest.raises(Unable, match=r"needs 1\.1 GB for the scores; they may take 1\.0 GB here"):
+        _base.check_scores_fit(CASES["long-8k"])
+    _base.check_scores_fit(MEMORY_CASES["memory-32768"])  # they run alone, and the question is what they need
 
-    def unknown() -> int:
+    def unknown(field: str) -> int:
         raise OSError
 
-    monkeypatch.setattr(_base, "available_memory", unknown)
+    monkeypatch.setattr(_base, "_meminfo", unknown)
     _base.check_scores_fit(CASES["long-64k"])
 
 
 def test_numpy_refuses_before_it_makes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_base, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(_base, "_meminfo", lambda field: 10**9)
     case = CASES["long-64k"]
     empty = np.empty((1, 1, 0, 64), np.float32)
     make = NumPyFormula().ways["formula"]

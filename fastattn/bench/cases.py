@@ -525,8 +525,15 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "sliding window over the last 256 tokens, as Mistral's",
         window=(256, 0),
-        quick=True,
         targets=Targets(best=20.0),
+    ),
+    _case(
+        "modernbert-window",
+        "sparse",
+        (1, 12, 2048, 2048, 64),
+        "ModernBERT-base, a local layer: 64 tokens to both sides",
+        window=(64, 64),
+        quick=True,
     ),
     _case(
         "longformer-window",
@@ -550,7 +557,6 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "16 documents of 512 tokens packed in one row",
         document_length=512,
-        quick=True,
         targets=Targets(best=10.0),
     ),
     _case(

@@ -60,7 +60,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases; see --list")
     what.add_argument("--group", nargs="+", default=[], metavar="GROUP", help=f"of {', '.join(_GROUPS)}")
     what.add_argument(
-        "--quick", action="store_true", help="a few cases of every kind and fewer rounds: under two minutes"
+        "--quick", action="store_true", help="a few cases of every kind and fewer rounds: about two minutes"
     )
     what.add_argument(
         "--memory", action="store_true", help="peak memory at growing lengths, too; alone: --group memory"

@@ -6,10 +6,16 @@ the result. The flow, each line importing only what stands above it::
     cases.py      what is computed: shapes, options, origin, FLOPs, targets
     oracle.py     the right answer, in a higher precision than the case
     peers/        how each library computes a case
+    limits.py     which limit of the machine binds a case
+    memory.py     the peak of one call's memory
     worker.py     one process that holds one library and answers commands over a pipe
     process.py    the other end of that pipe; keeps idle workers stopped
-    measure.py    check, then interleaved rounds
-    summary.py    ratios, intervals, shares of the peak, verdicts
-    report.py     tables and JSON
+    records.py    what is measured, as plain records
+    intervals.py  medians and their bootstrap intervals
+    summary.py    ratios with intervals, shares of the limit, verdicts
+    measure.py    check, then interleaved rounds until the ratios are known
+    document.py   the JSON: built, written, read back
+    compare.py    two documents: did we become slower?
+    report.py     tables
     cli.py        the command line
 """

@@ -53,6 +53,9 @@ class Case:
     document_length: int | None = None
     layout: str = "bhsd"
     rank: int = 4
+    threads: int | None = None  #: run with so many threads, whatever the run's count is
+    cold: bool = False  #: inputs come from memory at each call, not from the caches
+    quick: bool = False  #: part of ``--quick``
     baseline: str | None = None  #: our time is also given over our time of this case
     targets: Targets = Targets()
 
@@ -85,6 +88,16 @@ class Case:
     def flops(self) -> float:
         """Two per multiply-add of the two products: ``2 · B · H · scores · (D + E)``."""
         return 2.0 * self.batch * self.heads * self.scores * (self.head_dim + self.value_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs and the output, each once: the least that moves where nothing is in a cache."""
+        rows_q, rows_k = self.batch * self.heads * self.len_q, self.batch * self.kv_heads * self.len_k
+        numbers = (rows_q + rows_k) * (self.head_dim + self.value_dim)
+        if self.bias is not None:
+            numbers += self.len_q * self.len_k * (self.heads if self.bias == "per_head" else 1)
+        bools = {"random": self.len_q * self.len_k, "padding": self.batch * self.len_k, None: 0}[self.mask]
+        return numbers * np.dtype(self.dtype).itemsize + bools
 
     @property
     def options(self) -> str:
@@ -185,6 +198,7 @@ _ALL = (
         "square",
         (1, 8, 512, 512, 64),
         "the common head at a common length",
+        quick=True,
         targets=Targets(best=1.05, peak=0.88, peak_avx2=0.82),
     ),
     _case(
@@ -215,6 +229,7 @@ _ALL = (
         (1, 8, 2048, 2048, 64),
         "GPT-2 prefill, long",
         causal=True,
+        quick=True,
         targets=Targets(best=1.5, peak=0.87),
     ),
     _case(
@@ -230,6 +245,7 @@ _ALL = (
         "batch",
         (32, 12, 128, 128, 64),
         "BERT-base, a batch of 32 short texts",
+        quick=True,
         targets=Targets(best=1.3),
     ),
     _case("vit-197", "batch", (1, 12, 197, 197, 64), "ViT-B/16 at 224 pixels", targets=Targets(best=1.05)),
@@ -241,7 +257,14 @@ _ALL = (
         targets=Targets(best=1.0),
     ),
     _case("tiny-4", "small", (1, 1, 4, 4, 8), "the overhead of one call", targets=Targets(torch=1.4)),
-    _case("tiny-16", "small", (2, 4, 16, 16, 64), "a call of a few microseconds", targets=Targets(torch=1.4)),
+    _case(
+        "tiny-16",
+        "small",
+        (2, 4, 16, 16, 64),
+        "a call of a few microseconds",
+        quick=True,
+        targets=Targets(torch=1.4),
+    ),
     _case(
         "dim-40",
         "head-dim",
@@ -254,6 +277,7 @@ _ALL = (
         "head-dim",
         (2, 8, 4096, 77, 40),
         "Stable Diffusion, cross-attention on 77 text tokens",
+        quick=True,
         targets=Targets(best=1.05),
     ),
     _case(
@@ -284,6 +308,7 @@ _ALL = (
         "a bool mask with no structure, half of it True, shared by the heads",
         mask="random",
         baseline="square-2048-64",
+        quick=True,
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
@@ -335,6 +360,7 @@ _ALL = (
         (1, 8, 1024, 1024, 64),
         "double precision, for science",
         dtype="float64",
+        quick=True,
         targets=Targets(best=1.5, peak=0.85),
     ),
     _case(
@@ -386,6 +412,7 @@ _ALL = (
         "Llama-3-8B prefill: 32 query heads on 8 key/value heads",
         kv_heads=8,
         causal=True,
+        quick=True,
         targets=Targets(best=1.5),
     ),
 )
@@ -396,12 +423,18 @@ CASES: dict[str, Case] = {case.name: case for case in _ALL}
 #: The groups, in the order of the tables.
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in _ALL))
 
-#: What ``--memory`` computes: the scores alone would take 4 GB.
+#: Lengths of the memory cases; at the last one the scores alone would take 4 GB.
+MEMORY_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+#: What ``--memory`` computes, by name, in the order of the table.
 MEMORY_CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        _case("memory-32768", "memory", (1, 1, 32768, 32768, 64), "long context, one head"),
-        _case("memory-32768-causal", "memory", (1, 1, 32768, 32768, 64), "the same, causal", causal=True),
+        *(
+            _case(f"memory-{length}", "memory", (1, 1, length, length, 64), "memory against length, one head")
+            for length in MEMORY_LENGTHS
+        ),
+        _case("memory-32768-causal", "memory", (1, 1, 32768, 32768, 64), "the longest, causal", causal=True),
     )
 }
 

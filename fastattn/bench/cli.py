@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,29 @@ except ImportError:
     sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
 
 from fastattn import _host
-from fastattn.bench import report
+from fastattn.bench import document, report
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case
-from fastattn.bench.measure import CaseRun, Crew, Notify, check, measure
-from fastattn.bench.peers import OURS, PEERS
-from fastattn.bench.process import Worker, WorkerError
+from fastattn.bench.compare import compare
+from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
+from fastattn.bench.process import Crew
+from fastattn.bench.records import CaseRun
 
 #: Width of the tables when they go to a file or a pipe.
-FILE_WIDTH = 240
+FILE_WIDTH = 120
+
+#: Exit statuses beside 0 and argparse's 2.
+WRONG, SLOWER, INTERRUPTED = 1, 3, 130
+
+#: A case takes about so long at most; all cases of ``--quick`` together.
+CASE_SECONDS, QUICK_SECONDS = 25.0, 100.0
+
+#: And so long per round go into the share of the limit there.
+QUICK_SHARE_SECONDS = 0.15
+
+#: Every case that can be named, and every group.
+_NAMES = {**CASES, **MEMORY_CASES}
+_GROUPS = (*GROUPS, *dict.fromkeys(case.group for case in MEMORY_CASES.values()))
 
 
 def _names(text: str) -> list[str]:
@@ -32,65 +49,184 @@ def _names(text: str) -> list[str]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked before any work; ``compare`` becomes the document that it names."""
     parser = argparse.ArgumentParser(
         prog="python -m fastattn bench",
         description="Attention on this CPU, library beside library, against the machine's limit.",
+        epilog=f"Exit status: 0; {WRONG}: fastattn was wrong or could not run; 2: bad arguments; {SLOWER}: "
+        f"slower than the run that --compare names; {INTERRUPTED}: ended by Ctrl-C, all results written.",
     )
-    parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases")
-    parser.add_argument("--group", nargs="+", default=[], metavar="GROUP", help=f"of {', '.join(GROUPS)}")
-    parser.add_argument(
-        "--peers", type=_names, default=list(PEERS), metavar="A,B", help="libraries; default all: %(default)s"
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases; see --list")
+    what.add_argument("--group", nargs="+", default=[], metavar="GROUP", help=f"of {', '.join(_GROUPS)}")
+    what.add_argument(
+        "--quick", action="store_true", help="a few cases of every kind and fewer rounds: about two minutes"
     )
-    parser.add_argument("--threads", type=int, default=min(2, _host.available_cores()), help="%(default)s")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per case, %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--list", action="store_true", help="list the cases and stop")
-    parser.add_argument("--errors", action="store_true", help="check only: the largest error of each library")
-    parser.add_argument(
-        "--memory", action="store_true", help="peak memory at L = S = 32768 instead of the cases"
+    what.add_argument(
+        "--memory", action="store_true", help="peak memory at growing lengths, too; alone: --group memory"
     )
+    what.add_argument(
+        "--peers",
+        type=_names,
+        default=list(DEFAULT_PEERS),
+        metavar="A,B",
+        help=f"of {', '.join(PEERS)}; by default {', '.join(DEFAULT_PEERS)}",
+    )
+    what.add_argument(
+        "--threads",
+        type=int,
+        default=min(2, _host.available_cores()),
+        metavar="N",
+        help="of every library, %(default)s; some cases have a count of their own",
+    )
+    what.add_argument(
+        "--rounds", type=int, metavar="N", help=f"at most N rounds per case, {Patience(0.0).most}"
+    )
+    what.add_argument("--errors", action="store_true", help="check only: the largest error of each library")
+    result = parser.add_argument_group("what becomes of it")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    result.add_argument("--plots", type=Path, metavar="DIR", help="draw it; needs matplotlib")
+    result.add_argument("--compare", type=Path, metavar="OLD.json", help="did fastattn become slower since?")
+    result.add_argument("--list", action="store_true", help="list the cases and stop")
     options = parser.parse_args(argv)
+    try:
+        _check_names(options)
+        _check_numbers(options)
+        _check_files(options)
+        options.then = document.read(options.compare) if options.compare is not None else None
+    except ValueError as problem:
+        parser.error(str(problem))
+    return options
+
+
+def _check_names(options: argparse.Namespace) -> None:
     for kind, given, valid in (
-        ("case", options.cases, CASES),
-        ("group", options.group, GROUPS),
+        ("case", options.cases, _NAMES),
+        ("group", options.group, _GROUPS),
         ("peer", options.peers, PEERS),
     ):
         unknown = [name for name in given if name not in valid]
         if unknown:
-            parser.error(f"no {kind} called {', '.join(unknown)}; there are: {', '.join(valid)}")
+            raise ValueError(f"no {kind} called {', '.join(unknown)}; there are: {', '.join(valid)}")
     if not options.peers:
-        parser.error(f"--peers names no library; there are: {', '.join(PEERS)}")
-    if options.threads < 1 or options.rounds < 1:
-        parser.error("--threads and --rounds are at least 1")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: no folder {options.json.absolute().parent}")
-    return options
+        raise ValueError(f"--peers names no library; there are: {', '.join(PEERS)}")
 
 
-def _selected(options: argparse.Namespace) -> list[Case]:
-    """The cases asked for, by name or by group; all of them when neither was given."""
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name in ("threads", "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is at least 1, got {value}")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    for name in ("json", "plots"):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"--{name}: no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"--{name}: {folder} is not writable")
+    if options.json is not None and options.json.is_dir():
+        raise ValueError(f"--json: {options.json} is a folder, expected a file")
+    if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
+        raise ValueError(f"--plots: {options.plots} is a file, expected a folder")
+    for name in ("plots", "compare"):
+        if options.errors and getattr(options, name) is not None:
+            raise ValueError(f"--{name} needs times, and --errors takes none")
+    if options.plots is not None:
+        _drawing()
+
+
+def _drawing() -> Callable[[dict[str, Any], Path], list[Path]]:
+    """What draws the pictures; loaded for ``--plots`` alone, because matplotlib is heavy."""
+    try:
+        draw: Callable[[dict[str, Any], Path], list[Path]]
+        draw = importlib.import_module("fastattn.bench.plots").draw_all
+    except ImportError as problem:
+        raise ValueError(f"--plots needs matplotlib (pip install 'fastattn[bench]'): {problem}") from None
+    return draw
+
+
+def _selected(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+    """The cases to time and those of which to take the memory.
+
+    Those asked for by name or by group, or else all to time; with ``--quick`` only the quick ones of them,
+    and with ``--memory`` all the memory ones.
+    """
+    named = [it for it in _NAMES.values() if it.name in options.cases or it.group in options.group]
     if not options.cases and not options.group:
-        return list(CASES.values())
-    return [case for case in CASES.values() if case.name in options.cases or case.group in options.group]
+        named = list(CASES.values())
+    timed = [it for it in named if it.name in CASES and (it.quick or not options.quick)]
+    return timed, [name for name, it in MEMORY_CASES.items() if options.memory or it in named]
 
 
-def _run_cases(options: argparse.Namespace, cases: Sequence[Case], console: Console) -> list[CaseRun]:
-    """Measure, or only check; Ctrl-C ends it and keeps the cases that were finished."""
-    runs: list[CaseRun] = []
-    with Crew(options.threads) as crew, _progress(console) as progress:
-        task = progress.add_task("", total=len(cases))
+@dataclass(slots=True)
+class _Measured:
+    """What there is so far."""
+
+    runs: list[CaseRun] = field(default_factory=list)
+    memory: document.MemoryResults = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def _measure(options: argparse.Namespace, console: Console) -> _Measured:
+    """Measure what was asked for; Ctrl-C ends it and keeps what was finished."""
+    found = _Measured()
+    cases, memory = _selected(options)
+    with _progress(console) as progress:
+        task = progress.add_task("", total=len(cases) + len(memory) * len(options.peers))
+
+        def notifier(name: str) -> Notify:
+            return lambda text: _draw(progress, task, f"{name}: {text}")
+
+        def done(line: str) -> None:
+            progress.advance(task)
+            if console.is_terminal and not options.errors:
+                progress.console.print(line)
+
         try:
-            for case in cases:
-                notify = _notifier(progress, task, case.name)
-                if options.errors:
-                    runs.append(check(case, crew, options.peers, notify))
-                    crew.release(options.peers)
-                else:
-                    runs.append(measure(case, crew, options.peers, options.rounds, notify))
-                progress.advance(task)
+            _measure_cases(options, cases, found, notifier, done)
+            for name in memory:
+                for peer in options.peers:
+                    notifier(name)(peer)
+                    taken = measure_memory(MEMORY_CASES[name], peer, options.threads)
+                    found.memory.setdefault(name, {})[peer] = taken
+                    progress.advance(task)
         except KeyboardInterrupt:
-            console.print(f"Interrupted: {len(runs)} of {len(cases)} cases are finished.")
-    return runs
+            found.interrupted = True
+    return found
+
+
+def _measure_cases(
+    options: argparse.Namespace,
+    cases: Sequence[Case],
+    found: _Measured,
+    notifier: Callable[[str], Notify],
+    done: Callable[[str], None],
+) -> None:
+    patience = Patience(CASE_SECONDS)
+    if options.quick:
+        patience = replace(patience, share_seconds=QUICK_SHARE_SECONDS)
+    if options.rounds is not None:
+        patience = replace(patience, most=options.rounds)
+    end = time.monotonic() + QUICK_SECONDS
+    with Crew(options.threads) as crew:
+        for number, case in enumerate(cases):
+            if options.quick:  # what is left of the time, in equal parts
+                patience = replace(patience, seconds=(end - time.monotonic()) / (len(cases) - number))
+            if options.errors:
+                run = check(case, crew, options.peers, notifier(case.name))
+                crew.release()
+            else:
+                run = measure(case, crew, options.peers, patience, notifier(case.name))
+            if run.rounds or not run.interrupted:
+                found.runs.append(run)
+                done(report.result_line(run))
+            if run.interrupted:
+                raise KeyboardInterrupt
 
 
 def _progress(console: Console) -> Progress:
@@ -101,73 +237,57 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _notifier(progress: Progress, task: Any, name: str) -> Notify:
-    def notify(text: str) -> None:
-        progress.update(task, description=f"{name}: {text}")
-        progress.refresh()
-
-    return notify
-
-
-def _run_memory(options: argparse.Namespace, console: Console) -> dict[str, dict[str, Any]]:
-    """Each library in a fresh process, without and with a tiny call before; Ctrl-C keeps what is done."""
-    results: dict[str, dict[str, Any]] = {}
-    todo = list(itertools.product(MEMORY_CASES, options.peers))
-    with _progress(console) as progress:
-        task = progress.add_task("", total=len(todo))
-        try:
-            for case, name in todo:
-                _notifier(progress, task, case)(name)
-                found = {
-                    kind: _memory(options.threads, case, name, kind == "warm") for kind in ("first", "warm")
-                }
-                results.setdefault(case, {})[name] = found
-                progress.advance(task)
-        except KeyboardInterrupt:
-            console.print("Interrupted.")
-    return results
-
-
-def _memory(num_threads: int, case: str, name: str, warm: bool) -> dict[str, Any]:
-    with Worker(name, num_threads) as worker:
-        try:
-            found: dict[str, Any] = worker.ask("memory", case=case, warm=warm)
-        except WorkerError as problem:
-            found = {"reason": str(problem)}
-    return found
+def _draw(progress: Progress, task: Any, text: str) -> None:
+    progress.update(task, description=text)
+    progress.refresh()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 when fastattn was wrong or could not run, else 0."""
+    """Run the command line; the exit status is told by ``--help``."""
     options = _arguments(argv)
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    cases = _selected(options)
     if options.list:
-        report.print_case_list(console, cases)
+        timed, memory = _selected(options)
+        report.print_case_list(console, [*timed, *(MEMORY_CASES[name] for name in memory)])
         return 0
 
-    runs: list[CaseRun] = []
-    memory = None
-    if options.memory:
-        memory = _run_memory(options, console)
-        report.print_memory(console, memory)
-    else:
-        runs = _run_cases(options, cases, console)
-        if options.errors:
-            report.print_errors(console, runs, options.peers)
-        else:
-            report.print_speed(console, runs, options.peers, options.threads)
+    found = _measure(options, console)
+    if options.errors:
+        report.print_errors(console, found.runs, options.peers)
+    elif found.runs or not found.memory:
+        report.print_speed(console, found.runs, options.peers)
+    if found.memory:
+        report.print_memory(console, found.memory, options.peers)
+    return _finish(options, console, found)
+
+
+def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> int:
+    """Write, draw and compare; the exit status."""
+    result = document.build(options.threads, found.runs, found.memory)
     if options.json is not None:
-        document = report.as_json(options.threads, runs, memory)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        document.write(options.json, result)
+    slower: list[str] = []
+    if options.then is not None:
+        comparison = compare(options.then, result)
+        report.print_comparison(console, comparison, options.compare.name)
+        slower = comparison.slower
+    if options.plots is not None:
+        options.plots.mkdir(exist_ok=True)
+        for picture in _drawing()(result, options.plots):
+            console.print(f"drew {picture}", markup=False, highlight=False)
     failed = [
         f"{run.case.name} ({name})"
-        for run in runs
+        for run in found.runs
         for name, library in run.libraries.items()
         if library.reason is not None and (name == OURS[0] or (name in OURS and library.wrong))
     ]
     if failed:
         console.print(f"[red]fastattn was wrong or could not run on: {', '.join(failed)}[/]")
-    return 1 if failed else 0
+    if slower:
+        console.print(f"[red]fastattn is slower than in {options.compare.name} on: {', '.join(slower)}[/]")
+    if found.interrupted:
+        console.print(f"[yellow]Interrupted: {len(found.runs)} cases have finished rounds.[/]")
+        return INTERRUPTED
+    return WRONG if failed else SLOWER if slower else 0

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fastattn.bench.cases import CASES, Case
+from fastattn.bench.intervals import ENOUGH, median_interval
+from fastattn.bench.limits import Kind, Limits, bounds
 from fastattn.bench.peers import OURS
-from fastattn.bench.process import Worker, WorkerError
-from fastattn.bench.worker import LIMITS, ORACLE
+from fastattn.bench.process import Crew, Worker, WorkerError
+from fastattn.bench.records import CaseRun, LibraryRun
+from fastattn.bench.summary import best_peer, ratios_to_ours
+from fastattn.bench.worker import LIMITS, LONG_CALL_SECONDS
 
 #: A burst of one library takes about this long: many clock ticks, and short beside the drift of the machine.
 BURST_SECONDS = 0.08
 
-#: A burst for the share of the peak: longer, because only the calls that nobody disturbed count.
-PEAK_SECONDS = 0.4
-
-#: A burst has at least this many calls, however long they are.
+#: A burst has at least this many calls, but for those of `LONG_CALL_SECONDS` and more, which are called once.
 MIN_CALLS = 2
 
-#: Peaks of one probe: ``{dtype: {threads: FLOP/s}}``.
-Peaks = dict[str, dict[str, float]]
+#: A peer that takes so many times as long as the fastest one is out of the race, and only timed in the first
+#: rounds: a call of a second in each of forty rounds would keep the others from theirs.
+LAGGING = 4.0
 
 #: Told what happens next while nothing is being timed.
 Notify = Callable[[str], None]
@@ -34,101 +36,60 @@ def ignore(_: str) -> None:
     """Tell nobody."""
 
 
-@dataclass(slots=True)
-class LibraryRun:
-    """What one library did on one case; no times when there is a `reason`."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a case ends."""
 
-    reason: str | None = None  #: why it was not timed
-    wrong: bool = False  #: whether that is because no way was right and one was wrong
-    version: str | None = None
-    chosen: str | None = None  #: the way that was timed
-    error: float | None = None  #: largest absolute error of that way, or of the first wrong one
-    rms_error: float | None = None
-    ways: dict[str, dict[str, Any]] = field(default_factory=dict)  #: what `LibraryWorker.prepare` found
-    medians: list[float] = field(default_factory=list)  #: seconds per call, one per round
-    mins: list[float] = field(default_factory=list)
-    #: of ours only, from all rounds: a share of the FMA peak, and beside it the FMA and the integer peak, 1/s
-    peak_shares: list[tuple[float, float, float]] = field(default_factory=list)
+    seconds: float  #: no round begins that would end so long after the case began to be checked
+    least: int = 3  #: but there are so many rounds, however long they take
+    most: int = 40
+    precision: float = 0.02  #: half the width of the interval over the median, from `ENOUGH` on
+    share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there
 
+    def ended(self, rounds: int, round_seconds: float, elapsed: float, precision: float) -> bool:
+        """Whether `rounds` rounds are enough.
 
-@dataclass(slots=True)
-class CaseRun:
-    """What was measured on one case."""
-
-    case: Case
-    rounds: int
-    oracle: str  #: the precision it was checked in
-    tolerance: float | None = None
-    libraries: dict[str, LibraryRun] = field(default_factory=dict)
-    baseline: LibraryRun | None = None  #: fastattn on the case's baseline, in the same rounds
-    peaks: list[Peaks] = field(default_factory=list)  #: before each round and after the last
-    no_peaks: str | None = None  #: why there are none
-
-
-class Crew:
-    """The workers: started when first needed, started again when they died, ended together."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._workers: dict[str, Worker] = {}
-        self._answers = tempfile.TemporaryDirectory(prefix="fastattn-benchmarks-")
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker in self._workers.values():
-            worker.close()
-        self._answers.cleanup()
-
-    def worker(self, name: str) -> Worker:
-        """The worker called `name`, running or new."""
-        worker = self._workers.get(name)
-        if worker is None or not worker.alive:
-            if worker is not None:
-                worker.close()
-            worker = self._workers[name] = Worker(name, self.num_threads)
-        return worker
-
-    def expected(self, case: Case) -> tuple[str, str]:
-        """The file with the right answer of `case`, and the precision it is in."""
-        path = str(Path(self._answers.name) / f"{case.name}.npy")
-        # A worker for each answer: its memory is given back, and the long double ones are few.
-        with Worker(ORACLE, self.num_threads) as oracle:
-            return path, oracle.ask("expected", case=case.name, path=path)["dtype"]
-
-    def forget(self, path: str) -> None:
-        """Delete the right answer at `path`."""
-        Path(path).unlink()
-
-    def release(self, names: Sequence[str]) -> None:
-        """Have the workers in `names` forget what they prepared."""
-        for name in names:
-            if self._workers[name].alive:
-                self._workers[name].ask("release")
+        Parameters
+        ----------
+        rounds
+            How many are finished.
+        round_seconds
+            How long one takes.
+        elapsed
+            Seconds since the case began.
+        precision
+            What the rounds gave.
+        """
+        if rounds >= self.most:
+            return True
+        if rounds < self.least:
+            return False
+        if elapsed + round_seconds > self.seconds:
+            return True
+        return rounds >= ENOUGH and precision <= self.precision
 
 
 def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore) -> CaseRun:
     """Compare every library in `names` with the right answer; those that are right stay ready to be timed."""
     notify("computing the right answer")
     path, oracle = crew.expected(case)
-    run = CaseRun(case, 0, oracle)
+    run = CaseRun(case, crew.threads(case), oracle)
     for name in names:
         notify(f"checking {name}")
-        run.libraries[name] = _check_one(case.name, crew, name, path, run)
+        run.libraries[name] = _check_one(case.name, crew.worker(name, run.threads), path, run)
     crew.forget(path)
     return run
 
 
-def _check_one(case: str, crew: Crew, name: str, path: str, run: CaseRun) -> LibraryRun:
+def _check_one(case: str, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
     try:
-        found = crew.worker(name).ask("prepare", case=case, expected=path)
+        found = worker.ask("prepare", case=case, expected=path)
     except WorkerError as problem:
         return LibraryRun(reason=str(problem))
     run.tolerance = found["tolerance"]
-    library = LibraryRun(version=found["version"], chosen=found["chosen"], ways=found["ways"])
+    library = LibraryRun(
+        version=found["version"], chosen=found["chosen"], copies=found["copies"], ways=found["ways"]
+    )
     shown = library.ways.get(library.chosen or "")
     if shown is None:
         library.reason = "; ".join(f"{label}: {way['reason']}" for label, way in library.ways.items())
@@ -147,67 +108,145 @@ class _Contestant:
     case: str
     library: LibraryRun
     seconds: float
+    kind: Kind | None  #: the limit of which it is asked for its share
 
-    def burst(self) -> None:
-        calls = max(MIN_CALLS, round(BURST_SECONDS / self.seconds))
+    def burst(self, share_seconds: float) -> None:
+        fewest = MIN_CALLS if self.seconds < LONG_CALL_SECONDS else 1
+        calls = max(fewest, round(BURST_SECONDS / self.seconds))
         try:
             took = self.worker.ask("time", case=self.case, calls=calls, seconds=self.seconds)
             self.seconds = took["median"]
             self.library.medians.append(took["median"])
             self.library.mins.append(took["min"])
-            if self.worker.name in OURS:
-                shares = self.worker.ask("peak_shares", case=self.case, seconds=PEAK_SECONDS)
-                self.library.peak_shares += map(tuple, shares)
+            if self.kind is not None:
+                shares = self.worker.ask(
+                    "limit_shares", case=self.case, kind=self.kind, seconds=share_seconds
+                )
+                self.library.limit_shares += map(tuple, shares)
         except WorkerError as problem:
             self.library.reason = str(problem)
 
 
-def measure(case: Case, crew: Crew, names: Sequence[str], rounds: int, notify: Notify = ignore) -> CaseRun:
-    """Check `case`, then time every right library once in each of `rounds` rounds.
+def measure(
+    case: Case, crew: Crew, names: Sequence[str], patience: Patience, notify: Notify = ignore
+) -> CaseRun:
+    """Check `case`, then time every right library once in each round, until `patience` ends.
 
     The order rotates by one from round to round, so that no library always follows the same one. The
-    machine's peak is measured before each round and after the last.
+    machine's limits are measured before each round and after the last. Ctrl-C in the rounds ends them; what
+    it returns then is marked `interrupted` and has the finished ones.
     """
+    start = time.monotonic()
     run = check(case, crew, names, notify)
+    notify("measuring the machine's limits")
+    _probe_limits(crew, run, bandwidth=True)
+    seconds = bounds(case, run.threads, run.limits[0])
+    if seconds:
+        _, run.kind = max((longest, kind) for kind, longest in seconds.items())
+
     contestants = [
-        _Contestant(crew.worker(name), case.name, library, library.ways[library.chosen]["seconds"])
+        _contestant(crew, name, case, library, run)
         for name, library in run.libraries.items()
         if library.chosen is not None
     ]
     if case.baseline is not None and any(it.worker.name == OURS[0] for it in contestants):
-        contestants.append(_baseline(case.baseline, crew, run, notify))
+        contestants.append(_baseline(CASES[case.baseline], crew, run, notify))
 
-    run.peaks = _peaks(crew, run)
-    for number in range(rounds):
-        notify(f"round {number + 1} of {rounds}")
-        turn = number % max(1, len(contestants))
-        for contestant in contestants[turn:] + contestants[:turn]:
-            if contestant.library.reason is None:
-                contestant.burst()
-        run.peaks += _peaks(crew, run)
-        run.rounds = number + 1
-
-    crew.release(names)
+    try:
+        _rounds(run, contestants, crew, patience, start, notify)
+    except KeyboardInterrupt:  # a worker may be in the middle of its answer: ask none of them again
+        run.interrupted = True
+    else:
+        crew.release()
+    # What the last round left undone is dropped: figures of one round stand side by side.
+    for library in filter(None, (*run.libraries.values(), run.baseline)):
+        del library.medians[run.rounds :], library.mins[run.rounds :]
     return run
 
 
-def _baseline(name: str, crew: Crew, run: CaseRun, notify: Notify) -> _Contestant:
+def _rounds(
+    run: CaseRun,
+    contestants: list[_Contestant],
+    crew: Crew,
+    patience: Patience,
+    start: float,
+    notify: Notify,
+) -> None:
+    first = time.monotonic()
+    done = not contestants
+    while not done:
+        notify(f"round {run.rounds + 1}, {patience.most} at most")
+        turn = run.rounds % len(contestants)
+        for contestant in contestants[turn:] + contestants[:turn]:
+            if contestant.library.reason is None:
+                contestant.burst(patience.share_seconds)
+        _probe_limits(crew, run, bandwidth=run.case.cold)
+        run.rounds += 1
+        if run.rounds == patience.least:
+            contestants = _in_the_race(contestants)
+        now = time.monotonic()
+        done = patience.ended(run.rounds, (now - first) / run.rounds, now - start, _precision(run))
+
+
+def _in_the_race(contestants: list[_Contestant]) -> list[_Contestant]:
+    """Those of them that are ours, or not far slower than the fastest peer."""
+    peers = [it.seconds for it in contestants if it.worker.name not in OURS and it.library.reason is None]
+    slowest = LAGGING * min(peers, default=0.0)
+    return [it for it in contestants if it.worker.name in OURS or it.seconds <= slowest]
+
+
+def _precision(run: CaseRun) -> float:
+    """How well the figure that matters is known: the best peer's ratio; without peers, the first time."""
+    ratios = ratios_to_ours(run)
+    best = best_peer(ratios)
+    if best is not None:
+        return ratios[best].precision
+    timed = [it.medians for it in run.libraries.values() if it.reason is None and it.medians]
+    return median_interval(np.array(timed[0])).precision if timed else 0.0
+
+
+def _contestant(crew: Crew, name: str, case: Case, library: LibraryRun, run: CaseRun) -> _Contestant:
+    seconds = library.ways[library.chosen]["seconds"] if library.chosen is not None else 1.0
+    kind = run.kind if name in OURS and case is run.case else None
+    return _Contestant(crew.worker(name, run.threads), case.name, library, seconds, kind)
+
+
+def _baseline(case: Case, crew: Crew, run: CaseRun, notify: Notify) -> _Contestant:
     """fastattn on the baseline case, to be timed in the same rounds."""
-    notify(f"preparing {name}")
-    path, _ = crew.expected(CASES[name])
-    run.baseline = _check_one(name, crew, OURS[0], path, run)
+    notify(f"preparing {case.name}")
+    path, _ = crew.expected(case)
+    run.baseline = _check_one(case.name, crew.worker(OURS[0], run.threads), path, run)
     crew.forget(path)
-    seconds = 1.0
-    if run.baseline.chosen is not None:
-        seconds = run.baseline.ways[run.baseline.chosen]["seconds"]
-    return _Contestant(crew.worker(OURS[0]), name, run.baseline, seconds)
+    return _contestant(crew, OURS[0], case, run.baseline, run)
 
 
-def _peaks(crew: Crew, run: CaseRun) -> list[Peaks]:
-    if run.no_peaks is not None:
-        return []
+def _probe_limits(crew: Crew, run: CaseRun, *, bandwidth: bool) -> None:
+    """One probe more; a limit that could not be measured once is not tried again in this case."""
+    probe: Limits = {
+        "fma": _ask_limit("fma", crew, run),
+        "read_bandwidth": _ask_limit("read_bandwidth", crew, run) if bandwidth else {},
+    }
+    run.limits.append(probe)
+
+
+def _ask_limit(command: str, crew: Crew, run: CaseRun) -> dict[str, Any]:
+    if command in run.no_limits:
+        return {}
     try:
-        return [crew.worker(LIMITS).ask("peaks")]
+        found: dict[str, Any] = crew.worker(LIMITS, run.threads).ask(command)
     except WorkerError as problem:
-        run.no_peaks = str(problem)
-        return []
+        run.no_limits[command] = str(problem)
+        return {}
+    return found
+
+
+def measure_memory(case: Case, name: str, num_threads: int) -> dict[str, dict[str, Any]]:
+    """Peak memory of a library's first call, and of one after a tiny call; each in a fresh process."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in ("first", "warm"):
+        with Worker(name, num_threads) as worker:
+            try:
+                found[kind] = worker.ask("memory", case=case.name, warm=kind == "warm")
+            except WorkerError as problem:
+                found[kind] = {"reason": str(problem)}
+    return found

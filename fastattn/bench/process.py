@@ -16,7 +16,9 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from fastattn import _host
+from fastattn.bench.cases import Case
 from fastattn.bench.peers import PEERS
+from fastattn.bench.worker import ORACLE
 
 #: The folder that holds the package `fastattn`; workers start there.
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +140,56 @@ class Worker:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"{how}: {lines[-1]}" if lines else how
+
+
+class Crew:
+    """The workers: started when first needed, started again when they died, ended together.
+
+    A library has one worker for each thread count that it is wanted with.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = num_threads
+        self._workers: dict[tuple[str, int], Worker] = {}
+        self._answers = tempfile.TemporaryDirectory(prefix="fastattn-benchmarks-")
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        self._answers.cleanup()
+
+    def threads(self, case: Case) -> int:
+        """The thread count of `case`: its own, or else that of the run."""
+        return case.threads or self._threads
+
+    def worker(self, name: str, num_threads: int) -> Worker:
+        """The worker called `name`, running or new."""
+        worker = self._workers.get((name, num_threads))
+        if worker is None or not worker.alive:
+            if worker is not None:
+                worker.close()
+            worker = self._workers[name, num_threads] = Worker(name, num_threads)
+        return worker
+
+    def expected(self, case: Case) -> tuple[str, str]:
+        """The file with the right answer of `case`, and the precision it is in."""
+        path = str(Path(self._answers.name) / f"{case.name}.npy")
+        # A worker for each answer: its memory is given back, and the long double ones are few.
+        with Worker(ORACLE, self._threads) as oracle:
+            return path, oracle.ask("expected", case=case.name, path=path)["dtype"]
+
+    def forget(self, path: str) -> None:
+        """Delete the right answer at `path`."""
+        Path(path).unlink()
+
+    def release(self) -> None:
+        """Have the workers that hold a library forget what they prepared."""
+        for (name, _), worker in self._workers.items():
+            if name in PEERS and worker.alive:
+                with contextlib.suppress(WorkerError):  # it died meanwhile, and will be replaced
+                    worker.ask("release")

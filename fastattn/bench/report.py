@@ -1,29 +1,29 @@
-"""Tables for people and JSON for programs."""
+"""Tables for people, 110 columns wide."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastattn import _host
 from fastattn.bench.cases import Case
-from fastattn.bench.measure import CaseRun, LibraryRun
+from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
+from fastattn.bench.document import MemoryResults
+from fastattn.bench.intervals import ENOUGH, Estimate
 from fastattn.bench.peers import OURS
+from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import (
     QUIET,
     CaseSummary,
-    Estimate,
-    PeakShare,
+    Share,
     disturbed_probes,
     error_ratios,
+    geometric_means,
     summarise,
 )
 
@@ -36,95 +36,175 @@ def time_text(seconds: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
-def _interval(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "-"
-    return f"{estimate.median:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+def _interval(estimate: Estimate) -> str:
+    return escape(f"[{estimate.low:.2f}, {estimate.high:.2f}]")
 
 
-def _share(share: PeakShare) -> str:
-    counts = f"{share.undisturbed} of {share.calls} calls undisturbed"
-    return f"{share.estimate.median:.1%}\n[{'dim' if share.enough else 'yellow'}]{counts}[/]"
-
-
-def _verdict_cell(summary: CaseSummary) -> str:
-    """Each target with its bound, green when met."""
-    cells = []
-    for verdict in summary.verdicts:
-        sign = "≥" if verdict.at_least else "≤"
-        bound = f"{verdict.bound:.0%}" if verdict.name.startswith("peak") else f"{verdict.bound:g}"
-        color, word = ("green", "pass") if verdict.met else ("red", "FAIL")
-        if verdict.value is None:
-            color, word = "yellow", "none"
-        cells.append(f"[{color}]{word}[/] {verdict.name} {sign} {bound}")
-    return "\n".join(cells)
+def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """A table without vertical rules, which cost width."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in (*columns, *right):
+        table.add_column(escape(column), justify="right" if column in right else "left")
+    return table
 
 
 def print_case_list(console: Console, cases: Sequence[Case]) -> None:
     """`cases` by name."""
-    table = Table("case", "group", escape("B,H[/K],L,S,D[/E]"), "options", "GFLOP", "origin")
-    for case in cases:
-        table.add_row(case.name, case.group, case.shape, case.options, f"{case.flops / 1e9:.3g}", case.origin)
-    console.print(table)
-
-
-def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str], num_threads: int) -> None:
-    """The table of times, ratios and shares of the peak."""
-    table = Table(show_lines=True)
-    table.add_column("case")
-    for name in names:
-        table.add_column(name, justify="right")
-    for column in ("best peer / ours", "torch / ours", "of FMA peak", "over baseline"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("case", "group", "B,H[/K],L,S,D[/E]", "options"):
+        table.add_column(escape(column), no_wrap=column == "case")
+    for column in ("GFLOP", "MB"):
         table.add_column(column, justify="right")
-    table.add_column("targets")
-    for run in runs:
-        summary = summarise(run)
-        best = summary.ratios.get(summary.best) if summary.best else None
-        peaks = [
-            f"{label}{_share(summary.peak[name])}"
-            for label, name in (("", OURS[0]), ("AVX2: ", OURS[1]))
-            if name in summary.peak
-        ]
-        details = "\n".join(filter(None, (run.case.shape, run.case.options)))
-        table.add_row(
-            f"{run.case.name}\n[dim]{details}[/]",
-            *(
-                time_text(summary.seconds[name]) if name in summary.seconds else _why(run, name)
-                for name in names
-            ),
-            f"{_interval(best)}\n[dim]{summary.best or ''}[/]",
-            _interval(summary.ratios.get("torch")),
-            "\n".join(peaks) or "-",
-            _interval(summary.slowdown),
-            _verdict_cell(summary),
-        )
+    table.add_column("origin")
+    for case in cases:
+        gflop, megabytes = f"{case.flops / 1e9:.3g}", f"{case.nbytes / 1e6:.3g}"
+        name = f"{case.name}{' *' if case.quick else ''}"
+        table.add_row(name, case.group, case.shape, case.options, gflop, megabytes, case.origin)
     console.print(table)
-    _print_peaks(console, runs, num_threads)
+    if any(case.quick for case in cases):
+        console.print("* part of --quick")
+
+
+def result_line(run: CaseRun) -> str:
+    """What `run` says, in one line."""
+    summary = summarise(run)
+    parts = [f"[bold]{run.case.name}[/]"]
+    if OURS[0] in summary.seconds:
+        parts.append(time_text(summary.seconds[OURS[0]]))
+    elif OURS[0] in run.libraries:
+        parts.append(f"[red]{_why(run, OURS[0])}[/]")
+    if summary.best is not None:
+        ratio = summary.ratios[summary.best]
+        parts.append(f"{summary.best} / ours {ratio.median:.2f} {_interval(ratio)}")
+    if summary.limit is not None and summary.limit.share is not None:
+        parts.append(f"{summary.limit.share.median:.0%} of the {summary.limit.kind} limit")
+    parts.append(f"[dim]{run.rounds} rounds[/]")
+    return ", ".join(parts)
+
+
+def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
+    """The tables of a run: against the best peer and the limit, then every library's time."""
+    if not runs:
+        console.print("No case was measured.")
+        return
+    table = _table("case", right=("ours", "best peer", "best / ours", "of limit"))
+    table.add_column("targets")
+    for _, group in groupby(runs, key=lambda run: run.case.group):
+        for run in group:
+            _add_speed_row(table, run)
+        table.add_section()
+    console.print(table)
+    _print_times(console, runs, names)
+    _print_means(console, runs)
+    _print_limits(console, runs)
     _print_ways(console, runs)
     _print_reasons(console, runs)
+
+
+def _add_speed_row(table: Table, run: CaseRun) -> None:
+    summary = summarise(run)
+    details = ", ".join(filter(None, (run.case.shape, run.case.options)))
+    ours = "-"
+    if OURS[0] in run.libraries:
+        ours = _time_cell(run, summary, OURS[0])
+    best, ratio = "-", "-"
+    if summary.best is not None:
+        best = f"{time_text(summary.seconds[summary.best])}\n[dim]{summary.best}[/]"
+        estimate = summary.ratios[summary.best]
+        color = "green" if estimate.low > 1 else "red" if estimate.high < 1 else "yellow"
+        ratio = f"[{color}]{estimate.median:.2f}[/]\n[dim]{_interval(estimate)}[/]"
+    limit = "-"
+    if summary.limit is not None and summary.limit.share is not None:
+        limit = f"{_share(summary.limit.share)}\n[dim]{summary.limit.kind}[/]"
+    table.add_row(
+        f"{run.case.name}\n[dim]{details}[/]",
+        f"{ours}\n[dim]{run.rounds} rounds[/]",
+        best,
+        ratio,
+        limit,
+        _verdict_cell(summary),
+    )
+
+
+def _share(share: Share) -> str:
+    return f"{share.median:.1%}" if share.enough else f"[yellow]{share.median:.1%} ?[/]"
+
+
+def _verdict_cell(summary: CaseSummary) -> str:
+    """Every target that was missed; "pass" where none was."""
+    cells = []
+    for verdict in summary.verdicts:
+        if verdict.met:
+            continue
+        sign = "≥" if verdict.at_least else "≤"
+        is_share = verdict.name.startswith("of limit")
+        bound, value = (
+            "-" if it is None else f"{it:.0%}" if is_share else f"{it:.3g}"
+            for it in (verdict.bound, verdict.value)
+        )
+        if verdict.value is None:
+            cells.append(f"[yellow]none[/] {verdict.name} {sign} {bound}")
+        else:
+            cells.append(f"[red]FAIL[/] {verdict.name} {value}, not {sign} {bound}")
+    if not cells:
+        return "[green]pass[/]" if summary.verdicts else "-"
+    return "\n".join(cells)
+
+
+def _time_cell(run: CaseRun, summary: CaseSummary, name: str) -> str:
+    return time_text(summary.seconds[name]) if name in summary.seconds else _why(run, name)
 
 
 def _why(run: CaseRun, name: str) -> str:
     return "wrong" if run.libraries[name].wrong else "unable"
 
 
-def _print_peaks(console: Console, runs: Sequence[CaseRun], num_threads: int) -> None:
-    probes = [probe for run in runs for probe in run.peaks]
-    for dtype in ("float32", "float64") if probes else ():
-        for threads in dict.fromkeys(("1", str(num_threads))):
-            values = np.array([probe[dtype][threads] for probe in probes]) / 1e9
-            console.print(
-                f"FMA peak, {dtype}, {threads} thread{'s' if threads != '1' else ''}: median "
-                f"{np.median(values):.0f} GFLOP/s, {values.min():.0f} to {values.max():.0f} over the run"
-            )
-    disturbed, total = disturbed_probes(runs, num_threads)
+def _print_times(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
+    table = _table("time of one call", right=names)
+    for run in runs:
+        summary = summarise(run)
+        table.add_row(run.case.name, *(_time_cell(run, summary, name) for name in names))
+    console.print(table)
+
+
+def _print_means(console: Console, runs: Sequence[CaseRun]) -> None:
+    for name, (mean, wins, cases) in geometric_means([summarise(run) for run in runs]).items():
+        console.print(
+            f"{name} / ours: geometric mean {mean:.2f}; ours is faster on {wins} of {cases}", highlight=False
+        )
+
+
+def _print_limits(console: Console, runs: Sequence[CaseRun]) -> None:
+    """Every limit with its range over the run, and whether the machine was quiet."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for run in runs:
+        for probe in run.limits:
+            for dtype, peaks in probe["fma"].items():
+                for threads, peak in peaks.items():
+                    found.setdefault((f"FMA peak, {dtype}", threads, "GFLOP/s"), []).append(peak / 1e9)
+            for threads, bandwidth in probe["read_bandwidth"].items():
+                found.setdefault(("read bandwidth", threads, "GB/s"), []).append(bandwidth / 1e9)
+    for (what, threads, unit), values in found.items():
+        plural = "s" if threads != "1" else ""
+        console.print(
+            f"{what}, {threads} thread{plural}: median {np.median(values):.3g} {unit}, "
+            f"{min(values):.3g} to {max(values):.3g} over the run"
+        )
+    disturbed, total = disturbed_probes(runs)
     if disturbed:
         console.print(
             f"[yellow]{disturbed} of {total} probes of the peak were over {1 - QUIET:.0%} below the best: "
             "something else used the machine, and a figure from such a run says little.[/]"
         )
-    for reason in dict.fromkeys(run.no_peaks for run in runs if run.no_peaks):
-        console.print(f"FMA peak: not measured: {reason}", markup=False)
+    shares = [it for run in runs for name, it in summarise(run).shares.items() if name == OURS[0]]
+    unsure = sum(not share.enough for share in shares)
+    if unsure:
+        console.print(
+            f"[yellow]{unsure} of {len(shares)} shares of the limit have a “?”: hardly a call was quiet.[/]"
+        )
+    reasons = dict.fromkeys(item for run in runs for item in run.no_limits.items())
+    for limit, reason in reasons:
+        console.print(f"{limit.replace('_', ' ')}: not measured: {reason}", markup=False, highlight=False)
 
 
 def _print_ways(console: Console, runs: Sequence[CaseRun]) -> None:
@@ -153,11 +233,8 @@ def _print_reasons(console: Console, runs: Sequence[CaseRun]) -> None:
 
 def print_errors(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
     """The largest and the root-mean-square absolute error of each library on each case."""
-    table = Table("case", "checked in", title="absolute error: largest / root mean square")
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("allowed", justify="right")
-    table.add_column("ours / torch's", justify="right")
+    table = _table("case", "checked in", right=(*names, "allowed", "ours / torch's"))
+    table.title = "absolute error: largest / root mean square"
     table.add_column("target")
     for run in runs:
         ratios = error_ratios(run.libraries)
@@ -176,56 +253,67 @@ def print_errors(console: Console, runs: Sequence[CaseRun], names: Sequence[str]
 def _error_cell(library: LibraryRun) -> str:
     if library.error is None or library.rms_error is None:
         return "wrong" if library.wrong else "unable"
-    return f"{library.error:.2e} / {library.rms_error:.1e}{' wrong' if library.wrong else ''}"
+    return f"{library.error:.1e} / {library.rms_error:.1e}{' wrong' if library.wrong else ''}"
 
 
-def print_memory(console: Console, results: dict[str, dict[str, Any]]) -> None:
-    """The table of ``--memory``; `results` is ``{case: {library: {"first"/"warm": {...}}}}``."""
-    table = Table("case", "library", "way", "first call", "after a tiny call", "time", "reason")
+def print_memory(console: Console, results: MemoryResults, names: Sequence[str]) -> None:
+    """Peak memory by case and library."""
+    table = _table("MiB, first / after a tiny call", right=names)
+    reasons: dict[tuple[str, str], list[str]] = {}
     for case, libraries in results.items():
-        for name, found in libraries.items():
-            first, warm = found["first"], found["warm"]
-            table.add_row(
-                case,
-                name,
-                first.get("way", "-"),
-                *(f"{it['extra'] / 2**20:.1f} MiB" if "extra" in it else "-" for it in (first, warm)),
-                time_text(warm["seconds"]) if "seconds" in warm else "-",
-                first.get("reason") or warm.get("reason") or "",
-            )
+        cells = []
+        for name in names:
+            found = libraries.get(name, {})
+            extras = [it["extra"] for it in found.values() if "extra" in it]
+            cells.append(" / ".join(f"{extra / 2**20:.1f}" for extra in extras) or "unable")
+            for reason in dict.fromkeys(it["reason"] for it in found.values() if "reason" in it):
+                reasons.setdefault((name, reason), []).append(case)
+        table.add_row(case, *cells)
     console.print(table)
     console.print("Peak resident memory over inputs and output, each figure from a fresh process.")
+    for (name, reason), cases in reasons.items():
+        console.print(f"{name} has none on {', '.join(cases)}: {reason}", markup=False, highlight=False)
 
 
-def as_json(
-    num_threads: int, runs: Sequence[CaseRun], memory: dict[str, dict[str, Any]] | None
-) -> dict[str, Any]:
-    """Everything that was measured; times in seconds, peaks in FLOP/s, memory in bytes."""
-    versions = {"python": platform.python_version()}
-    for run in runs:
-        versions |= {name: it.version for name, it in run.libraries.items() if it.version is not None}
-    document: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _host.cpu_name(),
-            "cores": _host.available_cores(),
-            "architecture": platform.machine(),
-            "system": platform.platform(),
-        },
-        "versions": versions,
-        "threads": num_threads,
-        "cases": {run.case.name: _case_json(run) for run in runs},
-    }
-    if memory is not None:
-        document["memory"] = memory
-    return document
+def print_comparison(console: Console, comparison: Comparison, then: str) -> None:
+    """What changed since the run `then`."""
+    for warning in comparison.warnings:
+        console.print(f"differs from {then}: {warning}", style="yellow", markup=False, highlight=False)
+    table = _table("case", right=("ours / peers", "change", "ours / limit", "change by limit"))
+    table.add_column("verdict")
+    colors = {"slower": "red", "same": "dim", "faster": "green", "unsure": "yellow"}
+    rows = list(comparison.changes)
+    if comparison.overall is not None:
+        rows.append(comparison.overall)
+    for change in rows:
+        if change is comparison.overall:
+            table.add_section()
+        judgement = change.judgement
+        table.add_row(
+            change.name,
+            *_change_cells(change.peers),
+            *_change_cells(change.limit),
+            f"[{colors[judgement]}]{judgement}[/]",
+        )
+    if comparison.changes:
+        console.print(table)
+        console.print(
+            "Our time in units of the geometric mean of the same peers, and of the least that the machine "
+            f"allowed: then → now. A verdict needs {MIN_CHANGE:.0%} beyond the intervals of both runs, more "
+            f"than the scatter of the cases, and {ENOUGH} rounds in each.",
+            highlight=False,
+        )
+    for name, reason in comparison.left_out.items():
+        console.print(f"{name} not compared: {reason}", markup=False, highlight=False)
+    if comparison.peers_left_out:
+        console.print(f"no yardstick in any case: {', '.join(comparison.peers_left_out)}", highlight=False)
 
 
-def _case_json(run: CaseRun) -> dict[str, Any]:
-    summary = summarise(run)
-    return {
-        **asdict(run),
-        "case": asdict(run.case) | {"flops": run.case.flops},
-        "errors_over_torch": error_ratios(run.libraries),
-        "summary": asdict(summary) | {"verdicts": [asdict(it) | {"met": it.met} for it in summary.verdicts]},
-    }
+def _change_cells(change: Change | None) -> tuple[str, str]:
+    if change is None:
+        return "-", "-"
+    percent = [f"{it - 1:+.0%}" for it in (change.ratio.median, change.ratio.low, change.ratio.high)]
+    return (
+        f"{change.then:.3g} → {change.now:.3g}",
+        f"{percent[0]} [dim]{escape(f'[{percent[1]}, {percent[2]}]')}[/]",
+    )

@@ -1,50 +1,47 @@
-"""What the rounds say: ratios with intervals, shares of the peak, verdicts against the targets."""
+"""What the rounds say: ratios with intervals, shares of the limit, verdicts against the targets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fastattn.bench.measure import CaseRun, LibraryRun
+from fastattn.bench.intervals import Estimate, median_interval
+from fastattn.bench.limits import Kind, bounds, medians
 from fastattn.bench.peers import OURS
-
-#: Resamples of the rounds, and the share of them inside the interval that is given.
-RESAMPLES, COVERAGE = 2000, 0.95
-
+from fastattn.bench.records import CaseRun, LibraryRun
 
 #: A machine that nothing else uses keeps its peak to within this share of the best probe.
 QUIET = 0.9
 
-#: A call is undisturbed when both peaks beside it are at least this share of the best ones of the case; a
+#: A call is undisturbed when both probes beside it are at least this share of the best ones of the case; a
 #: neighbour on a core leaves 50 to 80 % of the integer peak.
 UNDISTURBED = 0.95
 
-#: A share of the peak is taken from the undisturbed calls when there are so many of them, else from all.
+#: A share of the limit is taken from the undisturbed calls when there are so many of them, else from all.
 ENOUGH_UNDISTURBED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """The median over the rounds and its bootstrap interval."""
+class Share(Estimate):
+    """A share of the limit: of the undisturbed calls if they are enough, else of all."""
 
-    median: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class PeakShare:
-    """A share of the FMA peak."""
-
-    estimate: Estimate  #: of the undisturbed calls if they are enough, else of all
     undisturbed: int  #: calls during which no neighbour was on the cores
     calls: int
 
     @property
     def enough(self) -> bool:
         return self.undisturbed >= ENOUGH_UNDISTURBED
+
+
+@dataclass(frozen=True, slots=True)
+class CaseLimit:
+    """What the machine allows a case at most."""
+
+    kind: Kind
+    seconds: float  #: by the medians of the probes around the rounds
+    share: Share | None  #: of fastattn, by the probes beside its calls; None when it was not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,59 +67,78 @@ class CaseSummary:
     seconds: dict[str, float]  #: median time per call of each library that was timed
     ratios: dict[str, Estimate]  #: each peer's time over ours
     best: str | None  #: the fastest peer
-    peak: dict[str, PeakShare]  #: of fastattn
+    limit: CaseLimit | None
+    shares: dict[str, Share]  #: of the limit, of each build of fastattn
     slowdown: Estimate | None  #: our time over our time of the baseline
     verdicts: tuple[Verdict, ...]
 
 
-def median_interval(values: np.ndarray) -> Estimate:
-    """Median of `values`, with the bootstrap interval that covers `COVERAGE`."""
-    rng = np.random.default_rng(0)
-    picks = rng.integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(values[picks], axis=1), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return Estimate(float(np.median(values)), float(low), float(high))
-
-
-def summarise(run: CaseRun) -> CaseSummary:
-    """Ratios are taken round by round, so that a drift of the machine falls on both sides."""
-    timed = {
+def _timed(run: CaseRun) -> dict[str, np.ndarray]:
+    """Seconds per call of every library that was timed, in all rounds or in the first ones."""
+    return {
         name: np.array(library.medians)
         for name, library in run.libraries.items()
         if library.reason is None and library.medians
     }
-    ours = timed.get(OURS[0])
-    ratios = {}
-    if ours is not None:
-        ratios = {name: median_interval(theirs / ours) for name, theirs in timed.items() if name != OURS[0]}
+
+
+def ratios_to_ours(run: CaseRun) -> dict[str, Estimate]:
+    """Each library's time over ours, taken round by round: a drift of the machine falls on both sides."""
+    timed = _timed(run)
+    if OURS[0] not in timed:
+        return {}
+    ours = timed.pop(OURS[0])
+    return {name: median_interval(theirs / ours[: len(theirs)]) for name, theirs in timed.items()}
+
+
+def best_peer(ratios: dict[str, Estimate]) -> str | None:
+    """The fastest library that is not this project."""
     peers = [name for name in ratios if name not in OURS]
-    best = min(peers, key=lambda name: ratios[name].median, default=None)
+    return min(peers, key=lambda name: ratios[name].median, default=None)
 
-    peak = _peak_shares(run)
+
+def summarise(run: CaseRun) -> CaseSummary:
+    """The figures of `run`, which has finished rounds or was only checked."""
+    timed, ratios = _timed(run), ratios_to_ours(run)
+    best = best_peer(ratios)
+    shares = _shares(run)
+    limit = None
+    if run.kind is not None:
+        at_most = bounds(run.case, run.threads, medians(run.limits))[run.kind]
+        limit = CaseLimit(run.kind, at_most, shares.get(OURS[0]))
     slowdown = None
-    if ours is not None and run.baseline is not None and run.baseline.reason is None:
-        slowdown = median_interval(ours / np.array(run.baseline.medians))
-
+    if OURS[0] in timed and run.baseline is not None and run.baseline.reason is None:
+        slowdown = median_interval(timed[OURS[0]] / np.array(run.baseline.medians))
     return CaseSummary(
         seconds={name: float(np.median(theirs)) for name, theirs in timed.items()},
         ratios=ratios,
         best=best,
-        peak=peak,
+        limit=limit,
+        shares=shares,
         slowdown=slowdown,
-        verdicts=_verdicts(run, ratios, best, peak, slowdown),
+        verdicts=_verdicts(run, ratios, best, shares, slowdown),
     )
 
 
-def _peak_shares(run: CaseRun) -> dict[str, PeakShare]:
-    samples = {name: np.array(it.peak_shares) for name, it in run.libraries.items() if it.peak_shares}
+def trusted_shares(samples: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, int]]:
+    """Of the `limit_shares` of each build: the shares that count, and how many calls were undisturbed."""
     if not samples:
         return {}
     best = np.max([it[:, 1:].max(axis=0) for it in samples.values()], axis=0)
     found = {}
     for name, measured in samples.items():
-        shares, probes = measured[:, 0], measured[:, 1:]
-        undisturbed = shares[np.all(probes >= UNDISTURBED * best, axis=1)]
-        chosen = undisturbed if len(undisturbed) >= ENOUGH_UNDISTURBED else shares
-        found[name] = PeakShare(median_interval(chosen), len(undisturbed), len(shares))
+        quiet = np.all(measured[:, 1:] >= UNDISTURBED * best, axis=1)
+        count = int(np.count_nonzero(quiet))
+        found[name] = (measured[quiet, 0] if count >= ENOUGH_UNDISTURBED else measured[:, 0], count)
+    return found
+
+
+def _shares(run: CaseRun) -> dict[str, Share]:
+    samples = {name: np.array(it.limit_shares) for name, it in run.libraries.items() if it.limit_shares}
+    found = {}
+    for name, (shares, undisturbed) in trusted_shares(samples).items():
+        estimate = median_interval(shares)
+        found[name] = Share(estimate.median, estimate.low, estimate.high, undisturbed, len(samples[name]))
     return found
 
 
@@ -130,15 +146,15 @@ def _verdicts(
     run: CaseRun,
     ratios: dict[str, Estimate],
     best: str | None,
-    peak: dict[str, PeakShare],
+    shares: dict[str, Share],
     slowdown: Estimate | None,
 ) -> tuple[Verdict, ...]:
     targets = run.case.targets
     rows = (
         ("best peer", ratios.get(best) if best else None, targets.best, True),
         ("torch", ratios.get("torch"), targets.torch, True),
-        ("peak", peak[OURS[0]].estimate if OURS[0] in peak else None, targets.peak, True),
-        ("peak, AVX2", peak[OURS[1]].estimate if OURS[1] in peak else None, targets.peak_avx2, True),
+        ("of limit", shares.get(OURS[0]), targets.peak, True),
+        ("of limit, AVX2", shares.get(OURS[1]), targets.peak_avx2, True),
         ("over baseline", slowdown, targets.slowdown, False),
     )
     return tuple(
@@ -148,10 +164,31 @@ def _verdicts(
     )
 
 
-def disturbed_probes(runs: Sequence[CaseRun], num_threads: int) -> tuple[int, int]:
+def geometric_means(summaries: Sequence[CaseSummary]) -> dict[str, tuple[float, int, int]]:
+    """Of each peer, and of the best of each case: the geometric mean of its time over ours, the number of
+    cases on which it took longer than ours, and the number of cases."""
+    ratios: dict[str, list[float]] = {}
+    for summary in summaries:
+        if summary.best is not None:
+            ratios.setdefault("best peer", []).append(summary.ratios[summary.best].median)
+        for name, ratio in summary.ratios.items():
+            if name not in OURS:
+                ratios.setdefault(name, []).append(ratio.median)
+    return {
+        name: (float(np.exp(np.mean(np.log(it)))), sum(ratio > 1 for ratio in it), len(it))
+        for name, it in ratios.items()
+    }
+
+
+def disturbed_probes(runs: Sequence[CaseRun]) -> tuple[int, int]:
     """How many probes of the float32 peak fell below `QUIET` of the best one, and how many there are."""
-    probes = np.array([probe["float32"][str(num_threads)] for run in runs for probe in run.peaks])
-    return int(np.count_nonzero(probes < QUIET * probes.max(initial=0.0))), len(probes)
+    probes: dict[int, list[float]] = {}
+    for run in runs:
+        for probe in run.limits:
+            if "float32" in probe["fma"]:
+                probes.setdefault(run.threads, []).append(probe["fma"]["float32"][str(run.threads)])
+    disturbed = sum(peak < QUIET * max(peaks) for peaks in probes.values() for peak in peaks)
+    return disturbed, sum(map(len, probes.values()))
 
 
 def error_ratios(libraries: dict[str, LibraryRun]) -> tuple[float, float] | None:

@@ -6,20 +6,25 @@ It reads one JSON command per line on stdin and answers with one JSON line: ``{"
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
+from fastattn.bench.limits import Kind
+from fastattn.bench.memory import free_memory, limit_memory, measure_call
 from fastattn.bench.oracle import expected_output
-from fastattn.bench.peers import Call, Peer, Unable, load_peer
+from fastattn.bench.peers import Peer, Unable, load_peer
 
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
 ORACLE, LIMITS = "oracle", "limits"
@@ -30,11 +35,12 @@ ORACLE, LIMITS = "oracle", "limits"
 TOLERANCE_EPS = 32
 
 #: Before each burst a library is called for this long, at least once: its pool was stopped, its data
-#: left the caches.
-WARM_UP_SECONDS = 0.02
+#: left the caches. Calls as long as `LONG_CALL_SECONDS` make up for that on their way.
+WARM_UP_SECONDS, LONG_CALL_SECONDS = 0.02, 0.25
 
 #: Ways of one library are tried this far apart: each may have a pool of its own, which spins for a while.
-SETTLE_SECONDS = 0.15
+#: Of the libraries that have several ways onnxruntime's does so for the longest, 45 ms.
+SETTLE_SECONDS = 0.06
 
 #: Calls are timed in blocks of at least this length, so that reading the clock costs below 1 %.
 BLOCK_SECONDS = 50e-6
@@ -42,8 +48,16 @@ BLOCK_SECONDS = 50e-6
 #: A probe of the FMA peak takes about this long. The machine's limit is the best of so many of them.
 PROBE_SECONDS, PROBE_TRIES = 0.004, 8
 
-#: ``--memory`` lets a library take this share of the free memory before it fails.
-MEMORY_SHARE = 0.8
+#: The same for the read bandwidth: long beside the call of a millisecond or so that it stands next to.
+READ_SECONDS, READ_TRIES = 0.02, 3
+
+#: Cold inputs are so many copies that together they have this many bytes: twice the largest cache that a
+#: virtual machine was seen to report (260 MB, shared with unknown neighbours; Xeon, 2026-11-21).
+COLD_BYTES = 2**29
+
+#: They take no more than this share of the free memory: every library of a run has its own, and while its
+#: ways are compared one more for each of them.
+COLD_SHARE = 1 / 16
 
 
 def _reason(error: BaseException) -> str:
@@ -86,6 +100,40 @@ def _warm_up(run: Callable[[], object]) -> float:
             return fastest
 
 
+def _in_turn(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """A function that calls the next of `runs` each time, from the first again after the last."""
+    if len(runs) == 1:
+        return runs[0]
+    turn = cycle(runs)
+    return lambda: next(turn)()
+
+
+def _cold_copies(case: Case, inputs: Inputs) -> list[Inputs]:
+    """Copies of `inputs` that fill `COLD_BYTES` together with it, if `case` wants them cold; else none."""
+    if not case.cold:
+        return []
+    count = math.ceil(COLD_BYTES / case.nbytes)
+    count = min(count, int(COLD_SHARE * free_memory() / case.nbytes))
+    return [copy.deepcopy(inputs) for _ in range(count - 1)]
+
+
+def _fma_peak(dtype: str) -> Callable[[int, float], float]:
+    """FLOP/s of multiply-adds as a function of the threads and of about how many seconds to try."""
+    from fastattn.backends.cython_cpu import fma_peak
+
+    return partial(fma_peak, dtype)
+
+
+def _read_bandwidth() -> Callable[[int, float], float]:
+    """Bytes/s read from memory, as a function of the same."""
+    from fastattn.backends import cython_cpu
+
+    if not hasattr(cython_cpu, "read_bandwidth"):
+        raise Unable("this version of fastattn has no probe of it")
+    probe: Callable[[int, float], float] = cython_cpu.read_bandwidth
+    return probe
+
+
 class LibraryWorker:
     """The commands of a worker that holds a library."""
 
@@ -93,7 +141,7 @@ class LibraryWorker:
         self._name = name
         self._threads = num_threads
         self._peer: Peer | None = None
-        self._ready: dict[str, Call] = {}
+        self._ready: dict[str, Callable[[], object]] = {}
 
     def _load(self) -> Peer:
         if self._peer is None:
@@ -113,8 +161,9 @@ class LibraryWorker:
         Returns
         -------
         dict
-            ``version`` of the library, ``chosen`` (label or None), ``tolerance``, and ``ways``: for each
-            label its ``error`` (largest), ``rms_error`` and ``seconds``, or the ``reason`` it cannot be used.
+            ``version`` of the library, ``chosen`` (label or None), ``tolerance``, ``copies`` of the inputs,
+            and ``ways``: for each label its ``error`` (largest), ``rms_error`` and ``seconds``, or the
+            ``reason`` it cannot be used.
         """
         named = CASES[case]
         inputs = make_inputs(named)
@@ -122,7 +171,8 @@ class LibraryWorker:
         tolerance = TOLERANCE_EPS * float(np.finfo(named.dtype).eps) * float(np.abs(inputs.value).max())
         peer = self._load()
         ways: dict[str, dict[str, Any]] = {}
-        calls: dict[str, Call] = {}
+        copies = _cold_copies(named, inputs)
+        calls: dict[str, Callable[[], object]] = {}
         for label, make in peer.ways.items():
             try:
                 call = make(named, inputs)
@@ -135,45 +185,62 @@ class LibraryWorker:
                 found = "NaN or inf" if error is None else f"largest error {error:.1e}"
                 ways[label]["reason"] = f"wrong: {found}, allowed {tolerance:.1e}"
             else:
-                calls[label] = call
+                others = [make(named, it).run for it in copies]
+                for run in others:
+                    run()  # what a library does once for each, it does now
+                calls[label] = _in_turn([call.run, *others])
         for label in calls if len(calls) == 1 else [*calls, *calls]:
+            if ways[label].get("seconds", 0.0) >= LONG_CALL_SECONDS:
+                continue  # once is enough for these
             time.sleep(SETTLE_SECONDS)
-            seconds = _warm_up(calls[label].run)
+            seconds = _warm_up(calls[label])
             ways[label]["seconds"] = min(seconds, ways[label].get("seconds", seconds))
         chosen = min(calls, key=lambda label: ways[label]["seconds"], default=None)
         if chosen is not None:
             self._ready[case] = calls[chosen]
-        return {"version": peer.version, "chosen": chosen, "tolerance": tolerance, "ways": ways}
+        return {
+            "version": peer.version,
+            "chosen": chosen,
+            "tolerance": tolerance,
+            "copies": 1 + len(copies),
+            "ways": ways,
+        }
 
     def time(self, case: str, calls: int, seconds: float) -> dict[str, float]:
         """One burst of `case`: warm up, then `calls` calls that take about `seconds` each."""
-        run = self._ready[case].run
-        _warm_up(run)
+        run = self._ready[case]
+        if seconds < LONG_CALL_SECONDS:
+            _warm_up(run)
         times = _time_blocks(run, calls, _block_size(seconds))
         return {"median": float(np.median(times)), "min": min(times), "samples": len(times)}
 
-    def peak_shares(self, case: str, seconds: float) -> list[tuple[float, float, float]]:
-        """The share of the FMA peak that `case` reaches: calls and probes of the peak in turn, for `seconds`.
+    def limit_shares(self, case: str, kind: Kind, seconds: float) -> list[tuple[float, float, float]]:
+        """The share of the machine's limit that `case` reaches: calls and probes in turn, for `seconds`.
 
         The machine is shared, so the limit moves: every call is held against the probes just before and just
         after it, of this process and these threads. Beside each share stand the slower of the probes of the
-        FMA peak and of the integer peak around it.
+        limit and of the integer peak around it.
         """
-        from fastattn.backends.cython_cpu import fma_peak, integer_peak
+        from fastattn.backends.cython_cpu import integer_peak
+
+        named, run = CASES[case], self._ready[case]
+        if kind == "memory":
+            work, limit, length = float(named.nbytes), _read_bandwidth(), READ_SECONDS
+        else:
+            work, limit, length = named.flops, _fma_peak(named.dtype), PROBE_SECONDS
 
         def probe() -> tuple[float, float]:
             integer = integer_peak(self._threads, PROBE_SECONDS / 4)
-            return fma_peak(named.dtype, self._threads, PROBE_SECONDS), integer
+            return limit(self._threads, length), integer
 
-        named, run = CASES[case], self._ready[case].run
-        block = max(1, round(PROBE_SECONDS / _warm_up(run)))
+        block = max(1, round(length / _warm_up(run)))
         shares: list[tuple[float, float, float]] = []
         end = time.perf_counter() + seconds
         before = probe()
         while not shares or time.perf_counter() < end:
             (took,) = _time_blocks(run, block, block)
             after = probe()
-            share = named.flops / took / ((before[0] + after[0]) / 2)
+            share = work / took / ((before[0] + after[0]) / 2)
             shares.append((share, min(before[0], after[0]), min(before[1], after[1])))
             before = after
         return shares
@@ -191,14 +258,14 @@ class LibraryWorker:
         """
         named = MEMORY_CASES[case]
         inputs = make_inputs(named)
-        _limit_memory()
+        limit_memory()
         peer = self._load()
         reasons = []
         for label, make in peer.ways.items():
             try:
                 if warm:
                     make(MEMORY_WARM_UP, make_inputs(MEMORY_WARM_UP)).run()
-                return {"version": peer.version, "way": label, **_measure_memory(make, named, inputs)}
+                return {"version": peer.version, "way": label, **measure_call(make, named, inputs)}
             except Exception as problem:  # whatever a library raises is its reason
                 reasons.append(f"{label}: {_reason(problem)}")
         raise MemoryError("; ".join(reasons))
@@ -211,41 +278,6 @@ def _errors(result: np.ndarray, answer: np.ndarray) -> dict[str, float | None]:
     difference = np.abs(result.astype(answer.dtype) - answer)
     errors = {"error": float(difference.max()), "rms_error": float(np.sqrt(np.square(difference).mean()))}
     return {name: error if np.isfinite(error) else None for name, error in errors.items()}
-
-
-def _memory_status(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: peak memory is measured on Linux only")
-
-
-def _limit_memory() -> None:
-    """Make a call that needs too much fail with an error of its own, rather than the machine."""
-    import resource
-
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    limit = _memory_status("VmSize") + int(MEMORY_SHARE * available)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _measure_memory(make: Callable[[Case, Inputs], Call], case: Case, inputs: Inputs) -> dict[str, Any]:
-    call = make(case, inputs)
-    output = case.batch * case.heads * case.len_q * case.value_dim * np.dtype(case.dtype).itemsize
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
-    before = _memory_status("VmHWM")
-    start = time.perf_counter()
-    kept = call.run()
-    seconds = time.perf_counter() - start
-    extra = _memory_status("VmHWM") - before - output  # a reused output is touched first in this call too
-    del kept
-    return {"extra": extra, "seconds": seconds}
 
 
 class OracleWorker:
@@ -264,18 +296,21 @@ class LimitsWorker:
     def __init__(self, num_threads: int) -> None:
         self._threads = num_threads
 
-    def peaks(self) -> dict[str, dict[str, float]]:
+    def fma(self) -> dict[str, dict[str, float]]:
         """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all."""
-        from fastattn.backends.cython_cpu import fma_peak
-
         # After a stop both threads may wake on one core; they part while this is discarded.
-        fma_peak("float32", self._threads, WARM_UP_SECONDS)
+        _fma_peak("float32")(self._threads, WARM_UP_SECONDS)
+        dtypes = ("float32", "float64")
+        return {dtype: self._best(_fma_peak(dtype), PROBE_SECONDS, PROBE_TRIES) for dtype in dtypes}
+
+    def read_bandwidth(self) -> dict[str, float]:
+        """Bytes/s read from memory: ``{threads: bandwidth}`` for one thread and for all."""
+        _read_bandwidth()(self._threads, WARM_UP_SECONDS)
+        return self._best(_read_bandwidth(), READ_SECONDS, READ_TRIES)
+
+    def _best(self, limit: Callable[[int, float], float], seconds: float, tries: int) -> dict[str, float]:
         return {
-            dtype: {
-                str(threads): max(fma_peak(dtype, threads, PROBE_SECONDS) for _ in range(PROBE_TRIES))
-                for threads in (1, self._threads)
-            }
-            for dtype in ("float32", "float64")
+            str(threads): max(limit(threads, seconds) for _ in range(tries)) for threads in (1, self._threads)
         }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fastattn.bench.peers._base import Call, Peer, Unable
 
-__all__ = ["OURS", "PEERS", "Call", "Peer", "PeerSpec", "Unable", "load_peer"]
+__all__ = ["DEFAULT_PEERS", "OURS", "PEERS", "Call", "Peer", "PeerSpec", "Unable", "load_peer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,13 @@ class PeerSpec:
 
     module: str
     environment: dict[str, str] = field(default_factory=dict)
+    default: bool = True  #: whether it takes part when nobody says which libraries should
 
 
 #: Every library by its name on the command line, in the order of the tables.
 PEERS: dict[str, PeerSpec] = {
     "fastattn": PeerSpec("fastattn_cython"),
-    "fastattn-avx2": PeerSpec("fastattn_cython", {"FASTATTN_ISA": "avx2"}),
+    "fastattn-avx2": PeerSpec("fastattn_cython", {"FASTATTN_ISA": "avx2"}, default=False),
     "numpy": PeerSpec("numpy_formula"),
     "torch": PeerSpec("torch_sdpa"),
     "onnxruntime": PeerSpec("onnx_runtime"),
@@ -30,6 +31,9 @@ PEERS: dict[str, PeerSpec] = {
 
 #: Those that are this project; the ratios are the others' time over the first one's.
 OURS: tuple[str, ...] = ("fastattn", "fastattn-avx2")
+
+#: Those that take part when nobody says which libraries should.
+DEFAULT_PEERS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.default)
 
 
 def load_peer(name: str, num_threads: int) -> Peer:

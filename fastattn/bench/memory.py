@@ -1,0 +1,54 @@
+"""How much memory there is, and the peak of what one call takes, read from /proc: Linux only."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.peers import Call
+
+#: A library may take this share of the free memory before it fails.
+MEMORY_SHARE = 0.8
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    return _field("/proc/meminfo", "MemAvailable")
+
+
+def limit_memory() -> None:
+    """Make a call that needs too much fail with an error of its own, rather than the machine."""
+    import resource
+
+    limit = _field("/proc/self/status", "VmSize") + int(MEMORY_SHARE * free_memory())
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def measure_call(make: Callable[[Case, Inputs], Call], case: Case, inputs: Inputs) -> dict[str, Any]:
+    """Peak resident bytes of the first call of `case` over its inputs and its output, and its seconds."""
+    call = make(case, inputs)
+    output = case.batch * case.heads * case.len_q * case.value_dim * np.dtype(case.dtype).itemsize
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
+    before = _field("/proc/self/status", "VmHWM")
+    start = time.perf_counter()
+    kept = call.run()
+    seconds = time.perf_counter() - start
+    # A reused output is touched first in this call too.
+    extra = _field("/proc/self/status", "VmHWM") - before - output
+    del kept
+    return {"extra": extra, "seconds": seconds}
+
+
+def _field(path: str, name: str) -> int:
+    """A field of a file of /proc in bytes."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{path} has no {name}")

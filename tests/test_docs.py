@@ -17,9 +17,9 @@ BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def modules():
-    """Every importable module of the package, but those that run when imported, and the demo's and the peers'.
+    """Every importable module of the package, but those that run when imported, the demo's and the peers'.
 
-    Those need extras, and the peers' libraries are each for a process of its own.
+    Both need extras, and each peer's library is for a process of its own.
     """
     for info in pkgutil.walk_packages(fastattn.__path__, "fastattn."):
         if not {"__main__", "demo", "peers"} & set(info.name.split(".")):

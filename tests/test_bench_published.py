@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,19 @@ def test_rows_of_the_table_are_cases() -> None:
     assert set(TELLING) <= set(CASES)
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like this project's, with made-up results published in it."""
-    (tmp_path / README).write_text(f"# Title\n\nBefore.\n\n{BEGIN}\nlast year\n{END}\n\nAfter.\n")
-    publish(tmp_path, compact(make_document(SOME)))
+    root = tmp_path_factory.mktemp("pattern")
+    (root / README).write_text(f"# Title\n\nBefore.\n\n{BEGIN}\nlast year\n{END}\n\nAfter.\n")
+    publish(root, compact(make_document(SOME)))
+    return root
+
+
+@pytest.fixture
+def published(pattern: Path, tmp_path: Path) -> Path:
+    """A copy of the pattern, to be changed."""
+    shutil.copytree(pattern, tmp_path, dirs_exist_ok=True)
     assert list(disagreements(tmp_path)) == []
     return tmp_path
 

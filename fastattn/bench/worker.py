@@ -127,12 +127,9 @@ def _fma_peak(dtype: str) -> Callable[[int, float], float]:
 
 def _read_bandwidth() -> Callable[[int, float], float]:
     """Bytes/s read from memory, as a function of the same."""
-    from fastattn.backends import cython_cpu
+    from fastattn.backends.cython_cpu import read_bandwidth
 
-    if not hasattr(cython_cpu, "read_bandwidth"):
-        raise Unable("this version of fastattn has no probe of it")
-    probe: Callable[[int, float], float] = cython_cpu.read_bandwidth
-    return probe
+    return read_bandwidth
 
 
 class LibraryWorker:

@@ -383,7 +383,6 @@ _ALL = (
         (32, 12, 128, 128, 64),
         "BERT-base, 32 texts of 16 to 128 tokens, padded to the longest",
         key_lengths="ragged",
-        quick=True,
     ),
     _case(
         "bert-512-ragged",
@@ -391,6 +390,7 @@ _ALL = (
         (8, 12, 512, 512, 64),
         "BERT-base, 8 texts of 64 to 512 tokens",
         key_lengths="ragged",
+        quick=True,
     ),
     _case("minilm-batch", "batch", (64, 12, 128, 128, 32), "MiniLM-L6, sentence embeddings, 64 full texts"),
     _case(
@@ -400,7 +400,14 @@ _ALL = (
         "MiniLM-L6, 64 texts of 16 to 128 tokens",
         key_lengths="ragged",
     ),
-    _case("vit-197", "batch", (1, 12, 197, 197, 64), "ViT-B/16 at 224 pixels", targets=Targets(best=1.05)),
+    _case(
+        "vit-197",
+        "batch",
+        (1, 12, 197, 197, 64),
+        "ViT-B/16 at 224 pixels",
+        quick=True,
+        targets=Targets(best=1.05),
+    ),
     _case("vit-197-batch", "batch", (8, 12, 197, 197, 64), "ViT-B/16 at 224 pixels, eight images"),
     _case("vit-577", "batch", (1, 12, 577, 577, 64), "ViT-B/16 at 384 pixels"),
     _case(
@@ -476,7 +483,6 @@ _ALL = (
         f"a (B, 1, 1, S) bool mask that keeps the first {PADDING_KEPT:.0%} of the keys",
         mask="padding",
         baseline="square-2048-64",
-        quick=True,
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
@@ -647,7 +653,6 @@ _ALL = (
         "Llama-3-8B prefill: 32 query heads on 8 key/value heads",
         kv_heads=8,
         causal=True,
-        quick=True,
         targets=Targets(best=1.5),
     ),
     _case(
@@ -666,6 +671,7 @@ _ALL = (
         kv_heads=4,
         causal=True,
         softcap=50.0,
+        quick=True,
     ),
     _case(
         "whisper-cross", "cross", (1, 20, 448, 1500, 64), "Whisper-large, its longest text over 30 s of audio"

@@ -35,7 +35,9 @@ class Plan(NamedTuple):
     copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
     gap_blocks: int = 0  #: the same for values with gaps between them
     copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
-    by_rows: bool = False  #: rows stand side by side, lanes run along keys and columns; says how sums are formed
+    by_rows: bool = (
+        False  #: rows stand side by side, lanes run along keys and columns; says how sums are formed
+    )
     row_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
 
 

@@ -282,6 +282,7 @@ def test_number_of_threads(engine, heads, option, dtype):
     one = engine.everything(*arrays, num_threads=1, **THREAD_OPTIONS[option])
     for num_threads in (2, 3, 5, 16):
         assert_all_same(engine.everything(*arrays, num_threads=num_threads, **THREAD_OPTIONS[option]), one)
+    assert_same_bits(engine.attention(*arrays, num_threads=3, **THREAD_OPTIONS[option]), one[0], "out alone")
 
 
 @pytest.mark.parametrize("option", THREAD_OPTIONS)
@@ -348,6 +349,23 @@ def test_a_row_alone_and_among_others(engine, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
+    """Which keys are worked on begins and ends with those that any row may see: no sum is cut there."""
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    query, key, value = many_leaves(dtype, heads=1, len_q=10, len_k=1100)
+    documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
+    together = engine.everything(query, key, value, mask=masks.Segments(np.arange(10), documents))
+    for first in range(10):
+        for stop in range(first + 1, 11):
+            rows = slice(first, stop)
+            mask = masks.Segments(np.arange(10)[rows], documents)
+            alone = engine.everything(query[..., rows, :], key, value, mask=mask)
+            for got, wanted in zip(alone, together, strict=True):
+                assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_head_alone_and_in_its_group(engine, dtype):
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
@@ -398,7 +416,7 @@ PLACES = {"first": 3, "at_an_edge": 255, "behind_an_edge": 256, "middle": 1300, 
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", ["mask", "bias", "tiles"])
+@pytest.mark.parametrize("kind", ["mask", "bias", "tiles", "sinks"])
 @pytest.mark.parametrize("place", PLACES)
 def test_poison_reaches_the_rows_that_read_it(engine, place, kind, dtype):
     """One key is masked for the middle row and read by the others, in one leaf of ten."""
@@ -410,6 +428,7 @@ def test_poison_reaches_the_rows_that_read_it(engine, place, kind, dtype):
         "mask": {"mask": allowed},
         "bias": {"bias": np.where(allowed, 0.25, -np.inf)},
         "tiles": {"mask": masks.Dense(allowed) | masks.Dense(allowed)},
+        "sinks": {"mask": allowed, "sinks": np.array([0.5, 9.0])},
     }[kind]
     clean = engine.everything(query, key, value, **given_options)
     for poison_key, poison_value in [(np.nan, 1.0), (0.0, np.nan), (0.0, np.inf), (np.inf, -np.inf)]:

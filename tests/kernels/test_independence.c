@@ -116,7 +116,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
 
 /* Rows with their keys, some of them no one's model. */
 static void random_problem(int isolated) {
-    const int intervals[ROWS][2] = {{0, KEYS},  {0, 1},      {5, 130}, {64, 200},  {70, 71},
+    const int intervals[ROWS][2] = {{0, KEYS},  {0, 1},      {5, 130}, {64, 221},  {70, 71},
                                     {190, 191}, {129, KEYS}, {0, 64},  {200, 263}};
     query = laid_out(ROWS, HEAD_DIM, 0), key = laid_out(KEYS, HEAD_DIM, 0);
     value = laid_out(KEYS, VALUE_DIM, 0), bias_rows = laid_out(ROWS, KEYS, 0);

@@ -41,6 +41,7 @@ static const struct {
     {"softmax_rows", test_softmax_rows},
     {"accumulate_rows", test_accumulate_rows},
     {"accumulate_rows_isolated", test_accumulate_rows_isolated},
+    {"masked_keys_around", test_masked_keys_around},
     {"merge_rows", test_merge_rows},
     {"rounding_rows", test_rounding_rows},
     {"mask_words", test_mask_words},

@@ -329,6 +329,40 @@ static void test_accumulate_rows_isolated(void) {
     }
 }
 
+/* Masked keys, any number behind the others and whole chunks in front, change no bit of a row. */
+static void test_masked_keys_around(void) {
+    for (int nth = 0; nth < 400; nth++) {
+        const int n_rows = 1 + below(MAX_ROWS), n_keys = 1 + below(130), value_dim = 1 + below(20);
+        const int front = FASTATTN_KEY_CHUNK * below(3), n_all = front + n_keys + below(130);
+        const double factor = nth % 2 ? LOG2E : 1;
+        const ptrdiff_t ld = row_length(value_dim), s_ld = row_length(n_keys), all_ld = row_length(n_all);
+        void *s = tile(n_rows, s_ld), *row_max = tile(1, n_rows), *row_sum = tile(1, n_rows), *acc = tile(n_rows, ld);
+        void *all = filled(n_rows, all_ld, -INFINITY), *all_max = tile(1, n_rows), *all_sum = tile(1, n_rows);
+        void *all_acc = tile(n_rows, ld);
+        const Matrix v = laid_out(n_all, value_dim, 0);
+        for (ptrdiff_t i = 0; i < n_all * value_dim; i++) put(v.at, i, uniform(-1, 1));
+        for (int r = 0; r < n_rows; r++)
+            for (int j = 0; j < n_keys; j++) {
+                const double x = below(6) ? uniform(-2, 2) : -INFINITY;
+                put(s, r * s_ld + j, x);
+                put(all, r * all_ld + front + j, x);
+            }
+        kernels->softmax_rows(s, s_ld, row_max, row_sum, n_rows, n_keys, factor, 0);
+        kernels->softmax_rows(all, all_ld, all_max, all_sum, n_rows, n_all, factor, 0);
+        kernels->accumulate_rows(acc, ld, s, s_ld, n_rows, element(&v, front, 0), v.row, n_keys, value_dim);
+        kernels->accumulate_rows(all_acc, ld, all, all_ld, n_rows, v.at, v.row, n_all, value_dim);
+        for (int r = 0; r < n_rows; r++) {
+            CHECK(same(get(row_max, r), get(all_max, r)) && same(get(row_sum, r), get(all_sum, r)),
+                  "%d keys: row_sum " NUMBER ", but " NUMBER " with %d in front and %d in all", n_keys, get(row_sum, r),
+                  get(all_sum, r), front, n_all);
+            for (int e = 0; e < value_dim; e++)
+                CHECK(same(get(acc, r * ld + e), get(all_acc, r * ld + e)), "%d keys: " NUMBER ", but " NUMBER
+                      " with %d in front and %d in all", n_keys, get(acc, r * ld + e), get(all_acc, r * ld + e), front, n_all);
+        }
+        release();
+    }
+}
+
 /* ------------------------------------------------------------------ merge_rows */
 
 /* Some keys of a row: the largest score, the sum and its accumulators; none where `none`. */

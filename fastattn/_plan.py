@@ -41,9 +41,10 @@ class Plan(NamedTuple):
     row_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
 
 
-# With so few query rows for each key/value head most lanes of queries would stay empty. Ratio of times to lanes of
-# queries at 1024 keys in the cache, head_dim 64, all on two threads: 0.41 with 1 row, 0.53 with 4, 0.69 with 8, 0.86 with
-# 12, 0.82 with 16; 1.3 with 16 rows and head_dim 128. With few heads the keys are shared by the threads besides.
+# With so few query rows for each key/value head most lanes of queries would stay empty. Ratio of times to
+# lanes of queries at 1024 keys in the cache, head_dim 64, all on two threads: 0.41 with 1 row, 0.53 with 4,
+# 0.69 with 8, 0.86 with 12, 0.82 with 16; 1.3 with 16 rows and head_dim 128. With few heads the keys are
+# shared by the threads besides.
 # 2 cores of Emerald Rapids, 2026-11-21, AVX-512, calls in turns with and without.
 FEW_ROWS = 16
 

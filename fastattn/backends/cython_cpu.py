@@ -25,7 +25,8 @@ else:
     driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
 
 
-#: What `read_bandwidth` reads: larger than the caches, which reach 260 MB; and how many pieces of it at a time.
+#: What `read_bandwidth` reads: larger than the caches, which reach 260 MB; and how many pieces of it at a
+#: time.
 READ_NBYTES, READ_STEP_PIECES = 512 << 20, 16
 _read_position = 0
 

@@ -68,6 +68,10 @@ FULL_SIZE = [
     Table((1, 8, 1024, 1024, 64), value_dim=128),
     Table((1, 32, 1024, 1024, 128), kv_heads=8),
     Table((1, 32, 1024, 1024, 128), kv_heads=8, special=CAUSAL),
+    Table((1, 32, 1, 4096, 128), kv_heads=8),
+    Table((1, 8, 16, 2048, 128)),
+    Table((1, 16, 4, 1024, 80), kv_heads=4, special=("mask", "random")),
+    Table((1, 16, 1, 2048, 64), "float64", kv_heads=4),
 ]
 
 

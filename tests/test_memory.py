@@ -94,6 +94,29 @@ def test_rows_far_apart(backend, length):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
+@pytest.mark.parametrize("options", ["{}", "dict(bias=half)", "dict(mask=half > 0)", "dict(num_threads=4)"])
+@pytest.mark.parametrize("place", ["contiguous", "columns_apart"])
+@pytest.mark.parametrize("length", [65536, 262144])
+def test_few_queries(backend, length, place, options):
+    """Threads keep one leaf of keys each, and what is known of the others: some KB for each leaf at most."""
+    if backend.backend == "reference":
+        pytest.skip("its blocks of query rows hold whole rows of scores")
+    script = SCRIPT.split("rng = ")[0] + (
+        "rng = np.random.default_rng(0)\n"
+        f"key, value = rng.standard_normal((2, 1, 64, {length}), dtype=np.float32).swapaxes(-1, -2)\n"
+        f"key, value = (key, value) if {place == 'columns_apart'} else (key.copy(), value.copy())\n"
+        "query = rng.standard_normal((4, 4, 64), dtype=np.float32)\n"
+        f"half = rng.standard_normal({length}).astype(np.float16)\n"
+        "out = np.ones_like(query)\n"
+        f"options = {options}\n"
+        "few = slice(0, 1000)\n"
+        "fastattn.attention(query, key[:, few], value[:, few])\n"
+        "print(extra(lambda: fastattn.attention(query, key, value, out=out, **options)))\n"
+    )
+    extra = int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
+    assert extra < LIMIT / 8, f"{extra / 2**20:.2f} MiB"
+
+
 def test_the_measure_works():
     """It does see the L * S array of the plain formula, or it proves nothing."""
     script = SCRIPT.split("options = ")[0].replace("{len_q}", "LENGTH")

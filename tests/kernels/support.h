@@ -68,7 +68,7 @@ static uint64_t random_bits(void) {
 
 static int below(int n) { return (int)(random_bits() % (uint64_t)n); }
 static int small(void) { return below(17) - 8; }
-static double uniform(double low, double high) { return low + (high - low) * (double)random_bits() / 0x1p53; }
+static double uniform(double low, double high) { return low + (high - low) * ((double)random_bits() / 0x1p53); }
 
 static double get(const void *array, ptrdiff_t i) {
     float single;
@@ -84,6 +84,7 @@ static void put(void *array, ptrdiff_t i, double x) {
 
 static double rounded(double x) { return size == 8 ? x : (float)x; }
 static double largest(void) { return size == 8 ? DBL_MAX : FLT_MAX; }
+static double smallest(void) { return size == 8 ? DBL_MIN : FLT_MIN; } /* of the normal numbers */
 
 static double special(int i) {
     const double values[] = {INFINITY, -INFINITY, NAN, 0.0, -0.0, largest(), -largest(), -1e30};
@@ -97,6 +98,13 @@ static int same(double a, double b) { return isnan(a) ? isnan(b) : a == b && !si
 static double ulps(double got, long double exact) {
     if (exact == 0) return got == 0 ? 0 : INFINITY;
     return (double)(fabsl(got - exact) / ldexpl(unit * 2, ilogbl(exact)));
+}
+
+/* The product after at most two roundings of half an ULP; exact where nothing needs rounding. */
+static int is_product(double got, double x, long double factor) {
+    const double exact = (double)(x * factor);
+    if (!isfinite(exact) || exact == 0 || factor == 1) return got == exact || (isnan(got) && isnan(exact));
+    return ulps(got, x * factor) <= 1.001;
 }
 
 /* ------------------------------------------------------------------ memory */
@@ -144,6 +152,15 @@ static void *filled(ptrdiff_t rows, ptrdiff_t ld, double x) {
     void *out = tile(rows, ld);
     for (ptrdiff_t i = 0; i < rows * ld; i++) put(out, i, x);
     return out;
+}
+
+/* Row r's factor in two parts, as `finish` makes them: rounded towards 0, and what is left, of the same sign and not 0. */
+static void put_factor(void *factor, ptrdiff_t ld, int r) {
+    const double inverse = r % 5 ? 1 / uniform(1, 300) : r % 2 ? 1 : 0.5;
+    const double high = size == 8 || rounded(inverse) <= inverse ? rounded(inverse) : nextafterf((float)inverse, 0);
+    const double low = size == 4 ? inverse - high : r % 5 ? inverse * uniform(0, 1) * 0x1p-53 : 0;
+    put(factor, r, high);
+    put(factor, ld + r, low > 0 ? low : high * 0x1p-100);
 }
 
 static void *integers(ptrdiff_t rows, ptrdiff_t ld) {

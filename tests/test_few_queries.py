@@ -1,0 +1,501 @@
+"""Few query rows over many keys: the path of row tiles, see ``fastattn/backends/cython/rows.pxi``.
+
+Its keys are cut into leaves of 256, which threads share and a binary tree over all keys merges. So the sizes
+here lie around whole leaves and on both sides of what few is, and what is masked lies in leaves of its own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattn import masks
+from fastattn._plan import BLOCK_K, FEW_ROWS, plan_tiles
+from tests import naive
+from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
+from tests.test_options_hypothesis import problems
+from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+
+#: Around one leaf and two, and trees that are not full.
+LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
+#: Few rows are at most `FEW_ROWS`, or as many as a vector has lanes, which are no more than these.
+MOST_ROWS = 16
+COLUMNS = 40  #: head_dim and value_dim of `many_leaves` together
+
+needs_compiled = "the promise is about the compiled kernels"
+
+
+def assert_all_same(results, expected, rows=...):
+    for name, got, wanted in zip(("out", "lse", "weights"), results, expected, strict=True):
+        assert_same_bits(got[rows], wanted[rows], name)
+
+
+def many_leaves(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, lead=(1,)):
+    """A problem with so many keys that threads share the leaves of one head."""
+    arrays = random_arrays(
+        len_k,
+        lead=lead,
+        heads=heads,
+        kv_heads=kv_heads,
+        len_q=len_q,
+        len_k=len_k,
+        head_dim=17,
+        value_dim=COLUMNS - 17,
+        dtype=dtype,
+    )
+    assert len_q * heads // kv_heads <= FEW_ROWS
+    return arrays
+
+
+def test_the_shapes_of_this_file_take_the_path():
+    """Rows on both sides of the limit, and one call whose keys are many tasks."""
+    for lanes, most in ((2, FEW_ROWS), (8, 8), (16, 16)):
+        assert plan_tiles(1, most, 2500, COLUMNS, 48, lanes, 3).by_rows
+        assert not plan_tiles(1, most + 1, 2500, COLUMNS, 48, lanes, 3).by_rows
+    plan = plan_tiles(1, 6, 2500, COLUMNS, 48, 4, 3)
+    assert plan.num_threads == 3
+    assert plan.block_k == BLOCK_K == 256
+    assert 3 < 2500 // BLOCK_K < plan.row_tasks * plan.num_threads
+
+
+# ---------------------------------------------------------------- the definition
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("len_k", LENGTHS)
+def test_lengths(engine, len_k, dtype):
+    case = Case("lengths", heads=3, kv_heads=1, len_q=2, len_k=len_k, head_dim=33, value_dim=19, dtype=dtype)
+    solved = solve(case)
+    assert_answer(engine.everything(*solved.arrays, num_threads=2), solved.exact, solved.plain)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 3))
+@pytest.mark.parametrize("kind", ["queries", "group", "both"])
+def test_rows(engine, kind, rows, dtype):
+    """Queries, the heads of a group, or both: rows of one key/value head, in each number on both sides."""
+    heads, len_q = {"queries": (1, rows), "group": (rows, 1), "both": (2, (rows + 1) // 2)}[kind]
+    case = Case(
+        kind,
+        lead=(2,),
+        heads=heads,
+        kv_heads=1,
+        len_q=len_q,
+        len_k=300,
+        head_dim=7,
+        value_dim=33,
+        dtype=dtype,
+    )
+    solved = solve(case)
+    assert_answer(engine.everything(*solved.arrays), solved.exact, solved.plain)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (3, 130), (128, 1), (65, 64), (16, 257), (257, 16), (8, 0)], ids=str
+)
+def test_columns(engine, dims, dtype):
+    head_dim, value_dim = dims
+    case = Case(
+        "columns",
+        heads=5,
+        kv_heads=1,
+        len_q=1,
+        len_k=259,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+    )
+    solved = solve(case)
+    assert_answer(engine.everything(*solved.arrays), solved.exact, solved.plain)
+
+
+LEN_Q, LEN_K, HEADS = 3, 700, 4
+
+
+@lru_cache(maxsize=1)
+def options():
+    """Each option alone, and those that meet in one kernel.
+
+    "ours" is what the package is given as a mask where the definition is given its array.
+    """
+    rng = np.random.default_rng(3)
+    full = (2, HEADS, LEN_Q, LEN_K)
+    bias = rng.standard_normal(full)
+    holes = np.where(rng.random(full) < 0.3, -np.inf, bias)
+    allowed = rng.random((LEN_Q, LEN_K)) < 0.5
+    leaf = np.ones((LEN_Q, LEN_K), bool)
+    leaf[:, BLOCK_K : 2 * BLOCK_K] = False
+    ragged = leaf.copy()
+    ragged[1] = ~leaf[1]  # a row that sees one leaf, beside rows that see the others
+    j, shift = np.arange(LEN_K), LEN_K - LEN_Q + np.arange(LEN_Q)[:, None]
+    anchored = ((shift - 300 <= j) & (j <= shift)) | (j == 5) | (shift == 5)
+    return {
+        "plain": {},
+        "causal_top_left": {"causal": "top_left"},
+        "causal_bottom_right": {"causal": "bottom_right"},
+        "window": {"window": (300, 0)},
+        "window_one_leaf": {"window": (100, None), "causal": "bottom_right"},
+        "lengths": {"key_lengths": np.array([0, 513])},
+        "lengths_causal": {"key_lengths": np.array([257, 2]), "causal": "bottom_right"},
+        "mask": {"mask": allowed},
+        "mask_per_head": {"mask": rng.random(full) < 0.5},
+        "masked_leaf": {"mask": leaf},
+        "masked_leaf_of_some_rows": {"mask": ragged},
+        "nothing": {"mask": np.zeros(LEN_K, bool)},
+        "tiles": {"mask": anchored, "ours": masks.Window(300, 0) | masks.GlobalTokens([5])},
+        "tiles_dense": {"mask": allowed & leaf, "ours": masks.Dense(allowed) & masks.Dense(leaf)},
+        "bias": {"bias": bias},
+        "bias_float16": {"bias": bias[1].astype(np.float16)},
+        "bias_float32": {"bias": bias[:, :1, :1].astype(np.float32)},
+        "bias_strided": {"bias": MEMORY_LAYOUTS["every_other"](bias[0, 0])},
+        "bias_swapped": {"bias": MEMORY_LAYOUTS["byte_swapped"](bias[0, 0])},
+        "bias_reversed": {"bias": MEMORY_LAYOUTS["reversed"](bias)},
+        "bias_with_holes": {"bias": holes, "mask": allowed},
+        "softcap": {"softcap": 2.0},
+        "softcap_bias_mask": {"softcap": 2.0, "bias": bias, "mask": ragged},
+        "sinks": {"sinks": rng.standard_normal(HEADS)},
+        "sinks_alone": {"sinks": rng.standard_normal(HEADS), "key_lengths": np.array([0, 0])},
+        "sinks_above_all": {"sinks": np.full(HEADS, 60.0), "mask": leaf},
+        "everything": {
+            "causal": "bottom_right",
+            "window": (600, None),
+            "key_lengths": np.array([260, 700]),
+            "mask": ragged,
+            "bias": holes,
+            "softcap": 3.0,
+            "sinks": rng.standard_normal(HEADS),
+            "scale": 0.5,
+        },
+    }
+
+
+def options_for_both(name):
+    """For the package, and for the definition."""
+    theirs = dict(options()[name])
+    ours = theirs | ({"mask": theirs.pop("ours")} if "ours" in theirs else {})
+    ours.pop("ours", None)
+    return ours, theirs
+
+
+OPTION_NAMES = tuple(options())
+
+
+@lru_cache(maxsize=64)
+def solved_options(name, dtype):
+    arrays = random_arrays(
+        5, lead=(2,), heads=HEADS, kv_heads=2, len_q=LEN_Q, len_k=LEN_K, head_dim=9, value_dim=21, dtype=dtype
+    )
+    theirs = options_for_both(name)[1]
+    return arrays, naive.attention(*arrays, **theirs), naive.formula(*arrays, **theirs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", OPTION_NAMES)
+def test_options(engine, name, dtype):
+    arrays, exact, plain = solved_options(name, dtype)
+    ours = options_for_both(name)[0]
+    results = engine.everything(*arrays, **ours)
+    assert_answer(results, exact, plain)
+    out = np.full((*results[0].shape[:-1], 2 * results[0].shape[-1]), 7.0, dtype)[..., ::-2]
+    engine.attention(*arrays, num_threads=1, out=out, **ours)
+    assert_same_bits(np.ascontiguousarray(out), results[0])
+    swapped = [array.swapaxes(1, 2) for array in arrays]
+    assert_same_bits(engine.attention(*swapped, layout="bshd", **ours).swapaxes(1, 2), results[0])
+
+
+@st.composite
+def few_rows(draw):
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, MOST_ROWS + 1))
+    return {
+        "lead": (draw(st.integers(1, 2)),),
+        "heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "len_q": draw(st.integers(1, (MOST_ROWS + 1) // group)),
+        "len_k": draw(st.one_of(st.sampled_from([255, 256, 257, 511, 513, 770]), st.integers(1, 600))),
+        "head_dim": draw(st.integers(1, 33)),
+        "value_dim": draw(st.integers(1, 33)),
+    }
+
+
+@settings(max_examples=40)
+@given(problem=problems(few_rows()), num_threads=st.sampled_from([1, 2, 3]))
+def test_all_options_together(engine, problem, num_threads):
+    arrays, ours, theirs = problem
+    assert_attention(engine.everything(*arrays, num_threads=num_threads, **ours), *arrays, **theirs)
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
+def test_anywhere_in_memory(engine, layout, dtype):
+    """Keys and values whose elements lie apart are copied leaf by leaf, each by itself."""
+    arrays = dict(zip(("query", "key", "value"), many_leaves(dtype, len_k=600), strict=True))
+    expected = engine.everything(**arrays, causal="bottom_right")
+    for name in arrays:
+        moved = arrays | {name: MEMORY_LAYOUTS[layout](arrays[name])}
+        assert_all_same(engine.everything(**moved, causal="bottom_right"), expected)
+    moved = {name: MEMORY_LAYOUTS[layout](array) for name, array in arrays.items()}
+    assert_all_same(engine.everything(**moved, causal="bottom_right"), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", ["last_axis_slow", "reversed", "every_other"])
+def test_copies_of_poisoned_leaves(engine, layout, dtype):
+    """Copied values with NaN at masked keys, which take the way that keeps them apart."""
+    query, key, value = many_leaves(dtype, len_k=600)
+    value[..., [0, 300, 599], :] = np.nan
+    mask = np.ones((3, 600), bool)
+    mask[1, [0, 300, 599]] = False
+    expected = engine.everything(query, key, value, mask=mask)
+    moved = MEMORY_LAYOUTS[layout]
+    assert_all_same(engine.everything(query, moved(key), moved(value), mask=mask), expected)
+    assert np.isfinite(expected[0][..., 1, :]).all()
+
+
+THREAD_OPTIONS = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window": (1100, 0)},
+    "lengths": {"key_lengths": np.array([1500])},
+    "mask": {"mask": np.random.default_rng(0).random((3, 2500)) < 0.6},
+    "one_leaf": {"mask": np.arange(2500) // 256 == 7},
+    "every_other_leaf": {"mask": np.arange(2500) // 256 % 2 == 0},
+    "some_leaves_of_some_rows": {"mask": np.arange(2500) // 256 % 3 != np.arange(3)[:, None]},
+    "nothing": {"mask": np.zeros(2500, bool)},
+    "tiles": {"mask": masks.Window(600, 0) | masks.GlobalTokens([0])},
+    "bias": {"bias": np.random.default_rng(0).standard_normal((3, 2500)).astype(np.float16)},
+    "sinks": {"sinks": np.array([0.5, -1.0]), "softcap": 4.0},
+    "sinks_alone": {"sinks": np.array([0.5, -1.0]), "mask": np.zeros(2500, bool)},
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("option", THREAD_OPTIONS)
+@pytest.mark.parametrize("heads", [1, 2], ids=["one_head", "two_kv_heads"])
+def test_number_of_threads(engine, heads, option, dtype):
+    """With more threads the keys are cut into other pieces."""
+    arrays = many_leaves(dtype, heads=2, kv_heads=heads)
+    one = engine.everything(*arrays, num_threads=1, **THREAD_OPTIONS[option])
+    for num_threads in (2, 3, 5, 16):
+        assert_all_same(engine.everything(*arrays, num_threads=num_threads, **THREAD_OPTIONS[option]), one)
+    assert_same_bits(engine.attention(*arrays, num_threads=3, **THREAD_OPTIONS[option]), one[0], "out alone")
+
+
+@pytest.mark.parametrize("option", THREAD_OPTIONS)
+def test_other_items_of_the_batch(engine, option):
+    """With more items in the batch the keys of each are cut into fewer pieces, at last into one."""
+    arrays = many_leaves(lead=(9,))
+    options = THREAD_OPTIONS[option]
+    together = engine.everything(*arrays, num_threads=3, **options)
+    for item in (0, 8):
+        alone = engine.everything(*(array[item : item + 1] for array in arrays), num_threads=3, **options)
+        assert_all_same([got[item : item + 1] for got in together], alone)
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["clean", "isolated"])
+def test_again_and_again(engine, spoilt):
+    """Whichever thread ends last writes the outputs: a race would show as a run that differs."""
+    query, key, value = many_leaves(heads=8, kv_heads=2, len_q=2)
+    if spoilt:
+        value[..., 1300, 3] = np.nan
+    first = engine.everything(query, key, value, causal="top_left", num_threads=1)
+    for turn in range(40):
+        options = {"causal": "top_left", "num_threads": 3 + turn % 3}
+        assert_all_same(engine.everything(query, key, value, **options), first)
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["clean", "isolated"])
+def test_many_heads_again_and_again(engine, spoilt):
+    """The same without weights, over many heads that are all shared."""
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    query, key, value = many_leaves(lead=(4,), len_q=2, len_k=1100)
+    if spoilt:
+        value[..., 600, :] = np.inf
+        key[..., 700, :] = np.nan
+    mask = np.ones((2, 1100), bool)
+    mask[0, [600, 700]] = False
+    first = engine.attention(query, key, value, mask=mask, num_threads=1)
+    assert np.isfinite(first[..., 0, :]).all()
+    for _ in range(200):
+        assert_same_bits(engine.attention(query, key, value, mask=mask, num_threads=4), first)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_alone_and_among_others(engine, dtype):
+    """Its sums do not depend on how many rows stand beside it, nor on the leaves that only those may see."""
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    rng = np.random.default_rng(0)
+    query, key, value = many_leaves(dtype, heads=1, len_q=16, len_k=1100)
+    mask = rng.random((16, 1100)) < 0.7
+    leaf = np.arange(1100) // BLOCK_K
+    mask[0], mask[1] = leaf == 2, leaf == 4  # one leaf alone
+    mask[2], mask[3] = leaf % 2 == 0, leaf % 2 == 1
+    mask[4] = False
+    mask[5] = np.arange(1100) == 767
+    bias = rng.standard_normal((16, 1100)).astype(dtype)
+    together = engine.everything(query, key, value, mask=mask, bias=bias)
+    for first in range(16):
+        for stop in {first + 1, min(first + 2, 16), min(first + 5, 16)}:
+            rows = slice(first, stop)
+            alone = engine.everything(query[..., rows, :], key, value, mask=mask[rows], bias=bias[rows])
+            for got, wanted in zip(alone, together, strict=True):
+                assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
+    """Which keys are worked on begins and ends with those that any row may see: no sum is cut there."""
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    query, key, value = many_leaves(dtype, heads=1, len_q=10, len_k=1100)
+    documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
+    together = engine.everything(query, key, value, mask=masks.Segments(np.arange(10), documents))
+    for first in range(10):
+        for stop in range(first + 1, 11):
+            rows = slice(first, stop)
+            mask = masks.Segments(np.arange(10)[rows], documents)
+            alone = engine.everything(query[..., rows, :], key, value, mask=mask)
+            for got, wanted in zip(alone, together, strict=True):
+                assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_head_alone_and_in_its_group(engine, dtype):
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    query, key, value = many_leaves(dtype, heads=16, len_q=1, len_k=1100)
+    together = engine.everything(query, key, value, causal="bottom_right")
+    for heads in (slice(0, 1), slice(3, 4), slice(15, 16), slice(2, 9), slice(5, 16)):
+        alone = engine.everything(query[:, heads], key, value, causal="bottom_right")
+        for got, wanted in zip(alone, together, strict=True):
+            assert_same_bits(got, wanted[:, heads])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("option", ["plain", "causal", "window", "mask", "tiles", "bias", "sinks"])
+def test_room_behind_the_keys(engine, option, dtype):
+    """A cache with room for more keys, full of NaN: neither its leaves nor its tree change a bit."""
+    if engine.backend == "reference":
+        pytest.skip(needs_compiled)
+    rng = np.random.default_rng(1)
+    mask, bias = rng.random((3, 2600)) < 0.6, rng.standard_normal((2, 3, 2600)).astype(dtype)
+
+    def options(len_k):
+        return {
+            "plain": {},
+            "causal": {"causal": "bottom_right"},
+            "window": {"window": (270, 1)},
+            "mask": {"mask": mask[:, :len_k]},
+            "tiles": {"mask": masks.Dense(mask[:, :len_k]) | masks.Causal(offset=300)},
+            "bias": {"bias": bias[..., :len_k]},
+            "sinks": {"sinks": np.array([0.5, -1.0]), "softcap": 4.0},
+        }[option]
+
+    for length in (0, 1, 31, 64, 255, 256, 257, 513, 770, 1025):
+        query, key, value = many_leaves(dtype, len_k=length)
+        expected = engine.everything(query, key, value, **options(length))
+        for len_k in (length + 1, max(300, length + 64), max(600, length + 256), 2600):
+            room = [np.full((1, 1, len_k, array.shape[-1]), np.nan, dtype) for array in (key, value)]
+            room[0][..., :length, :], room[1][..., :length, :] = key, value
+            results = engine.everything(query, *room, key_lengths=length, **options(len_k))
+            weights = np.ascontiguousarray(results[2][..., :length])
+            for got, wanted in zip((*results[:2], weights), expected, strict=True):
+                assert_same_bits(got, wanted, f"{length} keys in room for {len_k}")
+            assert not results[2][..., length:].any()
+
+
+# ---------------------------------------------------------------- what may not be seen
+
+PLACES = {"first": 3, "at_an_edge": 255, "behind_an_edge": 256, "middle": 1300, "last": 2499}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["mask", "bias", "tiles", "sinks"])
+@pytest.mark.parametrize("place", PLACES)
+def test_poison_reaches_the_rows_that_read_it(engine, place, kind, dtype):
+    """One key is masked for the middle row and read by the others, in one leaf of ten."""
+    query, key, value = many_leaves(dtype)
+    where = PLACES[place]
+    allowed = np.random.default_rng(0).random((3, 2500)) < 0.9
+    allowed[:, where] = [True, False, True]
+    given_options = {
+        "mask": {"mask": allowed},
+        "bias": {"bias": np.where(allowed, 0.25, -np.inf)},
+        "tiles": {"mask": masks.Dense(allowed) | masks.Dense(allowed)},
+        "sinks": {"mask": allowed, "sinks": np.array([0.5, 9.0])},
+    }[kind]
+    clean = engine.everything(query, key, value, **given_options)
+    for poison_key, poison_value in [(np.nan, 1.0), (0.0, np.nan), (0.0, np.inf), (np.inf, -np.inf)]:
+        bad_key, bad_value = key.copy(), value.copy()
+        bad_key[..., where, :] *= poison_key
+        bad_value[..., where, 4] *= poison_value
+        for num_threads in (1, 3):
+            results = engine.everything(query, bad_key, bad_value, num_threads=num_threads, **given_options)
+            for got, wanted in zip(results, clean, strict=True):
+                assert_same_bits(got[:, :, 1], wanted[:, :, 1])
+            if poison_key == 0:
+                readers = results[0][:, :, ::2]
+                assert not np.isfinite(readers[..., 4]).any()
+                assert np.isfinite(np.delete(readers, 4, axis=-1)).all()
+            elif np.isnan(poison_key):
+                assert np.isnan(results[0][:, :, ::2]).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_leaves_that_no_row_may_see(engine, number, dtype):
+    """Whole leaves in the middle, and a ragged part of the next."""
+    query, key, value = many_leaves(dtype)
+    hidden = slice(500, 1400)
+    mask = np.ones(2500, bool)
+    mask[hidden] = False
+    clean = engine.everything(query, key, value, mask=mask)
+    key[..., hidden, :], value[..., hidden, :] = number, -number
+    for num_threads in (1, 3):
+        assert_all_same(engine.everything(query, key, value, mask=mask, num_threads=num_threads), clean)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sinks", [None, np.array([0.5, -1.0])], ids=["no_sinks", "sinks"])
+def test_rows_without_keys_among_rows_with(engine, sinks, dtype):
+    """They are 0 even where the leaves of the others are full of NaN and inf."""
+    query, key, value = many_leaves(dtype)
+    mask = np.ones((3, 2500), bool)
+    mask[[0, 2]] = False
+    value[..., 7], key[..., 1000:1010, :] = np.nan, np.inf
+    query[:, :, 0] = np.nan
+    for num_threads in (1, 3):
+        out, lse, weights = engine.everything(
+            query, key, value, mask=mask, sinks=sinks, num_threads=num_threads
+        )
+        assert not out[:, :, ::2].any()
+        assert not weights[:, :, ::2].any()
+        expected = np.full((1, 2, 2), -np.inf) if sinks is None else np.repeat(sinks, 2).reshape(1, 2, 2)
+        np.testing.assert_array_equal(lse[:, :, ::2], expected.astype(dtype))
+        assert np.isnan(out[:, :, 1, 7]).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_query_row_is_nan_alone(engine, dtype):
+    query, key, value = many_leaves(dtype)
+    options = {"causal": "bottom_right", "window": (1200, None)}
+    clean = engine.everything(query, key, value, **options)
+    query[0, 1, 1, 5] = np.nan
+    results = engine.everything(query, key, value, num_threads=3, **options)
+    here = np.zeros((1, 2, 3), bool)
+    here[0, 1, 1] = True
+    reads = naive.allowed_keys((), 1, 3, 2500, **options)[0, 1]
+    assert np.isnan(results[0][here]).all()
+    assert (np.isnan(results[2][here]) == reads).all()
+    assert not results[2][here][:, ~reads].any()
+    for got, wanted in zip(results, clean, strict=True):
+        assert_same_bits(got[~here], wanted[~here])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fastattn import masks
 from fastattn._plan import BLOCK_K, FEW_ROWS, plan_tiles
+from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.test_options_hypothesis import problems
@@ -47,8 +48,14 @@ def many_leaves(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, le
         value_dim=COLUMNS - 17,
         dtype=dtype,
     )
-    assert len_q * heads // kv_heads <= FEW_ROWS
+    assert len_q * heads // kv_heads <= MOST_ROWS
     return arrays
+
+
+def most_rows(dtype):
+    """As many rows as are few on the instruction set in use."""
+    _, lanes = cython_cpu.driver.tile_rows(np.dtype(dtype).itemsize)
+    return max(FEW_ROWS, lanes)
 
 
 def test_the_shapes_of_this_file_take_the_path():
@@ -334,17 +341,18 @@ def test_a_row_alone_and_among_others(engine, dtype):
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
     rng = np.random.default_rng(0)
-    query, key, value = many_leaves(dtype, heads=1, len_q=16, len_k=1100)
-    mask = rng.random((16, 1100)) < 0.7
+    most = most_rows(dtype)
+    query, key, value = many_leaves(dtype, heads=1, len_q=most, len_k=1100)
+    mask = rng.random((most, 1100)) < 0.7
     leaf = np.arange(1100) // BLOCK_K
     mask[0], mask[1] = leaf == 2, leaf == 4  # one leaf alone
     mask[2], mask[3] = leaf % 2 == 0, leaf % 2 == 1
     mask[4] = False
     mask[5] = np.arange(1100) == 767
-    bias = rng.standard_normal((16, 1100)).astype(dtype)
+    bias = rng.standard_normal((most, 1100)).astype(dtype)
     together = engine.everything(query, key, value, mask=mask, bias=bias)
-    for first in range(16):
-        for stop in {first + 1, min(first + 2, 16), min(first + 5, 16)}:
+    for first in range(most):
+        for stop in {first + 1, min(first + 2, most), min(first + 5, most)}:
             rows = slice(first, stop)
             alone = engine.everything(query[..., rows, :], key, value, mask=mask[rows], bias=bias[rows])
             for got, wanted in zip(alone, together, strict=True):
@@ -356,13 +364,14 @@ def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
     """Which keys are worked on begins and ends with those that any row may see: no sum is cut there."""
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
-    query, key, value = many_leaves(dtype, heads=1, len_q=10, len_k=1100)
+    most = min(most_rows(dtype), 10)
+    query, key, value = many_leaves(dtype, heads=1, len_q=most, len_k=1100)
     documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
-    together = engine.everything(query, key, value, mask=masks.Segments(np.arange(10), documents))
-    for first in range(10):
-        for stop in range(first + 1, 11):
+    together = engine.everything(query, key, value, mask=masks.Segments(np.arange(most), documents))
+    for first in range(most):
+        for stop in range(first + 1, most + 1):
             rows = slice(first, stop)
-            mask = masks.Segments(np.arange(10)[rows], documents)
+            mask = masks.Segments(np.arange(most)[rows], documents)
             alone = engine.everything(query[..., rows, :], key, value, mask=mask)
             for got, wanted in zip(alone, together, strict=True):
                 assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
@@ -372,9 +381,10 @@ def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
 def test_a_head_alone_and_in_its_group(engine, dtype):
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
-    query, key, value = many_leaves(dtype, heads=16, len_q=1, len_k=1100)
+    most = most_rows(dtype)
+    query, key, value = many_leaves(dtype, heads=most, len_q=1, len_k=1100)
     together = engine.everything(query, key, value, causal="bottom_right")
-    for heads in (slice(0, 1), slice(3, 4), slice(15, 16), slice(2, 9), slice(5, 16)):
+    for heads in (slice(0, 1), slice(3, 4), slice(most - 1, most), slice(2, 7), slice(5, most)):
         alone = engine.everything(query[:, heads], key, value, causal="bottom_right")
         for got, wanted in zip(alone, together, strict=True):
             assert_same_bits(got, wanted[:, heads])

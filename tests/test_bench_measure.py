@@ -518,15 +518,21 @@ def test_a_case_with_threads_of_its_own_has_workers_of_its_own() -> None:
 
 
 @needs_proc
-def test_no_worker_outlives_a_killed_parent() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_worker_outlives_a_killed_parent(busy: bool, tmp_path: Path) -> None:
     script = (
-        "from fastattn.bench.process import Worker; import os, signal, sys\n"
-        "held = Worker('numpy', 1); held.ask('release'); print(held._process.pid, flush=True)\n"
+        "from fastattn.bench.process import Worker; import os, signal, threading, time\n"
+        "held = Worker('oracle', 1)\n"
+        f"work = dict(case='long-64k', path={str(tmp_path / 'answer.npy')!r})\n"
+        f"if {busy}: threading.Thread(target=lambda: held.ask('expected', **work), daemon=True).start()\n"
+        "else: held.ask('expected', **work | dict(case='tiny-4'))\n"
+        "print(held._process.pid, flush=True)\n"
+        "time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     pid = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 2
     while process_state(pid) not in ("gone", "Z") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert process_state(pid) in ("gone", "Z")

@@ -6,11 +6,14 @@ It reads one JSON command per line on stdin and answers with one JSON line: ``{"
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import gc
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -143,6 +146,8 @@ class LibraryWorker:
 
     def _load(self) -> Peer:
         if self._peer is None:
+            with contextlib.suppress(OSError):  # not on Linux: nobody knows how much there is
+                limit_memory()
             self._peer = load_peer(self._name, self._threads)
         return self._peer
 
@@ -258,7 +263,6 @@ class LibraryWorker:
         """
         named = MEMORY_CASES[case]
         inputs = make_inputs(named)
-        limit_memory()
         peer = self._load()
         reasons = []
         for label, make in peer.ways.items():
@@ -315,8 +319,16 @@ class LimitsWorker:
         }
 
 
+def _end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it dies, also amid a command."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main(name: str, num_threads: int) -> None:
     """Answer commands until stdin closes."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     holder: object

@@ -49,7 +49,9 @@ class OpenVINO:
             arrays = [inputs.query, inputs.key, inputs.value]
         # Its causal starts at the top left, and the plugin ignores a mask beside it.
         causal = case.causal and case.len_q == case.len_k and inputs.score_mask(case, causal=False) is None
-        if causal and not fixed:  # else it works tile by tile
+        if causal:
+            # Without the flag it works tile by tile. With it, open lengths store the scores, and fixed shapes
+            # had the process killed for lack of memory on 65536 tokens.
             check_scores_fit(case)
         mask = None if causal else inputs.score_mask(case)
         if mask is not None:

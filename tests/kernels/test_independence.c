@@ -93,7 +93,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
                 words[j / 32 * n_rows + r] |= (uint32_t)(key0 + j >= starts[row] && key0 + j < stops[row]) << j % 32;
             bias[r] = element(&bias_rows, row, key0);
         }
-        kernels->score_rows(s, BLOCK_K, q, q_ld, n_rows, element(&key, key0, 0), key.row, n_keys, HEAD_DIM);
+        kernels->score_rows(s, BLOCK_K, q, q_ld, n_rows, element(&key, key0, 0), key.row, n_keys, HEAD_DIM, ANY_DISTANCE);
         kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, softcap, bias, words);
         kernels->softmax_rows(s, BLOCK_K, row_max[leaf], row_sum[leaf], n_rows, n_keys, LOG2E, 0);
         if (isolated)
@@ -101,7 +101,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
                                               n_keys, VALUE_DIM, bias, words, clean);
         else
             kernels->accumulate_rows(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row, n_keys,
-                                     VALUE_DIM);
+                                     VALUE_DIM, ANY_DISTANCE);
     }
     for (int leaf = 1; leaf < LEAVES; leaf++)
         kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[leaf], row_max[leaf], row_sum[leaf], n_rows, ld, LOG2E);

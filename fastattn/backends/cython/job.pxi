@@ -33,12 +33,12 @@ cdef extern from "kernels.h" nogil:
         void (*pack_rows)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                           double) noexcept nogil
         void (*score_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
-                           Py_ssize_t, Py_ssize_t) noexcept nogil
+                           Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, const char *const *,
                             const uint32_t *) noexcept nogil
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
         void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
-                                Py_ssize_t, Py_ssize_t) noexcept nogil
+                                Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*accumulate_rows_isolated)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
                                          Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
                                          void *) noexcept nogil
@@ -110,6 +110,7 @@ cdef struct Job:
     # Where rows are no lanes, see rows.pxi:
     bint by_rows
     Py_ssize_t query_ld, acc_ld
+    Py_ssize_t key_ahead, value_ahead            # from a row to the one that memory is asked for with it, or 0
     Py_ssize_t n_leaves, chunk_leaves, n_chunks  # leaves of keys, and how many are a task
     Py_ssize_t n_parts, part_nbytes              # parts that a thread may have at once
     Part *parts              # one for each task, where a head has more than one

@@ -104,9 +104,10 @@ typedef struct {
     void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
                       ptrdiff_t n_cols, double factor);
 
-    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. */
+    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `ahead` is 0, memory is asked for the row so many bytes
+     * behind each key's along the way. */
     void (*score_rows)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows, const char *k,
-                       ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim);
+                       ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t ahead);
 
     /* As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]. */
     void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
@@ -116,9 +117,9 @@ typedef struct {
     void (*softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
                          double exponent_factor, int has_max);
 
-    /* acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]. */
+    /* acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `ahead` as in `score_rows`. */
     void (*accumulate_rows)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows, const char *v,
-                            ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim);
+                            ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t ahead);
 
     /* As `accumulate_isolated`. */
     void (*accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,

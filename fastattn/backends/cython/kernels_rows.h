@@ -102,9 +102,10 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
     return any != 0;
 }
 
-/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. */
+/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Unless 0, `ahead` leads from
+ * a key to another one that memory is asked for. */
 INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
-                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim) {
+                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t ahead) {
     enum { MAX_KEYS = DOTS };
     const int n_keys = DOTS / R;
     const char *key[MAX_KEYS];
@@ -115,6 +116,9 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 #define STEP(LOAD)                                                                                             \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
+        if (ahead && d % LINE == 0)                                                                            \
+            _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
+                __builtin_prefetch(key[j] + ahead + d * (ptrdiff_t)sizeof(REAL), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
             const VEC y = LOAD(key[j] + d * (ptrdiff_t)sizeof(REAL));                                          \
@@ -141,7 +145,7 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 }
 
 static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptrdiff_t q_ld, ptrdiff_t n_rows,
-                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t ahead) {
     REAL *const s = s_tile;
     const REAL *const q = q_tile;
     /* All rows for as many keys as one row takes at once, which stay in L1. */
@@ -151,7 +155,8 @@ static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptr
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R)                                                                            \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
-    NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j, head_dim)
+    NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j, head_dim, \
+                          r == 0 ? ahead : 0)
         ROWS(4);
         ROWS(2);
         ROWS(1);
@@ -246,12 +251,15 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
 }
 
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
- * of keys; added to what acc holds unless is_first. */
+ * of keys; added to what acc holds unless is_first. Along the way memory is asked for the first fetch_nbytes bytes of a
+ * row for each key, `ahead` from it. */
 INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
-                                       const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first) {
+                                       const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first,
+                                       ptrdiff_t ahead, ptrdiff_t fetch_nbytes) {
     VEC sum[4][8] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
         VEC x[8];
+        for (ptrdiff_t at = 0; at < fetch_nbytes; at += 64) __builtin_prefetch(v + ahead + at, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
             x[i] = i == V - 1 && n_last < LANES ? NAME(load_partial)(v + i * VECTOR_BYTES, n_last)
@@ -275,10 +283,13 @@ INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrd
 
 /* R rows of `accumulate_rows` over one chunk of keys, all columns. */
 INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld, const char *v,
-                                        ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first) {
-#define TILE(V, n_last) NAME(accumulate_rows_tile)(R, V, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first)
+                                        ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first,
+                                        ptrdiff_t ahead, ptrdiff_t fetch_nbytes) {
+#define TILE(V, n_last)                                                                                        \
+    NAME(accumulate_rows_tile)(R, V, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first, ahead, fetch_nbytes)
 #define COLUMNS(V)                                                                                             \
-    for (; value_dim >= V * LANES && V <= ROW_VECTORS(R); value_dim -= V * LANES, acc += V * LANES, v += V * VECTOR_BYTES) \
+    for (; value_dim >= V * LANES && V <= ROW_VECTORS(R);                                                      \
+         value_dim -= V * LANES, acc += V * LANES, v += V * VECTOR_BYTES, fetch_nbytes = 0)                    \
     TILE(V, LANES)
     COLUMNS(8);
     COLUMNS(4);
@@ -290,14 +301,15 @@ INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, co
 }
 
 static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_tile, ptrdiff_t p_ld, ptrdiff_t n_rows,
-                                  const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+                                  const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
+                                  ptrdiff_t ahead) {
     for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
         const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
         ptrdiff_t r = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R)                                                                            \
     NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, p_ld, v, v_row, \
-                                n, value_dim, start == 0)
+                                n, value_dim, start == 0, ahead, ahead && r == 0 ? value_dim * (ptrdiff_t)sizeof(REAL) : 0)
         ROWS(4);
         ROWS(2);
         ROWS(1);
@@ -314,7 +326,7 @@ static void NAME(accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate_rows)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys, value_dim);
+    NAME(accumulate_rows)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys, value_dim, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));

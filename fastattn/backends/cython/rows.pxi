@@ -57,13 +57,14 @@ cdef void score_leaf(const Job *job, Scratch *w, const Block *block, TileState s
                      Py_ssize_t n_keys) noexcept nogil:
     """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores."""
     cdef const char *keys = block.key + key0 * job.key.row
-    cdef Py_ssize_t key_row = job.key.row
+    cdef Py_ssize_t key_row = job.key.row, ahead = job.key_ahead
     if job.key_copy_nbytes > 0:
         key_row = job.head_dim * job.itemsize
         fastattn_copy_rows(w.key_copy, keys, job.key.row, job.key.col, job.itemsize, n_keys, job.head_dim)
         keys = w.key_copy
+        ahead = 0
     job.kernels.score_rows(w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
-                           job.head_dim)
+                           job.head_dim, ahead)
     if job.bias.data != NULL:
         find_bias_rows(job, w, block, key0, n_keys)
     if job.bias.data != NULL or job.softcap > 0 or state == TILE_PARTIAL:
@@ -80,7 +81,8 @@ cdef bint attend_leaf(const Job *job, Scratch *w, const Block *block, Py_ssize_t
                       char *clean) noexcept nogil:
     """Softmax and values over one leaf into part; whether any row may attend any of its keys. clean: see `attend`."""
     cdef const fastattn_kernels *kernels = job.kernels
-    cdef Py_ssize_t plain, plain_stop, value_row = job.value.row, key0 = leaf_start(job, block, leaf)
+    cdef Py_ssize_t plain, plain_stop, value_row = job.value.row, ahead = job.value_ahead
+    cdef Py_ssize_t key0 = leaf_start(job, block, leaf)
     cdef Py_ssize_t n_keys = min((leaf + 1) * job.block_k, block.high) - key0
     cdef const char *values = block.value + key0 * value_row
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, True, &plain, &plain_stop)
@@ -93,12 +95,13 @@ cdef bint attend_leaf(const Job *job, Scratch *w, const Block *block, Py_ssize_t
         fastattn_copy_rows(w.panels, values, value_row, job.value.col, job.itemsize, n_keys, job.value_dim)
         value_row = job.value_dim * job.itemsize
         values = w.panels
+        ahead = 0
     if clean != NULL:
         kernels.accumulate_rows_isolated(acc_of(job, part), job.acc_ld, w.scores, job.block_k, block.n_rows, values,
                                          value_row, n_keys, job.value_dim, bias_of(job, w), words_of(w, state), clean)
     else:
         kernels.accumulate_rows(acc_of(job, part), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
-                                n_keys, job.value_dim)
+                                n_keys, job.value_dim, ahead)
     part.leaf = leaf
     part.is_partial = state == TILE_PARTIAL or job.bias.data != NULL
     return True
@@ -227,6 +230,11 @@ cdef void run_row_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     finish_rows(job, w, &block, &stack)
 
 
+cdef inline Py_ssize_t rows_ahead(const Job *job, Py_ssize_t row, Py_ssize_t n_cols, Py_ssize_t nbytes) noexcept:
+    """The distance in memory of so many rows as have nbytes together."""
+    return row * (nbytes // max(<Py_ssize_t>1, n_cols * job.itemsize) + 1)
+
+
 cdef int set_rows(Job *job, int num_threads, plan) except -1:
     """How the rows of each key/value head lie in tiles, and which leaves are a task; see `fastattn._plan`."""
     cdef Py_ssize_t task, heads = job.batch * job.num_kv_heads, most = plan.row_tasks * num_threads
@@ -236,6 +244,9 @@ cdef int set_rows(Job *job, int num_threads, plan) except -1:
     job.acc_ld = whole_vectors(job, job.value_dim)
     job.key_copy_nbytes = job.block_k * job.head_dim * job.itemsize if job.key.col != job.itemsize else 0
     job.panels_nbytes = job.block_k * job.value_dim * job.itemsize if job.value.col != job.itemsize else 0
+    if heads * job.len_k * (job.head_dim + job.value_dim) * job.itemsize >= plan.fetch_nbytes:
+        job.key_ahead = rows_ahead(job, job.key.row, job.head_dim, plan.ahead_nbytes)
+        job.value_ahead = rows_ahead(job, job.value.row, job.value_dim, plan.ahead_nbytes)
     job.part_nbytes = (2 * padded(job.max_lanes * job.itemsize)
                        + padded(job.len_q * job.group_size * job.acc_ld * job.itemsize))
     job.n_leaves = (job.len_k + job.block_k - 1) // job.block_k

@@ -351,7 +351,6 @@ _ALL = (
         (1, 8, 2048, 2048, 64),
         "GPT-2 prefill, long",
         causal=True,
-        quick=True,
         targets=Targets(best=1.5, peak=0.87),
     ),
     _case(
@@ -374,7 +373,6 @@ _ALL = (
         "batch",
         (32, 12, 128, 128, 64),
         "BERT-base, a batch of 32 short texts",
-        quick=True,
         targets=Targets(best=1.3),
     ),
     _case(
@@ -390,7 +388,6 @@ _ALL = (
         (8, 12, 512, 512, 64),
         "BERT-base, 8 texts of 64 to 512 tokens",
         key_lengths="ragged",
-        quick=True,
     ),
     _case("minilm-batch", "batch", (64, 12, 128, 128, 32), "MiniLM-L6, sentence embeddings, 64 full texts"),
     _case(
@@ -473,7 +470,6 @@ _ALL = (
         "a bool mask with no structure, half of it True, shared by the heads",
         mask="random",
         baseline="square-2048-64",
-        quick=True,
         targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
@@ -539,7 +535,6 @@ _ALL = (
         (1, 12, 2048, 2048, 64),
         "ModernBERT-base, a local layer: 64 tokens to both sides",
         window=(64, 64),
-        quick=True,
     ),
     _case(
         "longformer-window",
@@ -671,7 +666,6 @@ _ALL = (
         kv_heads=4,
         causal=True,
         softcap=50.0,
-        quick=True,
     ),
     _case(
         "whisper-cross", "cross", (1, 20, 448, 1500, 64), "Whisper-large, its longest text over 30 s of audio"

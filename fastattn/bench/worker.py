@@ -63,6 +63,10 @@ COLD_BYTES = 2**29
 #: ways are compared one more for each of them.
 COLD_SHARE = 1 / 16
 
+#: Of the ways of one library those are tried with cold inputs that take at most so many times as long as the
+#: fastest with inputs that the caches may hold.
+COLD_CHANCE = 1.5
+
 
 def _reason(error: BaseException) -> str:
     """The error in one line that fits a table."""
@@ -112,6 +116,16 @@ def _in_turn(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turn)()
 
 
+def _try_in_turn(calls: dict[str, Callable[[], object]], ways: dict[str, dict[str, Any]]) -> None:
+    """Leave in `ways` the seconds of the fastest of a few calls of each."""
+    for label in calls if len(calls) == 1 else [*calls, *calls]:
+        if ways[label].get("seconds", 0.0) >= LONG_CALL_SECONDS:
+            continue  # once is enough for these
+        time.sleep(SETTLE_SECONDS)
+        seconds = _warm_up(calls[label])
+        ways[label]["seconds"] = min(seconds, ways[label].get("seconds", seconds))
+
+
 def _cold_copies(case: Case, inputs: Inputs) -> list[Inputs]:
     """Copies of `inputs` that fill `COLD_BYTES` together with it, if `case` wants them cold; else none."""
     if not case.cold:
@@ -146,8 +160,6 @@ class LibraryWorker:
 
     def _load(self) -> Peer:
         if self._peer is None:
-            with contextlib.suppress(OSError):  # not on Linux: nobody knows how much there is
-                limit_memory()
             self._peer = load_peer(self._name, self._threads)
         return self._peer
 
@@ -174,7 +186,6 @@ class LibraryWorker:
         tolerance = TOLERANCE_EPS * float(np.finfo(named.dtype).eps) * float(np.abs(inputs.value).max())
         peer = self._load()
         ways: dict[str, dict[str, Any]] = {}
-        copies = _cold_copies(named, inputs)
         calls: dict[str, Callable[[], object]] = {}
         for label, make in peer.ways.items():
             try:
@@ -190,16 +201,20 @@ class LibraryWorker:
                 found = "NaN or inf" if error is None else f"largest error {error:.1e}"
                 ways[label]["reason"] = f"wrong: {found}, allowed {tolerance:.1e}"
             else:
-                others = [make(named, it).run for it in copies]
-                for run in others:
-                    run()  # what a library does once for each, it does now
-                calls[label] = _in_turn([call.run, *others])
-        for label in calls if len(calls) == 1 else [*calls, *calls]:
-            if ways[label].get("seconds", 0.0) >= LONG_CALL_SECONDS:
-                continue  # once is enough for these
-            time.sleep(SETTLE_SECONDS)
-            seconds = _warm_up(calls[label])
-            ways[label]["seconds"] = min(seconds, ways[label].get("seconds", seconds))
+                calls[label] = call.run
+        _try_in_turn(calls, ways)
+        copies = _cold_copies(named, inputs) if calls else []
+        if copies:
+            # Some libraries take long to make each copy ready: only ways that may be the fastest get them.
+            slowest = COLD_CHANCE * min(ways[label]["seconds"] for label in calls)
+            calls = {label: run for label, run in calls.items() if ways[label]["seconds"] <= slowest}
+            for label, run in calls.items():
+                others = [peer.ways[label](named, it).run for it in copies]
+                for other in others:
+                    other()  # what a library does once for each, it does now
+                calls[label] = _in_turn([run, *others])
+                del ways[label]["seconds"]
+            _try_in_turn(calls, ways)
         chosen = min(calls, key=lambda label: ways[label]["seconds"], default=None)
         if chosen is not None:
             self._ready[case] = calls[chosen]
@@ -337,6 +352,8 @@ def main(name: str, num_threads: int) -> None:
     elif name == LIMITS:
         holder = LimitsWorker(num_threads)
     else:
+        with contextlib.suppress(OSError):  # not on Linux: nobody knows how much there is
+            limit_memory()
         holder = LibraryWorker(name, num_threads)
     for line in sys.stdin:
         request = json.loads(line)

@@ -34,7 +34,7 @@ FILE_WIDTH = 120
 WRONG, SLOWER, INTERRUPTED = 1, 3, 130
 
 #: A case takes about so long at most; all cases of ``--quick`` together.
-CASE_SECONDS, QUICK_SECONDS = 25.0, 100.0
+CASE_SECONDS, QUICK_SECONDS = 25.0, 80.0
 
 #: And so long per round go into the share of the limit there.
 QUICK_SHARE_SECONDS = 0.15

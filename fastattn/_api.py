@@ -131,7 +131,8 @@ def attention(
     relative to the running maximum.
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
-    on layout or strides.
+    on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
+    query rows (`L * H / K` of at most 8, or as many as fill a vector), whose keys are summed up as a tree.
 
     Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
     never expanded.
@@ -145,6 +146,7 @@ def attention(
        NeurIPS 2022.
     .. [5] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
        algorithm 1.
+    .. [6] Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
     Examples
     --------

@@ -535,6 +535,7 @@ _ALL = (
         (1, 12, 2048, 2048, 64),
         "ModernBERT-base, a local layer: 64 tokens to both sides",
         window=(64, 64),
+        quick=True,
     ),
     _case(
         "longformer-window",
@@ -677,7 +678,6 @@ _ALL = (
         "Llama-3-8B, one token over a cache of 4096: 32 query heads on 8 key/value heads",
         kv_heads=8,
         cold=True,
-        quick=True,
     ),
     _case(
         "mha-decode",
@@ -685,6 +685,7 @@ _ALL = (
         (1, 32, 1, 4096, 128),
         "Llama-2-7B, one token over a cache of 4096: a key/value head for each query head",
         cold=True,
+        quick=True,
     ),
     _case(
         "mqa-decode",

@@ -54,13 +54,14 @@ class Plan(NamedTuple):
 FEW_ROWS = 8
 
 # A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
+# Other counts were not measured.
 ROW_TASKS = 8
 
 # Few rows leave a core to wait for memory, of which it sees by itself no further than to the end of a page.
 # Asking for it 8 KB ahead instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; not at all 1.4
 # times at 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache it
-# costs up to 13 %. 2 cores of Emerald Rapids with an L2 of 2 MB, 2026-11-21, keys and values from memory,
-# calls in turns.
+# costs up to 13 %; where the cache ends was taken from its size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21,
+# keys and values from memory, calls in turns.
 AHEAD_NBYTES = 1 << 14
 FETCH_NBYTES = 1 << 21
 

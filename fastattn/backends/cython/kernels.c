@@ -8,7 +8,7 @@
  * under AVX2 a 4 x 3 tile needs 7 loads for 12, two of them half a line; `accumulate` walks a column of weights
  * per tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query
  * rows has at most, EXP2_KEYS how many keys `softmax` works on at once. The
- * kernels of few rows hold ROW_SUMS vectors of sums.
+ * kernels of few rows hold ROW_SUMS vectors of sums, half of the registers; other numbers were not measured.
  *
  * Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the multiply-adds they
  * save 7 % of `score`, and 32 would save another 1 %, but round 12 % more. 2 cores of Emerald Rapids, 2026-11-21,

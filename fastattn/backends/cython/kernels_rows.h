@@ -106,9 +106,8 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
  * a key to another one that memory is asked for. */
 INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
                                   ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t ahead) {
-    enum { MAX_KEYS = DOTS };
     const int n_keys = DOTS / R;
-    const char *key[MAX_KEYS];
+    const char *key[DOTS];
     VEC sum[DOTS] = {};
 #pragma GCC unroll 16
     for (int j = 0; j < n_keys; j++) key[j] = k + (j < n ? j : n - 1) * k_row;

@@ -197,7 +197,7 @@ cdef void run_row_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """Some leaves of one key/value head of one batch item; who does the last of a head writes its outputs."""
     cdef Block block
     cdef Stack stack
-    cdef Part *part = &job.parts[task]
+    cdef Part *part
     cdef Py_ssize_t lane, head = task // job.n_chunks, first = task % job.n_chunks * job.chunk_leaves
     cdef char *query
     cdef char *out
@@ -213,6 +213,7 @@ cdef void run_row_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
                           job.head_dim, job.query_factor)
     attend_leaves(job, w, &block, first, first + job.chunk_leaves, &stack, NULL)
     if job.n_chunks > 1:
+        part = &job.parts[task]
         part.leaf = -1
         if stack.depth > 0:
             memcpy(part.data, stack.parts[0].data, job.part_nbytes)

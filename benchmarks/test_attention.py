@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from fastattn import _host
-from fastattn.bench.cases import CASES, Case, Inputs, make_inputs
+from fastattn.bench.case import Case, Inputs, make_inputs
+from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import checked_rows, expected_output
 from fastattn.bench.peers import PEERS, Call, Unable, load_peer
 from fastattn.bench.worker import TOLERANCE_EPS

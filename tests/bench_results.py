@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.cases import MEMORY_WARM_UP, Case, possible_cases
+from fastattn.bench.case import Case
+from fastattn.bench.cases import MEMORY_WARM_UP, possible_cases
 
 #: The made-up machine: FLOP/s, bytes/s.
 PEAK, BANDWIDTH = 300e9, 30e9

@@ -14,17 +14,8 @@ import numpy as np
 import pytest
 
 from fastattn.bench import oracle, peers
-from fastattn.bench.cases import (
-    CASES,
-    GROUPS,
-    MEMORY_CASES,
-    PADDING_KEPT,
-    SHORTEST,
-    Case,
-    Inputs,
-    make_inputs,
-    possible_cases,
-)
+from fastattn.bench.case import PADDING_KEPT, SHORTEST, Case, Inputs, make_inputs
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
 from fastattn.bench.oracle import checked_rows, expected_output, oracle_dtype
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base
 from fastattn.bench.peers.numpy_formula import NumPyFormula
@@ -375,7 +366,8 @@ FLEX_KINDS = ("window-causal", "ragged", "softcap", "float64")
 RUN_KINDS = """
 import json
 from fastattn.bench import worker
-from fastattn.bench.cases import CASES, make_inputs
+from fastattn.bench.case import make_inputs
+from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import expected_output
 import numpy as np
 from pathlib import Path
@@ -428,7 +420,8 @@ def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None
 def test_xla_has_the_threads_it_was_given(threads: int) -> None:
     code = """
 from pathlib import Path
-from fastattn.bench.cases import CASES, make_inputs
+from fastattn.bench.case import make_inputs
+from fastattn.bench.cases import CASES
 from fastattn.bench.peers import load_peer
 case = CASES["square-512-64"]
 load_peer("jax", 0).ways["formula"](case, make_inputs(case)).run()

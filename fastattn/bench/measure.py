@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.cases import CASES, Case
+from fastattn.bench.case import Case
+from fastattn.bench.cases import CASES
 from fastattn.bench.intervals import ENOUGH, median_interval
 from fastattn.bench.limits import Kind, Limits, bounds
 from fastattn.bench.peers import OURS

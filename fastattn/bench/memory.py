@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers import Call
 from fastattn.bench.peers._base import available_memory
 

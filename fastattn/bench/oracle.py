@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 
 #: Query rows per block: bounds the memory to a few MB per 8192 keys, changes no value.
 ROWS = 128

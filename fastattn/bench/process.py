@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from fastattn import _host
-from fastattn.bench.cases import Case
+from fastattn.bench.case import Case
 from fastattn.bench.peers import PEERS
 from fastattn.bench.worker import ORACLE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastattn.bench.cases import Case
+from fastattn.bench.case import Case
 from fastattn.bench.limits import Kind, Limits
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastattn.bench.cases import Case
+from fastattn.bench.case import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
 from fastattn.bench.document import MemoryResults
 from fastattn.bench.intervals import ENOUGH, Estimate

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP, Case, Inputs, make_inputs
+from fastattn.bench.case import Case, Inputs, make_inputs
+from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP
 from fastattn.bench.limits import Kind
 from fastattn.bench.memory import limit_memory, measure_call
 from fastattn.bench.oracle import checked_rows, expected_output

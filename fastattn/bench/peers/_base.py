@@ -9,7 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fastattn.bench.cases import MEMORY_CASES, Case, Inputs
+from fastattn.bench.case import Case, Inputs
+from fastattn.bench.cases import MEMORY_CASES
 
 #: A library that stores the scores is refused when they would take more than this share of the machine's
 #: memory, or of what is free of it: most hold them more than once, several libraries hold a case at the same

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn.bench.cases import Case, Inputs, document_ids
+from fastattn.bench.case import Case, Inputs, document_ids
 from fastattn.bench.peers._base import Call
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit, folded
 
 #: Attention of three arrays in one of the two layouts.

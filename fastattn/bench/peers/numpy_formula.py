@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import Call, added_mask, block_axis, blocks, check_scores_fit
 
 

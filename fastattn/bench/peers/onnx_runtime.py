@@ -17,7 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit, folded
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.

@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import Call, Unable, check_scores_fit, folded
 
 

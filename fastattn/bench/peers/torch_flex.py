@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import Call, Unable
 from fastattn.bench.peers.torch_sdpa import own, tensors
 

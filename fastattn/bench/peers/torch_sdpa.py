@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastattn.bench.cases import Case, Inputs
+from fastattn.bench.case import Case, Inputs
 from fastattn.bench.peers._base import (
     FEW_ROWS,
     Call,

@@ -1,0 +1,293 @@
+"""A case: one attention call, what it costs at least, what we want of it, and its inputs.
+
+Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S`` key length,
+``D`` head_dim, ``E`` value head_dim.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+#: Bool masks of the kind "padding" leave this share of the keys (a batch padded to its longest text).
+PADDING_KEPT = 0.75
+
+#: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
+SHORTEST = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the project wants of a case; None where it asks for nothing."""
+
+    best: float | None = None  #: time of the fastest right peer over ours, at least
+    torch: float | None = None  #: time of torch over ours, at least
+    peak: float | None = None  #: share of the machine's FMA peak, at least
+    peak_avx2: float | None = None  #: the same for ``fastattn-avx2``
+    slowdown: float | None = None  #: our time over our time of the case's baseline, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention call with a name.
+
+    Query row i of an item with S_b keys stands at position p = i + S_b - L, so that the last query stands at
+    the last key: that is where ``causal`` ends and where ``window`` lies. For L = S it is p = i.
+    Everything that restricts attention applies together.
+    """
+
+    name: str
+    group: str
+    origin: str  #: where the shape comes from and what it shows
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    value_dim: int
+    dtype: str = "float32"
+    causal: bool = False  #: no key after position p: "bottom_right"
+    mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
+    bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
+    window: tuple[int, int] | None = None  #: keys from p - left to p + right
+    document_length: int | None = None  #: texts of this length in a row, each attending to itself; L = S
+    key_lengths: str | None = None  #: "ragged": items end early, see `lengths`
+    softcap: float | None = None  #: scaled scores x become c · tanh(x / c)
+    layout: str = "bhsd"  #: "bshd" stores (B, L, H, D)
+    rank: int = 4  #: 3 drops the batch axis
+    strided: bool = False  #: every second element of the last axis of wider arrays; rank 4 "bhsd" only
+    cold: bool = False  #: keys and values shall come from memory: time it over copies that no cache holds
+    threads: int | None = None  #: None: as many as the run was asked for
+    quick: bool = False  #: part of ``--quick``
+    baseline: str | None = None  #: our time is also given over our time of this case
+    targets: Targets = Targets()
+
+    @property
+    def shape(self) -> str:
+        """``B,H[/K],L,S,D[/E]``, as the tables print it."""
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else f"{self.heads}"
+        dims = f"{self.head_dim}/{self.value_dim}" if self.value_dim != self.head_dim else f"{self.head_dim}"
+        return f"{self.batch},{heads},{self.len_q},{self.len_k},{dims}"
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Keys of each item, ``(B,)``; None where all have S.
+
+        "ragged" lengths are evenly spread from `SHORTEST` of S to S and then shuffled, always in the same
+        way: sorted ones would suit those who hand out the batch in two halves badly, or too well.
+        """
+        if self.key_lengths is None:
+            return None
+        spread = np.linspace(SHORTEST * self.len_k, self.len_k, self.batch).round().astype(np.int64)
+        return np.random.default_rng(0).permutation(spread)
+
+    def intervals(self, *, causal: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that each query row may attend; arrays (``mask``, ``bias``) may forbid more.
+
+        Parameters
+        ----------
+        causal
+            False leaves the case's ``causal`` out, for libraries that have a flag for it.
+
+        Returns
+        -------
+        start, stop
+            Keys ``start`` to ``stop - 1``; both ``(B or 1, L or 1)``, 1 where all items or rows are alike.
+        """
+        causal = self.causal if causal is None else causal
+        lengths = self.lengths
+        stop = np.array([[self.len_k]]) if lengths is None else lengths[:, None]
+        start = np.zeros_like(stop)
+        if causal or self.window is not None or self.document_length is not None:
+            position = np.arange(self.len_q) + stop - self.len_q
+            start, stop = np.broadcast_arrays(start, stop, position)[:2]
+            if causal:
+                stop = np.minimum(stop, position + 1)
+            if self.window is not None:
+                left, right = self.window
+                start, stop = np.maximum(start, position - left), np.minimum(stop, position + right + 1)
+            if self.document_length is not None:
+                first = position // self.document_length * self.document_length
+                start, stop = np.maximum(start, first), np.minimum(stop, first + self.document_length)
+        return start, np.maximum(start, stop)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that have to be computed, over all items, for one head.
+
+        Exactly those that causal, windows, documents and key lengths allow: L·(L + 1) / 2 for causal with
+        L = S. Arrays count in full, whatever is in them.
+        """
+        return _pairs(self)
+
+    @property
+    def flops(self) -> float:
+        """Two per multiply-add of the two products: ``2 · H · pairs · (D + E)``. Nothing else counts."""
+        return 2.0 * self.heads * self.pairs * (self.head_dim + self.value_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have to be read or written at least once.
+
+        Query and output; of keys and values each key/value head once, and only the keys that some query may
+        attend; mask and bias as the case gives them. Not the few bytes that say lengths and windows.
+        """
+        return _nbytes(self)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte: below the machine's own ratio the memory is the limit, above it the arithmetic."""
+        return self.flops / self.nbytes
+
+    @property
+    def options(self) -> str:
+        """The options in a few words, as the tables print them."""
+        words = [self.dtype] if self.dtype != "float32" else []
+        words += ["causal"] if self.causal else []
+        words += [f"{self.mask} mask"] if self.mask else []
+        words += [f"bias {self.bias}"] if self.bias else []
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"documents of {self.document_length}"] if self.document_length else []
+        words += [f"{self.key_lengths} keys"] if self.key_lengths else []
+        words += [f"soft-cap {self.softcap:g}"] if self.softcap else []
+        words += [self.layout] if self.layout != "bhsd" else []
+        words += [f"rank {self.rank}"] if self.rank != 4 else []
+        words += ["strided"] if self.strided else []
+        words += ["cold"] if self.cold else []
+        words += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
+        return ", ".join(words)
+
+
+@cache
+def _pairs(case: Case) -> int:
+    start, stop = case.intervals()
+    return int(np.broadcast_to(stop - start, (case.batch, case.len_q)).sum())
+
+
+@cache
+def _nbytes(case: Case) -> int:
+    element = np.dtype(case.dtype).itemsize
+    start, stop = case.intervals()
+    attended = 0
+    for item in range(len(start)):
+        # +1 where an interval begins, -1 where it ends: a key is attended where the running sum is positive.
+        edges = np.zeros(case.len_k + 1, np.int64)
+        used = stop[item] > start[item]
+        np.add.at(edges, start[item][used], 1)
+        np.add.at(edges, stop[item][used], -1)
+        keys = np.cumsum(edges[:-1]) > 0
+        if case.mask == "padding":
+            keys[int(case.len_k * PADDING_KEPT) :] = False
+        attended += int(np.count_nonzero(keys)) * (case.batch // len(start))
+    rows = case.batch * case.heads * case.len_q
+    dims = case.head_dim + case.value_dim
+    pairs = case.len_q * case.len_k
+    mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k}[case.mask]
+    bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
+    return element * (rows * dims + case.kv_heads * attended * dims + bias) + mask
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arrays of a case; the same in every process."""
+
+    query: np.ndarray  #: in the layout and rank of the case; C-contiguous unless the case is strided
+    key: np.ndarray
+    value: np.ndarray
+    mask: np.ndarray | None  #: bool, True = may attend: the case's ``mask`` and nothing else
+    bias: np.ndarray | None
+
+    def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Views of query, key and value as ``(B, heads, length, dim)``, whatever the case's layout."""
+        arrays = (self.query, self.key, self.value)
+        if case.rank == 3:
+            return tuple(array[None] for array in arrays)  # type: ignore[return-value]
+        if case.layout == "bshd":
+            return tuple(array.transpose(0, 2, 1, 3) for array in arrays)  # type: ignore[return-value]
+        return arrays
+
+    def wide(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays whose ``[..., ::2]`` a strided case has; of the others what `bhsd` gives."""
+        if not case.strided:
+            return self.bhsd(case)
+        return tuple(array.base for array in (self.query, self.key, self.value))  # type: ignore[return-value]
+
+    def allowed(self, case: Case, *, causal: bool | None = None) -> np.ndarray | None:
+        """All that restricts attention as one bool array, for libraries that have no other way to say it.
+
+        Parameters
+        ----------
+        causal
+            False leaves the case's ``causal`` out, for libraries that have a flag for it.
+
+        Returns
+        -------
+        np.ndarray or None
+            True = may attend; ``(B or 1, 1, L or 1, S)``. None when every query may attend every key.
+        """
+        start, stop = (bound[:, None, :, None] for bound in case.intervals(causal=causal))
+        allowed = None
+        if np.any(start) or np.any(stop < case.len_k):
+            keys = np.arange(case.len_k)
+            allowed = keys < stop
+            if np.any(start):
+                allowed &= keys >= start
+        if self.mask is None:
+            return allowed
+        mask = self.mask if self.mask.ndim == 4 else self.mask[None, None]
+        return mask if allowed is None else mask & allowed
+
+    def score_mask(self, case: Case, *, causal: bool | None = None) -> np.ndarray | None:
+        """`allowed` and the bias as one array, as most libraries take them: bool, or float to be added.
+
+        Broadcasts to ``(B, H, L, S)`` and has that rank; in the case's dtype with -inf where a key is not
+        allowed when there is a bias; None when there is nothing to say.
+        """
+        allowed = self.allowed(case, causal=causal)
+        if self.bias is None:
+            return allowed
+        bias = self.bias.reshape(1, -1, case.len_q, case.len_k)
+        return bias if allowed is None else np.where(allowed, bias, bias.dtype.type(-np.inf))
+
+
+def document_ids(case: Case) -> np.ndarray:
+    """The document each position belongs to; all to one where the case is not packed."""
+    return np.arange(case.len_k) // (case.document_length or case.len_k)
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Standard normal inputs from a seed that depends on the case's name alone."""
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    dtype: Any = np.dtype(case.dtype).type
+
+    def normal(heads: int, length: int, dim: int) -> np.ndarray:
+        if case.layout == "bshd":
+            shape: tuple[int, ...] = (case.batch, length, heads)
+        else:
+            shape = (case.batch, heads, length)
+        shape = shape[4 - case.rank :]
+        if case.strided:
+            return rng.standard_normal((*shape, 2 * dim), dtype=dtype)[..., ::2]
+        return rng.standard_normal((*shape, dim), dtype=dtype)
+
+    query = normal(case.heads, case.len_q, case.head_dim)
+    key = normal(case.kv_heads, case.len_k, case.head_dim)
+    value = normal(case.kv_heads, case.len_k, case.value_dim)
+
+    mask = None
+    if case.mask == "random":
+        mask = rng.random((case.len_q, case.len_k), dtype=np.float32) < 0.5
+    elif case.mask == "padding":
+        mask = np.zeros((case.batch, 1, 1, case.len_k), bool)
+        mask[..., : int(case.len_k * PADDING_KEPT)] = True
+
+    bias = None
+    if case.bias is not None:
+        heads = (case.heads,) if case.bias == "per_head" else ()
+        bias = rng.standard_normal((*heads, case.len_q, case.len_k), dtype=dtype)
+    return Inputs(query, key, value, mask, bias)

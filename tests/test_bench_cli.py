@@ -1,0 +1,207 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from fastattn import _host
+from fastattn.bench import cli, document
+from fastattn.bench.case import Case
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
+from fastattn.bench.peers import OURS, PEERS
+from fastattn.bench.records import CaseRun, LibraryRun
+from tests.bench_runs import case_run
+
+
+@pytest.mark.parametrize(
+    ("argument", "valid"),
+    [("--cases", [*CASES, *MEMORY_CASES]), ("--group", [*GROUPS, "memory"]), ("--peers", PEERS)],
+)
+def test_bad_names_list_the_valid_ones(
+    argument: str, valid: Iterable[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([argument, "nonsense"])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "nonsense" in message
+    assert all(name in message for name in valid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], "--threads is at least 1, got 0"),
+        (["--rounds", "0"], "--rounds is at least 1, got 0"),
+        (["--peers", ","], "--peers names no library"),
+        (["--json", "absent/run.json"], "--json: no folder"),
+        (["--json", "."], "is a folder, expected a file"),
+        (["--plots", "absent/plots"], "--plots: no folder"),
+        (["--plots", "foreign.json"], "is a file, expected a folder"),
+        (["--compare", "absent.json"], "absent.json cannot be read"),
+        (["--compare", "foreign.json"], "was not written by this benchmark"),
+        (["--errors", "--compare", "foreign.json"], "--compare needs times"),
+    ],
+)
+def test_bad_arguments_end_it_before_any_work(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("foreign.json").write_text("{}")
+    monkeypatch.setattr(cli, "Crew", lambda *_: pytest.fail("work began"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def chosen(*arguments: str) -> tuple[set[str], set[str]]:
+    timed, memory = cli._selected(cli._arguments(arguments))
+    return {case.name for case in timed}, set(memory)
+
+
+def test_cases_are_chosen_by_name_group_speed_and_memory() -> None:
+    quick = {name for name, case in CASES.items() if case.quick}
+    assert quick
+    every = {case.name for case in possible_cases(_host.available_cores())}
+    assert chosen() == (every, set())
+    assert chosen("--memory") == (every, set(MEMORY_CASES))
+    assert chosen("--cases", "threads-64")[0] == {"threads-64"}
+    assert chosen("--group", "scaling-threads")[0] <= every
+    assert chosen("--group", "memory") == (set(), set(MEMORY_CASES))
+    assert chosen("--cases", "tiny-4", "memory-512") == ({"tiny-4"}, {"memory-512"})
+    assert chosen("--quick") == (quick, set())
+    assert chosen("--quick", "--cases", "tiny-4", "--group", "causal")[0] < quick | {"tiny-4"}
+
+
+def fake_runs(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], CaseRun]) -> None:
+    monkeypatch.setattr(cli, "measure", lambda case, *_: make(case))
+
+
+def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+
+    def took(seconds: float) -> Callable[[Case], CaseRun]:
+        def run(case: Case) -> CaseRun:
+            found = replace(case_run(fastattn=[seconds] * 5, torch=[1.0] * 5), case=case)
+            found.libraries["fastattn"].limit_shares = [(0.5 / seconds, 1.0, 1.0)] * 5
+            return found
+
+        return run
+
+    def wrong(case: Case) -> CaseRun:
+        run = took(1.0)(case)
+        run.libraries["fastattn"] = LibraryRun(reason="wrong", wrong=True)
+        return run
+
+    arguments = ["--cases", "tiny-4", "--peers", "fastattn,torch"]
+    fake_runs(monkeypatch, took(1.0))
+    assert cli.main([*arguments, "--json", str(before)]) == 0
+    assert cli.main([*arguments, "--compare", str(before)]) == 0
+    fake_runs(monkeypatch, took(1.3))
+    assert cli.main([*arguments, "--compare", str(before), "--json", str(after)]) == cli.SLOWER
+    assert set(json.loads(after.read_text())["cases"]) == {"tiny-4"}
+    fake_runs(monkeypatch, wrong)
+    assert cli.main(arguments) == cli.WRONG
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(case: Case) -> CaseRun:
+        if case.name == "tiny-4":
+            return replace(case_run(fastattn=[1.0] * 5), case=case)
+        if case.name == "tiny-16":
+            return replace(case_run(fastattn=[1.0] * 2), case=case, interrupted=True)
+        pytest.fail("it went on")
+
+    fake_runs(monkeypatch, run)
+    path, drawn = tmp_path / "run.json", []
+
+    def draw(found: dict[str, Any], folder: Path) -> list[Path]:
+        drawn.append(sorted(found["cases"]))
+        return []
+
+    monkeypatch.setattr(cli, "_drawing", lambda: draw)
+    arguments = ["--cases", "tiny-4", "tiny-16", "dim-40", "--json", str(path), "--plots", str(tmp_path)]
+    assert cli.main([*arguments, "--peers", "fastattn", "--memory"]) == 130
+    cases = document.read(path)["cases"]
+    assert {name: case["rounds"] for name, case in cases.items()} == {"tiny-4": 5, "tiny-16": 2}
+    assert drawn == [["tiny-16", "tiny-4"]]
+    assert "Interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_interrupt_in_the_rounds(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def draw(progress: Any, task: Any, text: str) -> None:
+        if "round 3" in text:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(cli, "_draw", draw)
+    handler = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "run.json"
+    arguments = ["--cases", "tiny-4", "tiny-16", "--peers", "numpy", "--json", str(path)]
+    assert cli.main(arguments) == 130
+    cases = document.read(path)["cases"]
+    assert [(name, case["rounds"]) for name, case in cases.items()] == [("tiny-4", 2)]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_what_is_finished_is_written_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, written = tmp_path / "run.json", []
+
+    def run(case: Case) -> CaseRun:
+        written.append(list(document.read(path)["cases"]) if path.exists() else [])
+        return replace(case_run(fastattn=[1.0]), case=case)
+
+    fake_runs(monkeypatch, run)
+    assert cli.main(["--cases", "tiny-4", "tiny-16", "--peers", "fastattn", "--json", str(path)]) == 0
+    assert written == [[], ["tiny-4"]]
+
+
+def test_the_command_line_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    assert cli.main(["--cases", "tiny-4", "--peers", "numpy", "--rounds", "2", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tiny-4" in printed
+    assert max(map(len, printed.splitlines())) <= cli.FILE_WIDTH
+    found = document.read(path)
+    library = found["cases"]["tiny-4"]["libraries"]["numpy"]
+    assert found["versions"]["numpy"] == np.__version__
+    assert len(library["medians"]) == 2
+    assert all(0 < low <= median for low, median in zip(library["mins"], library["medians"], strict=True))
+    assert cli.main(["--cases", "tiny-4", "--peers", "numpy", "--rounds", "2", "--compare", str(path)]) == 0
+    assert "fastattn was not timed in the earlier run" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_memory_stands_beside_the_times(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    names = ["memory-512", "memory-2048"]
+    arguments = ["--cases", "tiny-4", *names, "--peers", "numpy", "--rounds", "1", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    found = document.read(path)
+    assert set(found["cases"]) == {"tiny-4"}
+    extras = [found["memory"][name]["numpy"]["warm"]["extra"] for name in names]
+    assert extras[1] > 2048**2 * 4 > extras[0]  # the formula stores the scores
+    assert [found["memory_cases"][name]["len_q"] for name in names] == [512, 2048]
+
+
+def test_ours_come_first_in_the_tables() -> None:
+    assert list(PEERS)[: len(OURS)] == list(OURS)

@@ -132,7 +132,8 @@ def attention(
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
-    query rows (`L * H / K` of at most 8, or as many as fill a vector), whose keys are summed up as a tree.
+    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or over long keys just as many), whose
+    keys are summed up as a tree.
 
     Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
     never expanded.

@@ -41,17 +41,20 @@ class Plan(NamedTuple):
     fetch_nbytes: int = 0  #: where they have so many bytes or more
 
 
-# So many query rows of a key/value head, or as many as a vector has lanes, stand side by side; for more,
+# So many query rows of a key/value head, or fewer than a vector has lanes, stand side by side; for more,
 # lanes of queries are filled well enough. Times over those with lanes of queries, 1024 keys in the cache,
 # head_dim 64, two threads:
-#                     1 row      4      8     16
-#   AVX-512 float32   0.41    0.53   0.69   0.82  (1.3 at head_dim 128)
-#   AVX-512 float64                  0.88   0.78
-#   AVX2 float32      0.52    0.73   1.11   1.54
-#   AVX2 float64              1.03   1.27   1.29
+#                     1 row      4      8
+#   AVX-512 float32   0.41    0.53   0.69
+#   AVX-512 float64                  0.88
+#   AVX2 float32      0.52    0.73   1.11
+#   AVX2 float64              1.03   1.27
 # From memory, or with fewer heads than threads, few rows win by more: the threads share the keys of a head.
-# 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
+# Just as many rows as lanes, 16, take 1 to 1.3 of the time in the cache, but 0.85 to 0.93 at 4096 keys and
+# head_dim 128 from memory, and half where one head has 65536 keys. So they stand side by side where key and
+# value of a head have so many elements. 2 cores of Emerald Rapids, 2026-11-21, calls in turns.
 FEW_ROWS = 8
+LONG_HEAD = 1 << 19
 
 # A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
 # Other counts were not measured.
@@ -95,6 +98,7 @@ def plan_tiles(
         How many threads there may be.
     """
     small = is_small(heads, head_rows, len_k, columns)
+    few = head_rows <= FEW_ROWS or head_rows < lanes
     return Plan(
         block_q,
         BLOCK_K,
@@ -102,7 +106,7 @@ def plan_tiles(
         COPY_BLOCKS,
         GAP_BLOCKS,
         COPY_NBYTES,
-        by_rows=head_rows <= max(FEW_ROWS, lanes),
+        by_rows=few or (head_rows == lanes and len_k * columns >= LONG_HEAD),
         row_tasks=ROW_TASKS,
         ahead_nbytes=AHEAD_NBYTES,
         fetch_nbytes=FETCH_NBYTES,

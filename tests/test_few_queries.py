@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._plan import BLOCK_K, FEW_ROWS, plan_tiles
+from fastattn._plan import BLOCK_K, FEW_ROWS, LONG_HEAD, plan_tiles
 from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
@@ -23,7 +23,8 @@ from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
 #: Around one leaf and two, and trees that are not full.
 LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
-#: Few rows are at most `FEW_ROWS`, or as many as a vector has lanes, which are no more than these.
+#: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which are no more than these; where a
+#: head has as many elements as `LONG_HEAD` also just as many.
 MOST_ROWS = 16
 COLUMNS = 40  #: head_dim and value_dim of `many_leaves` together
 
@@ -53,16 +54,20 @@ def many_leaves(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, le
 
 
 def most_rows(dtype):
-    """As many rows as are few on the instruction set in use."""
+    """As many rows as are few on the instruction set in use, however few keys there are."""
     _, lanes = cython_cpu.driver.tile_rows(np.dtype(dtype).itemsize)
-    return max(FEW_ROWS, lanes)
+    return max(FEW_ROWS, lanes - 1)
 
 
 def test_the_shapes_of_this_file_take_the_path():
     """Rows on both sides of the limit, and one call whose keys are many tasks."""
-    for lanes, most in ((2, FEW_ROWS), (8, 8), (16, 16)):
+    for lanes, most in ((2, FEW_ROWS), (8, FEW_ROWS), (16, 15)):
         assert plan_tiles(1, most, 2500, COLUMNS, 48, lanes, 3).by_rows
         assert not plan_tiles(1, most + 1, 2500, COLUMNS, 48, lanes, 3).by_rows
+    long = -(-LONG_HEAD // COLUMNS)
+    assert plan_tiles(1, 16, long, COLUMNS, 48, 16, 3).by_rows
+    assert not plan_tiles(1, 16, long - 1, COLUMNS, 48, 16, 3).by_rows
+    assert not plan_tiles(1, 17, long, COLUMNS, 48, 16, 3).by_rows
     plan = plan_tiles(1, 6, 2500, COLUMNS, 48, 4, 3)
     assert plan.num_threads == 3
     assert plan.block_k == BLOCK_K == 256
@@ -357,6 +362,22 @@ def test_a_row_alone_and_among_others(engine, dtype):
             alone = engine.everything(query[..., rows, :], key, value, mask=mask[rows], bias=bias[rows])
             for got, wanted in zip(alone, together, strict=True):
                 assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
+
+
+def test_as_many_rows_as_lanes(engine):
+    """Over a long head they stand side by side as fewer do: each has the bits that it has alone."""
+    len_k = -(-LONG_HEAD // 256)
+    case = Case("lanes", heads=16, kv_heads=1, len_q=1, len_k=len_k, head_dim=128, value_dim=128)
+    solved = solve(case)
+    together = engine.everything(*solved.arrays)
+    assert_answer(together, solved.exact, solved.plain)
+    if cython_cpu.driver.tile_rows(4)[1] != 16 or engine.backend == "reference":
+        return
+    query, key, value = solved.arrays
+    for head in (0, 7, 15):
+        alone = engine.everything(query[:, head : head + 1], key, value)
+        for got, wanted in zip(alone, together, strict=True):
+            assert_same_bits(got, wanted[:, head : head + 1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

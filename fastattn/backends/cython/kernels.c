@@ -29,6 +29,7 @@
 #define VECTOR_BYTES 64
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
+#define WIDE_ROWS 16
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 3
 #define SCORE_STRETCH 16
@@ -67,6 +68,16 @@
 #define BLOCK_VECTORS 6
 #define ROW_SUMS 8
 #define EXP2_KEYS 2
+#endif
+
+
+/* Where a block has so few vectors that it often lacks one, tiles of one or two vectors take more keys or columns: each
+ * sum waits for its last step, and a vector alone for the loads of what it is multiplied by. Scores of one and of two
+ * vectors take 0.93 and 0.88 of the time, values of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one thread over
+ * the kernels alone. */
+#define NARROW_ROWS (2 * SCORE_ROWS) /* of `score` */
+#ifndef WIDE_ROWS                    /* of `accumulate`, for one vector */
+#define WIDE_ROWS TILE_ROWS
 #endif
 
 /* Columns of a stretch that is not full. */

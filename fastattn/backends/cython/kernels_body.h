@@ -112,48 +112,12 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
     return any != 0;
 }
 
-/* One register tile of `score`: R keys by V vectors of lanes, over n_cols columns, added to what s holds unless
- * is_first. Row r of K starts at k + r * k_row.
- *
- * Each sum is formed SCORE_STRETCH columns at a time, or SCORE_REST where fewer are left, and the stretches are added
- * up: short chains round less, and this is where most of the error of attention comes from. */
-INLINE void NAME(score_tile)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first) {
-    VEC total[SCORE_ROWS][SCORE_VECTORS] = {};
-    for (ptrdiff_t left = n_cols; left > 0;) {
-        VEC sum[SCORE_ROWS][SCORE_VECTORS] = {};
-        if (left >= SCORE_STRETCH) {
-            /* Rows to come, into L1: lines walked column by column, which no hardware prefetcher follows. */
-#pragma GCC unroll 8
-            for (int d = 0; d < SCORE_STRETCH; d += LINE)
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) __builtin_prefetch(k + (KEYS_AHEAD + r) * k_row + d * k_col, 0, 3);
-#pragma GCC unroll 16
-            for (int d = 0; d < SCORE_STRETCH; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= SCORE_STRETCH;
-        } else {
-            const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
-            for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= rest;
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v++) {
-        VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            REAL *const to = s + r * ld + v * LANES;
-            if (!is_first) total[r][v] += NAME(load)(to);
-            NAME(store)(to, total[r][v]);
-            top = NAME(max)(top, total[r][v]);
-        }
-        if (tile_max) NAME(store)(tile_max + v * LANES, top);
-    }
-}
+#define SCORE_TILE score_tile
+#define ROWS SCORE_ROWS
+#include "kernels_score.h"
+#define SCORE_TILE score_narrow_tile
+#define ROWS NARROW_ROWS
+#include "kernels_score.h"
 
 /* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over a chunk of keys at a
  * time, from zero, for the same reason as in `score`. is_packed: keys follow each other in memory, which the
@@ -164,20 +128,21 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
                                   ptrdiff_t fetch_byte) {
     ptrdiff_t j = 0, start = 0;
     do { /* once even without a key: acc may have to be written */
-        VEC sum[TILE_ROWS][TILE_VECTORS] = {};
+        VEC sum[WIDE_ROWS][TILE_VECTORS] = {};
         /* The vectors before `first` have no more keys in this chunk. */
 #pragma GCC unroll 8
         for (int first = 0; first < V; first++) {
             const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
+                if (R > TILE_ROWS && j < n_fetch) __builtin_prefetch(fetch[j] + fetch_byte + 64, 0, 3);
                 if (!is_packed)
                     __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
                 else if (j < n_fetch)
                     __builtin_prefetch(fetch[j] + fetch_byte, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
                     const REAL y = NAME(scalar)(v_rows + r * v_col);
 #pragma GCC unroll 8
@@ -188,7 +153,7 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const VEC scale = rescale ? NAME(load)(rescale + v * LANES) : NAME(splat)(1);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
                 REAL *const to = acc + r * ld + v * LANES;
                 if (start > 0)
@@ -246,6 +211,31 @@ static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld,
 #undef SINGLE
 }
 
+/* `score_columns` for blocks of one or two vectors and the keys that both have, NARROW_ROWS at a time. Returns where it
+ * stopped. */
+static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                                    ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
+                                    int is_first, const fetched_rows *fetch) {
+    const int is_unit = k_col == sizeof(REAL);
+    s += j * ld;
+    k += j * k_row;
+    for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
+        if (fetch) fetch_rows(fetch, j, NARROW_ROWS);
+#define TILE(V, k_col)                                                                                         \
+    NAME(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first)
+        if (n_vectors == 1 && is_unit)
+            TILE(1, (ptrdiff_t)sizeof(REAL));
+        else if (n_vectors == 1)
+            TILE(1, k_col);
+        else if (is_unit)
+            TILE(2, (ptrdiff_t)sizeof(REAL));
+        else
+            TILE(2, k_col);
+#undef TILE
+    }
+    return j;
+}
+
 static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                         const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                         const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes) {
@@ -255,9 +245,16 @@ static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, in
         const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
         for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
             const int is_last = head_dim - start <= SCORE_COLUMNS;
-            NAME(score_columns)(s, is_last ? tile_max : NULL, (const REAL *)q + start * ld, ld, n_vectors,
-                                k + start * k_col, stops, j, stop, is_last ? head_dim - start : SCORE_COLUMNS, k_row,
-                                k_col, start == 0, start == 0 && fetch_nbytes > 0 ? &rows : NULL);
+            const ptrdiff_t n_cols = is_last ? head_dim - start : SCORE_COLUMNS;
+            const fetched_rows *const fetched = start == 0 && fetch_nbytes > 0 ? &rows : NULL;
+            const REAL *const columns = (const REAL *)q + start * ld;
+            REAL *const top = is_last ? tile_max : NULL;
+            ptrdiff_t from = j;
+            if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
+                from = NAME(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
+                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, fetched);
+            NAME(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
+                                k_col, start == 0, fetched);
         }
     }
 }
@@ -284,6 +281,11 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
 #define TILE(R, v_row, v_col)                                                                                  \
     NAME(accumulate_tile)(R, V, v_row == PANEL_ROW && v_col == sizeof(REAL), acc, p, rescale, ld, v, stops,    \
                           first_chunk, v_row, v_col, fetch, fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
+    if (V == 1 && WIDE_ROWS > TILE_ROWS && values->panel == TILE_ROWS * (ptrdiff_t)sizeof(REAL))
+        for (; value_dim >= WIDE_ROWS; value_dim -= WIDE_ROWS, acc += WIDE_ROWS * ld, v += 2 * values->panel) {
+            TILE(WIDE_ROWS, values->row, sizeof(REAL));
+            fetch_byte += 128;
+        }
     for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += values->panel) {
         if (values->col != sizeof(REAL))
             TILE(TILE_ROWS, values->row, values->col);

@@ -56,7 +56,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m fastattn bench",
         description="Attention on this CPU, library beside library, against the machine's limit.",
         epilog=f"Exit status: 0; {WRONG}: fastattn was wrong or could not run; 2: bad arguments; {SLOWER}: "
-        f"slower than the run that --compare names; {INTERRUPTED}: ended by Ctrl-C, all results written.",
+        f"slower than the run that --compare names; {INTERRUPTED}: ended by Ctrl-C or SIGTERM.",
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases; see --list")

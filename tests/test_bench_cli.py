@@ -157,7 +157,11 @@ def test_a_real_interrupt_in_the_rounds(
     handler = signal.getsignal(signal.SIGTERM)
     path = tmp_path / "run.json"
     arguments = ["--cases", "tiny-4", "tiny-16", "--peers", "numpy", "--json", str(path)]
-    assert cli.main(arguments) == 130
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    try:
+        assert cli.main(arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     cases = document.read(path)["cases"]
     assert [(name, case["rounds"]) for name, case in cases.items()] == [("tiny-4", 2)]
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -17,7 +17,7 @@ from fastattn.bench import measure
 from fastattn.bench.case import Case
 from fastattn.bench.intervals import ENOUGH, change_interval, geometric_mean_interval, median_interval
 from fastattn.bench.limits import bounds, medians
-from fastattn.bench.measure import LAGGING, Patience
+from fastattn.bench.measure import LAGGING, TRIAL_ROUNDS, Patience
 from fastattn.bench.process import WorkerError
 from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import disturbed_probes, geometric_means, summarise
@@ -256,10 +256,10 @@ def test_rounds_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # every look at it takes a second, and so does every round
     monkeypatch.setattr(measure.time, "monotonic", lambda: float(next(clock)))
     run = run_fake(Patience(seconds=12), fastattn=noisy(1.0, 0.5, 1), torch=noisy(1.0, 0.5, 2))
-    assert 3 < run.rounds <= 12
+    assert ENOUGH < run.rounds <= 12
     clock = itertools.count(step=1000)
     run = run_fake(Patience(seconds=12), fastattn=noisy(1.0, 0.5, 1), torch=noisy(1.0, 0.5, 2))
-    assert run.rounds == 3
+    assert run.rounds == ENOUGH
 
 
 def test_a_lagging_peer_is_timed_in_the_first_rounds_only() -> None:
@@ -269,7 +269,7 @@ def test_a_lagging_peer_is_timed_in_the_first_rounds_only() -> None:
     }
     run = run_fake(Patience(seconds=60), **fixed)
     counts = {name: len(library.medians) for name, library in run.libraries.items()}
-    assert counts == {"fastattn": ENOUGH, "torch": ENOUGH, "numpy": 3}
+    assert counts == {"fastattn": ENOUGH, "torch": ENOUGH, "numpy": TRIAL_ROUNDS}
     assert summarise(run).ratios["numpy"].median == pytest.approx(1.1 * LAGGING / 9)
 
 

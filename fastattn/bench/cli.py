@@ -38,8 +38,8 @@ WRONG, SLOWER, INTERRUPTED = 1, 3, 130
 #: A case takes about so long at most; all cases of ``--quick`` together.
 CASE_SECONDS, QUICK_SECONDS = 25.0, 80.0
 
-#: And so long per round go into the share of the limit there.
-QUICK_SHARE_SECONDS = 0.15
+#: And there, so few rounds may do, and so long per round go into the share of the limit.
+QUICK_ROUNDS, QUICK_SHARE_SECONDS = 3, 0.15
 
 #: Every case that can be named, and every group.
 _NAMES = {**CASES, **MEMORY_CASES}
@@ -224,7 +224,7 @@ def _measure_cases(
 ) -> None:
     patience = Patience(CASE_SECONDS)
     if options.quick:
-        patience = replace(patience, share_seconds=QUICK_SHARE_SECONDS)
+        patience = replace(patience, least=QUICK_ROUNDS, share_seconds=QUICK_SHARE_SECONDS)
     if options.rounds is not None:
         patience = replace(patience, most=options.rounds)
     end = time.monotonic() + QUICK_SECONDS

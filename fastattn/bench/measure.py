@@ -26,8 +26,8 @@ BURST_SECONDS = 0.08
 MIN_CALLS = 2
 
 #: A peer that takes so many times as long as the fastest one is out of the race, and only timed in the first
-#: rounds: a call of a second in each of forty rounds would keep the others from theirs.
-LAGGING = 4.0
+#: `TRIAL_ROUNDS`: a call of a second in each of forty rounds would keep the others from theirs.
+LAGGING, TRIAL_ROUNDS = 4.0, 3
 
 #: Told what happens next while nothing is being timed.
 Notify = Callable[[str], None]
@@ -42,7 +42,7 @@ class Patience:
     """When a case ends."""
 
     seconds: float  #: no round begins that would end so long after the case began to be checked
-    least: int = 3  #: but there are so many rounds, however long they take
+    least: int = ENOUGH  #: but there are so many rounds, however long they take
     most: int = 40
     precision: float = 0.02  #: half the width of the interval over the median, from `ENOUGH` on
     share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there
@@ -183,7 +183,7 @@ def _rounds(
                 contestant.burst(patience.share_seconds)
         _probe_limits(crew, run, bandwidth=run.case.cold)
         run.rounds += 1
-        if run.rounds == patience.least:
+        if run.rounds == TRIAL_ROUNDS:
             contestants = _in_the_race(contestants)
         now = time.monotonic()
         done = patience.ended(run.rounds, (now - first) / run.rounds, now - start, _precision(run))

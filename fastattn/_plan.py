@@ -52,7 +52,8 @@ class Plan(NamedTuple):
 # From memory, or with fewer heads than threads, few rows win by more: the threads share the keys of a head.
 # Just as many rows as lanes, 16, take 1 to 1.3 of the time in the cache, but 0.85 to 0.93 at 4096 keys and
 # head_dim 128 from memory, and half where one head has 65536 keys. So they stand side by side where key and
-# value of a head have so many elements. 2 cores of Emerald Rapids, 2026-11-21, calls in turns.
+# value of a head have so many elements, 2 MB of float32, the size of a core's cache; other bounds were not
+# measured. 2 cores of Emerald Rapids, 2026-11-21, calls in turns.
 FEW_ROWS = 8
 LONG_HEAD = 1 << 19
 

@@ -70,7 +70,6 @@
 #define EXP2_KEYS 2
 #endif
 
-
 /* Where a block has so few vectors that it often lacks one, tiles of one or two vectors take more keys or columns: each
  * sum waits for its last step, and a vector alone for the loads of what it is multiplied by. Scores of one and of two
  * vectors take 0.93 and 0.88 of the time, values of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one thread over

@@ -102,10 +102,17 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
     return any != 0;
 }
 
-/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Unless 0, `ahead` leads from
- * a key to another one that memory is asked for. */
+/* How many lines of a row of n_cols elements memory is asked for before row r of n_rows has its turn: all rows share in
+ * the asking, as a core can wait for few lines at a time and would have nothing to wait for while the others compute. */
+INLINE ptrdiff_t NAME(lines_before)(ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
+    return (n_cols + LINE - 1) / LINE * r / n_rows;
+}
+
+/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Along the way memory is
+ * asked for the elements fetch_from .. fetch_to - 1 of the rows `ahead` of the keys'. */
 INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
-                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t ahead) {
+                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t ahead,
+                                  ptrdiff_t fetch_from, ptrdiff_t fetch_to) {
     const int n_keys = DOTS / R;
     const char *key[DOTS];
     VEC sum[DOTS] = {};
@@ -115,7 +122,7 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 #define STEP(LOAD)                                                                                             \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
-        if (ahead && d % LINE == 0)                                                                            \
+        if (d % LINE == 0 && d >= fetch_from && d < fetch_to)                                                  \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
                 __builtin_prefetch(key[j] + ahead + d * (ptrdiff_t)sizeof(REAL), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
@@ -150,15 +157,18 @@ static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptr
     /* All rows for as many keys as one row takes at once, which stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
-        ptrdiff_t r = 0;
+        ptrdiff_t r = 0, fetched = 0;
 #define ROWS(R)                                                                                                \
-    for (; r + R <= n_rows; r += R)                                                                            \
+    for (; r + R <= n_rows; r += R) {                                                                          \
+        const ptrdiff_t fetch_to = ahead ? NAME(lines_before)(r + R, n_rows, head_dim) * LINE : 0;             \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
-    NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j, head_dim, \
-                          r == 0 ? ahead : 0)
-        ROWS(4);
-        ROWS(2);
-        ROWS(1);
+            NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j,   \
+                                  head_dim, ahead, fetched, fetch_to);                                         \
+        fetched = fetch_to;                                                                                    \
+    }
+        ROWS(4)
+        ROWS(2)
+        ROWS(1)
 #undef ROWS
     }
 }
@@ -250,15 +260,15 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
 }
 
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
- * of keys; added to what acc holds unless is_first. Along the way memory is asked for the first fetch_nbytes bytes of a
- * row for each key, `ahead` from it. */
+ * of keys; added to what acc holds unless is_first. Along the way memory is asked for n_lines lines from `fetch` on, for
+ * each key a row further. */
 INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
                                        const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first,
-                                       ptrdiff_t ahead, ptrdiff_t fetch_nbytes) {
+                                       const char *fetch, ptrdiff_t n_lines) {
     VEC sum[4][8] = {};
-    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
+    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, fetch += v_row) {
         VEC x[8];
-        for (ptrdiff_t at = 0; at < fetch_nbytes; at += 64) __builtin_prefetch(v + ahead + at, 0, 2);
+        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(fetch + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
             x[i] = i == V - 1 && n_last < LANES ? NAME(load_partial)(v + i * VECTOR_BYTES, n_last)
@@ -280,22 +290,27 @@ INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrd
         }
 }
 
-/* R rows of `accumulate_rows` over one chunk of keys, all columns. */
+/* R rows of `accumulate_rows` over one chunk of keys, all columns; `fetch` as for a tile. */
 INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld, const char *v,
                                         ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first,
-                                        ptrdiff_t ahead, ptrdiff_t fetch_nbytes) {
+                                        const char *fetch, ptrdiff_t n_lines) {
+    ptrdiff_t e = 0, fetched = 0;
 #define TILE(V, n_last)                                                                                        \
-    NAME(accumulate_rows_tile)(R, V, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first, ahead, fetch_nbytes)
+    do {                                                                                                       \
+        const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
+        const ptrdiff_t fetch_to = n_lines ? n_lines * stop / value_dim : 0;                                   \
+        NAME(accumulate_rows_tile)(R, V, acc + e, ld, p, p_ld, v + e * (ptrdiff_t)sizeof(REAL), v_row, n_keys, \
+                                   n_last, is_first, fetch + fetched * 64, fetch_to - fetched);                \
+        e = stop, fetched = fetch_to;                                                                          \
+    } while (0)
 #define COLUMNS(V)                                                                                             \
-    for (; value_dim >= V * LANES && V <= ROW_VECTORS(R);                                                      \
-         value_dim -= V * LANES, acc += V * LANES, v += V * VECTOR_BYTES, fetch_nbytes = 0)                    \
-    TILE(V, LANES)
+    while (value_dim - e >= V * LANES && V <= ROW_VECTORS(R)) TILE(V, LANES)
     COLUMNS(8);
     COLUMNS(4);
     COLUMNS(2);
     COLUMNS(1);
 #undef COLUMNS
-    if (value_dim > 0) TILE(1, (int)value_dim);
+    if (e < value_dim) TILE(1, (int)(value_dim - e));
 #undef TILE
 }
 
@@ -304,14 +319,18 @@ static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_ti
                                   ptrdiff_t ahead) {
     for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
         const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
-        ptrdiff_t r = 0;
+        ptrdiff_t r = 0, fetched = 0;
 #define ROWS(R)                                                                                                \
-    for (; r + R <= n_rows; r += R)                                                                            \
-    NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, p_ld, v, v_row, \
-                                n, value_dim, start == 0, ahead, ahead && r == 0 ? value_dim * (ptrdiff_t)sizeof(REAL) : 0)
-        ROWS(4);
-        ROWS(2);
-        ROWS(1);
+    for (; r + R <= n_rows; r += R) {                                                                          \
+        const ptrdiff_t fetch_to = ahead ? NAME(lines_before)(r + R, n_rows, value_dim) : 0;                   \
+        NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, \
+                                    p_ld, v, v_row, n, value_dim, start == 0, v + ahead + fetched * 64,        \
+                                    fetch_to - fetched);                                                       \
+        fetched = fetch_to;                                                                                    \
+    }
+        ROWS(4)
+        ROWS(2)
+        ROWS(1)
 #undef ROWS
     }
 }

@@ -103,7 +103,9 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
 }
 
 /* How many lines of a row of n_cols elements memory is asked for before row r of n_rows has its turn: all rows share in
- * the asking, as a core can wait for few lines at a time and would have nothing to wait for while the others compute. */
+ * the asking, as a core can wait for few lines at a time and would have nothing to wait for while the others compute.
+ * Where the first rows asked for all, 16 rows over 4096 keys took 1.14 to 1.19 times as long, 4 rows about 1.1. 2 cores of
+ * Emerald Rapids, 2026-11-21, keys and values from memory, calls in turns. */
 INLINE ptrdiff_t NAME(lines_before)(ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
     return (n_cols + LINE - 1) / LINE * r / n_rows;
 }

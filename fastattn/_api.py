@@ -88,7 +88,7 @@ def attention(
         Also return the log-sum-exp, and the attention weights (which takes ``L * S`` memory per head).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
-    backend : {"cython", "reference"}, optional
+    backend : {"cython", "numba", "reference"}, optional
         When not given: FASTATTN_BACKEND, or the first that can take the problem.
 
     Returns

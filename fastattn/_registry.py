@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: backend name -> module that exposes it as `backend`; the first that can take a problem gets it
 MODULES = {
     "cython": "fastattn.backends.cython_cpu",
+    "numba": "fastattn.backends.numba_cpu",
     "reference": "fastattn.backends.reference",
 }
 

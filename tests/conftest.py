@@ -22,7 +22,7 @@ settings.register_profile(
 )
 settings.load_profile("fastattn")
 
-BACKENDS = ("reference", "cython")
+BACKENDS = ("reference", "cython", "numba")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,12 @@ def _isas() -> list[str]:
 
 USABLE = tuple(name for name in BACKENDS if _usable(name))
 ISAS = tuple(_isas())
-ENGINES = (Engine("reference"), *(Engine("cython", isa) for isa in ISAS))
+#: Numba compiles for one instruction set in a process: FASTATTN_ISA names another than the best.
+ENGINES = (
+    Engine("reference"),
+    *(Engine("cython", isa) for isa in ISAS),
+    *(Engine(name) for name in USABLE if name == "numba"),
+)
 
 
 def pytest_report_header() -> list[str]:

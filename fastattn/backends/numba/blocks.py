@@ -1,0 +1,122 @@
+"""Where a block of query rows finds everything: addresses in the caller's arrays, and which keys each row may
+attend.
+
+`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory. The lists of
+a block have an entry for each lane, or for each row where rows are no lanes.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.intrinsics import int64s
+from fastattn.backends.numba.layout import (
+    ADDRESS,
+    COL,
+    HEAD,
+    KEY,
+    KEY_START,
+    KEY_STEP,
+    KEY_STOP,
+    LEAD,
+    ROW,
+    VALUE,
+    WORD,
+)
+
+
+@njit(**OPTIONS)
+def stride_of(job, view, column):
+    return int64s(job.views)[view * job.view_size + column]
+
+
+@njit(**OPTIONS)
+def at_item(job, view, item):
+    """Where a batch item starts in an array."""
+    address = stride_of(job, view, ADDRESS)
+    shape = int64s(job.lead_shape)
+    for axis in range(job.n_lead - 1, -1, -1):
+        address += item % shape[axis] * stride_of(job, view, LEAD + axis)
+        item //= shape[axis]
+    return address
+
+
+@routine
+def find_rows(job, w, view, block, byte, n_lanes, to):
+    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`."""
+    head, row = stride_of(job, view, HEAD), stride_of(job, view, ROW)
+    start = at_item(job, view, block.item) + byte
+    addresses, row_i, row_h = int64s(to), int64s(w + job.to_row_i), int64s(w + job.to_row_h)
+    for lane in range(n_lanes):
+        addresses[lane] = start + row_h[lane] * head + row_i[lane] * row
+    return 0
+
+
+@routine
+def find_block(job, w, block, task):
+    """The rows of a task: where they find keys and values, and each lane's row and head.
+
+    Lanes past the last row repeat it.
+    """
+    number, head_item = task % job.n_blocks, task // job.n_blocks
+    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    number = job.n_blocks - 1 - number
+    kv, item = head_item % job.num_kv_heads, head_item // job.num_kv_heads
+    first_vector = number * job.n_vectors // job.n_blocks
+    block.n_vectors = (number + 1) * job.n_vectors // job.n_blocks - first_vector
+    block.item = item
+    block.first_row = first_vector * job.lanes
+    block.n_rows = min(block.n_vectors * job.lanes, job.len_q * job.group_size - block.first_row)
+    block.ld = block.n_rows if job.by_rows else block.n_vectors * job.lanes
+    block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
+    block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
+
+    row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
+    i, g = block.first_row // job.group_size, block.first_row % job.group_size
+    for lane in range(block.ld):
+        if 0 < lane < block.n_rows:
+            g += 1
+            if g == job.group_size:
+                g = 0
+                i += 1
+        row_i[lane] = i
+        row_h[lane] = kv * job.group_size + g
+    block.low = block.all_start = 0
+    block.high = block.all_stop = job.len_k
+    if job.is_masked:
+        find_intervals(job, w, block)
+    return 0
+
+
+@routine
+def find_intervals(job, w, block):
+    """Each lane's keys as far as intervals say, the keys that any lane may attend, and those that all may."""
+    start, stop, row_i = int64s(w + job.to_start), int64s(w + job.to_stop), int64s(w + job.to_row_i)
+    low, high, all_start, all_stop = job.len_k, 0, 0, job.len_k
+    starts = stops = start_row = stop_row = 0
+    if job.has_intervals:
+        starts, stops = at_item(job, KEY_START, block.item), at_item(job, KEY_STOP, block.item)
+        start_row, stop_row = stride_of(job, KEY_START, ROW), stride_of(job, KEY_STOP, ROW)
+    for lane in range(block.ld):
+        start[lane], stop[lane] = 0, job.len_k
+        if job.has_intervals:
+            start[lane] = int64s(starts + row_i[lane] * start_row)[0]
+            stop[lane] = int64s(stops + row_i[lane] * stop_row)[0]
+        if start[lane] < stop[lane]:
+            low, high = min(low, start[lane]), max(high, stop[lane])
+        all_start, all_stop = max(all_start, start[lane]), min(all_stop, stop[lane])
+    # Sums are cut at the same keys whichever rows share the block.
+    block.low = low - low % (WORD if job.has_tiles else KEY_STEP)
+    block.high, block.all_start, block.all_stop = high, all_start, all_stop
+    return 0
+
+
+@njit(**OPTIONS)
+def column_stride(job, view):
+    return stride_of(job, view, COL)
+
+
+@njit(**OPTIONS)
+def row_stride(job, view):
+    return stride_of(job, view, ROW)

@@ -1,0 +1,159 @@
+"""Functions that are compiled when a call first needs them, and that call each other by address.
+
+Numba compiles a function together with all that it calls, once more at each level of calls. By address each
+is compiled alone, once, and only if it is needed; `cache` keeps each on disk. There is a table of addresses
+for each dtype, and the record of a call says where it stands. A function's place in the table is the order in
+which they are declared.
+
+Parameters are addresses and counts (`intp`), except those named in `REALS` and the records `job` and `block`.
+What is returned is an integer, most often 0 for nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.ccallback import CFunc
+
+from fastattn.backends.numba.cache import cached
+from fastattn.backends.numba.intrinsics import intrinsic_of
+from fastattn.backends.numba.layout import BLOCK, JOB
+
+#: Parameters that are reals, always double.
+REALS = frozenset({"high", "low", "softcap", "factor", "x"})
+
+#: No code may assume that NaN or inf never comes: they are data. Multiply-adds are written as such.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+Function = Callable[..., Any]
+
+_logger = logging.getLogger("fastattn")
+_compiling = threading.RLock()
+_makers: dict[str, Callable[[Any], Function]] = {}  # of each function, given a zero of the dtype
+
+
+def _new_lock() -> None:
+    # Whoever held it in the parent is not there in a forked child.
+    global _compiling
+    _compiling = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def routine(function: Function) -> Any:
+    """Declares a function that is the same for every dtype; its first argument is `job`."""
+    return _declare(function, lambda zero: function)
+
+
+def kernels(define: Callable[[Any], tuple[Function, ...]]) -> tuple[Any, ...]:
+    """Declares the functions that `define` makes for a zero of some dtype.
+
+    In compiled code `job` goes before the arguments that they have.
+    """
+
+    def maker(place: int) -> Callable[[Any], Function]:
+        return lambda zero: define(zero)[place]
+
+    return tuple(_declare(function, maker(place)) for place, function in enumerate(define(np.float32(0))))
+
+
+def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
+    """What stands for the function in compiled code."""
+    name, place = function.__name__, len(_makers)
+    _makers[name] = make
+    parameters = list(inspect.signature(function).parameters)
+    takes_job = parameters[0] == "job"
+
+    def definition(context: Any, job: Any, *arguments: Any) -> Any:
+        signature = _signature(function)
+        at_calls = job.offset("calls")
+
+        def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
+            word, byte = ir.IntType(64), ir.IntType(8)
+            record = builder.bitcast(values[0], byte.as_pointer())
+            table = builder.load(builder.bitcast(builder.gep(record, [word(at_calls)]), word.as_pointer()))
+            address = builder.load(builder.inttoptr(builder.add(table, word(8 * place)), word.as_pointer()))
+            kind = ir.FunctionType(word, [context.get_value_type(it) for it in signature.args])
+            return builder.call(builder.inttoptr(address, kind.as_pointer()), values[0 if takes_job else 1 :])
+
+        return types.intp(*(() if takes_job else (job,)), *signature.args), codegen
+
+    return intrinsic_of(definition, name, parameters if takes_job else ["job", *parameters])
+
+
+@cache
+def _record(dtype: np.dtype) -> Any:
+    return numba.from_dtype(dtype)
+
+
+def _signature(function: Function) -> Any:
+    def kind(name: str) -> Any:
+        if name in ("job", "block"):
+            return _record(JOB if name == "job" else BLOCK)
+        return types.float64 if name in REALS else types.intp
+
+    return types.intp(*map(kind, inspect.signature(function).parameters))
+
+
+class Table:
+    """The addresses of all functions for one dtype; 0 for those that no call needed so far."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._zero = np.dtype(dtype).type(0)
+        self._places = {name: place for place, name in enumerate(_makers)}
+        self._compiled: dict[str, CFunc] = {}
+        self._addresses = np.zeros(len(_makers), np.int64)
+        self.address = self._addresses.ctypes.data
+
+    def need(self, names: Collection[str]) -> None:
+        """Compiles what is missing of these functions."""
+        if all(name in self._compiled for name in names):
+            return
+        with _compiling:
+            missing = sorted(set(names) - set(self._compiled), key=self._places.__getitem__)
+            start, said = time.perf_counter(), False
+            for done, name in enumerate(missing):
+                if not said and time.perf_counter() - start > 1:
+                    said = True
+                    _logger.info(
+                        "compiling kernels for %s, %d of %d done; NUMBA_CACHE_DIR says where they are kept",
+                        self._dtype,
+                        done,
+                        len(missing),
+                    )
+                compiled = compile_function(_makers[name](self._zero))
+                self._addresses[self._places[name]] = int(compiled.address or 0)
+                self._compiled[name] = compiled
+            if said:
+                _logger.info("compiled for %s in %.1f s", self._dtype, time.perf_counter() - start)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._addresses[self._places[name]])
+
+
+def compile_function(function: Function, signature: Any = None) -> CFunc:
+    """The function with an address that C can call."""
+    signature = signature or _signature(function)
+    compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS)))
+    compiled.compile()
+    return compiled
+
+
+@cache
+def table(dtype: str) -> Table:
+    """The functions for "float32" or "float64"."""
+    return Table(dtype)

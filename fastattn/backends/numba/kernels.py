@@ -1,0 +1,344 @@
+"""The kernels: what ``backends/cython/kernels.h`` promises, as functions of addresses and counts.
+
+Tiles hold one lane per query row, tile[x * ld + lane]; all are given by their addresses, `ld` in elements,
+rows of the caller's as lists of addresses. `stops` has an entry for each vector of lanes: where its keys end
+in the tile. What a kernel returns is 0 unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fastattn.backends.numba import calls, tiles
+from fastattn.backends.numba.intrinsics import (
+    bits_to_float32,
+    bits_to_float64,
+    dense_word_1,
+    dense_word_2,
+    dense_word_4,
+    dense_word_8,
+    int64s,
+    load_real,
+    reals,
+    store_real,
+    uint8s,
+    uint32s,
+)
+from fastattn.backends.numba.tiles import (
+    HAS_NARROW,
+    KEY_CHUNK,
+    LANE_BYTES,
+    NARROW_ROWS,
+    SCORE_COLUMNS,
+    SCORE_KEYS,
+    SCORE_ROWS,
+    SCORE_VECTORS,
+    TILE_ROWS,
+    TILE_VECTORS,
+)
+
+LN2 = 0.69314718055994530942
+
+
+def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
+    """The kernels of the dtype of which zero is a number."""
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // size
+
+    @njit(**calls.OPTIONS)
+    def is_masked(bias_rows, words, words_ld, r, j):
+        """Whether row r may not read key j, as the arguments of `adjust` say."""
+        if words != 0 and not (uint32s(words)[j // 32 * words_ld + r] >> np.uint32(j % 32)) & np.uint32(1):
+            return True
+        return bias_rows != 0 and load_real(zero, int64s(bias_rows)[r] + j * size) == -math.inf
+
+    def fill(to, n, x):
+        """to[i] = x."""
+        elements = reals(zero, to)
+        for i in range(n):
+            elements[i] = real(x)
+        return 0
+
+    def pack(tile, ld, rows, stride, n_cols, high, low):
+        """tile[c][lane] = (high + low) * rows[lane][c * stride]; `rows` has ld addresses."""
+        for lane in range(0, ld, lanes):
+            to, group = tile + lane * size, rows + lane * 8
+            if stride == size and n_cols >= lanes:
+                for c in range(0, n_cols - lanes + 1, lanes):
+                    tiles.pack_block(zero, to + c * ld * size, ld, group, c * size, real(high), real(low))
+                if n_cols % lanes:  # the last `lanes` columns, some of them once more
+                    c = n_cols - lanes
+                    tiles.pack_block(zero, to + c * ld * size, ld, group, c * size, real(high), real(low))
+            else:
+                for c in range(n_cols):
+                    tiles.pack_column(zero, to + c * ld * size, group, c * stride, real(high), real(low))
+        return 0
+
+    def unpack(rows, stride, tile, ld, n_cols, factors):
+        """rows[lane][c * stride] = tile[c][lane] * factor; 1 if any is NaN, else 0. Lanes may share a row.
+
+        A factor is in two parts: the second stands ld elements behind the first.
+        """
+        nan = False
+        for lane in range(0, ld, lanes):
+            at, group, high = tile + lane * size, rows + lane * 8, factors + lane * size
+            low = high + ld * size
+            if stride == size and n_cols >= lanes:
+                for c in range(0, n_cols - lanes + 1, lanes):
+                    nan |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
+                if n_cols % lanes:
+                    c = n_cols - lanes
+                    nan |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
+            else:
+                for c in range(n_cols):
+                    nan |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
+        return 1 if nan else 0
+
+    def score(s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row):
+        """S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * size] * q[d][lane], as far as the stops
+        go.
+
+        `top` takes the scores in, maybe some past a vector's stop; `spare` is as long, and nobody's to read.
+        """
+        ends = int64s(stops)
+        n_keys = ends[n_vectors - 1]
+        for j0 in range(0, n_keys, SCORE_KEYS):
+            stop = min(n_keys, j0 + SCORE_KEYS)
+            for start in range(0, head_dim, SCORE_COLUMNS):
+                n_cols = min(SCORE_COLUMNS, head_dim - start)
+                is_first = 1 if start == 0 else 0
+                tops = top if start + n_cols == head_dim else spare
+                columns, keys, j, first = q + start * ld * size, k + start * size, j0, 0
+                if HAS_NARROW and n_vectors < SCORE_VECTORS:
+                    while j + NARROW_ROWS <= min(stop, ends[0]):
+                        to, key = s + j * ld * size, keys + j * k_row
+                        if n_vectors == 2:
+                            tiles.score_narrow_tile_2(zero, to, tops, columns, ld, key, k_row, n_cols,
+                                                      NARROW_ROWS, is_first)  # fmt: skip
+                        else:
+                            tiles.score_narrow_tile_1(zero, to, tops, columns, ld, key, k_row, n_cols,
+                                                      NARROW_ROWS, is_first)  # fmt: skip
+                        j += NARROW_ROWS
+                # All lanes for a few keys before the next keys: K stays in L1 for them.
+                while j < stop:
+                    while ends[first] <= j:
+                        first += 1
+                    key, i = keys + j * k_row, first
+                    while i < n_vectors:
+                        at = i * LANE_BYTES
+                        to, column, top_at = s + j * ld * size + at, columns + at, tops + at
+                        if SCORE_VECTORS == 3 and n_vectors - i >= 3:
+                            tiles.score_tile_3(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
+                                               is_first)  # fmt: skip
+                            i += 3
+                        elif n_vectors - i >= 2:
+                            tiles.score_tile_2(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
+                                               is_first)  # fmt: skip
+                            i += 2
+                        else:
+                            tiles.score_tile_1(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
+                                               is_first)  # fmt: skip
+                            i += 1
+                    j += SCORE_ROWS
+        return 0
+
+    def adjust(s, top, spare, ld, n_vectors, stops, softcap, bias_rows, words):
+        """Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where
+        the bias is -inf or bit j % 32 of words[j / 32][lane] is 0; `top` takes them in. bias_rows and words
+        may be 0."""
+        ends = int64s(stops)
+        for i in range(n_vectors):
+            at = i * LANE_BYTES
+            if softcap > 0:
+                top_at = top if bias_rows == 0 and words == 0 else spare
+                tiles.cap_scores(zero, s + at, top_at + at, ld, ends[i], real(softcap))
+            if bias_rows != 0:
+                top_at = top if words == 0 else spare
+                tiles.add_bias(zero, s + at, top_at + at, ld, ends[i], bias_rows + i * lanes * 8, 0)
+            if words != 0:
+                tiles.mask_scores(zero, s + at, top + at, ld, ends[i], words + i * lanes * 4)
+        return 0
+
+    def softmax(s, tile_max, row_max, row_sum, rescale, ld, n_vectors, stops, first_chunk, factor):
+        """One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
+        row_sum = rescale * row_sum + the sum of the new s, rescale = exp2(factor * (old - new max)).
+        -inf scores give exactly 0, also while row_max is -inf."""
+        ends = int64s(stops)
+        for i in range(n_vectors):
+            at = i * LANE_BYTES
+            tiles.softmax_vector(zero, s + at, tile_max + at, row_max + at, row_sum + at, rescale + at, ld,
+                                 ends[i], first_chunk, real(factor))  # fmt: skip
+        return 0
+
+    def accumulate(acc, p, rescale, ones, ld, n_vectors, v, v_row, stops, first_chunk, value_dim):
+        """O^T = rescale * O^T + V^T P^T, with sums over KEY_CHUNK keys at a time, the first over first_chunk.
+
+        acc has room for whole register tiles of columns. `ones` is as long as rescale.
+        """
+        ends, i = int64s(stops), 0
+        while i < n_vectors:
+            group = min(TILE_VECTORS, n_vectors - i)
+            at, n_keys, stops_at = i * LANE_BYTES, ends[i + group - 1], stops + i * 8
+            for c in range(0, value_dim, TILE_ROWS):
+                to, values, scale = acc + c * ld * size + at, v + c * size, rescale + at
+                start, stop, n_cols = 0, first_chunk, value_dim - c
+                while True:  # once even without a key: acc has to be rescaled
+                    if n_cols < TILE_ROWS:
+                        if TILE_VECTORS == 3 and group == 3:
+                            tiles.accumulate_last_tile_3(zero, to, p + at, scale, ld, values, v_row, n_cols,
+                                                         start, stops_at, stop)  # fmt: skip
+                        elif group == 2:
+                            tiles.accumulate_last_tile_2(zero, to, p + at, scale, ld, values, v_row, n_cols,
+                                                         start, stops_at, stop)  # fmt: skip
+                        else:
+                            tiles.accumulate_last_tile_1(zero, to, p + at, scale, ld, values, v_row, n_cols,
+                                                         start, stops_at, stop)  # fmt: skip
+                    elif TILE_VECTORS == 3 and group == 3:
+                        tiles.accumulate_tile_3(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
+                                                stops_at, stop)  # fmt: skip
+                    elif group == 2:
+                        tiles.accumulate_tile_2(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
+                                                stops_at, stop)  # fmt: skip
+                    else:
+                        tiles.accumulate_tile_1(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
+                                                stops_at, stop)  # fmt: skip
+                    scale = ones + at
+                    start, stop = stop, stop + KEY_CHUNK
+                    if start >= n_keys:
+                        break
+            i += group
+        return 0
+
+    def copy_rows(to, rows, row, col, n_rows, n_cols):
+        """Rows with `row` and `col` bytes between rows and elements, one behind the other without gaps."""
+        for i in range(n_rows):
+            for c in range(n_cols):
+                store_real(zero, to + (i * n_cols + c) * size, load_real(zero, rows + i * row + c * col))
+        return 0
+
+    def clean_values(clean, v, v_row, v_col, n_keys, value_dim):
+        """Values without gaps, 0 where they are NaN or inf; 1 if any is."""
+        to, found = reals(zero, clean), 0
+        for j in range(n_keys):
+            for c in range(value_dim):
+                x = load_real(zero, v + j * v_row + c * v_col)
+                wild = not math.isfinite(x)
+                to[j * value_dim + c] = zero if wild else x
+                if wild:
+                    found = 1
+        return found
+
+    def add_wild_values(acc, acc_col, acc_row, p, p_col, p_row, n_rows, v, v_row, v_col, n_keys, value_dim,
+                        bias_rows, words, words_ld):  # fmt: skip
+        """Values that are NaN or inf, to the rows that may read them as `adjust` says. Tiles of any layout:
+        from a query row to the next there are acc_row and p_row bytes, from a column or key to the next
+        acc_col and p_col."""
+        for j in range(n_keys):
+            for c in range(value_dim):
+                x = load_real(zero, v + j * v_row + c * v_col)
+                if math.isfinite(x):
+                    continue
+                for r in range(n_rows):
+                    if is_masked(bias_rows, words, words_ld, r, j):
+                        continue
+                    at = acc + c * acc_col + r * acc_row
+                    store_real(zero, at, load_real(zero, at) + load_real(zero, p + j * p_col + r * p_row) * x)
+        return 0
+
+    def clear_masked(rows, n_rows, n_keys, bias_rows, words, words_ld):
+        """0 for the keys that a row may not read: in a row of NaN their weights came out as 0 * NaN."""
+        for r in range(n_rows):
+            for j in range(n_keys):
+                if is_masked(bias_rows, words, words_ld, r, j):
+                    store_real(zero, int64s(rows)[r] + j * size, zero)
+        return 0
+
+    def start_rows(row_max, row_sum, acc, ld, n_columns, sinks, row_h):
+        """The state before any key: a sink is one logit already seen, without a value. sinks may be 0."""
+        tops, sums, to = reals(zero, row_max), reals(zero, row_sum), reals(zero, acc)
+        for lane in range(ld):
+            tops[lane] = real(-math.inf) if sinks == 0 else reals(zero, sinks)[int64s(row_h)[lane]]
+            sums[lane] = zero if sinks == 0 else real(1)
+        for i in range(ld * n_columns):
+            to[i] = zero
+        return 0
+
+    def finish(inverse, lse, row_max, row_sum, ld, factor):
+        """The factors of the outputs, for `unpack`, and the natural log of the sums; lse may be 0."""
+        for lane in range(0, ld, lanes):
+            tiles.invert_sums(zero, inverse + lane * size, row_sum + lane * size, ld)
+        if lse != 0:
+            tops, sums, logs = reals(zero, row_max), reals(zero, row_sum), reals(zero, lse)
+            # Back to natural units from whichever domain the scores were in.
+            unit = LN2 if factor == 1 else 1.0
+            for lane in range(ld):
+                logs[lane] = real(np.float64(tops[lane]) * unit + math.log(np.float64(sums[lane])))
+        return 0
+
+    def scatter(rows, elements, n):
+        """rows[i][0] = elements[i]."""
+        for i in range(n):
+            store_real(zero, int64s(rows)[i], reals(zero, elements)[i])
+        return 0
+
+    def convert_row(to, row, stride, n, itemsize, is_swapped):
+        """A row of a bias of 2, 4 or 8 bytes an element, of either byte order, in the compute type without
+        gaps."""
+        elements = reals(zero, to)
+        for j in range(n):
+            source, bits = uint8s(row + j * stride), np.uint64(0)
+            for byte in range(itemsize):
+                bits = (bits << np.uint64(8)) | np.uint64(source[byte if is_swapped else itemsize - 1 - byte])
+            if itemsize == 4:
+                elements[j] = real(bits_to_float32(np.uint32(bits)))
+            elif itemsize == 8:
+                elements[j] = real(bits_to_float64(bits))
+            else:
+                exponent, fraction = np.int64((bits >> np.uint64(10)) & np.uint64(31)), bits & np.uint64(1023)
+                if exponent == 31:
+                    x = math.inf if fraction == 0 else math.nan
+                elif exponent == 0:
+                    x = np.float64(fraction) * 2.0**-24
+                else:
+                    x = (1024.0 + np.float64(fraction)) * 2.0 ** np.float64(exponent - 25)
+                elements[j] = real(-x if bits & np.uint64(0x8000) else x)
+        return 0
+
+    def mask_words(words, n_lanes, rows, stride, itemsize, n_cols):
+        """Clears bit j % 32 of words[j / 32][lane] where element j of rows[lane] is zero, any integer of
+        itemsize bytes."""
+        for lane in range(n_lanes):
+            row = int64s(rows)[lane]
+            for j in range(0, n_cols, 32):
+                at, n = row + j * stride, min(32, n_cols - j)
+                word = np.uint32(0)
+                if n == 32 and stride == itemsize and itemsize == 1:
+                    word = dense_word_1(at)
+                elif n == 32 and stride == itemsize and itemsize == 2:
+                    word = dense_word_2(at)
+                elif n == 32 and stride == itemsize and itemsize == 4:
+                    word = dense_word_4(at)
+                elif n == 32 and stride == itemsize:
+                    word = dense_word_8(at)
+                else:
+                    for i in range(n):
+                        element, some = uint8s(at + i * stride), np.uint8(0)
+                        for byte in range(itemsize):
+                            some |= element[byte]
+                        if some != 0:
+                            word = np.uint32(word | (np.uint32(1) << np.uint32(i)))
+                uint32s(words)[j // 32 * n_lanes + lane] &= word
+        return 0
+
+    return (fill, pack, unpack, score, adjust, softmax, accumulate, copy_rows, clean_values, add_wild_values,
+            clear_masked, start_rows, finish, scatter, convert_row, mask_words)  # fmt: skip
+
+
+(fill, pack, unpack, score, adjust, softmax, accumulate, copy_rows, clean_values, add_wild_values,
+ clear_masked, start_rows, finish, scatter, convert_row, mask_words) = calls.kernels(_define)  # fmt: skip

@@ -1,0 +1,266 @@
+"""Few query rows over many keys, as when tokens are generated: the work is to read keys and values once.
+
+All rows of a key/value head stand side by side in row tiles, and the keys are cut into leaves of one tile
+each. Leaves are merged two by two, as the leaves of a binary tree over all keys: the cut and the tree depend
+on the position of a key alone, so that however many leaves a thread takes at a time, the bits of a result are
+the same. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
+
+`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory. The stack
+there has parts that wait to be merged, in the order of their keys; each stands higher in the tree than the
+next.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from fastattn.backends.numba import kernels, rows_kernels
+from fastattn.backends.numba.blocks import column_stride, find_block, find_rows, row_stride
+from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.intrinsics import fetch_add, int64s, record_at
+from fastattn.backends.numba.layout import KEY, LSE, OUT, PART, QUERY, VALUE, WEIGHTS
+from fastattn.backends.numba.scores import (
+    TILE_EMPTY,
+    TILE_PARTIAL,
+    bias_rows_of,
+    find_bias_rows,
+    tile_state,
+    words_of,
+)
+from fastattn.backends.numba.tiles import KEY_CHUNK
+
+PART_NBYTES = PART.itemsize
+LINE = 63
+
+_part_at = record_at(PART)
+
+
+@njit(**OPTIONS)
+def stacked(job, w, place):
+    return _part_at(w + job.to_stack + place * PART_NBYTES)
+
+
+@njit(**OPTIONS)
+def n_rows_of(job):
+    return job.len_q * job.group_size
+
+
+@njit(**OPTIONS)
+def sums_of(job, data):
+    """Where a part's row_sum stands behind its row_max."""
+    return data + (job.max_lanes * job.itemsize + LINE) // 64 * 64
+
+
+@njit(**OPTIONS)
+def acc_of(job, data):
+    return data + 2 * ((job.max_lanes * job.itemsize + LINE) // 64 * 64)
+
+
+@routine
+def merge_before(job, w, block, leaf):
+    """Merges what the tree joins before `leaf` comes in; everything where leaf is -1.
+
+    Two leaves meet in the tree at the height of the highest bit in which their numbers differ.
+    """
+    while block.depth >= 2:
+        last, before = stacked(job, w, block.depth - 1), stacked(job, w, block.depth - 2)
+        if leaf >= 0 and (before.leaf ^ last.leaf) > (last.leaf ^ leaf):
+            break
+        rows_kernels.merge_rows(job, acc_of(job, before.data), before.data, sums_of(job, before.data),
+                                acc_of(job, last.data), last.data, sums_of(job, last.data), n_rows_of(job),
+                                job.acc_ld, job.exponent_factor)  # fmt: skip
+        before.is_partial |= last.is_partial
+        block.depth -= 1
+    return 0
+
+
+@routine
+def score_leaf(job, w, block, state, key0, n_keys):
+    """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked."""
+    key_row = row_stride(job, KEY)
+    keys, ahead, scores = block.key + key0 * key_row, job.key_ahead, w + job.to_scores
+    if column_stride(job, KEY) != job.itemsize:
+        kernels.copy_rows(
+            job, w + job.to_key_copy, keys, key_row, column_stride(job, KEY), n_keys, job.head_dim
+        )
+        keys, key_row, ahead = w + job.to_key_copy, job.head_dim * job.itemsize, 0
+    rows_kernels.score_rows(job, scores, job.block_k, w + job.to_query, job.query_ld, block.n_rows, keys,
+                            key_row, n_keys, job.head_dim, ahead)  # fmt: skip
+    if job.has_bias:
+        find_bias_rows(job, w, block, key0, n_keys)
+    if job.has_bias or job.softcap > 0 or state == TILE_PARTIAL:
+        rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, job.softcap,
+                                 bias_rows_of(job, w), words_of(job, w, state))  # fmt: skip
+    return 0
+
+
+@njit(**OPTIONS)
+def leaf_start(job, block, leaf):
+    # In whole chunks of keys, which are summed up together: what is left out in front changes no bit.
+    return max(leaf * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
+
+
+@routine
+def add_leaf_values(job, w, block, acc, state, key0, n_keys):
+    """Weights times values of one leaf."""
+    value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
+    at = block.value + key0 * value_row
+    values, row, ahead, wild = at, value_row, job.value_ahead, 0
+    if job.is_isolated:
+        wild = kernels.clean_values(job, w + job.to_clean, at, value_row, value_col, n_keys, job.value_dim)
+        values, row, ahead = w + job.to_clean, job.value_dim * job.itemsize, 0
+    elif value_col != job.itemsize:
+        kernels.copy_rows(job, w + job.to_value_copy, at, value_row, value_col, n_keys, job.value_dim)
+        values, row, ahead = w + job.to_value_copy, job.value_dim * job.itemsize, 0
+    rows_kernels.accumulate_rows(job, acc, job.acc_ld, w + job.to_scores, job.block_k, block.n_rows, values,
+                                 row, n_keys, job.value_dim, ahead)  # fmt: skip
+    if wild != 0:
+        kernels.add_wild_values(job, acc, job.itemsize, job.acc_ld * job.itemsize, w + job.to_scores,
+                                job.itemsize, job.block_k * job.itemsize, block.n_rows, at, value_row,
+                                value_col, n_keys, job.value_dim, bias_rows_of(job, w), words_of(job, w,
+                                state), block.n_rows)  # fmt: skip
+    return 0
+
+
+@njit(**OPTIONS)
+def attend_leaf(job, w, block, leaf, part):
+    """Softmax and values over one leaf into part; whether any row may attend any of its keys."""
+    key0 = leaf_start(job, block, leaf)
+    n_keys = min((leaf + 1) * job.block_k, block.high) - key0
+    state = tile_state(job, w, block, key0, n_keys, 1)
+    if state == TILE_EMPTY:
+        return False
+    score_leaf(job, w, block, state, key0, n_keys)
+    rows_kernels.softmax_rows(job, w + job.to_scores, job.block_k, part.data, sums_of(job, part.data),
+                              block.n_rows, n_keys, job.exponent_factor, 0)  # fmt: skip
+    add_leaf_values(job, w, block, acc_of(job, part.data), state, key0, n_keys)
+    part.leaf = leaf
+    part.is_partial = 1 if state == TILE_PARTIAL or job.has_bias else 0
+    return True
+
+
+@routine
+def attend_leaves(job, w, block, first, stop):
+    """The leaves first .. stop - 1 into one part on the stack, or none if no row may attend a key of them."""
+    block.depth = 0
+    first = max(first, block.low // job.block_k)
+    stop = min(stop, (block.high + job.block_k - 1) // job.block_k)
+    for leaf in range(first, stop):
+        merge_before(job, w, block, leaf)
+        part = stacked(job, w, block.depth)
+        part.data = w + job.to_acc + block.depth * job.part_nbytes
+        if attend_leaf(job, w, block, leaf, part):
+            block.depth += 1
+    merge_before(job, w, block, -1)
+    return 0
+
+
+@routine
+def take_sinks(job, w, block):
+    """What is left on the stack, if anything, and the sinks in one part: logits without a value."""
+    part = stacked(job, w, block.depth)
+    part.data = w + job.to_acc + (job.n_parts - 1) * job.part_nbytes
+    part.leaf = 0
+    part.is_partial = 0
+    kernels.start_rows(job, part.data, sums_of(job, part.data), acc_of(job, part.data), n_rows_of(job),
+                       job.acc_ld, job.sinks, w + job.to_row_h)  # fmt: skip
+    block.depth += 1
+    merge_before(job, w, block, -1)
+    return 0
+
+
+@routine
+def write_row_weights(job, w, block):
+    """The weights of all rows: their scores once more, against the row_max now known.
+
+    Whether any of a tile in which only some may be read is NaN.
+    """
+    nan, part = 0, stacked(job, w, 0)
+    find_rows(job, w, WEIGHTS, block, 0, block.n_rows, w + job.to_out_rows)
+    rows = int64s(w + job.to_out_rows)
+    for r in range(block.n_rows):
+        kernels.fill(job, rows[r], job.len_k, 0.0)
+    for leaf in range(block.low // job.block_k, (block.high + job.block_k - 1) // job.block_k):
+        key0 = leaf_start(job, block, leaf)
+        n_keys = min((leaf + 1) * job.block_k, block.high) - key0
+        state = tile_state(job, w, block, key0, n_keys, 1)
+        if state == TILE_EMPTY:
+            continue
+        score_leaf(job, w, block, state, key0, n_keys)
+        rows_kernels.softmax_rows(job, w + job.to_scores, job.block_k, part.data, w + job.to_row_sum,
+                                  block.n_rows, n_keys, job.exponent_factor, 1)  # fmt: skip
+        find_rows(job, w, WEIGHTS, block, key0 * job.itemsize, block.n_rows, w + job.to_rows)
+        if rows_kernels.unpack_rows(job, w + job.to_rows, job.itemsize, block.n_rows, w + job.to_scores,
+                                    job.block_k, n_keys, w + job.to_inverse, job.max_lanes) != 0:  # fmt: skip
+            if state == TILE_PARTIAL or job.has_bias:
+                nan = 1
+            if job.is_isolated:
+                kernels.clear_masked(job, w + job.to_rows, block.n_rows, n_keys, bias_rows_of(job, w),
+                                     words_of(job, w, state), block.n_rows)  # fmt: skip
+    return nan
+
+
+@routine
+def finish_rows(job, w, block):
+    """All outputs of one key/value head, from what is on the stack."""
+    if block.depth == 0 or job.sinks != 0:
+        take_sinks(job, w, block)
+    part = stacked(job, w, 0)
+    find_rows(job, w, OUT, block, 0, block.n_rows, w + job.to_out_rows)
+    kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, part.data, sums_of(job,
+                   part.data), job.max_lanes, job.exponent_factor)  # fmt: skip
+    nan = rows_kernels.unpack_rows(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows,
+                                   acc_of(job, part.data), job.acc_ld, job.value_dim, w + job.to_inverse,
+                                   job.max_lanes)  # fmt: skip
+    if nan != 0 and part.is_partial != 0:
+        # It may be 0 * NaN of a masked key.
+        job.saw_nan = 1
+    if job.has_lse:
+        find_rows(job, w, LSE, block, 0, block.n_rows, w + job.to_rows)
+        kernels.scatter(job, w + job.to_rows, w + job.to_lse, block.n_rows)
+    if job.has_weights and write_row_weights(job, w, block) != 0:
+        job.saw_nan = 1
+    return 0
+
+
+@routine
+def leave_part(job, w, block, task):
+    """Hands in the part of one task; whether it was the last of its head, whose parts are then all on the
+    stack."""
+    head = task // job.n_chunks
+    mine = _part_at(job.parts + task * PART_NBYTES)
+    mine.leaf = -1
+    if block.depth > 0:
+        part = stacked(job, w, 0)
+        kernels.copy_rows(
+            job, mine.data, part.data, job.part_nbytes, job.itemsize, 1, job.part_nbytes // job.itemsize
+        )
+        mine.is_partial = part.is_partial
+        mine.leaf = part.leaf
+    if fetch_add(job.left + head * 8, -1) > 1:
+        return 0
+    block.depth = 0
+    for other in range(head * job.n_chunks, (head + 1) * job.n_chunks):
+        part = _part_at(job.parts + other * PART_NBYTES)
+        if part.leaf >= 0:
+            merge_before(job, w, block, part.leaf)
+            top = stacked(job, w, block.depth)
+            top.data, top.leaf, top.is_partial = part.data, part.leaf, part.is_partial
+            block.depth += 1
+    merge_before(job, w, block, -1)
+    return 1
+
+
+@routine
+def run_row_task(job, w, block, task):
+    """Some leaves of one key/value head of one batch item; who does the last of a head writes its outputs."""
+    head, first = task // job.n_chunks, task % job.n_chunks * job.chunk_leaves
+    find_block(job, w, block, head)
+    find_rows(job, w, QUERY, block, 0, block.n_rows, w + job.to_rows)
+    rows_kernels.pack_rows(job, w + job.to_query, job.query_ld, w + job.to_rows, block.n_rows,
+                           column_stride(job, QUERY), job.head_dim, job.query_high,
+                           job.query_low)  # fmt: skip
+    attend_leaves(job, w, block, first, first + job.chunk_leaves)
+    if job.n_chunks == 1 or leave_part(job, w, block, task) != 0:
+        finish_rows(job, w, block)
+    return 0

@@ -1,0 +1,188 @@
+"""The kernels of few query rows, where lanes of queries would stay empty; see "Row tiles" in ``kernels.h``
+there.
+
+Row tiles hold one row per query row, tile[r * ld + x]; ld is a multiple of the lanes. A row of scores ends in
+-inf up to a whole vector, a packed row in zeros; keys and values lie without gaps between their elements. All
+else as in `kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from fastattn.backends.numba import calls, rows_tiles
+from fastattn.backends.numba.intrinsics import int64s, load_real, reals, store_real
+from fastattn.backends.numba.rows_tiles import WIDE_1, WIDE_2, WIDE_4
+from fastattn.backends.numba.tiles import KEY_CHUNK, LANE_BYTES, LINE_BYTES
+
+
+def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
+    """The kernels of the dtype of which zero is a number."""
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // size
+    dots = max(8, lanes)
+
+    @njit(**calls.OPTIONS)
+    def lines_before(r, n_rows, n_cols):
+        """How many lines of a row of n_cols elements memory is asked for before row r of n_rows has its turn:
+        all rows share in the asking, as a core can wait for few lines at a time."""
+        return (n_cols * size + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
+
+    def pack_rows(tile, ld, rows, n_rows, stride, n_cols, high, low):
+        """tile[r][c] = (high + low) * rows[r][c * stride]."""
+        for r in range(n_rows):
+            row, to = int64s(rows)[r], tile + r * ld * size
+            if stride != size:  # without gaps first
+                for c in range(n_cols):
+                    store_real(zero, to + c * size, load_real(zero, row + c * stride))
+                row = to
+            for c in range(0, n_cols, lanes):
+                rows_tiles.pack_row(zero, to + c * size, row + c * size, n_cols - c, real(high), real(low))
+        return 0
+
+    def unpack_rows(rows, stride, n_rows, tile, ld, n_cols, factors, factors_ld):
+        """rows[r][c * stride] = tile[r][c] * factor; 1 if any is NaN, else 0. A factor is in two parts: the
+        second stands factors_ld elements behind the first."""
+        nan = False
+        for r in range(n_rows):
+            row, tile_row, high = int64s(rows)[r], tile + r * ld * size, factors + r * size
+            low = high + factors_ld * size
+            for c in range(0, n_cols, lanes):
+                at, n = tile_row + c * size, n_cols - c
+                if stride == size:
+                    nan |= rows_tiles.unpack_row(zero, row + c * size, at, n, high, low)
+                else:  # in the tile first
+                    nan |= rows_tiles.unpack_row(zero, at, at, n, high, low)
+                    for i in range(min(lanes, n)):
+                        store_real(zero, row + (c + i) * stride, load_real(zero, at + i * size))
+        return 1 if nan else 0
+
+    def score_rows(s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, ahead):
+        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `ahead` is 0, memory is asked for the row
+        so many bytes behind each key's along the way."""
+        # All rows for as many keys as one row takes at once, which stay in L1.
+        for start in range(0, n_keys, dots):
+            stop, r, fetched = min(n_keys, start + dots), 0, 0
+            while r < n_rows:
+                count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
+                fetch_to = lines_before(r + count, n_rows, head_dim) if ahead != 0 else 0
+                for j in range(start, stop, dots // count):
+                    to, at, key = s + (r * ld + j) * size, q + r * q_ld * size, k + j * k_row
+                    if count == 4:
+                        rows_tiles.score_rows_tile_4(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     ahead, fetched, fetch_to)  # fmt: skip
+                    elif count == 2:
+                        rows_tiles.score_rows_tile_2(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     ahead, fetched, fetch_to)  # fmt: skip
+                    else:
+                        rows_tiles.score_rows_tile_1(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     ahead, fetched, fetch_to)  # fmt: skip
+                r, fetched = r + count, fetch_to
+        return 0
+
+    def adjust_rows(s, ld, n_rows, n_keys, softcap, bias_rows, words):
+        """As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]."""
+        n_vectors = (n_keys + lanes - 1) // lanes
+        for r in range(n_rows):
+            row = s + r * ld * size
+            if softcap > 0:
+                rows_tiles.cap_row(zero, row, n_vectors, real(softcap))
+            if bias_rows != 0:
+                rows_tiles.bias_row(zero, row, n_keys, int64s(bias_rows)[r])
+            if words != 0:
+                rows_tiles.mask_row(zero, row, n_vectors, words + r * 4, n_rows)
+        return 0
+
+    def softmax_rows(s, ld, row_max, row_sum, n_rows, n_keys, factor, has_max):
+        """s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is found here unless has_max."""
+        n_vectors = (n_keys + lanes - 1) // lanes
+        for r in range(n_rows):
+            row = s + r * ld * size
+            for j in range(n_keys, n_vectors * lanes):
+                reals(zero, row)[j] = real(-math.inf)
+            rows_tiles.softmax_row(
+                zero, row, row_max + r * size, row_sum + r * size, n_vectors, real(factor), has_max
+            )
+        return 0
+
+    @njit(**calls.OPTIONS)
+    def accumulate_some(count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, fetch, n_lines):
+        """`count` rows, 1, 2 or 4, over one chunk of keys, all columns."""
+        wide = WIDE_4 if count == 4 else WIDE_2 if count == 2 else WIDE_1
+        c = fetched = 0
+        while c < value_dim:
+            left = value_dim - c
+            vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
+            stop = min(value_dim, c + vectors * lanes)
+            fetch_to = n_lines * stop // value_dim
+            to, at, asked, lines = (
+                acc + c * size,
+                v + c * size,
+                fetch + fetched * LINE_BYTES,
+                fetch_to - fetched,
+            )
+            if vectors == wide:
+                if count == 4:
+                    rows_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+                elif count == 2:
+                    rows_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+                else:
+                    rows_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+            elif vectors == wide // 2 and left >= vectors * lanes:
+                if count == 4:
+                    rows_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+                elif count == 2:
+                    rows_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+                else:
+                    rows_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                      is_first, asked, lines)  # fmt: skip
+            elif count == 4:
+                rows_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                                  asked, lines)  # fmt: skip
+            elif count == 2:
+                rows_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                                  asked, lines)  # fmt: skip
+            else:
+                rows_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                                  asked, lines)  # fmt: skip
+            c, fetched = stop, fetch_to
+
+    def accumulate_rows(acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, ahead):
+        """acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `ahead` as in `score_rows`."""
+        for start in range(0, n_keys, KEY_CHUNK):
+            n, r, fetched = min(KEY_CHUNK, n_keys - start), 0, 0
+            values, is_first = v + start * v_row, 1 if start == 0 else 0
+            while r < n_rows:
+                count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
+                fetch_to = lines_before(r + count, n_rows, value_dim) if ahead != 0 else 0
+                accumulate_some(count, acc + r * ld * size, ld, p + (r * p_ld + start) * size, p_ld, values,
+                                v_row, n, value_dim, is_first, values + ahead + fetched * LINE_BYTES,
+                                fetch_to - fetched)  # fmt: skip
+                r, fetched = r + count, fetch_to
+        return 0
+
+    def merge_rows(acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, factor):
+        """acc, row_max and row_sum over some keys take in those over other keys; where a row has none of them
+        this changes nothing."""
+        for r in range(n_rows):
+            rows_tiles.merge_row(zero, acc + r * ld * size, row_max + r * size, row_sum + r * size,
+                                 acc_2 + r * ld * size, row_max_2 + r * size, row_sum_2 + r * size,
+                                 ld // lanes, real(factor))  # fmt: skip
+        return 0
+
+    return (pack_rows, unpack_rows, score_rows, adjust_rows, softmax_rows, accumulate_rows,
+            merge_rows)  # fmt: skip
+
+
+(pack_rows, unpack_rows, score_rows, adjust_rows, softmax_rows, accumulate_rows,
+ merge_rows) = calls.kernels(_define)  # fmt: skip

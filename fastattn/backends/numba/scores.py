@@ -1,0 +1,221 @@
+"""One tile of keys: which of them each lane may attend, and their scores. The only part of the driver that
+knows masks and bias.
+
+`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from fastattn.backends.numba import kernels
+from fastattn.backends.numba.blocks import at_item, column_stride, find_rows, row_stride, stride_of
+from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.intrinsics import int32s, int64s, uint32s
+from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, WORD
+
+TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
+TILES_FULL, TILES_EMPTY = -1, -2  #: entries of a tile map without bits
+ALL_BITS = np.uint32(0xFFFFFFFF)
+
+
+@njit(**OPTIONS)
+def span_word(start, stop):
+    """Bits start .. stop - 1 of a word; bounds outside 0..32 are clipped."""
+    start, stop = max(start, 0), min(stop, WORD)
+    if start >= stop:
+        return np.uint32(0)
+    return (ALL_BITS >> np.uint32(WORD - (stop - start))) << np.uint32(start)
+
+
+@routine
+def span_words(job, w, block, key0, n_words, first, last):
+    """The mask words that intervals make, but for the words first .. last - 1."""
+    words, start, stop = uint32s(w + job.to_words), int64s(w + job.to_start), int64s(w + job.to_stop)
+    for j in range(n_words):
+        if first <= j < last:
+            continue
+        key = key0 + j * WORD
+        for lane in range(block.ld):
+            words[j * block.ld + lane] = span_word(start[lane] - key, stop[lane] - key)
+    return 0
+
+
+@routine
+def read_dense(job, w, block, key0, n_keys):
+    """Clears the mask words' bits where the array of the mask is 0."""
+    col = column_stride(job, DENSE)
+    find_rows(job, w, DENSE, block, key0 * col, block.ld, w + job.to_rows)
+    kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_size, n_keys)
+    return 0
+
+
+@routine
+def read_tiles(job, w, block, key0, n_keys):
+    """Clears the mask words' bits where the tile map does; key0 is a multiple of 32."""
+    words, bits = uint32s(w + job.to_words), uint32s(job.tile_bits)
+    row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
+    head, row, col = (
+        stride_of(job, TILE_INDEX, HEAD),
+        stride_of(job, TILE_INDEX, ROW),
+        stride_of(job, TILE_INDEX, COL),
+    )
+    item, tile_words = at_item(job, TILE_INDEX, block.item), job.tile_k // WORD
+    for lane in range(block.ld):
+        at = item + row_h[lane] * head + row_i[lane] // job.tile_q * row
+        for j in range(0, n_keys, WORD):
+            key, word = key0 + j, j // WORD * block.ld + lane
+            entry = np.int64(int32s(at + key // job.tile_k * col)[0])
+            if entry == TILES_EMPTY:
+                words[word] = np.uint32(0)
+            elif entry != TILES_FULL:
+                line = (entry * job.tile_q + row_i[lane] % job.tile_q) * tile_words
+                words[word] &= bits[line + key % job.tile_k // WORD]
+    return 0
+
+
+@routine
+def words_state(job, w, block, n_keys):
+    """Whether the mask words allow none of the keys, all of them, or some."""
+    words, ld = uint32s(w + job.to_words), block.ld
+    every, some = ALL_BITS, np.uint32(0)
+    for j in range((n_keys + WORD - 1) // WORD):
+        valid = span_word(0, n_keys - j * WORD)
+        for lane in range(ld):
+            word = words[j * ld + lane] & valid
+            some |= word
+            every &= word | ~valid
+    if some == 0:
+        return TILE_EMPTY
+    return TILE_FULL if every == ALL_BITS else TILE_PARTIAL
+
+
+@routine
+def mask_tile(job, w, block, key0, n_keys, whole):
+    """Which of the keys from key0 on each lane may attend: none, all, or what the words then say.
+
+    The scores block.plain .. block.plain_stop - 1 need no mask, and have no words. The stops say where the
+    keys of a vector of lanes end; whole: every vector has all keys of the tile. With a tile map key0 is a
+    multiple of 32, so that a word never straddles two of its tiles.
+    """
+    stops, stop = int64s(w + job.to_stops), int64s(w + job.to_stop)
+    masks_only = not job.has_bias and job.softcap == 0
+    intervals_only = not job.has_dense and not job.has_tiles
+    first = last = 0  # words of the plain scores
+    if intervals_only:
+        if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
+            return TILE_FULL
+        if masks_only and not whole:
+            first = (max(block.all_start - key0, 0) + WORD - 1) // WORD
+            last = min(block.all_stop - key0, n_keys) // WORD
+            if first >= last:
+                first = last = 0
+
+    span_words(job, w, block, key0, (n_keys + WORD - 1) // WORD, first, last)
+    if job.has_dense:
+        read_dense(job, w, block, key0, n_keys)
+    if job.has_tiles:
+        read_tiles(job, w, block, key0, n_keys)
+    if first == last:
+        state = words_state(job, w, block, n_keys)
+        if state != TILE_PARTIAL:
+            return state
+    block.plain, block.plain_stop = first * WORD, last * WORD
+    if not whole:
+        # No vector's keys end before those of the one in front of it.
+        most = 0
+        for lane in range(block.ld):
+            most = max(most, stop[lane] - key0)
+            stops[lane // job.lanes] = min(most, n_keys)
+    return TILE_PARTIAL
+
+
+@njit(**OPTIONS)
+def tile_state(job, w, block, key0, n_keys, whole):
+    """`mask_tile`, where there is a mask."""
+    stops = int64s(w + job.to_stops)
+    block.plain = 0
+    block.plain_stop = n_keys if not job.has_bias and job.softcap == 0 else 0
+    for vector in range(block.n_vectors):
+        stops[vector] = n_keys
+    if job.is_masked:
+        return mask_tile(job, w, block, key0, n_keys, whole)
+    return TILE_FULL
+
+
+@routine
+def find_bias_rows(job, w, block, key0, n_keys):
+    """The bias of each lane at the tile's keys, in the compute type without gaps: in place, or converted."""
+    col = column_stride(job, BIAS)
+    find_rows(job, w, BIAS, block, key0 * col, block.ld, w + job.to_bias_rows)
+    if job.convert_bias:
+        rows = int64s(w + job.to_bias_rows)
+        for lane in range(block.ld):
+            to = w + job.to_converted + lane * n_keys * job.itemsize
+            kernels.convert_row(job, to, rows[lane], col, n_keys, job.bias_size, job.bias_swapped)
+            rows[lane] = to
+    return 0
+
+
+@njit(**OPTIONS)
+def bias_rows_of(job, w):
+    return w + job.to_bias_rows if job.has_bias else 0
+
+
+@njit(**OPTIONS)
+def words_of(job, w, state):
+    return w + job.to_words if state == TILE_PARTIAL else 0
+
+
+@routine
+def score_keys(job, w, block, top, key0, first, n_keys):
+    """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
+
+    Leaves in the part's stops where the vectors' keys end in this part of the tile.
+    """
+    stops, part_stops = int64s(w + job.to_stops), int64s(w + job.to_part_stops)
+    for vector in range(block.n_vectors):
+        part_stops[vector] = min(max(stops[vector] - first, 0), n_keys)
+    n_keys = part_stops[block.n_vectors - 1]
+    if n_keys > 0:
+        key_row, key_col = row_stride(job, KEY), column_stride(job, KEY)
+        keys = block.key + (key0 + first) * key_row
+        if key_col != job.itemsize:
+            kernels.copy_rows(job, w + job.to_key_copy, keys, key_row, key_col, n_keys, job.head_dim)
+            keys, key_row = w + job.to_key_copy, job.head_dim * job.itemsize
+        kernels.score(job, w + job.to_scores + first * block.ld * job.itemsize, top, w + job.to_spare,
+                      w + job.to_query, block.ld, block.n_vectors, keys, w + job.to_part_stops, job.head_dim,
+                      key_row)  # fmt: skip
+    return 0
+
+
+@njit(**OPTIONS)
+def adjusted_scores(job, w, block, state, key0, first, n_keys):
+    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias."""
+    if n_keys <= 0:
+        return
+    score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
+    words = words_of(job, w, state)
+    if words != 0:
+        words += first // WORD * block.ld * 4
+    kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
+                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, job.softcap,
+                   bias_rows_of(job, w), words)  # fmt: skip
+
+
+@routine
+def score_tile(job, w, block, key0, n_keys, whole):
+    """Scores of one key tile, masked; nothing where the tile is empty. whole: see `mask_tile`."""
+    state = tile_state(job, w, block, key0, n_keys, whole)
+    if state == TILE_EMPTY:
+        return state
+    kernels.fill(job, w + job.to_tile_max, block.ld, -np.inf)
+    if job.has_bias:
+        find_bias_rows(job, w, block, key0, n_keys)
+    plain, plain_stop = block.plain, block.plain_stop
+    adjusted_scores(job, w, block, state, key0, 0, plain)
+    if plain_stop > plain:
+        score_keys(job, w, block, w + job.to_tile_max, key0, plain, plain_stop - plain)
+    adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
+    return state

@@ -1,0 +1,368 @@
+"""Register tiles: what `kernels` does to one of them, or to one vector of lanes, written with an `Emitter`.
+
+Each becomes an intrinsic of Numba whose first argument, `zero`, is a real that says the dtype. Addresses are
+integers, `ld` and counts are in elements; all else is as in `kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from fastattn.backends.numba.emit import EXPONENT_MIN, INT32, LOG2E, Emitter
+from fastattn.backends.numba.intrinsics import stage
+from fastattn.backends.numba.target import TARGET
+
+KEY_CHUNK = (
+    64  #: keys that one partial sum of `softmax` and `accumulate` runs over, as in the compiled kernels
+)
+SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
+SCORE_COLUMNS = 128
+EXP2_KEYS = 4
+KEYS_AHEAD = 4  #: rows of keys and values that memory is asked for ahead of their use
+VALUES_AHEAD = 32
+LANE_BYTES = TARGET.vector_bytes
+LINE_BYTES = 64
+#: Frozen into the compiled code as plain numbers.
+SCORE_ROWS, SCORE_VECTORS, SCORE_STRETCH = TARGET.score_rows, TARGET.score_vectors, TARGET.score_stretch
+TILE_ROWS, TILE_VECTORS = TARGET.tile_rows, TARGET.tile_vectors
+#: Where a block has so few vectors that it often lacks one, tiles of one or two take more keys.
+NARROW_ROWS = 2 * SCORE_ROWS
+HAS_NARROW = TARGET.block_vectors == TARGET.score_vectors
+
+
+@stage()
+def pack_block(e: Emitter, to, ld, rows, at, high, low) -> None:
+    """The `lanes` columns from byte `at` of `lanes` rows, times high + low."""
+    x = [e.load(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1))) for i in range(e.lanes)]
+    high, low = e.splat(high), e.splat(low)
+    for i, column in enumerate(e.transpose(x)):
+        e.store(e.at(to, (ld, i * e.itemsize)), e.multiply_exactly(column, high, low), LANE_BYTES)
+
+
+@stage()
+def pack_column(e: Emitter, to, rows, at, high, low) -> None:
+    """One column from byte `at` of `lanes` rows."""
+    x = e.gather([e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)) for i in range(e.lanes)])
+    e.store(to, e.multiply_exactly(x, e.splat(high), e.splat(low)), LANE_BYTES)
+
+
+@stage(returns_bool=True)
+def unpack_block(e: Emitter, rows, at, tile, ld, high, low) -> Any:
+    """`lanes` columns of the tile to byte `at` of `lanes` rows; whether any is NaN."""
+    high, low = e.load(high), e.load(low)
+    x = [e.multiply_exactly(e.load(e.at(tile, (ld, i * e.itemsize))), high, low) for i in range(e.lanes)]
+    nan = e.is_nan(x[0])
+    for column in x[1:]:
+        nan = e.builder.or_(nan, e.is_nan(column))
+    for i, row in enumerate(e.transpose(x)):
+        e.store(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)), row)
+    return e.any(nan)
+
+
+@stage(returns_bool=True)
+def unpack_column(e: Emitter, rows, at, tile, high, low) -> Any:
+    """One column of the tile to byte `at` of `lanes` rows."""
+    x = e.multiply_exactly(e.load(tile), e.load(high), e.load(low))
+    for i in range(e.lanes):
+        e.store_scalar(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)), e.lane(x, i))
+    return e.any(e.is_nan(x))
+
+
+# Scores.
+
+
+def _score_tile(rows: int, vectors: int) -> Any:
+    stretch = SCORE_STRETCH
+    rest = min(stretch, 8)
+    ahead = max(rows, KEYS_AHEAD)
+
+    def score_tile(e: Emitter, s, top, q, ld, k, k_row, n_cols, n_keys, is_first) -> None:
+        """S^T = K Q^T for `rows` keys, of which n_keys are there: the last one stands for those that are not.
+
+        Each sum is formed `stretch` columns at a time, or `rest` where fewer are left, and these are added
+        up: short chains round less. Added to what s holds unless is_first. `top` takes the scores in.
+        """
+        builder = e.builder
+        line = builder.mul(ld, e.count(e.itemsize))
+        key = [
+            e.variable(e.at(k, (e.least(e.count(r), builder.sub(n_keys, e.count(1))), k_row)))
+            for r in range(rows)
+        ]
+        query = e.variable(q)
+        total = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
+        sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
+
+        def step() -> None:
+            at = query.get()
+            x = [e.load(e.at(at, (v * e.lanes, e.itemsize)), LANE_BYTES) for v in range(vectors)]
+            for r in range(rows):
+                y = e.splat(e.load_scalar(key[r].get()))
+                for v in range(vectors):
+                    sums[r][v].set(e.fma(x[v], y, sums[r][v].get()))
+                key[r].set(builder.add(key[r].get(), e.count(e.itemsize)))
+            query.set(builder.add(at, line))
+
+        def end_sums() -> None:
+            for r in range(rows):
+                for v in range(vectors):
+                    total[r][v].set(e.add(total[r][v].get(), sums[r][v].get()))
+                    sums[r][v].set(e.zero())
+
+        whole = builder.sdiv(n_cols, e.count(stretch))
+        with e.loop(e.count(0), whole):
+            unroll = min(8, stretch)
+            for line_of_keys in range(0, stretch * e.itemsize, LINE_BYTES):
+                for r in range(rows):
+                    # Rows to come, into L1: lines walked column by column, which no prefetcher follows.
+                    e.prefetch(e.at(key[r].get(), (ahead, k_row), (line_of_keys, 1)))
+            with e.loop(e.count(0), e.count(stretch // unroll)):
+                for _ in range(unroll):
+                    step()
+            end_sums()
+        left = builder.sub(n_cols, builder.mul(whole, e.count(stretch)))
+        parts = builder.sdiv(builder.add(left, e.count(rest - 1)), e.count(rest))
+        with e.loop(e.count(0), parts) as part:
+            done = builder.mul(part, e.count(rest))
+            with e.loop(e.count(0), e.least(builder.sub(left, done), e.count(rest))):
+                step()
+            end_sums()
+
+        fresh = builder.icmp_signed("!=", is_first, e.count(0))
+        for v in range(vectors):
+            at_top = e.at(top, (v * e.lanes, e.itemsize))
+            highest = e.load(at_top)
+            for r in range(rows):
+                to = e.at(s, (ld, r * e.itemsize), (v * e.lanes, e.itemsize))
+                before = builder.select(fresh, e.zero(), e.load(to))
+                x = e.add(total[r][v].get(), before)
+                e.store(to, x)
+                highest = e.maximum(highest, x)
+            e.store(at_top, highest)
+
+    score_tile.__qualname__ += f"_{rows}_{vectors}"
+    return stage()(score_tile)
+
+
+score_tile_1, score_tile_2, score_tile_3 = (_score_tile(SCORE_ROWS, vectors) for vectors in (1, 2, 3))
+score_narrow_tile_1, score_narrow_tile_2 = (_score_tile(NARROW_ROWS, vectors) for vectors in (1, 2))
+
+
+# What is done to raw scores, one vector of lanes at a time; `top` takes the results in.
+
+
+def hyperbolic_tangent(e: Emitter, x: Any) -> Any:
+    """A few ULP relative for small x too: with e = exp(-2|x|) - 1, tanh|x| = -e / (2 + e)."""
+    builder = e.builder
+    sign_bit = ir.Constant(e.integers, [ir.Constant(e.integer, 1 << (8 * e.itemsize - 1))] * e.lanes)
+    x = builder.bitcast(x, e.integers)
+    sign = builder.and_(x, sign_bit)
+    magnitude = builder.bitcast(builder.xor(x, sign), e.vector)
+    grown = e.exp2m1(e.mul(magnitude, e.constant(-2 * LOG2E)))
+    ratio = builder.fdiv(grown, e.add(e.constant(2.0), grown))
+    # -e / (2 + e) with the sign of x
+    negative = builder.xor(builder.bitcast(ratio, e.integers), sign_bit)
+    return builder.bitcast(builder.xor(negative, sign), e.vector)
+
+
+def add_in_tree(e: Emitter, x: list[Any]) -> Any:
+    """The sum of a power of two of vectors."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = [e.add(a, b) for a, b in zip(x[:half], x[half:], strict=True)]
+    return x[0]
+
+
+@stage()
+def cap_scores(e: Emitter, s, top, ld, n_keys, cap) -> None:
+    """s = cap * tanh(s)."""
+    line = e.builder.mul(ld, e.count(e.itemsize))
+    highest = e.variable(e.load(top))
+    cap = e.splat(cap)
+    with e.loop(e.count(0), n_keys) as j:
+        at = e.at(s, (j, line))
+        y = e.mul(cap, hyperbolic_tangent(e, e.load(at)))
+        e.store(at, y)
+        highest.set(e.maximum(highest.get(), y))
+    e.store(top, highest.get())
+
+
+@stage()
+def add_bias(e: Emitter, s, top, ld, n_keys, rows, at) -> None:
+    """s += bias, -inf where that is -inf: the bias of a lane stands from byte `at` of its row on."""
+    builder = e.builder
+    masked = e.constant(-math.inf)
+    highest = e.variable(e.load(top))
+    addresses = [e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)) for i in range(e.lanes)]
+
+    def add(j: Any, bias: Any) -> None:
+        to = e.at(s, (builder.mul(j, ld), e.itemsize))
+        x = e.select(e.equal(bias, masked), masked, e.add(e.load(to), bias))
+        e.store(to, x)
+        highest.set(e.maximum(highest.get(), x))
+
+    blocks = builder.sdiv(n_keys, e.count(e.lanes))
+    with e.loop(e.count(0), blocks) as block:
+        j = builder.mul(block, e.count(e.lanes))
+        x = e.transpose([e.load(e.at(address, (j, e.itemsize))) for address in addresses])
+        for i, bias in enumerate(x):
+            add(builder.add(j, e.count(i)), bias)
+    with e.loop(builder.mul(blocks, e.count(e.lanes)), n_keys) as j:
+        add(j, e.gather([e.at(address, (j, e.itemsize)) for address in addresses]))
+    e.store(top, highest.get())
+
+
+@stage()
+def mask_scores(e: Emitter, s, top, ld, n_keys, words) -> None:
+    """s = -inf where bit j % 32 of words[j / 32][lane] is 0."""
+    builder = e.builder
+    masked = e.constant(-math.inf)
+    highest = e.variable(e.load(top))
+    n_words = builder.sdiv(builder.add(n_keys, e.count(31)), e.count(32))
+    with e.loop(e.count(0), n_words) as word:
+        bits = e.load_words(e.at(words, (builder.mul(word, ld), 4)))
+        first = builder.mul(word, e.count(32))
+        with e.loop(e.count(0), e.least(e.count(32), builder.sub(n_keys, first))) as bit:
+            to = e.at(s, (builder.mul(builder.add(first, bit), ld), e.itemsize))
+            allowed = e.words_allow(bits, builder.trunc(bit, INT32))
+            x = e.select(allowed, e.load(to), masked)
+            e.store(to, x)
+            highest.set(e.maximum(highest.get(), x))
+    e.store(top, highest.get())
+
+
+# The online softmax.
+
+
+@stage()
+def softmax_vector(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_keys, first_chunk,
+                   factor) -> None:  # fmt: skip
+    """One step for a vector of lanes, as `softmax` of the kernel contract."""
+    builder = e.builder
+    empty = e.constant(-math.inf)
+    line = builder.mul(ld, e.count(e.itemsize))
+    lowest = e.splat(builder.fdiv(ir.Constant(e.real, float(EXPONENT_MIN[e.itemsize])), factor))
+    factor = e.splat(factor)
+    old = e.load(row_max)
+    top = e.maximum(old, e.load(tile_max))
+    # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
+    base = e.select(e.equal(top, empty), e.zero(), top)
+    total = e.variable(e.zero())
+
+    def weights(addresses: list[Any]) -> list[Any]:
+        return e.exp2([e.sub(e.load(address), base) for address in addresses], factor, lowest)
+
+    past = builder.sub(n_keys, first_chunk)
+    more = builder.sdiv(builder.add(past, e.count(KEY_CHUNK - 1)), e.count(KEY_CHUNK))
+    more = builder.select(builder.icmp_signed(">", past, e.count(0)), more, e.count(0))
+    with e.loop(e.count(0), builder.add(more, e.count(1))) as chunk:
+        stop = builder.add(first_chunk, builder.mul(chunk, e.count(KEY_CHUNK)))
+        is_first = builder.icmp_signed("==", chunk, e.count(0))
+        start = builder.select(is_first, e.count(0), builder.sub(stop, e.count(KEY_CHUNK)))
+        stop = e.least(stop, n_keys)
+        some = e.variable(e.zero())
+        groups = builder.sdiv(builder.sub(stop, start), e.count(EXP2_KEYS))
+        with e.loop(e.count(0), groups) as group:
+            j = builder.add(start, builder.mul(group, e.count(EXP2_KEYS)))
+            at = [e.at(s, (builder.add(j, e.count(i)), line)) for i in range(EXP2_KEYS)]
+            x = weights(at)
+            for address, weight in zip(at, x, strict=True):
+                e.store(address, weight)
+            some.set(e.add(some.get(), add_in_tree(e, x)))
+        j = builder.add(start, builder.mul(groups, e.count(EXP2_KEYS)))
+        with builder.if_then(builder.icmp_signed("<", j, stop)):
+            # As if the missing keys were masked: where a vector's keys end depends on its other lanes.
+            last = builder.sub(stop, e.count(1))
+            keys = [builder.add(j, e.count(i)) for i in range(EXP2_KEYS)]
+            at = [e.at(s, (e.least(key, last), line)) for key in keys]
+            x = weights(at)
+            for address, weight in zip(at, x, strict=True):
+                e.store(address, weight)
+            there = [
+                e.select(builder.icmp_signed("<", key, stop), a, e.zero())
+                for key, a in zip(keys, x, strict=True)
+            ]
+            some.set(e.add(some.get(), add_in_tree(e, there)))
+        total.set(e.add(total.get(), some.get()))
+    scale = e.exp2([e.sub(old, base)], factor, lowest)[0]
+    e.store(rescale, scale)
+    e.store(row_sum, e.fma(e.load(row_sum), scale, total.get()))
+    e.store(row_max, top)
+
+
+# Values.
+
+
+def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
+    def accumulate_tile(e: Emitter, acc, p, scale, ld, v, v_row, n_cols, start, stops, chunk_stop) -> None:
+        """acc = scale * acc + V^T P^T for `rows` columns, which are all there if it is_whole; else n_cols
+        are, and the last one stands for those that are not. The keys start .. chunk_stop - 1, as far as each
+        vector's stop goes."""
+        builder = e.builder
+        sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
+        if is_whole:
+            columns = [e.count(r * e.itemsize) for r in range(rows)]
+        else:
+            last = builder.sub(n_cols, e.count(1))
+            columns = [builder.mul(e.least(e.count(r), last), e.count(e.itemsize)) for r in range(rows)]
+        begin = start
+        for first in range(vectors):
+            # The vectors before `first` have no more keys in this chunk.
+            end = e.least(e.load_address(e.at(stops, (first, 8))), chunk_stop)
+            with e.loop(begin, end) as j:
+                at = e.at(v, (j, v_row))
+                e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
+                weights = e.at(p, (builder.mul(j, ld), e.itemsize))
+                x = {
+                    i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
+                    for i in range(first, vectors)
+                }
+                for r in range(rows):
+                    y = e.splat(e.load_scalar(builder.add(at, columns[r])))
+                    for i in range(first, vectors):
+                        sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
+            # max(begin, end): a stop may lie before the chunk.
+            begin = builder.select(builder.icmp_signed(">", end, begin), end, begin)
+        for i in range(vectors):
+            factor = e.load(e.at(scale, (i * e.lanes, e.itemsize)), LANE_BYTES)
+            for r in range(rows):
+                to = e.at(acc, (builder.mul(ld, e.count(r)), e.itemsize), (i * e.lanes, e.itemsize))
+                e.store(to, e.fma(e.load(to, LANE_BYTES), factor, sums[r][i].get()), LANE_BYTES)
+
+    accumulate_tile.__qualname__ += f"_{rows}_{vectors}_{is_whole}"
+    return stage()(accumulate_tile)
+
+
+accumulate_tile_1, accumulate_tile_2, accumulate_tile_3 = (
+    _accumulate_tile(TILE_ROWS, vectors, True) for vectors in (1, 2, 3)
+)
+accumulate_last_tile_1, accumulate_last_tile_2, accumulate_last_tile_3 = (
+    _accumulate_tile(TILE_ROWS, vectors, False) for vectors in (1, 2, 3)
+)
+
+
+# The end of a block.
+
+
+@stage()
+def invert_sums(e: Emitter, inverse, row_sum, ld) -> None:
+    """1 / row_sum rounded towards 0, 0 for an empty row, and ld elements behind it what that left."""
+    builder = e.builder
+    sums = e.load(row_sum)
+    one = e.constant(1.0)
+    some = builder.fcmp_unordered("!=", sums, e.zero())
+    high = builder.fdiv(one, sums)
+    down = builder.sext(builder.fcmp_ordered("<", e.one_minus_product(high, sums), e.zero()), e.integers)
+    # Down by a unit where it was rounded up: above 0 that is one less as an integer.
+    high = builder.bitcast(builder.add(builder.bitcast(high, e.integers), down), e.vector)
+    left = e.one_minus_product(high, sums)
+    nothing = e.equal(left, e.zero())
+    low = e.select(nothing, e.mul(high, e.constant(NO_LOW[e.itemsize])), e.mul(left, high))
+    e.store(inverse, e.select(some, high, e.zero()))
+    e.store(e.at(inverse, (ld, e.itemsize)), e.select(some, low, e.zero()))
+
+
+#: Times `high` it is a `low` where nothing was left of `high`: too small to change a result.
+NO_LOW = {4: 2.0**-60, 8: 2.0**-118}

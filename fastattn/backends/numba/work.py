@@ -1,0 +1,74 @@
+"""All tasks of a call, on all its threads."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from fastattn.backends.numba import kernels
+from fastattn.backends.numba.cache import cached
+from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.intrinsics import call_work, fetch_add, record_at
+from fastattn.backends.numba.layout import BLOCK, SHARE
+from fastattn.backends.numba.rows import run_row_task
+from fastattn.backends.numba.sweep import run_task
+
+SHARE_NBYTES = SHARE.itemsize
+
+_block_at = record_at(BLOCK)
+_share_at = record_at(SHARE)
+
+
+@routine
+def work(job, shares, thread, num_threads):
+    """What one thread does: the tasks of its own share, then what the others have not begun."""
+    w = job.scratch + thread * job.scratch_nbytes
+    block = _block_at(w + job.to_block)
+    kernels.fill(job, w + job.to_ones, job.max_lanes, 1.0)
+    # Small tasks are taken a few at a time.
+    chunk = job.n_tasks if num_threads == 1 else max(1, job.n_tasks // (num_threads * 32))
+    for turn in range(num_threads):
+        at = shares + (thread + turn) % num_threads * SHARE_NBYTES
+        stop = _share_at(at).stop
+        while True:
+            first = fetch_add(at, chunk)  # of its `next`
+            if first >= stop:
+                break
+            for task in range(first, min(first + chunk, stop)):
+                if job.by_rows:
+                    run_row_task(job, w, block, task)
+                else:
+                    run_task(job, w, block, task)
+    return 0
+
+
+@cached
+@njit(parallel=True, **OPTIONS)
+def _run_parallel(address: Any, job: Any, shares: Any, num_threads: Any) -> None:
+    """`work` at this address on every thread."""
+    for thread in prange(num_threads):
+        call_work(address, job, shares, thread, num_threads)
+
+
+@cache
+def _alone(address: int) -> Any:
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(address)
+
+
+def run_work(address: int, job: np.ndarray, n_tasks: int, num_threads: int) -> None:
+    """Every task of the one job in `job`, on so many threads; `address` is that of `work`.
+
+    Which thread takes which changes nothing in the result. A thread's share are tasks that follow each other,
+    so that not every thread brings every head's keys and values into its cache.
+    """
+    shares = np.zeros(num_threads, SHARE)
+    shares["next"] = n_tasks * np.arange(num_threads) // num_threads
+    shares["stop"] = n_tasks * np.arange(1, num_threads + 1) // num_threads
+    if num_threads == 1:
+        _alone(address)(job.ctypes.data, shares.ctypes.data, 0, 1)
+    else:
+        _run_parallel(address, job.ctypes.data, shares.ctypes.data, num_threads)

@@ -45,6 +45,7 @@ LAYERS = [
     {"backends.numba.scores"},
     {"backends.numba.sweep", "backends.numba.rows"},
     {"backends.numba.work"},
+    {"backends.numba.form"},
     {"backends.numba.job"},
     {"backends.reference", "backends.cython_cpu", "backends.cython", "backends.numba_cpu", "backends.numba"},
     {"_registry"},

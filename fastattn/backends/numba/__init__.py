@@ -13,6 +13,7 @@
     scores        one tile of keys: masks, bias, scores
     sweep, rows   the driver over the key tiles: with rows as lanes, and for few rows
     work          all tasks on all threads
+    form          all of a call but its addresses, remembered for calls that are alike
     job           a `Problem` as the record of a call
 
 Each knows those above it. Nothing is imported here, so that Numba is only loaded with what needs it.

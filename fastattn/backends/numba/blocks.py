@@ -24,11 +24,22 @@ from fastattn.backends.numba.layout import (
     VALUE,
     WORD,
 )
+from fastattn.backends.numba.tiles import TILE_ROWS
 
 
 @njit(**OPTIONS)
 def stride_of(job, view, column):
     return int64s(job.views)[view * job.view_size + column]
+
+
+@njit(**OPTIONS)
+def column_stride(job, view):
+    return stride_of(job, view, COL)
+
+
+@njit(**OPTIONS)
+def row_stride(job, view):
+    return stride_of(job, view, ROW)
 
 
 @njit(**OPTIONS)
@@ -71,6 +82,7 @@ def find_block(job, w, block, task):
     block.ld = block.n_rows if job.by_rows else block.n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
     block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
+    find_head(job, w, block)
 
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
     i, g = block.first_row // job.group_size, block.first_row % job.group_size
@@ -87,6 +99,18 @@ def find_block(job, w, block, task):
     if job.is_masked:
         find_intervals(job, w, block)
     return 0
+
+
+@njit(**OPTIONS)
+def find_head(job, w, block):
+    """Where the kernels read the block's keys and values: in place, or in the thread's copies."""
+    block.keys, block.key_row = block.key, row_stride(job, KEY)
+    if job.copies_keys:
+        block.keys, block.key_row = w + job.to_key_copy, job.head_dim * job.itemsize
+    block.values, block.value_row, block.panel = block.value, row_stride(job, VALUE), TILE_ROWS * job.itemsize
+    if job.packs_values:
+        block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
+        block.panel = TILE_ROWS * job.itemsize * job.len_k
 
 
 @routine
@@ -110,13 +134,3 @@ def find_intervals(job, w, block):
     block.low = low - low % (WORD if job.has_tiles else KEY_STEP)
     block.high, block.all_start, block.all_stop = high, all_start, all_stop
     return 0
-
-
-@njit(**OPTIONS)
-def column_stride(job, view):
-    return stride_of(job, view, COL)
-
-
-@njit(**OPTIONS)
-def row_stride(job, view):
-    return stride_of(job, view, ROW)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
 
 from fastattn.backends.numba.cache import cached
 from fastattn.backends.numba.intrinsics import intrinsic_of
@@ -41,6 +42,7 @@ Function = Callable[..., Any]
 _logger = logging.getLogger("fastattn")
 _compiling = threading.RLock()
 _makers: dict[str, Callable[[Any], Function]] = {}  # of each function, given a zero of the dtype
+_callees: dict[str, frozenset[str]] = {}  # the names among which are those of all functions that one calls
 
 
 def _new_lock() -> None:
@@ -74,6 +76,7 @@ def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
     """What stands for the function in compiled code."""
     name, place = function.__name__, len(_makers)
     _makers[name] = make
+    _callees[name] = _names_in(function)
     parameters = list(inspect.signature(function).parameters)
     takes_job = parameters[0] == "job"
 
@@ -92,6 +95,28 @@ def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
         return types.intp(*(() if takes_job else (job,)), *signature.args), codegen
 
     return intrinsic_of(definition, name, parameters if takes_job else ["job", *parameters])
+
+
+def _names_in(function: Function) -> frozenset[str]:
+    """All global names and attributes in a function's code, and in that of Numba functions that it uses."""
+    names = set(function.__code__.co_names)
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        if isinstance(used, Dispatcher):
+            names |= _names_in(used.py_func)
+    return frozenset(names)
+
+
+@cache
+def reached(root: str, without: frozenset[str]) -> frozenset[str]:
+    """The function `root` and all that it calls, but for those in `without` and what they alone call."""
+    found, waiting = set(), [root]
+    while waiting:
+        name = waiting.pop()
+        if name in _makers and name not in found and name not in without:
+            found.add(name)
+            waiting += _callees[name]
+    return frozenset(found)
 
 
 @cache
@@ -116,15 +141,16 @@ class Table:
         self._zero = np.dtype(dtype).type(0)
         self._places = {name: place for place, name in enumerate(_makers)}
         self._compiled: dict[str, CFunc] = {}
+        self._ready: set[frozenset[str]] = set()
         self._addresses = np.zeros(len(_makers), np.int64)
         self.address = self._addresses.ctypes.data
 
-    def need(self, names: Collection[str]) -> None:
+    def need(self, names: frozenset[str]) -> None:
         """Compiles what is missing of these functions."""
-        if all(name in self._compiled for name in names):
+        if names in self._ready:
             return
         with _compiling:
-            missing = sorted(set(names) - set(self._compiled), key=self._places.__getitem__)
+            missing = sorted(names - set(self._compiled), key=self._places.__getitem__)
             start, said = time.perf_counter(), False
             for done, name in enumerate(missing):
                 if not said and time.perf_counter() - start > 1:
@@ -138,6 +164,7 @@ class Table:
                 compiled = compile_function(_makers[name](self._zero))
                 self._addresses[self._places[name]] = int(compiled.address or 0)
                 self._compiled[name] = compiled
+            self._ready.add(names)
             if said:
                 _logger.info("compiled for %s in %.1f s", self._dtype, time.perf_counter() - start)
 

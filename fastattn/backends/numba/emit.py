@@ -101,6 +101,12 @@ class Emitter:
             address = builder.add(address, builder.mul(n, size))
         return address
 
+    def opaque(self, n: ir.Value) -> ir.Value:
+        """n, of which LLVM knows no more. It would compute addresses in a row from each other, one after the
+        other."""
+        kind = ir.FunctionType(INTP, [INTP])
+        return self.builder.asm(kind, "", "=r,0", [n], side_effect=False)
+
     def load(self, address: ir.Value, align: int = 1) -> ir.Value:
         pointer = self.builder.inttoptr(address, self.vector.as_pointer())
         return self.builder.load(pointer, align=align)

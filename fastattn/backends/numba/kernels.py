@@ -31,7 +31,6 @@ from fastattn.backends.numba.intrinsics import (
 )
 from fastattn.backends.numba.tiles import (
     HAS_NARROW,
-    KEY_CHUNK,
     LANE_BYTES,
     NARROW_ROWS,
     SCORE_COLUMNS,
@@ -40,6 +39,7 @@ from fastattn.backends.numba.tiles import (
     SCORE_VECTORS,
     TILE_ROWS,
     TILE_VECTORS,
+    WIDE_ROWS,
 )
 
 LN2 = 0.69314718055994530942
@@ -100,11 +100,13 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     nan |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
         return 1 if nan else 0
 
-    def score(s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row):
+    def score(s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row, fetch, fetch_row, fetch_nbytes):
         """S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * size] * q[d][lane], as far as the stops
         go.
 
         `top` takes the scores in, maybe some past a vector's stop; `spare` is as long, and nobody's to read.
+        Along the way it asks memory for the first fetch_nbytes bytes of one row for each key, which nothing
+        reads yet: of key j at fetch + j * fetch_row.
         """
         ends = int64s(stops)
         n_keys = ends[n_vectors - 1]
@@ -118,6 +120,10 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 if HAS_NARROW and n_vectors < SCORE_VECTORS:
                     while j + NARROW_ROWS <= min(stop, ends[0]):
                         to, key = s + j * ld * size, keys + j * k_row
+                        if fetch_nbytes > 0 and start == 0:
+                            tiles.fetch_rows(
+                                zero, fetch + j * fetch_row, fetch_row, NARROW_ROWS, fetch_nbytes
+                            )
                         if n_vectors == 2:
                             tiles.score_narrow_tile_2(zero, to, tops, columns, ld, key, k_row, n_cols,
                                                       NARROW_ROWS, is_first)  # fmt: skip
@@ -130,6 +136,9 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     while ends[first] <= j:
                         first += 1
                     key, i = keys + j * k_row, first
+                    if fetch_nbytes > 0 and start == 0:
+                        n_fetched = min(SCORE_ROWS, stop - j)
+                        tiles.fetch_rows(zero, fetch + j * fetch_row, fetch_row, n_fetched, fetch_nbytes)
                     while i < n_vectors:
                         at = i * LANE_BYTES
                         to, column, top_at = s + j * ld * size + at, columns + at, tops + at
@@ -176,43 +185,60 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                                  ends[i], first_chunk, real(factor))  # fmt: skip
         return 0
 
-    def accumulate(acc, p, rescale, ones, ld, n_vectors, v, v_row, stops, first_chunk, value_dim):
+    def accumulate(acc, p, rescale, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim):
         """O^T = rescale * O^T + V^T P^T, with sums over KEY_CHUNK keys at a time, the first over first_chunk.
 
-        acc has room for whole register tiles of columns. `ones` is as long as rescale.
+        acc has room for whole register tiles of columns. There are `panel` bytes from one of them to the next
+        in the values: as many as the columns have, or as `pack_values` leaves them.
         """
-        ends, i = int64s(stops), 0
+        is_packed = panel != TILE_ROWS * size
+        i = 0
         while i < n_vectors:
             group = min(TILE_VECTORS, n_vectors - i)
-            at, n_keys, stops_at = i * LANE_BYTES, ends[i + group - 1], stops + i * 8
-            for c in range(0, value_dim, TILE_ROWS):
-                to, values, scale = acc + c * ld * size + at, v + c * size, rescale + at
-                start, stop, n_cols = 0, first_chunk, value_dim - c
-                while True:  # once even without a key: acc has to be rescaled
-                    if n_cols < TILE_ROWS:
-                        if TILE_VECTORS == 3 and group == 3:
-                            tiles.accumulate_last_tile_3(zero, to, p + at, scale, ld, values, v_row, n_cols,
-                                                         start, stops_at, stop)  # fmt: skip
-                        elif group == 2:
-                            tiles.accumulate_last_tile_2(zero, to, p + at, scale, ld, values, v_row, n_cols,
-                                                         start, stops_at, stop)  # fmt: skip
-                        else:
-                            tiles.accumulate_last_tile_1(zero, to, p + at, scale, ld, values, v_row, n_cols,
-                                                         start, stops_at, stop)  # fmt: skip
-                    elif TILE_VECTORS == 3 and group == 3:
-                        tiles.accumulate_tile_3(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
-                                                stops_at, stop)  # fmt: skip
+            weights, scale, ends, c = p + i * LANE_BYTES, rescale + i * LANE_BYTES, stops + i * 8, 0
+            while c < value_dim:
+                to, left = acc + c * ld * size + i * LANE_BYTES, value_dim - c
+                values = v + c // TILE_ROWS * panel
+                c += TILE_ROWS
+                if left < TILE_ROWS:
+                    if TILE_VECTORS == 3 and group == 3:
+                        tiles.accumulate_last_tile_3(zero, to, weights, scale, ld, values, v_row, left, ends,
+                                                     first_chunk)  # fmt: skip
                     elif group == 2:
-                        tiles.accumulate_tile_2(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
-                                                stops_at, stop)  # fmt: skip
+                        tiles.accumulate_last_tile_2(zero, to, weights, scale, ld, values, v_row, left, ends,
+                                                     first_chunk)  # fmt: skip
                     else:
-                        tiles.accumulate_tile_1(zero, to, p + at, scale, ld, values, v_row, n_cols, start,
-                                                stops_at, stop)  # fmt: skip
-                    scale = ones + at
-                    start, stop = stop, stop + KEY_CHUNK
-                    if start >= n_keys:
-                        break
+                        tiles.accumulate_last_tile_1(zero, to, weights, scale, ld, values, v_row, left, ends,
+                                                     first_chunk)  # fmt: skip
+                elif TILE_VECTORS == 3 and group == 3:
+                    tiles.accumulate_tile_3(
+                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
+                    )
+                elif group == 2:
+                    tiles.accumulate_tile_2(
+                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
+                    )
+                elif WIDE_ROWS > TILE_ROWS and left >= WIDE_ROWS and not is_packed:
+                    tiles.accumulate_wide_tile(zero, to, weights, scale, ld, values, v_row, left, ends,
+                                               first_chunk)  # fmt: skip
+                    c += WIDE_ROWS - TILE_ROWS
+                else:
+                    tiles.accumulate_tile_1(
+                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
+                    )
             i += group
+        return 0
+
+    def pack_values(panels, panel, v, v_row, v_col, n_keys, value_dim):
+        """Rows of values in panels of as many columns as `accumulate` takes at once, each with all its
+        columns of a key, then of the next: they are read so in the order of memory."""
+        whole = value_dim // TILE_ROWS if v_col == size else 0
+        if whole > 0:
+            tiles.pack_panels(zero, panels, panel, v, v_row, n_keys, whole)
+        for j in range(n_keys):
+            for c in range(whole * TILE_ROWS, value_dim):
+                to = panels + c // TILE_ROWS * panel + (j * TILE_ROWS + c % TILE_ROWS) * size
+                store_real(zero, to, load_real(zero, v + j * v_row + c * v_col))
         return 0
 
     def copy_rows(to, rows, row, col, n_rows, n_cols):
@@ -336,9 +362,10 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 uint32s(words)[j // 32 * n_lanes + lane] &= word
         return 0
 
-    return (fill, pack, unpack, score, adjust, softmax, accumulate, copy_rows, clean_values, add_wild_values,
-            clear_masked, start_rows, finish, scatter, convert_row, mask_words)  # fmt: skip
+    return (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
+            add_wild_values, clear_masked, start_rows, finish, scatter, convert_row, mask_words)  # fmt: skip
 
 
-(fill, pack, unpack, score, adjust, softmax, accumulate, copy_rows, clean_values, add_wild_values,
- clear_masked, start_rows, finish, scatter, convert_row, mask_words) = calls.kernels(_define)  # fmt: skip
+(fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
+ add_wild_values, clear_masked, start_rows, finish, scatter, convert_row,
+ mask_words) = calls.kernels(_define)  # fmt: skip

@@ -19,7 +19,7 @@ ADDRESS, HEAD, ROW, COL, LEAD = range(5)
 
 #: Tiles of a thread, each from a line of its scratch memory on: `to_...` in a job is how far from the start.
 SCRATCH = (
-    "query", "scores", "acc", "tile_max", "spare", "row_max", "row_sum", "rescale", "ones", "inverse", "lse",
+    "query", "scores", "acc", "tile_max", "spare", "row_max", "row_sum", "rescale", "inverse", "lse",
     "words", "rows", "out_rows", "bias_rows", "start", "stop", "stops", "part_stops", "row_i", "row_h",
     "converted", "clean", "key_copy", "value_copy", "block", "stack",
 )  # fmt: skip
@@ -36,6 +36,7 @@ _COUNTS = (
     "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "n_leaves", "chunk_leaves", "n_chunks",
     "n_parts", "part_nbytes", "parts", "left",
     "scratch", "scratch_nbytes",
+    "copies_keys", "packs_values",  # a thread has one head's keys without gaps, or its values in panels
 )  # fmt: skip
 _REALS = (
     "query_high", "query_low",  # the factor of the packed query, in two parts
@@ -49,14 +50,16 @@ JOB = np.dtype(
     + [(name, np.float64) for name in _REALS]
 )
 
-#: The query rows of one task, and where its batch item starts in each array. `depth` is that of the stack of
-#: parts of `rows`.
+#: The query rows of one task, where the head's keys and values start in the caller's memory (`key`, `value`)
+#: and where the kernels read them (`keys`, `values`), and what a thread knows from one task to the next.
+#: `depth` is that of the stack of parts of `rows`.
 BLOCK = np.dtype(
     [
         (name, np.int64)
         for name in (
             "item", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop", "key",
-            "value", "plain", "plain_stop", "depth",
+            "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
+            "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
         )
     ]
 )  # fmt: skip

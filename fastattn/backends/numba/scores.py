@@ -13,7 +13,7 @@ from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import at_item, column_stride, find_rows, row_stride, stride_of
 from fastattn.backends.numba.calls import OPTIONS, routine
 from fastattn.backends.numba.intrinsics import int32s, int64s, uint32s
-from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, WORD
+from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, VALUE, WORD
 
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
 TILES_FULL, TILES_EMPTY = -1, -2  #: entries of a tile map without bits
@@ -169,24 +169,66 @@ def words_of(job, w, state):
 
 
 @routine
+def find_new(job, w, block, start, stop):
+    """Which of the head's keys start .. stop - 1 this thread has not worked on lately, with those between
+    them and the keys it knew; now it has."""
+    if block.seen_key != block.key or block.seen_value != block.value:
+        block.seen_key, block.seen_value = block.key, block.value
+        block.seen_start, block.seen_stop = start, stop
+    else:
+        if block.seen_start <= start:
+            start = block.seen_stop
+        elif stop <= block.seen_stop:
+            stop = block.seen_start
+        block.seen_start = min(block.seen_start, start)
+        block.seen_stop = max(block.seen_stop, stop)
+    block.new_start, block.new_stop = start, stop
+    return 0
+
+
+@routine
+def copy_new(job, w, block):
+    """The head's new keys and values into the thread's copies, where the job has them."""
+    start, n_keys = block.new_start, block.new_stop - block.new_start
+    if job.copies_keys:
+        kernels.copy_rows(job, block.keys + start * block.key_row, block.key + start * row_stride(job, KEY),
+                          row_stride(job, KEY), column_stride(job, KEY), n_keys, job.head_dim)  # fmt: skip
+    if job.packs_values:
+        kernels.pack_values(job, block.values + start * block.value_row, block.panel,
+                            block.value + start * row_stride(job, VALUE), row_stride(job, VALUE),
+                            column_stride(job, VALUE), n_keys, job.value_dim)  # fmt: skip
+    return 0
+
+
+@routine
 def score_keys(job, w, block, top, key0, first, n_keys):
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
-    Leaves in the part's stops where the vectors' keys end in this part of the tile.
+    Leaves in the part's stops where the vectors' keys end in this part of the tile. Keys and values that are
+    new to the thread are copied first, where the job wants that. Else values are asked for along the way:
+    `accumulate` reads them column by column, too fast for a memory that is far away.
     """
     stops, part_stops = int64s(w + job.to_stops), int64s(w + job.to_part_stops)
     for vector in range(block.n_vectors):
         part_stops[vector] = min(max(stops[vector] - first, 0), n_keys)
-    n_keys = part_stops[block.n_vectors - 1]
-    if n_keys > 0:
-        key_row, key_col = row_stride(job, KEY), column_stride(job, KEY)
-        keys = block.key + (key0 + first) * key_row
-        if key_col != job.itemsize:
-            kernels.copy_rows(job, w + job.to_key_copy, keys, key_row, key_col, n_keys, job.head_dim)
-            keys, key_row = w + job.to_key_copy, job.head_dim * job.itemsize
-        kernels.score(job, w + job.to_scores + first * block.ld * job.itemsize, top, w + job.to_spare,
-                      w + job.to_query, block.ld, block.n_vectors, keys, w + job.to_part_stops, job.head_dim,
-                      key_row)  # fmt: skip
+    if part_stops[block.n_vectors - 1] <= 0:
+        return 0
+    start, fetch_nbytes = key0 + first, 0
+    find_new(job, w, block, start, start + n_keys)
+    if block.new_start < block.new_stop:
+        if job.copies_keys or job.packs_values:
+            copy_new(job, w, block)
+        if not job.packs_values:
+            fetch_nbytes = job.value_dim * job.itemsize
+    keys, key_row, value_row = block.keys + start * block.key_row, block.key_row, row_stride(job, VALUE)
+    if not job.copies_keys and column_stride(job, KEY) != job.itemsize:
+        kernels.copy_rows(
+            job, w + job.to_key_copy, keys, key_row, column_stride(job, KEY), n_keys, job.head_dim
+        )
+        keys, key_row = w + job.to_key_copy, job.head_dim * job.itemsize
+    kernels.score(job, w + job.to_scores + first * block.ld * job.itemsize, top, w + job.to_spare,
+                  w + job.to_query, block.ld, block.n_vectors, keys, w + job.to_part_stops, job.head_dim,
+                  key_row, block.value + start * value_row, value_row, fetch_nbytes)  # fmt: skip
     return 0
 
 

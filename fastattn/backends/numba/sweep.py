@@ -16,7 +16,7 @@ from fastattn.backends.numba.calls import routine
 from fastattn.backends.numba.intrinsics import int64s
 from fastattn.backends.numba.layout import LSE, OUT, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.scores import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
-from fastattn.backends.numba.tiles import KEY_CHUNK
+from fastattn.backends.numba.tiles import KEY_CHUNK, TILE_ROWS
 
 
 @routine
@@ -24,15 +24,17 @@ def add_values(job, w, block, state, key0, n_keys):
     """Weights times values of one tile."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
-    values, row, wild = at, value_row, 0
+    values, row, panel, wild = block.values + key0 * block.value_row, block.value_row, block.panel, 0
     if job.is_isolated:
         wild = kernels.clean_values(job, w + job.to_clean, at, value_row, value_col, n_keys, job.value_dim)
-        values, row = w + job.to_clean, job.value_dim * job.itemsize
-    elif value_col != job.itemsize:
+        values = w + job.to_clean
+    elif value_col != job.itemsize and not job.packs_values:
         kernels.copy_rows(job, w + job.to_value_copy, at, value_row, value_col, n_keys, job.value_dim)
-        values, row = w + job.to_value_copy, job.value_dim * job.itemsize
-    kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, w + job.to_ones, block.ld,
-                       block.n_vectors, values, row, w + job.to_stops, KEY_CHUNK - key0 % KEY_CHUNK,
+        values = w + job.to_value_copy
+    if job.is_isolated or (value_col != job.itemsize and not job.packs_values):
+        row, panel = job.value_dim * job.itemsize, TILE_ROWS * job.itemsize
+    kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, block.ld, block.n_vectors,
+                       values, row, panel, w + job.to_stops, KEY_CHUNK - key0 % KEY_CHUNK,
                        job.value_dim)  # fmt: skip
     if wild != 0:
         kernels.add_wild_values(job, w + job.to_acc, block.ld * job.itemsize, job.itemsize, w + job.to_scores,

@@ -19,6 +19,7 @@ class Target(NamedTuple):
     vector_bytes: int
     tile_rows: int  #: columns of the values in a tile of `accumulate`
     tile_vectors: int  #: vectors of lanes in it
+    wide_rows: int  #: columns of the values in a tile of `accumulate` with one vector
     score_rows: int  #: keys in a tile of `score`
     score_vectors: int
     score_stretch: int  #: columns that one partial sum of a score runs over
@@ -27,10 +28,10 @@ class Target(NamedTuple):
     has_fma: bool
 
 
-AVX512 = Target(64, 8, 3, 4, 3, 16, 3, 16, True)
-AVX2 = Target(32, 6, 2, 4, 3, 32, 6, 8, True)
-NEON = Target(16, 8, 3, 4, 3, 8, 12, 16, True)
-PORTABLE = Target(16, 4, 2, 4, 2, 4, 6, 8, False)
+AVX512 = Target(64, 8, 3, 16, 4, 3, 16, 3, 16, True)
+AVX2 = Target(32, 6, 2, 6, 4, 3, 32, 6, 8, True)
+NEON = Target(16, 8, 3, 8, 4, 3, 8, 12, 16, True)
+PORTABLE = Target(16, 4, 2, 4, 4, 2, 4, 6, 8, False)
 
 BY_ISA = {"avx512": AVX512, "avx2": AVX2, "neon": NEON, "portable": PORTABLE}
 

@@ -7,6 +7,8 @@ integers, `ld` and counts are in elements; all else is as in `kernels`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +25,7 @@ SCORE_COLUMNS = 128
 EXP2_KEYS = 4
 KEYS_AHEAD = 4  #: rows of keys and values that memory is asked for ahead of their use
 VALUES_AHEAD = 32
+PACKED_AHEAD = 8  #: of values while they are packed
 LANE_BYTES = TARGET.vector_bytes
 LINE_BYTES = 64
 #: Frozen into the compiled code as plain numbers.
@@ -30,6 +33,7 @@ SCORE_ROWS, SCORE_VECTORS, SCORE_STRETCH = TARGET.score_rows, TARGET.score_vecto
 TILE_ROWS, TILE_VECTORS = TARGET.tile_rows, TARGET.tile_vectors
 #: Where a block has so few vectors that it often lacks one, tiles of one or two take more keys.
 NARROW_ROWS = 2 * SCORE_ROWS
+WIDE_ROWS = TARGET.wide_rows  #: columns of the values in a tile of one vector
 HAS_NARROW = TARGET.block_vectors == TARGET.score_vectors
 
 
@@ -88,7 +92,7 @@ def _score_tile(rows: int, vectors: int) -> Any:
         builder = e.builder
         line = builder.mul(ld, e.count(e.itemsize))
         key = [
-            e.variable(e.at(k, (e.least(e.count(r), builder.sub(n_keys, e.count(1))), k_row)))
+            e.variable(e.opaque(e.at(k, (e.least(e.count(r), builder.sub(n_keys, e.count(1))), k_row))))
             for r in range(rows)
         ]
         query = e.variable(q)
@@ -150,6 +154,15 @@ score_tile_1, score_tile_2, score_tile_3 = (_score_tile(SCORE_ROWS, vectors) for
 score_narrow_tile_1, score_narrow_tile_2 = (_score_tile(NARROW_ROWS, vectors) for vectors in (1, 2))
 
 
+@stage()
+def fetch_rows(e: Emitter, at, row, n, nbytes) -> None:
+    """Asks memory for the first nbytes bytes of n rows. Into L2: L1 has no room for a tile of them."""
+    builder = e.builder
+    lines = builder.sdiv(builder.add(nbytes, e.count(LINE_BYTES - 1)), e.count(LINE_BYTES))
+    with e.loop(e.count(0), n) as i, e.loop(e.count(0), lines) as line:
+        e.prefetch(e.at(at, (i, row), (line, LINE_BYTES)), locality=2)
+
+
 # What is done to raw scores, one vector of lanes at a time; `top` takes the results in.
 
 
@@ -173,6 +186,21 @@ def add_in_tree(e: Emitter, x: list[Any]) -> Any:
         half = len(x) // 2
         x = [e.add(a, b) for a, b in zip(x[:half], x[half:], strict=True)]
     return x[0]
+
+
+@contextmanager
+def each_chunk(e: Emitter, n_keys: Any, first_chunk: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The chunks of keys that sums are formed over: the number, the start and the stop of each. The first has
+    first_chunk keys, and is there even without any."""
+    builder = e.builder
+    past = builder.sub(n_keys, first_chunk)
+    more = builder.sdiv(builder.add(past, e.count(KEY_CHUNK - 1)), e.count(KEY_CHUNK))
+    more = builder.select(builder.icmp_signed(">", past, e.count(0)), more, e.count(0))
+    with e.loop(e.count(0), builder.add(more, e.count(1))) as chunk:
+        stop = builder.add(first_chunk, builder.mul(chunk, e.count(KEY_CHUNK)))
+        is_first = builder.icmp_signed("==", chunk, e.count(0))
+        start = builder.select(is_first, e.count(0), builder.sub(stop, e.count(KEY_CHUNK)))
+        yield chunk, start, e.least(stop, n_keys)
 
 
 @stage()
@@ -254,14 +282,7 @@ def softmax_vector(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_key
     def weights(addresses: list[Any]) -> list[Any]:
         return e.exp2([e.sub(e.load(address), base) for address in addresses], factor, lowest)
 
-    past = builder.sub(n_keys, first_chunk)
-    more = builder.sdiv(builder.add(past, e.count(KEY_CHUNK - 1)), e.count(KEY_CHUNK))
-    more = builder.select(builder.icmp_signed(">", past, e.count(0)), more, e.count(0))
-    with e.loop(e.count(0), builder.add(more, e.count(1))) as chunk:
-        stop = builder.add(first_chunk, builder.mul(chunk, e.count(KEY_CHUNK)))
-        is_first = builder.icmp_signed("==", chunk, e.count(0))
-        start = builder.select(is_first, e.count(0), builder.sub(stop, e.count(KEY_CHUNK)))
-        stop = e.least(stop, n_keys)
+    with each_chunk(e, n_keys, first_chunk) as (_, start, stop):
         some = e.variable(e.zero())
         groups = builder.sdiv(builder.sub(stop, start), e.count(EXP2_KEYS))
         with e.loop(e.count(0), groups) as group:
@@ -296,10 +317,9 @@ def softmax_vector(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_key
 
 
 def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
-    def accumulate_tile(e: Emitter, acc, p, scale, ld, v, v_row, n_cols, start, stops, chunk_stop) -> None:
+    def accumulate_tile(e: Emitter, acc, p, scale, ld, v, v_row, n_cols, stops, first_chunk) -> None:
         """acc = scale * acc + V^T P^T for `rows` columns, which are all there if it is_whole; else n_cols
-        are, and the last one stands for those that are not. The keys start .. chunk_stop - 1, as far as each
-        vector's stop goes."""
+        are, and the last one stands for those that are not."""
         builder = e.builder
         sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
         if is_whole:
@@ -307,29 +327,47 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
         else:
             last = builder.sub(n_cols, e.count(1))
             columns = [builder.mul(e.least(e.count(r), last), e.count(e.itemsize)) for r in range(rows)]
-        begin = start
-        for first in range(vectors):
-            # The vectors before `first` have no more keys in this chunk.
-            end = e.least(e.load_address(e.at(stops, (first, 8))), chunk_stop)
-            with e.loop(begin, end) as j:
-                at = e.at(v, (j, v_row))
-                e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
-                weights = e.at(p, (builder.mul(j, ld), e.itemsize))
-                x = {
-                    i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
-                    for i in range(first, vectors)
-                }
-                for r in range(rows):
-                    y = e.splat(e.load_scalar(builder.add(at, columns[r])))
-                    for i in range(first, vectors):
-                        sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
-            # max(begin, end): a stop may lie before the chunk.
-            begin = builder.select(builder.icmp_signed(">", end, begin), end, begin)
-        for i in range(vectors):
-            factor = e.load(e.at(scale, (i * e.lanes, e.itemsize)), LANE_BYTES)
+        ends = [e.load_address(e.at(stops, (i, 8))) for i in range(vectors)]
+        line = builder.mul(ld, e.count(e.itemsize))
+        with each_chunk(e, ends[-1], first_chunk) as (chunk, start, stop):
             for r in range(rows):
-                to = e.at(acc, (builder.mul(ld, e.count(r)), e.itemsize), (i * e.lanes, e.itemsize))
-                e.store(to, e.fma(e.load(to, LANE_BYTES), factor, sums[r][i].get()), LANE_BYTES)
+                for i in range(vectors):
+                    sums[r][i].set(e.zero())
+            begin = start
+            for first in range(vectors):
+                # The vectors before `first` have no more keys in this chunk.
+                end = e.least(ends[first], stop)
+                with e.loop(begin, end) as j:
+                    at = e.at(v, (j, v_row))
+                    e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
+                    if rows * e.itemsize > LINE_BYTES // 2:
+                        e.prefetch(e.at(at, (VALUES_AHEAD, v_row), (rows - 1, e.itemsize)))
+                    weights = e.at(p, (j, line))
+                    x = {
+                        i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
+                        for i in range(first, vectors)
+                    }
+                    for r in range(rows):
+                        y = e.splat(e.load_scalar(builder.add(at, columns[r])))
+                        for i in range(first, vectors):
+                            sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
+                # max(begin, end): a stop may lie before the chunk.
+                begin = builder.select(builder.icmp_signed(">", end, begin), end, begin)
+            to = [
+                [e.at(acc, (r, line), (i * e.lanes, e.itemsize)) for i in range(vectors)] for r in range(rows)
+            ]
+            with builder.if_else(builder.icmp_signed("==", chunk, e.count(0))) as (first_sum, other_sum):
+                with first_sum:
+                    for i in range(vectors):
+                        factor = e.load(e.at(scale, (i * e.lanes, e.itemsize)), LANE_BYTES)
+                        for r in range(rows):
+                            before = e.load(to[r][i], LANE_BYTES)
+                            e.store(to[r][i], e.fma(before, factor, sums[r][i].get()), LANE_BYTES)
+                with other_sum:
+                    for i in range(vectors):
+                        for r in range(rows):
+                            before = e.load(to[r][i], LANE_BYTES)
+                            e.store(to[r][i], e.add(before, sums[r][i].get()), LANE_BYTES)
 
     accumulate_tile.__qualname__ += f"_{rows}_{vectors}_{is_whole}"
     return stage()(accumulate_tile)
@@ -341,6 +379,22 @@ accumulate_tile_1, accumulate_tile_2, accumulate_tile_3 = (
 accumulate_last_tile_1, accumulate_last_tile_2, accumulate_last_tile_3 = (
     _accumulate_tile(TILE_ROWS, vectors, False) for vectors in (1, 2, 3)
 )
+accumulate_wide_tile = _accumulate_tile(WIDE_ROWS, 1, True)
+
+
+@stage()
+def pack_panels(e: Emitter, panels, panel, v, v_row, n_keys, n_panels) -> None:
+    """Rows of values without gaps into panels that all have TILE_ROWS columns."""
+    columns = ir.VectorType(e.real, TILE_ROWS).as_pointer()
+    nbytes = TILE_ROWS * e.itemsize
+    with e.loop(e.count(0), n_keys) as j:
+        at = e.at(v, (j, v_row))
+        with e.loop(e.count(0), n_panels) as i:
+            source = e.at(at, (i, nbytes))
+            e.prefetch(e.at(source, (PACKED_AHEAD, v_row)))
+            x = e.builder.load(e.builder.inttoptr(source, columns), align=1)
+            to = e.at(panels, (i, panel), (j, nbytes))
+            e.builder.store(x, e.builder.inttoptr(to, columns), align=e.itemsize)
 
 
 # The end of a block.

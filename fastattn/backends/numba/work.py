@@ -6,10 +6,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import numpy as np
 from numba import njit, prange
 
-from fastattn.backends.numba import kernels
 from fastattn.backends.numba.cache import cached
 from fastattn.backends.numba.calls import OPTIONS, routine
 from fastattn.backends.numba.intrinsics import call_work, fetch_add, record_at
@@ -28,7 +26,7 @@ def work(job, shares, thread, num_threads):
     """What one thread does: the tasks of its own share, then what the others have not begun."""
     w = job.scratch + thread * job.scratch_nbytes
     block = _block_at(w + job.to_block)
-    kernels.fill(job, w + job.to_ones, job.max_lanes, 1.0)
+    block.seen_key = block.seen_value = 0
     # Small tasks are taken a few at a time.
     chunk = job.n_tasks if num_threads == 1 else max(1, job.n_tasks // (num_threads * 32))
     for turn in range(num_threads):
@@ -59,16 +57,13 @@ def _alone(address: int) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(address)
 
 
-def run_work(address: int, job: np.ndarray, n_tasks: int, num_threads: int) -> None:
-    """Every task of the one job in `job`, on so many threads; `address` is that of `work`.
+def run_work(address: int, job: int, shares: int, num_threads: int) -> None:
+    """Every task of the job at that address, on so many threads with their shares; `address` is that of
+    `work`.
 
-    Which thread takes which changes nothing in the result. A thread's share are tasks that follow each other,
-    so that not every thread brings every head's keys and values into its cache.
+    Which thread takes which changes nothing in the result.
     """
-    shares = np.zeros(num_threads, SHARE)
-    shares["next"] = n_tasks * np.arange(num_threads) // num_threads
-    shares["stop"] = n_tasks * np.arange(1, num_threads + 1) // num_threads
     if num_threads == 1:
-        _alone(address)(job.ctypes.data, shares.ctypes.data, 0, 1)
+        _alone(address)(job, shares, 0, 1)
     else:
-        _run_parallel(address, job.ctypes.data, shares.ctypes.data, num_threads)
+        _run_parallel(address, job, shares, num_threads)

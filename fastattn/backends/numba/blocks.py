@@ -20,6 +20,7 @@ from fastattn.backends.numba.layout import (
     KEY_STEP,
     KEY_STOP,
     LEAD,
+    QUERY,
     ROW,
     VALUE,
     WORD,
@@ -64,22 +65,28 @@ def find_rows(job, w, view, block, byte, n_lanes, to):
     return 0
 
 
+@njit(**OPTIONS)
+def place_of(job, task):
+    """Which rows a task works on: batch item, key/value head, first vector of lanes and how many."""
+    number, head_item = task % job.n_blocks, task // job.n_blocks
+    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    number = job.n_blocks - 1 - number
+    first = number * job.n_vectors // job.n_blocks
+    stop = (number + 1) * job.n_vectors // job.n_blocks
+    return head_item // job.num_kv_heads, head_item % job.num_kv_heads, first, stop - first
+
+
 @routine
 def find_block(job, w, block, task):
     """The rows of a task: where they find keys and values, and each lane's row and head.
 
     Lanes past the last row repeat it.
     """
-    number, head_item = task % job.n_blocks, task // job.n_blocks
-    # The last block first: under a causal mask it is the longest, and the short ones end the work.
-    number = job.n_blocks - 1 - number
-    kv, item = head_item % job.num_kv_heads, head_item // job.num_kv_heads
-    first_vector = number * job.n_vectors // job.n_blocks
-    block.n_vectors = (number + 1) * job.n_vectors // job.n_blocks - first_vector
-    block.item = item
+    item, kv, first_vector, n_vectors = place_of(job, task)
+    block.item, block.n_vectors = item, n_vectors
     block.first_row = first_vector * job.lanes
-    block.n_rows = min(block.n_vectors * job.lanes, job.len_q * job.group_size - block.first_row)
-    block.ld = block.n_rows if job.by_rows else block.n_vectors * job.lanes
+    block.n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - block.first_row)
+    block.ld = block.n_rows if job.by_rows else n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
     block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
     find_head(job, w, block)
@@ -111,6 +118,24 @@ def find_head(job, w, block):
     if job.packs_values:
         block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
         block.panel = TILE_ROWS * job.itemsize * job.len_k
+
+
+@routine
+def find_queries(job, task, to):
+    """The addresses of a task's query rows, into the list at `to`; how many they are."""
+    item, kv, first_vector, n_vectors = place_of(job, task)
+    first_row = first_vector * job.lanes
+    n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - first_row)
+    head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
+    start, addresses = at_item(job, QUERY, item) + kv * job.group_size * head, int64s(to)
+    i, g = first_row // job.group_size, first_row % job.group_size
+    for r in range(n_rows):
+        addresses[r] = start + g * head + i * row
+        g += 1
+        if g == job.group_size:
+            g = 0
+            i += 1
+    return n_rows
 
 
 @routine

@@ -27,6 +27,7 @@ _CONDITIONS = {
     "has_dense": ("read_dense",),
     "has_tiles": ("read_tiles",),
     "has_bias": ("find_bias_rows",),
+    "is_fetched": ("fetch_ahead",),
     "convert_bias": ("convert_row",),
     "has_lse": ("scatter",),
     "has_weights": ("write_weights", "write_row_weights"),
@@ -133,6 +134,7 @@ class Form:
             "by_lanes": not values["by_rows"],
             "is_adjusted": values["is_masked"] or values["has_bias"] or values["softcap"],
             "has_copies": values["copies_keys"] or values["packs_values"],
+            "is_fetched": values["has_bias"] or values["has_dense"],
             "is_isolated": is_isolated,
         }
         without = [name for flag, names in _CONDITIONS.items() if not holds[flag] for name in names]
@@ -280,6 +282,7 @@ class Form:
             key_copy=key_copy,
             value_copy=value_copy,
             block=BLOCK.itemsize,
+            fetch=2 * pointers + 8 * block_k,
             stack=MAX_PARTS * PART.itemsize if by_rows else 0,
         )
         at = 0

@@ -32,6 +32,7 @@ from fastattn.backends.numba.intrinsics import (
 from fastattn.backends.numba.tiles import (
     HAS_NARROW,
     LANE_BYTES,
+    LINE_BYTES,
     NARROW_ROWS,
     SCORE_COLUMNS,
     SCORE_KEYS,
@@ -185,48 +186,50 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                                  ends[i], first_chunk, real(factor))  # fmt: skip
         return 0
 
-    def accumulate(acc, p, rescale, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim):
-        """O^T = rescale * O^T + V^T P^T, with sums over KEY_CHUNK keys at a time, the first over first_chunk.
+    def accumulate(acc, p, rescale, is_first, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim,
+                   fetch, n_fetch, fetch_nbytes):  # fmt: skip
+        """O^T = rescale * O^T + V^T P^T, or the second part alone if it is_first, with sums over KEY_CHUNK
+        keys at a time, the first over first_chunk.
 
         acc has room for whole register tiles of columns. There are `panel` bytes from one of them to the next
-        in the values: as many as the columns have, or as `pack_values` leaves them.
+        in the values: as many as the columns have, or as `pack_values` leaves them. Along the way it asks
+        memory for the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads
+        yet.
         """
         is_packed = panel != TILE_ROWS * size
         i = 0
         while i < n_vectors:
             group = min(TILE_VECTORS, n_vectors - i)
-            weights, scale, ends, c = p + i * LANE_BYTES, rescale + i * LANE_BYTES, stops + i * 8, 0
+            weights, scale, ends, c, byte = p + i * LANE_BYTES, rescale + i * LANE_BYTES, stops + i * 8, 0, 0
             while c < value_dim:
                 to, left = acc + c * ld * size + i * LANE_BYTES, value_dim - c
                 values = v + c // TILE_ROWS * panel
-                c += TILE_ROWS
+                n = n_fetch if byte < fetch_nbytes else 0
                 if left < TILE_ROWS:
                     if TILE_VECTORS == 3 and group == 3:
-                        tiles.accumulate_last_tile_3(zero, to, weights, scale, ld, values, v_row, left, ends,
-                                                     first_chunk)  # fmt: skip
+                        tiles.accumulate_last_tile_3(zero, to, weights, scale, is_first, ld, values, v_row,
+                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
                     elif group == 2:
-                        tiles.accumulate_last_tile_2(zero, to, weights, scale, ld, values, v_row, left, ends,
-                                                     first_chunk)  # fmt: skip
+                        tiles.accumulate_last_tile_2(zero, to, weights, scale, is_first, ld, values, v_row,
+                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
                     else:
-                        tiles.accumulate_last_tile_1(zero, to, weights, scale, ld, values, v_row, left, ends,
-                                                     first_chunk)  # fmt: skip
+                        tiles.accumulate_last_tile_1(zero, to, weights, scale, is_first, ld, values, v_row,
+                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
                 elif TILE_VECTORS == 3 and group == 3:
-                    tiles.accumulate_tile_3(
-                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
-                    )
+                    tiles.accumulate_tile_3(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
+                                            first_chunk, fetch, n, byte)  # fmt: skip
                 elif group == 2:
-                    tiles.accumulate_tile_2(
-                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
-                    )
+                    tiles.accumulate_tile_2(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
+                                            first_chunk, fetch, n, byte)  # fmt: skip
                 elif WIDE_ROWS > TILE_ROWS and left >= WIDE_ROWS and not is_packed:
-                    tiles.accumulate_wide_tile(zero, to, weights, scale, ld, values, v_row, left, ends,
-                                               first_chunk)  # fmt: skip
+                    tiles.accumulate_wide_tile(zero, to, weights, scale, is_first, ld, values, v_row, left,
+                                               ends, first_chunk, fetch, n, byte)  # fmt: skip
                     c += WIDE_ROWS - TILE_ROWS
                 else:
-                    tiles.accumulate_tile_1(
-                        zero, to, weights, scale, ld, values, v_row, left, ends, first_chunk
-                    )
-            i += group
+                    tiles.accumulate_tile_1(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
+                                            first_chunk, fetch, n, byte)  # fmt: skip
+                c, byte = c + TILE_ROWS, byte + LINE_BYTES
+            i, n_fetch = i + group, 0
         return 0
 
     def pack_values(panels, panel, v, v_row, v_col, n_keys, value_dim):
@@ -285,14 +288,15 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     store_real(zero, int64s(rows)[r] + j * size, zero)
         return 0
 
-    def start_rows(row_max, row_sum, acc, ld, n_columns, sinks, row_h):
+    def start_rows(row_max, row_sum, n_rows, sinks, row_h):
         """The state before any key: a sink is one logit already seen, without a value. sinks may be 0."""
-        tops, sums, to = reals(zero, row_max), reals(zero, row_sum), reals(zero, acc)
-        for lane in range(ld):
-            tops[lane] = real(-math.inf) if sinks == 0 else reals(zero, sinks)[int64s(row_h)[lane]]
-            sums[lane] = zero if sinks == 0 else real(1)
-        for i in range(ld * n_columns):
-            to[i] = zero
+        tops, sums = reals(zero, row_max), reals(zero, row_sum)
+        if sinks == 0:
+            for r in range(n_rows):
+                tops[r], sums[r] = real(-math.inf), zero
+        else:
+            for r in range(n_rows):
+                tops[r], sums[r] = reals(zero, sinks)[int64s(row_h)[r]], real(1)
         return 0
 
     def finish(inverse, lse, row_max, row_sum, ld, factor):

@@ -21,7 +21,7 @@ ADDRESS, HEAD, ROW, COL, LEAD = range(5)
 SCRATCH = (
     "query", "scores", "acc", "tile_max", "spare", "row_max", "row_sum", "rescale", "inverse", "lse",
     "words", "rows", "out_rows", "bias_rows", "start", "stop", "stops", "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy", "block", "stack",
+    "converted", "clean", "key_copy", "value_copy", "block", "stack", "fetch",
 )  # fmt: skip
 
 _COUNTS = (
@@ -60,6 +60,7 @@ BLOCK = np.dtype(
             "item", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop", "key",
             "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
             "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
+            "n_fetch", "fetch_nbytes",
         )
     ]
 )  # fmt: skip

@@ -162,8 +162,8 @@ def take_sinks(job, w, block):
     part.data = w + job.to_acc + (job.n_parts - 1) * job.part_nbytes
     part.leaf = 0
     part.is_partial = 0
-    kernels.start_rows(job, part.data, sums_of(job, part.data), acc_of(job, part.data), n_rows_of(job),
-                       job.acc_ld, job.sinks, w + job.to_row_h)  # fmt: skip
+    kernels.start_rows(job, part.data, sums_of(job, part.data), n_rows_of(job), job.sinks, w + job.to_row_h)
+    kernels.fill(job, acc_of(job, part.data), n_rows_of(job) * job.acc_ld, 0.0)
     block.depth += 1
     merge_before(job, w, block, -1)
     return 0

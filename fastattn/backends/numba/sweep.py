@@ -11,17 +11,19 @@ from __future__ import annotations
 import numpy as np
 
 from fastattn.backends.numba import kernels
-from fastattn.backends.numba.blocks import column_stride, find_block, find_rows, row_stride
+from fastattn.backends.numba.blocks import column_stride, find_block, find_queries, find_rows, row_stride
 from fastattn.backends.numba.calls import routine
 from fastattn.backends.numba.intrinsics import int64s
-from fastattn.backends.numba.layout import LSE, OUT, QUERY, VALUE, WEIGHTS
+from fastattn.backends.numba.layout import BIAS, DENSE, LSE, OUT, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.scores import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
 from fastattn.backends.numba.tiles import KEY_CHUNK, TILE_ROWS
 
+FETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to ask for, per column of value
+
 
 @routine
-def add_values(job, w, block, state, key0, n_keys):
-    """Weights times values of one tile."""
+def add_values(job, w, block, state, key0, n_keys, is_first):
+    """Weights times values of one tile, to what is there unless it is_first."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
     values, row, panel, wild = block.values + key0 * block.value_row, block.value_row, block.panel, 0
@@ -33,9 +35,10 @@ def add_values(job, w, block, state, key0, n_keys):
         values = w + job.to_value_copy
     if job.is_isolated or (value_col != job.itemsize and not job.packs_values):
         row, panel = job.value_dim * job.itemsize, TILE_ROWS * job.itemsize
-    kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, block.ld, block.n_vectors,
-                       values, row, panel, w + job.to_stops, KEY_CHUNK - key0 % KEY_CHUNK,
-                       job.value_dim)  # fmt: skip
+    kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, is_first, block.ld,
+                       block.n_vectors, values, row, panel, w + job.to_stops, KEY_CHUNK - key0 % KEY_CHUNK,
+                       job.value_dim, w + job.to_fetch, block.n_fetch, block.fetch_nbytes)  # fmt: skip
+    block.n_fetch = 0
     if wild != 0:
         kernels.add_wild_values(job, w + job.to_acc, block.ld * job.itemsize, job.itemsize, w + job.to_scores,
                                 block.ld * job.itemsize, job.itemsize, block.ld, at, value_row, value_col,
@@ -45,14 +48,34 @@ def add_values(job, w, block, state, key0, n_keys):
 
 
 @routine
+def fetch_ahead(job, w, block, view, itemsize, key0, n_keys):
+    """Has memory asked for the keys key0 .. of the block's rows in a bias or mask, as far as the list
+    reaches."""
+    nbytes, step = n_keys * itemsize, FETCH_PER_COLUMN * job.value_dim
+    if column_stride(job, view) != itemsize or step == 0:
+        return 0
+    block.fetch_nbytes = max(block.fetch_nbytes, min(step, nbytes))
+    find_rows(job, w, view, block, key0 * itemsize, block.n_rows, w + job.to_rows)
+    fetch, rows, n = int64s(w + job.to_fetch), int64s(w + job.to_rows), block.n_fetch
+    for lane in range(block.n_rows):
+        if lane > 0 and rows[lane] == rows[lane - 1]:
+            continue
+        for at in range(0, nbytes, step):
+            if n < job.block_k:
+                fetch[n] = rows[lane] + at
+                n += 1
+    block.n_fetch = n
+    return 0
+
+
+@routine
 def attend(job, w, block):
     """The online softmax and value accumulation over every key tile of the block.
 
     Whether any tile was one where only some lanes may read a key.
     """
-    partial = 0
-    kernels.start_rows(job, w + job.to_row_max, w + job.to_row_sum, w + job.to_acc, block.ld, job.acc_columns,
-                       job.sinks, w + job.to_row_h)  # fmt: skip
+    partial, is_first = 0, 1
+    kernels.start_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
     tile = block.low // job.block_k * job.block_k
     while tile < block.high:
         key0 = max(tile, block.low)
@@ -66,7 +89,15 @@ def attend(job, w, block):
         kernels.softmax(job, w + job.to_scores, w + job.to_tile_max, w + job.to_row_max, w + job.to_row_sum,
                         w + job.to_rescale, block.ld, block.n_vectors, w + job.to_stops,
                         KEY_CHUNK - key0 % KEY_CHUNK, job.exponent_factor)  # fmt: skip
-        add_values(job, w, block, state, key0, n_keys)
+        n_next = min(tile + job.block_k, block.high) - tile
+        if n_next > 0 and job.has_bias:
+            fetch_ahead(job, w, block, BIAS, job.bias_size, tile, n_next)
+        if n_next > 0 and job.has_dense:
+            fetch_ahead(job, w, block, DENSE, job.dense_size, tile, n_next)
+        add_values(job, w, block, state, key0, n_keys, is_first)
+        is_first = 0
+    if is_first:
+        kernels.fill(job, w + job.to_acc, job.value_dim * block.ld, 0.0)
     return partial
 
 
@@ -110,14 +141,33 @@ def write_weights(job, w, block):
 
 
 @routine
+def find_fetches(job, w, block, task):
+    """The rows that memory is asked for while the block is worked on: its outputs, and the next task's
+    queries.
+
+    Both are far apart and touched all at once, so that a core would only wait for them.
+    """
+    fetch, n = w + job.to_fetch, 0
+    block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
+    if column_stride(job, OUT) == job.itemsize:
+        find_rows(job, w, OUT, block, 0, block.n_rows, fetch)
+        n = block.n_rows
+    if column_stride(job, QUERY) == job.itemsize and task < job.n_tasks:
+        n += find_queries(job, task, fetch + n * 8)
+    block.n_fetch = n
+    return 0
+
+
+@routine
 def run_task(job, w, block, task):
     """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
     find_block(job, w, block, task)
     find_rows(job, w, QUERY, block, 0, block.ld, w + job.to_rows)
     kernels.pack(job, w + job.to_query, block.ld, w + job.to_rows, column_stride(job, QUERY), job.head_dim,
                  job.query_high, job.query_low)  # fmt: skip
-    partial = attend(job, w, block)
     find_rows(job, w, OUT, block, 0, block.ld, w + job.to_out_rows)
+    find_fetches(job, w, block, task + 1)
+    partial = attend(job, w, block)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, w + job.to_row_max,
                    w + job.to_row_sum, block.ld, job.exponent_factor)  # fmt: skip
     nan = kernels.unpack(job, w + job.to_out_rows, column_stride(job, OUT), w + job.to_acc, block.ld,

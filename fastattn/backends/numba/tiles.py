@@ -317,9 +317,12 @@ def softmax_vector(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_key
 
 
 def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
-    def accumulate_tile(e: Emitter, acc, p, scale, ld, v, v_row, n_cols, stops, first_chunk) -> None:
-        """acc = scale * acc + V^T P^T for `rows` columns, which are all there if it is_whole; else n_cols
-        are, and the last one stands for those that are not."""
+    def accumulate_tile(e: Emitter, acc, p, scale, is_first, ld, v, v_row, n_cols, stops, first_chunk, fetch,
+                        n_fetch, fetch_byte) -> None:  # fmt: skip
+        """acc = scale * acc + V^T P^T, or the second part alone if it is_first, for `rows` columns, which are
+        all there if it is_whole; else n_cols are, and the last one stands for those that are not. With each
+        of the first n_fetch keys memory is asked for a byte behind one of the addresses in `fetch`, with
+        others for values to come."""
         builder = e.builder
         sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
         if is_whole:
@@ -329,6 +332,7 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
             columns = [builder.mul(e.least(e.count(r), last), e.count(e.itemsize)) for r in range(rows)]
         ends = [e.load_address(e.at(stops, (i, 8))) for i in range(vectors)]
         line = builder.mul(ld, e.count(e.itemsize))
+        fresh = builder.icmp_signed("!=", is_first, e.count(0))
         with each_chunk(e, ends[-1], first_chunk) as (chunk, start, stop):
             for r in range(rows):
                 for i in range(vectors):
@@ -339,9 +343,11 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
                 end = e.least(ends[first], stop)
                 with e.loop(begin, end) as j:
                     at = e.at(v, (j, v_row))
-                    e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
-                    if rows * e.itemsize > LINE_BYTES // 2:
-                        e.prefetch(e.at(at, (VALUES_AHEAD, v_row), (rows - 1, e.itemsize)))
+                    with builder.if_else(builder.icmp_signed("<", j, n_fetch)) as (listed, other):
+                        with listed:
+                            e.prefetch(e.at(e.load_address(e.at(fetch, (j, 8))), (fetch_byte, 1)))
+                        with other:
+                            e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
                     weights = e.at(p, (j, line))
                     x = {
                         i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
@@ -361,8 +367,9 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
                     for i in range(vectors):
                         factor = e.load(e.at(scale, (i * e.lanes, e.itemsize)), LANE_BYTES)
                         for r in range(rows):
-                            before = e.load(to[r][i], LANE_BYTES)
-                            e.store(to[r][i], e.fma(before, factor, sums[r][i].get()), LANE_BYTES)
+                            x = sums[r][i].get()
+                            both = e.fma(e.load(to[r][i], LANE_BYTES), factor, x)
+                            e.store(to[r][i], builder.select(fresh, x, both), LANE_BYTES)
                 with other_sum:
                     for i in range(vectors):
                         for r in range(rows):

@@ -3,7 +3,8 @@
 A call goes one way, and each line imports only what stands above it:
 
 ===================  =================================================================================
-`fastattn.masks`     mask objects; they lower to key intervals per row, or to tiles with bits
+``_tiles``           masks bound to a problem size: key intervals per row, or tiles with bits
+`fastattn.masks`     mask objects, which lower to those
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables

@@ -18,6 +18,7 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._problem import Problem
+from fastattn._tiles import make_intervals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +167,7 @@ def normalize_varlen(
         causal, _window(window), position, lengths_q[document], lengths_k[document], far=L + S
     )
     first, last = starts_k[document], starts_k[document + 1]
-    bounds = masks.make_intervals(np.maximum(start, 0) + first, np.minimum(stop + first, last), S)
+    bounds = make_intervals(np.maximum(start, 0) + first, np.minimum(stop + first, last), S)
     lowered = masks.lower(None, *inputs.sizes, bounds)
     return _assemble(inputs, lowered, None, scale, softcap, sinks, out, return_lse, False)
 
@@ -367,8 +368,8 @@ def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) 
         )
     len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S)[..., None]
     if causal is False and window is None:
-        return masks.make_intervals(0, len_k, S)
-    return masks.make_intervals(*_band(causal, window, np.arange(L), L, len_k, far=L + S), S)
+        return make_intervals(0, len_k, S)
+    return make_intervals(*_band(causal, window, np.arange(L), L, len_k, far=L + S), S)
 
 
 def _band(causal: Any, window: Any, position: Any, len_q: Any, len_k: Any, far: int) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn.masks import Tiles
+    from fastattn._tiles import Tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)

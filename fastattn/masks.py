@@ -22,20 +22,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._tiles import (
+    All,
+    AnyOf,
+    Cross,
+    DenseArray,
+    Intervals,
+    Node,
+    SameId,
+    Size,
+    Tiles,
+    build_tiles,
+    intersect,
+    make_intervals,
+    segment_runs,
+)
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 __all__ = ["Causal", "Dense", "GlobalTokens", "KeyLengths", "Mask", "PrefixLM", "Segments", "Window"]
-
-TILE_Q = 64  #: query rows of a tile
-TILE_K = 128  #: keys of a tile, a multiple of 32
-EMPTY = -2  #: in `Tiles.index`: no key of the tile is allowed
-FULL = -1  #: in `Tiles.index`: every key of the tile is allowed
-
-_WORDS = TILE_K // 32
-_CHUNK_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
-_NONE, _SOME, _EVERY = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
-_LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # word with the n lowest bits set
 
 
 class Mask:
@@ -100,7 +106,7 @@ class Mask:
         """Shape of the leading batch axes along which the mask itself varies."""
         return ()
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         """The mask for one problem size; raises ValueError where it does not fit."""
         raise NotImplementedError
 
@@ -148,7 +154,7 @@ class Causal(Mask):
     def _lead(self) -> tuple[int, ...]:
         return () if self.offset is None else self.offset.shape
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         if self.offset is not None:
             _check_fit(self, self.offset.shape, size.lead)
             # Clipped so that no sum overflows: beyond these bounds nothing changes any more.
@@ -186,7 +192,7 @@ class Window(Mask):
         object.__setattr__(self, "right", window_bound(self.right, "Window: right"))
         _check_align(self.align)
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         position = np.arange(size.L) + (0 if self.align == "top_left" else size.S - size.L)
         return make_intervals(*window_interval(position, self.left, self.right, size.L + size.S), size.S)
 
@@ -210,7 +216,7 @@ class KeyLengths(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.lengths.shape
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         _check_fit(self, self.lengths.shape, size.lead)
         if self.lengths.size and self.lengths.max() > size.S:
             raise ValueError(f"mask {self!r}: lengths must be in 0..S={size.S}, got {self.lengths.max()}")
@@ -260,7 +266,7 @@ class Segments(Mask):
                 f"do not broadcast"
             ) from None
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         q_ids, k_ids = self.q_ids, self.q_ids if self.k_ids is None else self.k_ids
         _check_fit(self, self._lead, size.lead)
         if q_ids.shape[-1] != size.L or k_ids.shape[-1] != size.S:
@@ -268,8 +274,8 @@ class Segments(Mask):
                 f"mask {self!r} is for L={q_ids.shape[-1]} and S={k_ids.shape[-1]}, "
                 f"got L={size.L} and S={size.S}"
             )
-        runs = _segment_runs(q_ids, k_ids)
-        return _SameId(q_ids, k_ids) if runs is None else make_intervals(*runs, size.S)
+        runs = segment_runs(q_ids, k_ids)
+        return SameId(q_ids, k_ids) if runs is None else make_intervals(*runs, size.S)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -292,7 +298,7 @@ class PrefixLM(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.prefix_lengths.shape
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         _check_fit(self, self.prefix_lengths.shape, size.lead)
         causal_stop = np.arange(1, size.L + 1) + (size.S - size.L)
         return make_intervals(0, np.maximum(self.prefix_lengths[..., None], causal_stop), size.S)
@@ -325,14 +331,14 @@ class GlobalTokens(Mask):
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
         object.__setattr__(self, "index", index)
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         index = self.index[self.index < size.S]
         keys = np.zeros(size.S, dtype=bool)
         keys[index] = True
         row = index - (size.S - size.L)
         rows = np.zeros(size.L, dtype=bool)
         rows[row[row >= 0]] = True
-        return _Cross(rows, keys)
+        return Cross(rows, keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -362,15 +368,15 @@ class Dense(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.array.shape[:-3]
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         shape = (*size.lead, size.H, size.L, size.S)
         if self.array.shape == shape:
-            return _Array(self.array)
+            return DenseArray(self.array)
         if not broadcasts(self.array.shape, shape):
             raise ValueError(
                 f"mask of shape {self.array.shape} does not broadcast to (..., H, L, S) = {shape}"
             )
-        return _Array(np.broadcast_to(self.array, shape))
+        return DenseArray(np.broadcast_to(self.array, shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -386,12 +392,12 @@ class _And(Mask):
     def _lead(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(part._lead for part in self.parts))
 
-    def _bind(self, size: _Size) -> _Node:
+    def _bind(self, size: Size) -> Node:
         nodes = [part._bind(size) for part in self.parts]
-        intervals = [node for node in nodes if isinstance(node, _Intervals)]
-        others = [node for node in nodes if not isinstance(node, _Intervals)]
-        merged = [_intersect(intervals, size.S)] if intervals else []
-        return _All([*merged, *others]) if others else merged[0]
+        intervals = [node for node in nodes if isinstance(node, Intervals)]
+        others = [node for node in nodes if not isinstance(node, Intervals)]
+        merged = [intersect(intervals, size.S)] if intervals else []
+        return All([*merged, *others]) if others else merged[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -407,35 +413,11 @@ class _Or(Mask):
     def _lead(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(part._lead for part in self.parts))
 
-    def _bind(self, size: _Size) -> _Node:
-        return _Any([part._bind(size) for part in self.parts])
+    def _bind(self, size: Size) -> Node:
+        return AnyOf([part._bind(size) for part in self.parts])
 
 
-# What kernels get ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
-    """A tile map of ``(L, S)`` planes, with bits for the tiles that are neither empty nor full.
-
-    The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
-    """
-
-    #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32 view: EMPTY, FULL or a row of `bits`
-    index: np.ndarray
-    #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile, 0 past the end
-    bits: np.ndarray
-
-    def rows(self, item: tuple[int, ...], start: int, stop: int, len_k: int) -> np.ndarray:
-        """Bool ``(stop - start, len_k)``: the rows ``start..stop`` of the plane ``item = (*lead, head)``."""
-        row = np.arange(start, stop)
-        tile = self.index[item][row // TILE_Q]
-        words = np.zeros((*tile.shape, _WORDS), dtype="<u4")
-        words[tile == FULL] = _LOW_BITS[32]
-        at_row, at_tile = np.nonzero(tile >= 0)
-        words[at_row, at_tile] = self.bits[tile[at_row, at_tile], row[at_row] % TILE_Q]
-        bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
-        return bits.reshape(len(row), -1)[:, :len_k].view(bool)
+# Lowering -----------------------------------------------------------------------------------------
 
 
 class Lowered(NamedTuple):
@@ -448,7 +430,7 @@ class Lowered(NamedTuple):
 
 
 def lower(
-    mask: Mask | None, lead: tuple[int, ...], H: int, L: int, S: int, bounds: _Intervals | None = None
+    mask: Mask | None, lead: tuple[int, ...], H: int, L: int, S: int, bounds: Intervals | None = None
 ) -> Lowered:
     """Lower a mask, and intervals that hold beside it, for one problem size.
 
@@ -467,31 +449,25 @@ def lower(
     ValueError
         Where the mask does not fit the sizes.
     """
-    node = None if mask is None else mask._bind(_Size(lead, H, L, S))
-    nodes = node.parts if isinstance(node, _All) else [] if node is None else [node]
-    intervals = [part for part in nodes if isinstance(part, _Intervals)]
-    others = [part for part in nodes if not isinstance(part, _Intervals)]
+    node = None if mask is None else mask._bind(Size(lead, H, L, S))
+    nodes = node.parts if isinstance(node, All) else [] if node is None else [node]
+    intervals = [part for part in nodes if isinstance(part, Intervals)]
+    others = [part for part in nodes if not isinstance(part, Intervals)]
     if bounds is not None:
         intervals.append(bounds)
 
     key_start = key_stop = dense = tiles = band = None
     if intervals:
-        band = intervals[0] if len(intervals) == 1 else _intersect(intervals, S)
+        band = intervals[0] if len(intervals) == 1 else intersect(intervals, S)
         key_start = np.broadcast_to(band.start, (*lead, L))
         key_stop = np.broadcast_to(band.stop, (*lead, L))
-    arrays = [part for part in others if isinstance(part, _Array)]
+    arrays = [part for part in others if isinstance(part, DenseArray)]
     if len(arrays) == 1:
         dense = arrays[0].array
         others.remove(arrays[0])
     if others and L and S:
-        tiles = _build_tiles(others[0] if len(others) == 1 else _All(others), (*lead, H), L, S, band)
+        tiles = build_tiles(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, band)
     return Lowered(key_start, key_stop, dense, tiles)
-
-
-def make_intervals(start: Any, stop: Any, S: int) -> _Intervals:
-    """Per-row key intervals from numbers or arrays that broadcast to ``(*lead, L)``, clipped to 0..S."""
-    start = np.minimum(np.maximum(start, 0), S)
-    return _Intervals(start, np.maximum(np.minimum(stop, S), start))
 
 
 def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:
@@ -517,289 +493,6 @@ def window_bound(value: Any, name: str) -> int | None:
     if bound < 0:
         raise ValueError(f"{name} must be a non-negative integer or None, got {value!r}")
     return bound
-
-
-# Masks bound to one problem size -------------------------------------------------------------------
-#
-# A node answers for tiles in two steps. `classes` says of every tile whether it allows no key, every key,
-# or perhaps some, from bounds alone. `words` gives the bits of the tiles that are left.
-
-
-class _Size(NamedTuple):
-    lead: tuple[int, ...]
-    H: int
-    L: int
-    S: int
-
-
-class _Grid:
-    """The tiles of an ``(L, S)`` plane."""
-
-    def __init__(self, L: int, S: int) -> None:
-        self.L, self.S = L, S
-        self.row_starts = np.arange(0, L, TILE_Q)
-        self.key_starts = np.arange(0, S, TILE_K)
-        self.key_stops = np.minimum(self.key_starts + TILE_K, S)
-        self.shape = (len(self.row_starts), len(self.key_starts))
-
-
-class _Chunk:
-    """Some tiles, to be evaluated at once: tile n lies in plane ``item[:, n]`` of `outer`."""
-
-    def __init__(self, flat: np.ndarray, outer: tuple[int, ...], grid: _Grid) -> None:
-        *item, tile_row, tile_key = np.unravel_index(flat, (*outer, *grid.shape))
-        self.outer, self.item, self.grid = outer, item, grid
-        self.tile_key = tile_key
-        self.row_start, self.key_start = tile_row * TILE_Q, tile_key * TILE_K
-        # Rows and keys past the end repeat the last one; `inside` clears their bits.
-        self.row = np.minimum(self.row_start[:, None] + np.arange(TILE_Q), grid.L - 1)
-
-    def inside(self) -> np.ndarray:
-        """Words of the tiles' part that lies inside the plane."""
-        rows_left = (self.grid.L - self.row_start)[:, None]
-        keys_left = np.where(np.arange(TILE_Q) < rows_left, (self.grid.S - self.key_start)[:, None], 0)
-        return _interval_words(np.zeros((1, 1), dtype=np.int64), keys_left)
-
-    def per_batch(self, array: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """``array[item, position]`` for an array that broadcasts to ``(*lead, n)``."""
-        array = np.broadcast_to(array, (*self.outer[:-1], array.shape[-1]))
-        return array[(*(axis[:, None] for axis in self.item[:-1]), position)]
-
-
-class _Node:
-    """A mask bound to one problem size."""
-
-    #: shape that broadcasts to ``(*lead, H)``: the planes among which the mask varies
-    outer: tuple[int, ...]
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        """``_NONE``, ``_SOME`` or ``_EVERY`` of each tile, broadcastable to ``(*outer, *grid.shape)``."""
-        raise NotImplementedError
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        """The bits of some tiles, ``(n, TILE_Q, TILE_K // 32)``, with any bits past the end."""
-        raise NotImplementedError
-
-
-class _Intervals(_Node):
-    """One interval of keys per row; `start` and `stop` broadcast to ``(*lead, L)``."""
-
-    def __init__(self, start: Any, stop: Any) -> None:
-        self.start, self.stop = start, stop
-
-    @property
-    def outer(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (*np.broadcast_shapes(self.start.shape, self.stop.shape, (1,))[:-1], 1)
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        start, stop = self._rows(grid.L)
-        empty = start >= stop
-        # The smallest interval that holds all rows of the tile row, and the largest inside all of them.
-        start_min = np.minimum.reduceat(np.where(empty, grid.S, start), grid.row_starts, axis=-1)[..., None]
-        stop_max = np.maximum.reduceat(np.where(empty, 0, stop), grid.row_starts, axis=-1)[..., None]
-        start_max = np.maximum.reduceat(start, grid.row_starts, axis=-1)[..., None]
-        stop_min = np.minimum.reduceat(stop, grid.row_starts, axis=-1)[..., None]
-        none = (start_min >= grid.key_stops) | (stop_max <= grid.key_starts)
-        every = (start_max <= grid.key_starts) & (stop_min >= grid.key_stops)
-        return _classes(none, every)[..., None, :, :]
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        start, stop = self._rows(chunk.grid.L)
-        key_start = chunk.key_start[:, None]
-        return _interval_words(
-            chunk.per_batch(start, chunk.row) - key_start, chunk.per_batch(stop, chunk.row) - key_start
-        )
-
-    def _rows(self, L: int) -> tuple[np.ndarray, np.ndarray]:
-        shape = (*self.outer[:-1], L)
-        return np.broadcast_to(self.start, shape), np.broadcast_to(self.stop, shape)
-
-
-class _SameId(_Node):
-    """Ids of queries ``(*lead, L)`` and of keys ``(*lead, S)``: equal ones see each other."""
-
-    def __init__(self, q_ids: np.ndarray, k_ids: np.ndarray) -> None:
-        self.q_ids, self.k_ids = q_ids, k_ids
-        self.outer = (*np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1]), 1)
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        q_min = np.minimum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
-        q_max = np.maximum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
-        k_min = np.minimum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
-        k_max = np.maximum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
-        none = (q_max < k_min) | (k_max < q_min)
-        every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
-        return _classes(none, every)[..., None, :, :]
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        key = np.minimum(chunk.key_start[:, None] + np.arange(TILE_K), chunk.grid.S - 1)
-        q_ids = chunk.per_batch(self.q_ids, chunk.row)
-        k_ids = chunk.per_batch(self.k_ids, key)
-        return _pack(q_ids[:, :, None] == k_ids[:, None, :])
-
-
-class _Cross(_Node):
-    """Whole rows and whole columns: bool `rows` ``(L,)`` and `keys` ``(S,)``, either of them enough."""
-
-    outer = (1,)
-
-    def __init__(self, rows: np.ndarray, keys: np.ndarray) -> None:
-        self.rows, self.keys = rows, keys
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        rows = _classes(
-            ~np.logical_or.reduceat(self.rows, grid.row_starts),
-            np.logical_and.reduceat(self.rows, grid.row_starts),
-        )
-        keys = _classes(
-            ~np.logical_or.reduceat(self.keys, grid.key_starts),
-            np.logical_and.reduceat(self.keys, grid.key_starts),
-        )
-        return np.maximum(rows[:, None], keys)
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        n_keys = chunk.grid.shape[1]
-        padded = np.zeros(n_keys * TILE_K, dtype=bool)
-        padded[: chunk.grid.S] = self.keys
-        key_words = _pack(padded.reshape(n_keys, TILE_K))[chunk.tile_key]
-        return np.where(self.rows[chunk.row][:, :, None], _LOW_BITS[32], key_words[:, None, :])
-
-
-class _Array(_Node):
-    """An array ``(*lead, H, L, S)``, stride 0 where it is broadcast."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        planes = zip(array.shape[:-2], array.strides[:-2], strict=True)
-        self.outer = tuple(n if stride else min(n, 1) for n, stride in planes)
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        return np.full(grid.shape, _SOME, dtype=np.int8)
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        allowed = np.zeros((len(chunk.tile_key), TILE_Q, TILE_K), dtype=bool)
-        # Slices, one tile at a time: fancy indexing over the whole chunk takes ten times as long.
-        for n, (*item, row, key) in enumerate(
-            zip(*chunk.item, chunk.row_start, chunk.key_start, strict=True)
-        ):
-            tile = self.array[(*item, slice(row, row + TILE_Q), slice(key, key + TILE_K))]
-            allowed[n, : tile.shape[0], : tile.shape[1]] = tile
-        return _pack(allowed)
-
-
-class _All(_Node):
-    """What every part allows."""
-
-    def __init__(self, parts: list[_Node]) -> None:
-        self.parts = parts
-        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        result = self.parts[0].classes(grid)
-        for part in self.parts[1:]:
-            result = np.minimum(result, part.classes(grid))
-        return result
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        result = self.parts[0].words(chunk)
-        for part in self.parts[1:]:
-            result = result & part.words(chunk)
-        return result
-
-
-class _Any(_Node):
-    """What any part allows."""
-
-    def __init__(self, parts: list[_Node]) -> None:
-        self.parts = parts
-        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
-
-    def classes(self, grid: _Grid) -> np.ndarray:
-        result = self.parts[0].classes(grid)
-        for part in self.parts[1:]:
-            result = np.maximum(result, part.classes(grid))
-        return result
-
-    def words(self, chunk: _Chunk) -> np.ndarray:
-        result = self.parts[0].words(chunk)
-        for part in self.parts[1:]:
-            result = result | part.words(chunk)
-        return result
-
-
-def _build_tiles(node: _Node, outer: tuple[int, ...], L: int, S: int, band: _Intervals | None) -> Tiles:
-    """The tile map of `node`; tiles that `band` leaves empty in all planes need no bits."""
-    grid = _Grid(L, S)
-    planes = (1,) * (len(outer) - len(node.outer)) + tuple(node.outer)
-    classes = np.broadcast_to(node.classes(grid), (*planes, *grid.shape))
-    if band is not None:
-        reached = band.classes(grid) != _NONE
-        reached = reached.reshape((1,) * (classes.ndim - reached.ndim) + reached.shape)
-        shared = tuple(axis for axis, n in enumerate(planes) if n == 1)
-        classes = np.where(reached.any(axis=shared, keepdims=True), classes, _NONE)
-
-    index = np.full(classes.shape, EMPTY, dtype=np.int32)
-    index[classes == _EVERY] = FULL
-    flat_index = index.reshape(-1)
-    partial = np.flatnonzero(classes == _SOME)
-    bits = np.empty((len(partial), TILE_Q, _WORDS), dtype=np.uint32)  # untouched pages cost nothing
-    count = 0
-    for first in range(0, len(partial), _CHUNK_TILES):
-        flat = partial[first : first + _CHUNK_TILES]
-        chunk = _Chunk(flat, planes, grid)
-        inside = chunk.inside()
-        words = node.words(chunk) & inside
-        empty = ~words.any(axis=(1, 2))
-        full = (words == inside).all(axis=(1, 2))
-        mixed = np.flatnonzero(~(empty | full))
-        flat_index[flat[full]] = FULL
-        flat_index[flat[mixed]] = np.arange(count, count + len(mixed))
-        bits[count : count + len(mixed)] = words[mixed]
-        count += len(mixed)
-    return Tiles(np.broadcast_to(index, (*outer, *grid.shape)), bits[:count])
-
-
-def _intersect(intervals: list[_Intervals], S: int) -> _Intervals:
-    start, stop = intervals[0].start, intervals[0].stop
-    for other in intervals[1:]:
-        start, stop = np.maximum(start, other.start), np.minimum(stop, other.stop)
-    return make_intervals(start, stop, S)
-
-
-def _segment_runs(q_ids: np.ndarray, k_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Each query's keys as one interval, or None when some query's keys do not lie next to each other."""
-    lead = np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1])
-    start = np.zeros((*lead, q_ids.shape[-1]), dtype=np.int64)
-    stop = np.zeros_like(start)
-    q_ids = np.broadcast_to(q_ids, start.shape)
-    k_ids = np.broadcast_to(k_ids, (*lead, k_ids.shape[-1]))
-    for item in np.ndindex(lead):
-        keys, queries = k_ids[item], q_ids[item]
-        order = np.argsort(keys, kind="stable")
-        first = np.searchsorted(keys, queries, "left", sorter=order)
-        count = np.searchsorted(keys, queries, "right", sorter=order) - first
-        has = count > 0
-        start[item][has] = order[first[has]]
-        stop[item][has] = order[first[has] + count[has] - 1] + 1
-        if not np.array_equal(stop[item] - start[item], count):
-            return None
-    return start, stop
-
-
-def _interval_words(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Words ``(..., TILE_K // 32)`` with the bits ``start <= t < stop`` of a tile row set."""
-    word = np.arange(0, TILE_K, 32)
-    low = _LOW_BITS[np.clip(start[..., None] - word, 0, 32)]
-    return _LOW_BITS[np.clip(stop[..., None] - word, 0, 32)] & ~low
-
-
-def _pack(allowed: np.ndarray) -> np.ndarray:
-    """Bools ``(..., TILE_K)`` as words ``(..., TILE_K // 32)``."""
-    return np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
-
-
-def _classes(none: np.ndarray, every: np.ndarray) -> np.ndarray:
-    return every.astype(np.int8) - none.astype(np.int8) + np.int8(_SOME)
 
 
 # Checks of the masks' own arguments ----------------------------------------------------------------

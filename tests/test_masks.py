@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
+from fastattn._tiles import EMPTY, FULL, TILE_K, TILE_Q
 from fastattn.masks import (
-    EMPTY,
-    FULL,
-    TILE_K,
-    TILE_Q,
     Causal,
     Dense,
     GlobalTokens,

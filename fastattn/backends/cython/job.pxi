@@ -51,7 +51,7 @@ cdef extern from "kernels.h" nogil:
         uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
-# Words hold the mask bits of 32 keys; tile maps come in masks.TILE_Q queries by masks.TILE_K keys.
+# Words hold the mask bits of 32 keys; tile maps come in _tiles.TILE_Q queries by _tiles.TILE_K keys.
 cdef enum:
     WORD = 32
     READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it

@@ -1,0 +1,332 @@
+"""Masks bound to one problem size: intervals of keys per query, and maps of tiles.
+
+A node answers for tiles in two steps. `classes` says of every tile whether it allows no key, every key, or
+perhaps some, from bounds alone. `words` gives the bits of the tiles that are left. Knows no mask object: they
+stand in `fastattn.masks` and make nodes.
+
+Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length, ``S`` key length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+TILE_Q = 64  #: query rows of a tile
+TILE_K = 128  #: keys of a tile, a multiple of 32
+EMPTY = -2  #: in `Tiles.index`: no key of the tile is allowed
+FULL = -1  #: in `Tiles.index`: every key of the tile is allowed
+
+WORDS = TILE_K // 32
+CHUNK_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
+NONE, SOME, EVERY = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
+LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # word with the n lowest bits set
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """A tile map of ``(L, S)`` planes, with bits for the tiles that are neither empty nor full.
+
+    The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
+    """
+
+    #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32 view: EMPTY, FULL or a row of `bits`
+    index: np.ndarray
+    #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile, 0 past the end
+    bits: np.ndarray
+
+    def rows(self, item: tuple[int, ...], start: int, stop: int, len_k: int) -> np.ndarray:
+        """Bool ``(stop - start, len_k)``: the rows ``start..stop`` of the plane ``item = (*lead, head)``."""
+        row = np.arange(start, stop)
+        tile = self.index[item][row // TILE_Q]
+        words = np.zeros((*tile.shape, WORDS), dtype="<u4")
+        words[tile == FULL] = LOW_BITS[32]
+        at_row, at_tile = np.nonzero(tile >= 0)
+        words[at_row, at_tile] = self.bits[tile[at_row, at_tile], row[at_row] % TILE_Q]
+        bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+        return bits.reshape(len(row), -1)[:, :len_k].view(bool)
+
+
+def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
+    """Per-row key intervals from numbers or arrays that broadcast to ``(*lead, L)``, clipped to 0..S."""
+    start = np.minimum(np.maximum(start, 0), S)
+    return Intervals(start, np.maximum(np.minimum(stop, S), start))
+
+
+class Size(NamedTuple):
+    lead: tuple[int, ...]
+    H: int
+    L: int
+    S: int
+
+
+class Grid:
+    """The tiles of an ``(L, S)`` plane."""
+
+    def __init__(self, L: int, S: int) -> None:
+        self.L, self.S = L, S
+        self.row_starts = np.arange(0, L, TILE_Q)
+        self.key_starts = np.arange(0, S, TILE_K)
+        self.key_stops = np.minimum(self.key_starts + TILE_K, S)
+        self.shape = (len(self.row_starts), len(self.key_starts))
+
+
+class Chunk:
+    """Some tiles, to be evaluated at once: tile n lies in plane ``item[:, n]`` of `outer`."""
+
+    def __init__(self, flat: np.ndarray, outer: tuple[int, ...], grid: Grid) -> None:
+        *item, tile_row, tile_key = np.unravel_index(flat, (*outer, *grid.shape))
+        self.outer, self.item, self.grid = outer, item, grid
+        self.tile_key = tile_key
+        self.row_start, self.key_start = tile_row * TILE_Q, tile_key * TILE_K
+        # Rows and keys past the end repeat the last one; `inside` clears their bits.
+        self.row = np.minimum(self.row_start[:, None] + np.arange(TILE_Q), grid.L - 1)
+
+    def inside(self) -> np.ndarray:
+        """Words of the tiles' part that lies inside the plane."""
+        rows_left = (self.grid.L - self.row_start)[:, None]
+        keys_left = np.where(np.arange(TILE_Q) < rows_left, (self.grid.S - self.key_start)[:, None], 0)
+        return interval_words(np.zeros((1, 1), dtype=np.int64), keys_left)
+
+    def per_batch(self, array: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """``array[item, position]`` for an array that broadcasts to ``(*lead, n)``."""
+        array = np.broadcast_to(array, (*self.outer[:-1], array.shape[-1]))
+        return array[(*(axis[:, None] for axis in self.item[:-1]), position)]
+
+
+class Node:
+    """A mask bound to one problem size."""
+
+    #: shape that broadcasts to ``(*lead, H)``: the planes among which the mask varies
+    outer: tuple[int, ...]
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        """``NONE``, ``SOME`` or ``EVERY`` of each tile, broadcastable to ``(*outer, *grid.shape)``."""
+        raise NotImplementedError
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        """The bits of some tiles, ``(n, TILE_Q, TILE_K // 32)``, with any bits past the end."""
+        raise NotImplementedError
+
+
+class Intervals(Node):
+    """One interval of keys per row; `start` and `stop` broadcast to ``(*lead, L)``."""
+
+    def __init__(self, start: Any, stop: Any) -> None:
+        self.start, self.stop = start, stop
+
+    @property
+    def outer(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (*np.broadcast_shapes(self.start.shape, self.stop.shape, (1,))[:-1], 1)
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        start, stop = self._rows(grid.L)
+        empty = start >= stop
+        # The smallest interval that holds all rows of the tile row, and the largest inside all of them.
+        start_min = np.minimum.reduceat(np.where(empty, grid.S, start), grid.row_starts, axis=-1)[..., None]
+        stop_max = np.maximum.reduceat(np.where(empty, 0, stop), grid.row_starts, axis=-1)[..., None]
+        start_max = np.maximum.reduceat(start, grid.row_starts, axis=-1)[..., None]
+        stop_min = np.minimum.reduceat(stop, grid.row_starts, axis=-1)[..., None]
+        none = (start_min >= grid.key_stops) | (stop_max <= grid.key_starts)
+        every = (start_max <= grid.key_starts) & (stop_min >= grid.key_stops)
+        return classes_of(none, every)[..., None, :, :]
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        start, stop = self._rows(chunk.grid.L)
+        key_start = chunk.key_start[:, None]
+        return interval_words(
+            chunk.per_batch(start, chunk.row) - key_start, chunk.per_batch(stop, chunk.row) - key_start
+        )
+
+    def _rows(self, L: int) -> tuple[np.ndarray, np.ndarray]:
+        shape = (*self.outer[:-1], L)
+        return np.broadcast_to(self.start, shape), np.broadcast_to(self.stop, shape)
+
+
+class SameId(Node):
+    """Ids of queries ``(*lead, L)`` and of keys ``(*lead, S)``: equal ones see each other."""
+
+    def __init__(self, q_ids: np.ndarray, k_ids: np.ndarray) -> None:
+        self.q_ids, self.k_ids = q_ids, k_ids
+        self.outer = (*np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1]), 1)
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        q_min = np.minimum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
+        q_max = np.maximum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
+        k_min = np.minimum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
+        k_max = np.maximum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
+        none = (q_max < k_min) | (k_max < q_min)
+        every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
+        return classes_of(none, every)[..., None, :, :]
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        key = np.minimum(chunk.key_start[:, None] + np.arange(TILE_K), chunk.grid.S - 1)
+        q_ids = chunk.per_batch(self.q_ids, chunk.row)
+        k_ids = chunk.per_batch(self.k_ids, key)
+        return pack_words(q_ids[:, :, None] == k_ids[:, None, :])
+
+
+class Cross(Node):
+    """Whole rows and whole columns: bool `rows` ``(L,)`` and `keys` ``(S,)``, either of them enough."""
+
+    outer = (1,)
+
+    def __init__(self, rows: np.ndarray, keys: np.ndarray) -> None:
+        self.rows, self.keys = rows, keys
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        rows = classes_of(
+            ~np.logical_or.reduceat(self.rows, grid.row_starts),
+            np.logical_and.reduceat(self.rows, grid.row_starts),
+        )
+        keys = classes_of(
+            ~np.logical_or.reduceat(self.keys, grid.key_starts),
+            np.logical_and.reduceat(self.keys, grid.key_starts),
+        )
+        return np.maximum(rows[:, None], keys)
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        n_keys = chunk.grid.shape[1]
+        padded = np.zeros(n_keys * TILE_K, dtype=bool)
+        padded[: chunk.grid.S] = self.keys
+        key_words = pack_words(padded.reshape(n_keys, TILE_K))[chunk.tile_key]
+        return np.where(self.rows[chunk.row][:, :, None], LOW_BITS[32], key_words[:, None, :])
+
+
+class DenseArray(Node):
+    """An array ``(*lead, H, L, S)``, stride 0 where it is broadcast."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        planes = zip(array.shape[:-2], array.strides[:-2], strict=True)
+        self.outer = tuple(n if stride else min(n, 1) for n, stride in planes)
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        return np.full(grid.shape, SOME, dtype=np.int8)
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        allowed = np.zeros((len(chunk.tile_key), TILE_Q, TILE_K), dtype=bool)
+        # Slices, one tile at a time: fancy indexing over the whole chunk takes ten times as long.
+        for n, (*item, row, key) in enumerate(
+            zip(*chunk.item, chunk.row_start, chunk.key_start, strict=True)
+        ):
+            tile = self.array[(*item, slice(row, row + TILE_Q), slice(key, key + TILE_K))]
+            allowed[n, : tile.shape[0], : tile.shape[1]] = tile
+        return pack_words(allowed)
+
+
+class All(Node):
+    """What every part allows."""
+
+    def __init__(self, parts: list[Node]) -> None:
+        self.parts = parts
+        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        result = self.parts[0].classes(grid)
+        for part in self.parts[1:]:
+            result = np.minimum(result, part.classes(grid))
+        return result
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        result = self.parts[0].words(chunk)
+        for part in self.parts[1:]:
+            result = result & part.words(chunk)
+        return result
+
+
+class AnyOf(Node):
+    """What any part allows."""
+
+    def __init__(self, parts: list[Node]) -> None:
+        self.parts = parts
+        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        result = self.parts[0].classes(grid)
+        for part in self.parts[1:]:
+            result = np.maximum(result, part.classes(grid))
+        return result
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        result = self.parts[0].words(chunk)
+        for part in self.parts[1:]:
+            result = result | part.words(chunk)
+        return result
+
+
+def build_tiles(node: Node, outer: tuple[int, ...], L: int, S: int, band: Intervals | None) -> Tiles:
+    """The tile map of `node`; tiles that `band` leaves empty in all planes need no bits."""
+    grid = Grid(L, S)
+    planes = (1,) * (len(outer) - len(node.outer)) + tuple(node.outer)
+    classes = np.broadcast_to(node.classes(grid), (*planes, *grid.shape))
+    if band is not None:
+        reached = band.classes(grid) != NONE
+        reached = reached.reshape((1,) * (classes.ndim - reached.ndim) + reached.shape)
+        shared = tuple(axis for axis, n in enumerate(planes) if n == 1)
+        classes = np.where(reached.any(axis=shared, keepdims=True), classes, NONE)
+
+    index = np.full(classes.shape, EMPTY, dtype=np.int32)
+    index[classes == EVERY] = FULL
+    flat_index = index.reshape(-1)
+    partial = np.flatnonzero(classes == SOME)
+    bits = np.empty((len(partial), TILE_Q, WORDS), dtype=np.uint32)  # untouched pages cost nothing
+    count = 0
+    for first in range(0, len(partial), CHUNK_TILES):
+        flat = partial[first : first + CHUNK_TILES]
+        chunk = Chunk(flat, planes, grid)
+        inside = chunk.inside()
+        words = node.words(chunk) & inside
+        empty = ~words.any(axis=(1, 2))
+        full = (words == inside).all(axis=(1, 2))
+        mixed = np.flatnonzero(~(empty | full))
+        flat_index[flat[full]] = FULL
+        flat_index[flat[mixed]] = np.arange(count, count + len(mixed))
+        bits[count : count + len(mixed)] = words[mixed]
+        count += len(mixed)
+    return Tiles(np.broadcast_to(index, (*outer, *grid.shape)), bits[:count])
+
+
+def intersect(intervals: list[Intervals], S: int) -> Intervals:
+    start, stop = intervals[0].start, intervals[0].stop
+    for other in intervals[1:]:
+        start, stop = np.maximum(start, other.start), np.minimum(stop, other.stop)
+    return make_intervals(start, stop, S)
+
+
+def segment_runs(q_ids: np.ndarray, k_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Each query's keys as one interval, or None when some query's keys do not lie next to each other."""
+    lead = np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1])
+    start = np.zeros((*lead, q_ids.shape[-1]), dtype=np.int64)
+    stop = np.zeros_like(start)
+    q_ids = np.broadcast_to(q_ids, start.shape)
+    k_ids = np.broadcast_to(k_ids, (*lead, k_ids.shape[-1]))
+    for item in np.ndindex(lead):
+        keys, queries = k_ids[item], q_ids[item]
+        order = np.argsort(keys, kind="stable")
+        first = np.searchsorted(keys, queries, "left", sorter=order)
+        count = np.searchsorted(keys, queries, "right", sorter=order) - first
+        has = count > 0
+        start[item][has] = order[first[has]]
+        stop[item][has] = order[first[has] + count[has] - 1] + 1
+        if not np.array_equal(stop[item] - start[item], count):
+            return None
+    return start, stop
+
+
+def interval_words(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Words ``(..., TILE_K // 32)`` with the bits ``start <= t < stop`` of a tile row set."""
+    word = np.arange(0, TILE_K, 32)
+    low = LOW_BITS[np.clip(start[..., None] - word, 0, 32)]
+    return LOW_BITS[np.clip(stop[..., None] - word, 0, 32)] & ~low
+
+
+def pack_words(allowed: np.ndarray) -> np.ndarray:
+    """Bools ``(..., TILE_K)`` as words ``(..., TILE_K // 32)``."""
+    return np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+
+
+def classes_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:
+    return every.astype(np.int8) - none.astype(np.int8) + np.int8(SOME)

@@ -10,14 +10,22 @@ Broadcast axes are views with stride 0, never expanded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
     from fastattn._tiles import Tiles
+
+
+class ScoreMod(NamedTuple):
+    """A function of the caller's that changes scores, ``score_mod(score, b, h, q_idx, kv_idx, *aux)``."""
+
+    function: Callable[..., Any]
+    aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +34,8 @@ class Problem:
 
     Key ``j`` is allowed for query ``i`` when every one of the four that is present allows it:
     the interval ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, and a
-    ``bias`` above -inf.
+    ``bias`` above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the
+    ``bias`` is added.
     """
 
     query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
@@ -43,6 +52,7 @@ class Problem:
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     tiles: Tiles | None  #: tile map with bits for the partial tiles
+    score_mod: ScoreMod | None = None
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class CythonBackend:
         return [_missing] if driver is None else []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return []
+        return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
         return plan_tiles(

@@ -76,6 +76,10 @@ class Emitter:
         self.vector = ir.VectorType(self.real, self.lanes)
         self.integers = ir.VectorType(self.integer, self.lanes)
 
+    def vector_name(self) -> str:
+        """The vector in the names of LLVM's functions."""
+        return f"v{self.lanes}f{8 * self.itemsize}"
+
     # Constants.
 
     def count(self, n: int) -> ir.Constant:
@@ -87,7 +91,7 @@ class Emitter:
     def zero(self) -> ir.Constant:
         return self.constant(0.0)
 
-    def _integers(self, n: int, vector: ir.VectorType | None = None) -> ir.Constant:
+    def integer_constant(self, n: int, vector: ir.VectorType | None = None) -> ir.Constant:
         kind = vector or self.integers
         return ir.Constant(kind, [ir.Constant(kind.element, n)] * kind.count)
 
@@ -139,7 +143,7 @@ class Emitter:
 
     def _masked(self, name: str, returned: ir.Type, arguments: Sequence[ir.Value]) -> ir.Value:
         kind = ir.FunctionType(returned, [argument.type for argument in arguments])
-        full = f"llvm.masked.{name}.v{self.lanes}f{8 * self.itemsize}.p0"
+        full = f"llvm.masked.{name}.{self.vector_name()}.p0"
         function = cgutils.get_or_insert_function(self.builder.module, kind, full)
         return self.builder.call(function, arguments)
 
@@ -203,7 +207,7 @@ class Emitter:
         return self._call_fma(a, b, c)
 
     def _call_fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
+        name = f"llvm.fma.{self.vector_name()}"
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
         fma = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(fma, [a, b, c])
@@ -235,12 +239,12 @@ class Emitter:
         builder = self.builder
         vector = words.type
         if isinstance(bit, int):
-            mask = self._integers(1 << bit, vector)
+            mask = self.integer_constant(1 << bit, vector)
         else:
             shifted = builder.shl(INT32(1), bit)
             first = builder.insert_element(ir.Constant(vector, ir.Undefined), shifted, INT32(0))
             mask = builder.shuffle_vector(first, first, self.indices([0] * self.lanes))
-        return builder.icmp_unsigned("!=", builder.and_(words, mask), self._integers(0, vector))
+        return builder.icmp_unsigned("!=", builder.and_(words, mask), self.integer_constant(0, vector))
 
     def one_minus_product(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """1 - a * b, rounded once on every host."""
@@ -261,10 +265,10 @@ class Emitter:
         whole = [self.sub(y, shift) for y in rounded]
         minus = self.constant(-0.0)
         fs = [self.fma(x, factor, self.sub(minus, n)) for x, n in zip(xs, whole, strict=True)]
-        shifted = [builder.shl(builder.bitcast(y, self.integers), self._integers(bits)) for y in rounded]
+        shifted = [builder.shl(builder.bitcast(y, self.integers), self.integer_constant(bits)) for y in rounded]
         return fs, [builder.bitcast(y, self.vector) for y in shifted]
 
-    def _twice_exp2m1_over_f(self, fs: Sequence[ir.Value]) -> list[ir.Value]:
+    def twice_exp2m1_over_f(self, fs: Sequence[ir.Value]) -> list[ir.Value]:
         """2 (2^f - 1) / f, |f| <= 1/2; step by step for all fs, as the steps of one wait for each other."""
         c = EXP2_COEFFICIENTS[self.itemsize]
         ys = [self.fma(f, self.constant(c[-1]), self.constant(c[-2])) for f in fs]
@@ -278,7 +282,7 @@ class Emitter:
         0 for -inf and where no normal number is left, NaN for NaN, exactly 1 for 0.
         """
         fs, powers = self._split_exponent(xs, factor, lowest)
-        ys = self._twice_exp2m1_over_f(fs)
+        ys = self.twice_exp2m1_over_f(fs)
         ys = [self.fma(y, f, self.constant(2.0)) for y, f in zip(ys, fs, strict=True)]
         return [self.mul(y, power) for y, power in zip(ys, powers, strict=True)]
 
@@ -286,7 +290,7 @@ class Emitter:
         """2^x - 1 for x <= 0, a few ULP relative."""
         lowest = self.constant(float(EXPONENT_MIN[self.itemsize]))
         (f,), (power,) = self._split_exponent([x], self.constant(1.0), lowest)
-        (y,) = self._twice_exp2m1_over_f([f])
+        (y,) = self.twice_exp2m1_over_f([f])
         rest = self.fma(self.constant(2.0), power, self.constant(-1.0))
         return self.fma(power, self.mul(f, y), rest)
 

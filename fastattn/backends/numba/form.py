@@ -24,6 +24,7 @@ _CONDITIONS = {
     "by_lanes": ("run_task",),
     "is_masked": ("find_intervals", "mask_tile"),
     "is_adjusted": ("adjust", "adjust_rows"),
+    "has_score_mod": ("modify_scores", "note_masked"),
     "has_dense": ("read_dense",),
     "has_tiles": ("read_tiles",),
     "has_bias": ("find_bias_rows",),
@@ -54,6 +55,7 @@ def form_of(problem: Problem, plan: Plan) -> Form:
         problem.scale,
         problem.softcap,
         problem.sinks is None,
+        problem.score_mod is None,
         None if bias is None else bias.dtype.str,
         None if dense is None else dense.itemsize,
         None if tiles is None else tiles.bits.shape[1:],
@@ -132,7 +134,7 @@ class Form:
         values = self._values
         holds = values | {
             "by_lanes": not values["by_rows"],
-            "is_adjusted": values["is_masked"] or values["has_bias"] or values["softcap"],
+            "is_adjusted": values["is_masked"] or values["adjusts_all"],
             "has_copies": values["copies_keys"] or values["packs_values"],
             "is_fetched": values["has_bias"] or values["has_dense"],
             "is_isolated": is_isolated,
@@ -170,15 +172,19 @@ class Form:
             values.update(has_dense=True, dense_size=problem.dense.itemsize)
         if tiles is not None:
             values.update(has_tiles=True, tile_q=tiles.bits.shape[1], tile_k=tiles.bits.shape[2] * WORD)
+        values["has_score_mod"] = problem.score_mod is not None
+        values["may_mask"] = values["has_bias"] or values["has_score_mod"]
+        values["adjusts_all"] = values["may_mask"] or problem.softcap is not None
         values["is_masked"] = values["has_intervals"] or values["has_dense"] or values["has_tiles"]
 
     def _set_options(self, problem: Problem) -> None:
         """The factor of the packed query, the soft-cap and the factor of the exponents.
 
         Scores are held times log2(e), with factor 1, unless something given in natural units must stay exact:
-        a bias of any finite size must not overflow, and a row with a sink alone has just that as its lse.
+        a bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and the
+        user's function sees them as they are.
         """
-        natural = problem.bias is not None or problem.sinks is not None
+        natural = self._values["may_mask"] or problem.sinks is not None
         unit = 1.0 if natural else LOG2E
         softcap = problem.softcap
         factor = problem.scale / softcap if softcap else problem.scale * unit
@@ -278,7 +284,7 @@ class Form:
             inverse=2 * line,
             words=block_k // WORD * ld * 4,
             converted=block_k * line if values["convert_bias"] else 0,
-            clean=tile * problem.value_dim if values["is_masked"] or values["has_bias"] else 0,
+            clean=tile * problem.value_dim if values["is_masked"] or values["may_mask"] else 0,
             key_copy=key_copy,
             value_copy=value_copy,
             block=BLOCK.itemsize,

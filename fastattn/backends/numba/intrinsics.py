@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from fastattn.backends.numba.emit import INT32, INTP, Emitter
+from fastattn.backends.numba.target import TARGET
 
 
 def intrinsic_of(definition: Callable[..., Any], name: str, parameters: Sequence[str]) -> Any:
@@ -92,6 +93,19 @@ int32s = _pointer_to(types.int32)
 uint8s = _pointer_to(types.uint8)
 
 
+@intrinsic
+def prefer_whole_vectors(context: Any) -> Any:
+    """Has LLVM fill the host's vectors in the loops of this function: by itself it uses half of AVX-512's."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        # A set of the words that llvmlite knows, which this is not one of.
+        width = f'"prefer-vector-width"="{8 * TARGET.vector_bytes}"'
+        set.add(builder.function.attributes, width)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def record_at(dtype: Any) -> Any:
     """The intrinsic that makes a record of this dtype out of its address."""
     record = numba.from_dtype(dtype)
@@ -150,15 +164,26 @@ bits_to_float32 = _from_bits(types.float32, types.uint32)
 bits_to_float64 = _from_bits(types.float64, types.uint64)
 
 
-@intrinsic
-def call_work(context: Any, address: Any, job: Any, shares: Any, thread: Any, num_threads: Any) -> Any:
-    """Calls `work` of the module of that name, by address, and with the address of the job."""
+def _caller_at(name: str, parameters: Sequence[str]) -> Any:
+    """In Numba code: calls a function of integers at the address that is the first argument."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(INTP, [INTP] * 4)
-        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+    def definition(context: Any, address: Any, *arguments: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kind = ir.FunctionType(INTP, [INTP] * len(parameters))
+            return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
 
-    return types.intp(*[types.intp] * 5), codegen
+        return types.intp(types.intp, *[types.intp] * len(parameters)), codegen
+
+    return intrinsic_of(definition, name, ["address", *parameters])
+
+
+call_work = _caller_at("call_work", ["job", "shares", "thread", "num_threads"])
+call_modify = _caller_at(
+    "call_modify", ["s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux"]
+)
+call_allowed = _caller_at(
+    "call_allowed", ["words", "flags", "b", "h", "row0", "n_rows", "key0", "n_keys", "aux"]
+)
 
 
 @intrinsic

@@ -32,6 +32,15 @@ class Job:
             words[PLACE["sinks"]] = problem.sinks.ctypes.data
         if problem.tiles is not None:
             words[PLACE["tile_bits"]] = problem.tiles.bits.ctypes.data
+        if problem.score_mod is not None:
+            # First of all: it may raise.
+            from fastattn.backends.numba.modify import aux_words, score_loop
+
+            words[PLACE["score_mod"]] = score_loop(
+                problem.score_mod, problem.query.dtype, plan.by_rows, problem.group_size > 1
+            )
+            self._aux = aux_words(problem.score_mod.aux)
+            words[PLACE["aux"]] = self._aux.ctypes.data
         if form.n_parts:
             self._parts = np.zeros(form.n_parts, PART)
             self._part_data = np.empty(form.n_parts * form.part_nbytes + LINE_NBYTES, np.uint8)

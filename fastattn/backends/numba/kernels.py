@@ -317,6 +317,20 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             store_real(zero, int64s(rows)[i], reals(zero, elements)[i])
         return 0
 
+    def fill_words(words, n):
+        """All bits set in n mask words."""
+        for i in range(n):
+            uint32s(words)[i] = np.uint32(0xFFFFFFFF)
+        return 0
+
+    def clear_words(words, n_rows, s, row_nbytes, key_nbytes, n_keys):
+        """Clears bit j % 32 of words[j / 32][r] where the score of row r and key j is -inf."""
+        for r in range(n_rows):
+            for j in range(n_keys):
+                if load_real(zero, s + r * row_nbytes + j * key_nbytes) == -math.inf:
+                    uint32s(words)[j // 32 * n_rows + r] &= ~(np.uint32(1) << np.uint32(j % 32))
+        return 0
+
     def convert_row(to, row, stride, n, itemsize, is_swapped):
         """A row of a bias of 2, 4 or 8 bytes an element, of either byte order, in the compute type without
         gaps."""
@@ -367,9 +381,9 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     return (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
-            add_wild_values, clear_masked, start_rows, finish, scatter, convert_row, mask_words)  # fmt: skip
+            add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row, mask_words)  # fmt: skip
 
 
 (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
- add_wild_values, clear_masked, start_rows, finish, scatter, convert_row,
+ add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row,
  mask_words) = calls.kernels(_define)  # fmt: skip

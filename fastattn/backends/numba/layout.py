@@ -31,6 +31,9 @@ _COUNTS = (
     "sinks", "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_tiles", "is_masked",
     "bias_size", "bias_swapped", "convert_bias", "dense_size", "tile_bits", "tile_q", "tile_k",
     "acc_columns", "block_k", "n_vectors", "n_blocks", "n_tasks", "max_lanes", "lanes", "itemsize",
+    "has_score_mod", "score_mod", "aux",  # addresses of the user's function and of what it reads, see `modify`
+    "adjusts_all",  # by soft-cap, score_mod or bias: every score is touched once more, masked or not
+    "may_mask",  # bias or score_mod, where no words say so
     "saw_nan",  # set by a thread: NaN came out where some rows may not read every value
     "is_isolated",  # NaN and inf in values are kept from rows that may not read them
     "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "n_leaves", "chunk_leaves", "n_chunks",

@@ -17,13 +17,14 @@ from numba import njit
 from fastattn.backends.numba import kernels, rows_kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_rows, row_stride
 from fastattn.backends.numba.calls import OPTIONS, routine
-from fastattn.backends.numba.intrinsics import fetch_add, int64s, record_at
+from fastattn.backends.numba.intrinsics import call_modify, fetch_add, int64s, record_at
 from fastattn.backends.numba.layout import KEY, LSE, OUT, PART, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.scores import (
     TILE_EMPTY,
     TILE_PARTIAL,
     bias_rows_of,
     find_bias_rows,
+    note_masked,
     tile_state,
     words_of,
 )
@@ -76,7 +77,7 @@ def merge_before(job, w, block, leaf):
 
 @routine
 def score_leaf(job, w, block, state, key0, n_keys):
-    """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked."""
+    """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked; the state of their words."""
     key_row = row_stride(job, KEY)
     keys, ahead, scores = block.key + key0 * key_row, job.key_ahead, w + job.to_scores
     if column_stride(job, KEY) != job.itemsize:
@@ -86,12 +87,21 @@ def score_leaf(job, w, block, state, key0, n_keys):
         keys, key_row, ahead = w + job.to_key_copy, job.head_dim * job.itemsize, 0
     rows_kernels.score_rows(job, scores, job.block_k, w + job.to_query, job.query_ld, block.n_rows, keys,
                             key_row, n_keys, job.head_dim, ahead)  # fmt: skip
+    softcap = job.softcap
+    if job.has_score_mod:
+        if softcap > 0:
+            rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, 0, 0)
+            softcap = 0.0
+        call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
+                    w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
-    if job.has_bias or job.softcap > 0 or state == TILE_PARTIAL:
-        rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, job.softcap,
-                                 bias_rows_of(job, w), words_of(job, w, state))  # fmt: skip
-    return 0
+    if job.has_bias or softcap > 0 or state == TILE_PARTIAL:
+        rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, bias_rows_of(job, w),
+                                 words_of(job, w, state))  # fmt: skip
+    if job.has_score_mod and job.is_isolated:
+        return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
+    return state
 
 
 @njit(**OPTIONS)
@@ -130,12 +140,12 @@ def attend_leaf(job, w, block, leaf, part):
     state = tile_state(job, w, block, key0, n_keys, 1)
     if state == TILE_EMPTY:
         return False
-    score_leaf(job, w, block, state, key0, n_keys)
+    state = score_leaf(job, w, block, state, key0, n_keys)
     rows_kernels.softmax_rows(job, w + job.to_scores, job.block_k, part.data, sums_of(job, part.data),
                               block.n_rows, n_keys, job.exponent_factor, 0)  # fmt: skip
     add_leaf_values(job, w, block, acc_of(job, part.data), state, key0, n_keys)
     part.leaf = leaf
-    part.is_partial = 1 if state == TILE_PARTIAL or job.has_bias else 0
+    part.is_partial = 1 if state == TILE_PARTIAL or job.may_mask else 0
     return True
 
 
@@ -186,13 +196,13 @@ def write_row_weights(job, w, block):
         state = tile_state(job, w, block, key0, n_keys, 1)
         if state == TILE_EMPTY:
             continue
-        score_leaf(job, w, block, state, key0, n_keys)
+        state = score_leaf(job, w, block, state, key0, n_keys)
         rows_kernels.softmax_rows(job, w + job.to_scores, job.block_k, part.data, w + job.to_row_sum,
                                   block.n_rows, n_keys, job.exponent_factor, 1)  # fmt: skip
         find_rows(job, w, WEIGHTS, block, key0 * job.itemsize, block.n_rows, w + job.to_rows)
         if rows_kernels.unpack_rows(job, w + job.to_rows, job.itemsize, block.n_rows, w + job.to_scores,
                                     job.block_k, n_keys, w + job.to_inverse, job.max_lanes) != 0:  # fmt: skip
-            if state == TILE_PARTIAL or job.has_bias:
+            if state == TILE_PARTIAL or job.may_mask:
                 nan = 1
             if job.is_isolated:
                 kernels.clear_masked(job, w + job.to_rows, block.n_rows, n_keys, bias_rows_of(job, w),

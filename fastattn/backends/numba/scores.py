@@ -12,7 +12,7 @@ from numba import njit
 from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import at_item, column_stride, find_rows, row_stride, stride_of
 from fastattn.backends.numba.calls import OPTIONS, routine
-from fastattn.backends.numba.intrinsics import int32s, int64s, uint32s
+from fastattn.backends.numba.intrinsics import call_modify, int32s, int64s, uint32s
 from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, VALUE, WORD
 
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
@@ -100,13 +100,12 @@ def mask_tile(job, w, block, key0, n_keys, whole):
     multiple of 32, so that a word never straddles two of its tiles.
     """
     stops, stop = int64s(w + job.to_stops), int64s(w + job.to_stop)
-    masks_only = not job.has_bias and job.softcap == 0
     intervals_only = not job.has_dense and not job.has_tiles
     first = last = 0  # words of the plain scores
     if intervals_only:
         if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
             return TILE_FULL
-        if masks_only and not whole:
+        if not job.adjusts_all and not whole:
             first = (max(block.all_start - key0, 0) + WORD - 1) // WORD
             last = min(block.all_stop - key0, n_keys) // WORD
             if first >= last:
@@ -136,7 +135,7 @@ def tile_state(job, w, block, key0, n_keys, whole):
     """`mask_tile`, where there is a mask."""
     stops = int64s(w + job.to_stops)
     block.plain = 0
-    block.plain_stop = n_keys if not job.has_bias and job.softcap == 0 else 0
+    block.plain_stop = 0 if job.adjusts_all else n_keys
     for vector in range(block.n_vectors):
         stops[vector] = n_keys
     if job.is_masked:
@@ -232,18 +231,43 @@ def score_keys(job, w, block, top, key0, first, n_keys):
     return 0
 
 
+@routine
+def modify_scores(job, w, block, top, key0):
+    """What the user's function makes of the scores, after the soft-cap; `top` takes them in. See `modify`."""
+    scores = w + job.to_scores
+    if job.softcap > 0:
+        kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
+                       w + job.to_part_stops, job.softcap, 0, 0)  # fmt: skip
+    call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0, block.item,
+                w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+    return 0
+
+
 @njit(**OPTIONS)
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
-    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias."""
+    """`score_keys` and what is to be done to raw scores; first is 0 where all are touched."""
     if n_keys <= 0:
         return
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
-    words = words_of(job, w, state)
+    words, softcap = words_of(job, w, state), job.softcap
+    if job.has_score_mod:
+        is_last = words == 0 and not job.has_bias
+        modify_scores(job, w, block, w + job.to_tile_max if is_last else w + job.to_spare, key0)
+        softcap = 0.0
     if words != 0:
         words += first // WORD * block.ld * 4
     kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
-                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, job.softcap,
+                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, softcap,
                    bias_rows_of(job, w), words)  # fmt: skip
+
+
+@routine
+def note_masked(job, w, n_rows, row_nbytes, key_nbytes, n_keys, state):
+    """Mask words that say as well which scores are -inf, as the user's function made them; the tile's new state."""
+    if state != TILE_PARTIAL:
+        kernels.fill_words(job, w + job.to_words, (n_keys + WORD - 1) // WORD * n_rows)
+    kernels.clear_words(job, w + job.to_words, n_rows, w + job.to_scores, row_nbytes, key_nbytes, n_keys)
+    return TILE_PARTIAL
 
 
 @routine
@@ -260,4 +284,6 @@ def score_tile(job, w, block, key0, n_keys, whole):
     if plain_stop > plain:
         score_keys(job, w, block, w + job.to_tile_max, key0, plain, plain_stop - plain)
     adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
+    if job.has_score_mod and job.is_isolated:
+        return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
     return state

@@ -84,7 +84,7 @@ def attend(job, w, block):
         state = score_tile(job, w, block, key0, n_keys, job.is_isolated)
         if state == TILE_EMPTY:
             continue
-        if state == TILE_PARTIAL or job.has_bias:
+        if state == TILE_PARTIAL or job.may_mask:
             partial = 1
         kernels.softmax(job, w + job.to_scores, w + job.to_tile_max, w + job.to_row_max, w + job.to_row_sum,
                         w + job.to_rescale, block.ld, block.n_vectors, w + job.to_stops,
@@ -132,7 +132,7 @@ def write_weights(job, w, block):
             )
             != 0
         ):
-            if state == TILE_PARTIAL or job.has_bias:
+            if state == TILE_PARTIAL or job.may_mask:
                 nan = 1
             if job.is_isolated:
                 kernels.clear_masked(job, w + job.to_rows, block.n_rows, n_keys, bias_rows_of(job, w),

@@ -169,7 +169,7 @@ def fetch_rows(e: Emitter, at, row, n, nbytes) -> None:
 def hyperbolic_tangent(e: Emitter, x: Any) -> Any:
     """A few ULP relative for small x too: with e = exp(-2|x|) - 1, tanh|x| = -e / (2 + e)."""
     builder = e.builder
-    sign_bit = ir.Constant(e.integers, [ir.Constant(e.integer, 1 << (8 * e.itemsize - 1))] * e.lanes)
+    sign_bit = e.integer_constant(1 << (8 * e.itemsize - 1))
     x = builder.bitcast(x, e.integers)
     sign = builder.and_(x, sign_bit)
     magnitude = builder.bitcast(builder.xor(x, sign), e.vector)

@@ -1,0 +1,300 @@
+"""Functions of the user's, compiled into loops over tiles: `score_mod` over scores, `mask_mod` over mask bits.
+
+A compiled loop is remembered for the function, the types of what it reads and the dtype. Functions are the same if
+their code is and what they use from outside: that is compiled in, while `aux` is read from memory at each call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.dispatcher import Dispatcher
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
+
+from fastattn._problem import ScoreMod
+from fastattn._tiles import TILE_K, WORDS
+from fastattn.backends.numba import vector_math
+from fastattn.backends.numba.calls import OPTIONS, compile_function
+from fastattn.backends.numba.intrinsics import dense_word_1, int64s, prefer_whole_vectors, reals, uint8s, uint32s
+from fastattn.backends.numba.weak_numbers import WeakNumbers
+
+#: Arguments of a function before `aux`, and what it gives.
+SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
+MASK_MOD = ("b", "h", "q_idx", "kv_idx")
+
+_compiled: dict[Any, Any] = {}
+_lock = threading.RLock()
+
+
+def aux_words(aux: Sequence[Any]) -> np.ndarray:
+    """What compiled code reads `aux` from: of an array the address, the shape and the strides, of a number itself."""
+    words: list[int] = []
+    for value in aux:
+        if isinstance(value, np.ndarray):
+            words += [value.ctypes.data, *value.shape, *value.strides]
+        else:
+            wide = np.float64(value) if value.dtype.kind == "f" else np.int64(value)
+            words.append(int(wide.view(np.int64)))
+    return np.array(words or [0], dtype=np.int64)
+
+
+def score_loop(mod: ScoreMod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> int:
+    """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
+    is_grouped; compiled if it was not yet.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The function cannot be compiled, or raises.
+    """
+    define = _score_rows if by_rows else _score_grouped_lanes if is_grouped else _score_lanes
+    return _address("score_mod", mod.function, mod.aux, dtype, define)
+
+
+def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> int:
+    """The address of a mask_mod over the rows of one tile of the mask; raises as `score_loop` does."""
+    return _address("mask_mod", function, aux, np.dtype(np.int64), _mask_rows)
+
+
+def _address(kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, define: Any) -> int:
+    kinds = tuple(_kind(value) for value in aux)
+    key = (kind, _identity(function), kinds, dtype.char, define)
+    found = _compiled.get(key)
+    if found is None:
+        with _lock:
+            found = _compiled.get(key)
+            if found is None:
+                found = _compiled[key] = _compile(kind, function, kinds, dtype, define)
+    return int(found.address)
+
+
+def _kind(value: Any) -> Any:
+    """The type that a value of `aux` has in compiled code."""
+    if not isinstance(value, np.ndarray):
+        return numba.from_dtype(value.dtype)
+    layout = "C" if value.flags.c_contiguous else "A"
+    return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
+
+
+def _identity(function: Any) -> Any:
+    """Equal for functions that do the same: of one code, with equal values from outside."""
+    plain = function.py_func if isinstance(function, Dispatcher) else function
+    code = getattr(plain, "__code__", None)
+    if not isinstance(code, CodeType):
+        return function
+    cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+    outside = [plain.__globals__.get(name) for name in code.co_names]
+    found = (isinstance(function, Dispatcher), code, *cells, *outside)
+    try:
+        hash(found)
+    except TypeError:
+        # Something that may change, an array say, is told apart by which one it is.
+        return (found[0], code, *((type(value), id(value)) for value in (*cells, *outside)))
+    # 1 and 1.0 and True are equal, and of different types.
+    return (*found, *map(type, found))
+
+
+def _compile(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, define: Any) -> Any:
+    called = _as_numba(function, dtype)
+    index = types.intp
+    real = numba.from_dtype(dtype)
+    signature = (real, *[index] * 4, *kinds) if kind == "score_mod" else (*[index] * 4, *kinds)
+    try:
+        returned = called.compile(signature) and called.overloads[signature].signature.return_type
+    except NumbaError as error:
+        raise TypeError(_in_three_lines(kind, function, error)) from error
+    wanted = types.Boolean if kind == "mask_mod" else types.Number
+    if not isinstance(returned, wanted) or isinstance(returned, types.Complex):
+        promised = "bool" if kind == "mask_mod" else "one real number"
+        raise TypeError(
+            f"{kind} {_name(function)} must return {promised}\nfor all arguments, and returns {returned}\n"
+            f"at {_place(function)}"
+        )
+    loop = define(called, _reader(kinds), dtype.type(0))
+    n_arguments = len(inspect.signature(loop).parameters)
+    return compile_function(loop, types.intp(*[types.intp] * n_arguments), keep=False)
+
+
+def _as_numba(function: Any, dtype: np.dtype) -> Any:
+    """The function as one of Numba's. A plain one finds `math` and `numpy` functions that LLVM can vectorise, and
+    its numbers are of the dtype of the scores."""
+    if isinstance(function, Dispatcher):
+        return function
+    if not isinstance(function, FunctionType):
+        function = function.__call__
+    names = {
+        name: vector_math.instead_of(value) for name, value in function.__globals__.items()
+        if name in function.__code__.co_names
+    }  # fmt: skip
+    cells = tuple(
+        CellType(vector_math.instead_of(cell.cell_contents)) for cell in function.__closure__ or ()
+    )
+    copied = FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, cells
+    )
+    special = {"pipeline_class": WeakNumbers} if dtype == np.float32 else {}
+    return numba.njit(**OPTIONS, **special)(copied)
+
+
+def _score_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
+    """Where each query head has keys of its own: the lanes are rows that follow each other, of one head."""
+    real, size = type(zero), zero.itemsize
+
+    def modify(s, top, ld, n_vectors, stops, key0, b, row_h, row_i, aux):
+        """The scores of one tile with rows as lanes; `top` takes them in."""
+        prefer_whole_vectors()
+        tops, values, ends, lanes, first = reals(zero, top), read(aux), int64s(stops), ld // n_vectors, 0
+        # Lanes past the last row repeat it.
+        h, row, last = int64s(row_h)[0], int64s(row_i)[0], int64s(row_i)[ld - 1]
+        for j in range(ends[n_vectors - 1]):
+            while ends[first] <= j:
+                first += 1
+            line, start, key = reals(zero, s + j * ld * size), first * lanes, key0 + j
+            for lane in range(start, ld):
+                x = real(function(line[lane], b, h, min(row + lane, last), key, *values))
+                line[lane] = x
+                tops[lane] = x if x > tops[lane] else tops[lane]
+        return 0
+
+    return modify
+
+
+def _score_grouped_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
+    """Where several query heads share their keys."""
+    real, size = type(zero), zero.itemsize
+
+    def modify(s, top, ld, n_vectors, stops, key0, b, row_h, row_i, aux):
+        """The scores of one tile with rows as lanes; `top` takes them in."""
+        prefer_whole_vectors()
+        tops, heads, rows = reals(zero, top), int64s(row_h), int64s(row_i)
+        values, ends, lanes, first = read(aux), int64s(stops), ld // n_vectors, 0
+        for j in range(ends[n_vectors - 1]):
+            while ends[first] <= j:
+                first += 1
+            line, key = reals(zero, s + j * ld * size), key0 + j
+            for lane in range(first * lanes, ld):
+                x = real(function(line[lane], b, heads[lane], rows[lane], key, *values))
+                line[lane] = x
+                tops[lane] = x if x > tops[lane] else tops[lane]
+        return 0
+
+    return modify
+
+
+def _score_rows(function: Any, read: Any, zero: Any) -> Callable[..., int]:
+    real, size = type(zero), zero.itemsize
+
+    def modify(s, top, ld, n_rows, n_keys, key0, b, row_h, row_i, aux):
+        """The scores of a row tile."""
+        prefer_whole_vectors()
+        values, heads, rows = read(aux), int64s(row_h), int64s(row_i)
+        for r in range(n_rows):
+            scores, h, i = reals(zero, s + r * ld * size), heads[r], rows[r]
+            for j in range(n_keys):
+                scores[j] = real(function(scores[j], b, h, i, key0 + j, *values))
+        return 0
+
+    return modify
+
+
+def _mask_rows(function: Any, read: Any, zero: Any) -> Callable[..., int]:
+    def allowed(words, flags, b, h, row0, n_rows, key0, n_keys, aux):
+        """The bits of one tile of the mask; those past its keys are 0. `flags` has room for TILE_K bytes."""
+        prefer_whole_vectors()
+        values, flag, bits = read(aux), uint8s(flags), uint32s(words)
+        for j in range(n_keys, TILE_K):
+            flag[j] = 0
+        for r in range(n_rows):
+            for j in range(n_keys):
+                flag[j] = 1 if function(b, h, row0 + r, key0 + j, *values) else 0
+            for word in range(WORDS):
+                bits[r * WORDS + word] = dense_word_1(flags + 32 * word)
+        return 0
+
+    return allowed
+
+
+def _reader(kinds: tuple[Any, ...]) -> Any:
+    """In compiled code: `aux` out of `aux_words` at an address."""
+    together = types.Tuple(kinds)
+
+    @intrinsic
+    def read(context: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word = ir.IntType(64)
+            at = builder.inttoptr(arguments[0], word.as_pointer())
+            place = 0
+
+            def take() -> Any:
+                nonlocal place
+                place += 1
+                return builder.load(builder.gep(at, [word(place - 1)]))
+
+            values = []
+            for kind in kinds:
+                first = take()
+                if isinstance(kind, types.Array):
+                    shape = [take() for _ in range(kind.ndim)]
+                    strides = [take() for _ in range(kind.ndim)]
+                    array = make_array(kind)(context, builder)
+                    pointer = builder.inttoptr(first, context.get_data_type(kind.dtype).as_pointer())
+                    populate_array(
+                        array, pointer, cgutils.pack_array(builder, shape, word) if shape else
+                        cgutils.pack_array(builder, [], word), cgutils.pack_array(builder, strides, word),
+                        context.get_constant(types.intp, kind.dtype.bitwidth // 8), None,
+                    )  # fmt: skip
+                    values.append(array._getvalue())
+                elif isinstance(kind, types.Float):
+                    wide = builder.bitcast(first, ir.DoubleType())
+                    values.append(context.cast(builder, wide, types.float64, kind))
+                else:
+                    values.append(context.cast(builder, first, types.int64, kind))
+            return context.make_tuple(builder, together, values)
+
+        return together(types.intp), codegen
+
+    return read
+
+
+# What is said of functions that do not compile.
+
+
+def _name(function: Any) -> str:
+    return repr(getattr(function, "__name__", type(function).__name__))
+
+
+def _place(function: Any) -> str:
+    code = getattr(getattr(function, "py_func", function), "__code__", None)
+    return "an unknown place" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def _in_three_lines(kind: str, function: Any, error: NumbaError) -> str:
+    """Which function, where, and what Numba objected; the whole of that is chained to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
+    objected = about[0] if about else str(error)
+    location = getattr(error, "loc", None)
+    place = _place(function) if location is None else f"{location.filename}, line {location.line}"
+    return (
+        f"{kind} {_name(function)} cannot be compiled\nat {place}:\n{objected} (Numba's whole message is above)"
+    )
+
+
+def takes(function: Any, names: Sequence[str], n_aux: int) -> bool:
+    """Whether the function can be called with so many arguments."""
+    try:
+        inspect.signature(getattr(function, "py_func", function)).bind(*names, *range(n_aux))
+    except TypeError:
+        return False
+    return True

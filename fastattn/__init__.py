@@ -12,6 +12,7 @@ A call goes one way, and each line imports only what stands above it:
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_api``             `attention` and its relatives: normalise, select, plan, run
+``_flex``            `flex_attention`: scores and masks as Python functions
 ===================  =================================================================================
 
 Kernels know no mask by name: they see one interval of keys per query row (whole tiles outside it are
@@ -33,6 +34,7 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
+from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
@@ -42,6 +44,8 @@ __all__ = [
     "BackendError",
     "__version__",
     "attention",
+    "create_block_mask",
+    "flex_attention",
     "get_num_threads",
     "masks",
     "merge_attention",

@@ -204,7 +204,7 @@ def attention(
         return_lse=return_lse,
         return_weights=return_weights,
     )
-    return _solve(request, num_threads, backend)
+    return solve(request, num_threads, backend)
 
 
 def scaled_dot_product_attention(
@@ -268,7 +268,7 @@ def scaled_dot_product_attention(
     (1, 4, 6, 8)
     """
     request = normalize_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _solve(request, None, None)
+    return solve(request, None, None)
 
 
 def varlen_attention(
@@ -360,7 +360,7 @@ def varlen_attention(
         out=out,
         return_lse=return_lse,
     )
-    return _solve(request, num_threads, backend)
+    return solve(request, num_threads, backend)
 
 
 def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
@@ -421,7 +421,7 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
         return out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
 
 
-def _solve(request: Request, num_threads: int | None, backend: str | None) -> Any:
+def solve(request: Request, num_threads: int | None, backend: str | None) -> Any:
     """The stages after the edge: select, plan, run, and hand the results back."""
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
     chosen = select(request.problem, backend)

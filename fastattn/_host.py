@@ -22,6 +22,21 @@ _CGROUP_ROOT = "/sys/fs/cgroup"
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
 
 _num_threads: int | None = None  # set by set_num_threads
+_forked = False
+
+
+def _in_child() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def is_forked() -> bool:
+    """Whether this process was forked off one that had loaded the package: its threads are not here."""
+    return _forked
 
 
 def available_cores() -> int:

@@ -32,10 +32,9 @@ class ScoreMod(NamedTuple):
 class Problem:
     """One validated attention call: strided views, sizes and options.
 
-    Key ``j`` is allowed for query ``i`` when every one of the four that is present allows it:
-    the interval ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, and a
-    ``bias`` above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the
-    ``bias`` is added.
+    Key ``j`` is allowed for query ``i`` when every one of the four that is present allows it: the interval
+    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, and a ``bias`` above -inf. A
+    score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the ``bias`` is added.
     """
 
     query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides

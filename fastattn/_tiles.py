@@ -217,6 +217,27 @@ class DenseArray(Node):
         return pack_words(allowed)
 
 
+class Mapped(Node):
+    """A tile map that is there already, its index ``(*outer, ...)``."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles = tiles
+        self.outer = tiles.index.shape[:-2]
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        index = self.tiles.index
+        return classes_of(index == EMPTY, index == FULL)
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        grid = chunk.grid
+        index = np.broadcast_to(self.tiles.index, (*chunk.outer, *grid.shape))
+        tile = index[(*chunk.item, chunk.row_start // TILE_Q, chunk.tile_key)]
+        words = np.zeros((len(tile), TILE_Q, WORDS), dtype=np.uint32)
+        words[tile == FULL] = LOW_BITS[32]
+        words[tile >= 0] = self.tiles.bits[tile[tile >= 0]]
+        return words
+
+
 class All(Node):
     """What every part allows."""
 

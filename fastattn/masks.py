@@ -18,16 +18,20 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._tiles import (
+    EMPTY,
+    FULL,
     All,
     AnyOf,
     Cross,
     DenseArray,
     Intervals,
+    Mapped,
     Node,
     SameId,
     Size,
@@ -41,7 +45,17 @@ from fastattn._tiles import (
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["Causal", "Dense", "GlobalTokens", "KeyLengths", "Mask", "PrefixLM", "Segments", "Window"]
+__all__ = [
+    "BlockMask",
+    "Causal",
+    "Dense",
+    "GlobalTokens",
+    "KeyLengths",
+    "Mask",
+    "PrefixLM",
+    "Segments",
+    "Window",
+]
 
 
 class Mask:
@@ -380,6 +394,61 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class BlockMask(Mask):
+    """What a function allowed for one problem size; `fastattn.create_block_mask` makes it.
+
+    Parameters
+    ----------
+    tiles : Tiles
+        The map of tiles, its index of shape ``(B or 1, H or 1, ...)``.
+    B, H : int
+        Batch items (the product of the leading batch axes) and query heads that it is for; 1: for any number.
+    L, S : int
+        Query length and key length.
+
+    Notes
+    -----
+    As text it is a drawing of the first batch item's first head: ``#`` where every key is allowed, ``+``
+    where some are, ``.`` where none is, each sign for one tile of 64 queries and 128 keys, or for several.
+    """
+
+    tiles: Tiles
+    B: int
+    H: int
+    L: int
+    S: int
+
+    def __repr__(self) -> str:
+        index = self.tiles.index
+        share = 100 * np.count_nonzero(index == EMPTY) / max(1, index.size)
+        return (
+            f"BlockMask(B={self.B}, H={self.H}, L={self.L}, S={self.S}: {share:.1f} % of the tiles are empty)"
+        )
+
+    def __str__(self) -> str:
+        return (
+            "\n".join([repr(self), *_drawing(self.tiles.index[0, 0])])
+            if self.tiles.index.size
+            else repr(self)
+        )
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return () if self.B == 1 else (self.B,)
+
+    def _bind(self, size: Size) -> Node:
+        items = prod(size.lead)
+        fits = self.B in (1, items) and self.H in (1, size.H) and (self.L, self.S) == (size.L, size.S)
+        if not fits:
+            raise ValueError(
+                f"mask {self!r} does not fit B={items} batch items, H={size.H}, L={size.L} and S={size.S}"
+            )
+        index = self.tiles.index
+        lead = size.lead if len(index) == items else (1,) * len(size.lead)
+        return Mapped(Tiles(index.reshape(*lead, *index.shape[1:]), self.tiles.bits))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _And(Mask):
     """What every part allows."""
 
@@ -465,7 +534,10 @@ def lower(
     if len(arrays) == 1:
         dense = arrays[0].array
         others.remove(arrays[0])
-    if others and L and S:
+    if len(others) == 1 and isinstance(others[0], Mapped):
+        there = others[0].tiles
+        tiles = Tiles(np.broadcast_to(there.index, (*lead, H, *there.index.shape[-2:])), there.bits)
+    elif others and L and S:
         tiles = build_tiles(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, band)
     return Lowered(key_start, key_stop, dense, tiles)
 
@@ -506,6 +578,17 @@ def _show(value: Any) -> str:
     if not isinstance(value, np.ndarray):
         return repr(value)
     return str(value.tolist()) if value.size <= 8 and value.ndim <= 1 else f"<{value.dtype} {value.shape}>"
+
+
+def _drawing(index: np.ndarray) -> list[str]:
+    """Lines of signs for a plane of tiles, 32 by 64 at most."""
+    rows, keys = (-(-n // most) for n, most in zip(index.shape, (32, 64), strict=True))
+    lines = []
+    for row in range(0, index.shape[0], rows):
+        parts = [index[row : row + rows, key : key + keys] for key in range(0, index.shape[1], keys)]
+        signs = ["#" if (part == FULL).all() else "." if (part == EMPTY).all() else "+" for part in parts]
+        lines.append("".join(signs))
+    return lines
 
 
 def _check_align(align: Any) -> None:

@@ -129,8 +129,12 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    score_mod: Any = None,
 ) -> Answer:
-    """The definition in extended precision. ``mask`` is an array; the rest is as in the contract."""
+    """The definition in extended precision. ``mask`` is an array; the rest is as in the contract.
+
+    ``score_mod(score, b, h, q_idx, kv_idx)`` must not make more of a score's error than it is.
+    """
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
     lead, (num_heads, len_q, head_dim) = parts.lead, parts.query.shape[-3:]
@@ -162,6 +166,11 @@ def attention(
                 if softcap is not None:
                     scores = softcap * np.tanh(scores / softcap)
                 size = np.abs(scores) + np.abs(factor) * np.sqrt((keys**2) @ (row**2))
+                if score_mod is not None:
+                    b = int(np.ravel_multi_index(item, lead)) if lead else 0
+                    changed = [score_mod(x, b, head, i, int(j)) for x, j in zip(scores, chosen, strict=True)]
+                    scores = np.array(changed, WIDE)
+                    size = size + np.abs(scores)
                 if parts.bias is not None:
                     added = parts.bias[here][chosen].astype(WIDE)
                     scores = scores + added
@@ -207,6 +216,7 @@ def formula(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    score_mod: Any = None,
 ) -> Baseline:
     """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking."""
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
@@ -220,6 +230,11 @@ def formula(
     scores = (q @ np.swapaxes(k, -1, -2)) * factor
     if softcap is not None:
         scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
+    if score_mod is not None:
+        planes = scores.reshape(-1, *scores.shape[-3:])
+        for place in np.ndindex(*planes.shape):
+            planes[place] = score_mod(planes[place], *place)
+        scores = planes.reshape(scores.shape)
     if parts.bias is not None:
         scores = scores + np.where(parts.allowed, parts.bias, 0).astype(dtype)
     scores = np.where(parts.allowed, scores, dtype(-np.inf))

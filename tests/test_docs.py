@@ -35,7 +35,10 @@ def test_docstring_examples(name):
 
 def test_public_functions_have_examples():
     finder = doctest.DocTestFinder()
-    for name in ("attention", "scaled_dot_product_attention", "merge_attention", "varlen_attention"):
+    for name in fastattn.__all__:
+        if callable(function := getattr(fastattn, name)) and not isinstance(function, type):
+            assert any(test.examples for test in finder.find(function)), name
+    for name in ("attention", "flex_attention"):
         assert any(test.examples for test in finder.find(getattr(fastattn, name)))
 
 

@@ -3,30 +3,11 @@ float64."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 from fastattn._plan import Plan, plan_tiles
 from fastattn._problem import Problem
-
-_forked = False
-
-
-def _in_child() -> None:
-    # The threads of Numba's pool do not exist in a forked child.
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-#: Numba's own thread pool, "workqueue", ends the process when two threads use it at once.
-_workqueue = threading.Lock()
 
 
 class NumbaBackend:
@@ -42,6 +23,7 @@ class NumbaBackend:
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
         from fastattn.backends.numba.target import TARGET
+        from fastattn.backends.numba.threads import thread_limit
 
         lanes = TARGET.vector_bytes // problem.query.itemsize
         return plan_tiles(
@@ -58,9 +40,10 @@ class NumbaBackend:
         if problem.batch == 0 or problem.num_heads == 0 or problem.len_q == 0:
             return
         from fastattn.backends.numba.job import Job
+        from fastattn.backends.numba.threads import pool
 
         job = Job(problem, plan)
-        with _threads(job.num_threads) as num_threads:
+        with pool(job.num_threads) as num_threads:
             job.run(num_threads)
 
 
@@ -76,34 +59,3 @@ def _missing() -> list[str]:
     except ImportError as error:
         return [f"numba does not load ({error})"]
     return []
-
-
-def thread_limit(num_threads: int) -> int:
-    """num_threads, less where this process may not have so many: one in a forked child."""
-    import numba
-
-    return 1 if _forked else min(num_threads, numba.config.NUMBA_NUM_THREADS)
-
-
-@contextmanager
-def _threads(wanted: int) -> Iterator[int]:
-    """Has Numba use `wanted` threads, if this thread may use its pool now; how many there are."""
-    if wanted == 1:
-        yield 1
-        return
-    import numba
-
-    before = numba.get_num_threads()
-    numba.set_num_threads(wanted)
-    locks = numba.threading_layer() == "workqueue"
-    try:
-        if locks and not _workqueue.acquire(blocking=False):
-            yield 1
-            return
-        try:
-            yield wanted
-        finally:
-            if locks:
-                _workqueue.release()
-    finally:
-        numba.set_num_threads(before)

@@ -265,7 +265,9 @@ class Emitter:
         whole = [self.sub(y, shift) for y in rounded]
         minus = self.constant(-0.0)
         fs = [self.fma(x, factor, self.sub(minus, n)) for x, n in zip(xs, whole, strict=True)]
-        shifted = [builder.shl(builder.bitcast(y, self.integers), self.integer_constant(bits)) for y in rounded]
+        shifted = [
+            builder.shl(builder.bitcast(y, self.integers), self.integer_constant(bits)) for y in rounded
+        ]
         return fs, [builder.bitcast(y, self.vector) for y in shifted]
 
     def twice_exp2m1_over_f(self, fs: Sequence[ir.Value]) -> list[ir.Value]:

@@ -91,6 +91,7 @@ int64s = _pointer_to(types.int64)
 uint32s = _pointer_to(types.uint32)
 int32s = _pointer_to(types.int32)
 uint8s = _pointer_to(types.uint8)
+int8s = _pointer_to(types.int8)
 
 
 @intrinsic

@@ -381,7 +381,8 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     return (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
-            add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row, mask_words)  # fmt: skip
+            add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row,
+            mask_words)  # fmt: skip
 
 
 (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,

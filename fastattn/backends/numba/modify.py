@@ -1,14 +1,19 @@
-"""Functions of the user's, compiled into loops over tiles: `score_mod` over scores, `mask_mod` over mask bits.
+"""Functions of the user's, compiled into loops over tiles: `score_mod` over scores, `mask_mod` over mask
+bits.
 
-A compiled loop is remembered for the function, the types of what it reads and the dtype. Functions are the same if
-their code is and what they use from outside: that is compiled in, while `aux` is read from memory at each call.
+A compiled loop is remembered for the function, the types of what it reads and the dtype. Functions are the
+same if their code is and what they use from outside: that is compiled in, while `aux` is read from memory at
+each call.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Callable, Sequence
+from dis import get_instructions
+from itertools import product
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -18,7 +23,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
-from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
@@ -26,19 +30,25 @@ from fastattn._problem import ScoreMod
 from fastattn._tiles import TILE_K, WORDS
 from fastattn.backends.numba import vector_math
 from fastattn.backends.numba.calls import OPTIONS, compile_function
-from fastattn.backends.numba.intrinsics import dense_word_1, int64s, prefer_whole_vectors, reals, uint8s, uint32s
+from fastattn.backends.numba.intrinsics import (
+    dense_word_1,
+    int64s,
+    prefer_whole_vectors,
+    reals,
+    uint8s,
+    uint32s,
+)
 from fastattn.backends.numba.weak_numbers import WeakNumbers
 
-#: Arguments of a function before `aux`, and what it gives.
-SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
-MASK_MOD = ("b", "h", "q_idx", "kv_idx")
-
+_MAX_CHECKED = 1024
+_checked: set[Any] = set()
 _compiled: dict[Any, Any] = {}
 _lock = threading.RLock()
 
 
 def aux_words(aux: Sequence[Any]) -> np.ndarray:
-    """What compiled code reads `aux` from: of an array the address, the shape and the strides, of a number itself."""
+    """What compiled code reads `aux` from: of an array the address, the shape and the strides, of a number
+    itself."""
     words: list[int] = []
     for value in aux:
         if isinstance(value, np.ndarray):
@@ -50,13 +60,10 @@ def aux_words(aux: Sequence[Any]) -> np.ndarray:
 
 
 def score_loop(mod: ScoreMod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> int:
-    """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
-    is_grouped; compiled if it was not yet.
+    """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several
+    heads if is_grouped; compiled if it was not yet.
 
-    Raises
-    ------
-    TypeError, ValueError
-        The function cannot be compiled, or raises.
+    Raises ------ TypeError, ValueError The function cannot be compiled, or raises.
     """
     define = _score_rows if by_rows else _score_grouped_lanes if is_grouped else _score_lanes
     return _address("score_mod", mod.function, mod.aux, dtype, define)
@@ -93,7 +100,7 @@ def _identity(function: Any) -> Any:
     code = getattr(plain, "__code__", None)
     if not isinstance(code, CodeType):
         return function
-    cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+    cells = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
     outside = [plain.__globals__.get(name) for name in code.co_names]
     found = (isinstance(function, Dispatcher), code, *cells, *outside)
     try:
@@ -106,45 +113,112 @@ def _identity(function: Any) -> Any:
 
 
 def _compile(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, define: Any) -> Any:
-    called = _as_numba(function, dtype)
-    index = types.intp
-    real = numba.from_dtype(dtype)
-    signature = (real, *[index] * 4, *kinds) if kind == "score_mod" else (*[index] * 4, *kinds)
-    try:
-        returned = called.compile(signature) and called.overloads[signature].signature.return_type
-    except NumbaError as error:
-        raise TypeError(_in_three_lines(kind, function, error)) from error
-    wanted = types.Boolean if kind == "mask_mod" else types.Number
-    if not isinstance(returned, wanted) or isinstance(returned, types.Complex):
-        promised = "bool" if kind == "mask_mod" else "one real number"
-        raise TypeError(
-            f"{kind} {_name(function)} must return {promised}\nfor all arguments, and returns {returned}\n"
-            f"at {_place(function)}"
-        )
+    called = _typed(kind, function, kinds, dtype)
     loop = define(called, _reader(kinds), dtype.type(0))
     n_arguments = len(inspect.signature(loop).parameters)
     return compile_function(loop, types.intp(*[types.intp] * n_arguments), keep=False)
 
 
-def _as_numba(function: Any, dtype: np.dtype) -> Any:
-    """The function as one of Numba's. A plain one finds `math` and `numpy` functions that LLVM can vectorise, and
-    its numbers are of the dtype of the scores."""
+def _typed(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, **options: Any) -> Any:
+    """The function as one of Numba's, compiled for its arguments, which says what it returns."""
+    _check_raises(kind, function, function)
+    called = _as_numba(function, dtype, **options)
+    score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
+    signature = (*score, *[types.intp] * 4, *kinds)
+    try:
+        called.get_call_template(signature, {})  # compiles, with default arguments and all
+    except Exception as error:  # Numba has more kinds of them than a common base
+        raise TypeError(_in_three_lines(kind, function, error)) from error
+    returned = called.nopython_signatures[-1].return_type
+    wanted = types.Boolean if kind == "mask_mod" else types.Number
+    if not isinstance(returned, wanted) or isinstance(returned, types.Complex):
+        promised = "a bool" if kind == "mask_mod" else "one real number"
+        raise TypeError(
+            f"{kind} {_name(function)} must return {promised}, and returns {returned}\n"
+            f"for arguments of the types {', '.join(map(str, signature))}\nat {_place(function)}"
+        )
+    return called
+
+
+def check_indices(
+    kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, sizes: Sequence[int]
+) -> None:
+    """Calls the function for the first and the last of each index, with every index into `aux` checked.
+
+    In compiled loops they are not: what lies outside of an array would be read. Once for each function and
+    sizes.
+
+    Raises
+    ------
+    ValueError
+        An index is outside, or something else went wrong.
+    """
+    if not aux or 0 in sizes:
+        return
+    shapes = tuple(value.shape for value in aux)
+    kinds = tuple(_kind(value) for value in aux)
+    key = (kind, _identity(function), kinds, dtype.char, shapes, *sizes)
+    if key in _checked:
+        return
+    called = _typed(kind, function, kinds, dtype, boundscheck=True)
+    first = (dtype.type(0),) if kind == "score_mod" else ()
+    values = [value if not isinstance(value, np.ndarray) else _read_only(value) for value in aux]
+    for indices in product(*[sorted({0, n - 1}) for n in sizes]):
+        try:
+            called(*first, *indices, *values)
+        except Exception as error:
+            raise ValueError(
+                f"{kind} {_name(function)} fails for (b, h, q_idx, kv_idx) = {indices}\n"
+                f"at {_place(function)}:\n{type(error).__name__}: {error}"
+            ) from error
+    if len(_checked) >= _MAX_CHECKED:
+        _checked.clear()
+    _checked.add(key)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_raises(kind: str, function: Any, part: Any) -> None:
+    """Compiled loops have nowhere to raise to. `part` is the function, or one of Numba's that it calls."""
+    plain = getattr(part, "py_func", part)
+    if not isinstance(plain, FunctionType):
+        return
+    for instruction in get_instructions(plain):
+        if instruction.opname == "RAISE_VARARGS":
+            line = getattr(instruction.positions, "lineno", None) or plain.__code__.co_firstlineno
+            raise ValueError(
+                f"{kind} {_name(function)} may raise, and there is nobody to raise to\n"
+                f"at {plain.__code__.co_filename}, line {line}:\nreturn -inf or False where nothing is read"
+            )
+    for name in plain.__code__.co_names:
+        called = plain.__globals__.get(name)
+        if isinstance(called, Dispatcher) and called is not part:
+            _check_raises(kind, function, called)
+
+
+def _as_numba(function: Any, dtype: np.dtype, **options: Any) -> Any:
+    """The function as one of Numba's. A plain one finds `math` and `numpy` functions that LLVM can vectorise,
+    and its numbers are of the dtype of the scores."""
     if isinstance(function, Dispatcher):
-        return function
+        if not options:
+            return function
+        return numba.njit(**{**function.targetoptions, **options})(function.py_func)
     if not isinstance(function, FunctionType):
         function = function.__call__
     names = {
         name: vector_math.instead_of(value) for name, value in function.__globals__.items()
         if name in function.__code__.co_names
     }  # fmt: skip
-    cells = tuple(
-        CellType(vector_math.instead_of(cell.cell_contents)) for cell in function.__closure__ or ()
-    )
+    cells = tuple(CellType(vector_math.instead_of(cell.cell_contents)) for cell in function.__closure__ or ())
     copied = FunctionType(
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, cells
     )
     special = {"pipeline_class": WeakNumbers} if dtype == np.float32 else {}
-    return numba.njit(**OPTIONS, **special)(copied)
+    return numba.njit(**{**OPTIONS, **special, **options})(copied)
 
 
 def _score_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
@@ -249,11 +323,15 @@ def _reader(kinds: tuple[Any, ...]) -> Any:
                     strides = [take() for _ in range(kind.ndim)]
                     array = make_array(kind)(context, builder)
                     pointer = builder.inttoptr(first, context.get_data_type(kind.dtype).as_pointer())
+                    itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
                     populate_array(
-                        array, pointer, cgutils.pack_array(builder, shape, word) if shape else
-                        cgutils.pack_array(builder, [], word), cgutils.pack_array(builder, strides, word),
-                        context.get_constant(types.intp, kind.dtype.bitwidth // 8), None,
-                    )  # fmt: skip
+                        array,
+                        pointer,
+                        cgutils.pack_array(builder, shape, word),
+                        cgutils.pack_array(builder, strides, word),
+                        context.get_constant(types.intp, itemsize),
+                        None,
+                    )
                     values.append(array._getvalue())
                 elif isinstance(kind, types.Float):
                     wide = builder.bitcast(first, ir.DoubleType())
@@ -279,22 +357,15 @@ def _place(function: Any) -> str:
     return "an unknown place" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
 
 
-def _in_three_lines(kind: str, function: Any, error: NumbaError) -> str:
+def _in_three_lines(kind: str, function: Any, error: Exception) -> str:
     """Which function, where, and what Numba objected; the whole of that is chained to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
-    objected = about[0] if about else str(error)
-    location = getattr(error, "loc", None)
-    place = _place(function) if location is None else f"{location.filename}, line {location.line}"
+    objected = " ".join([*about[:1], *[line for line in about[1:4] if line.startswith(">>>")]])
+    named = re.search(r'File "(.*?)", line (\d+)', text)
+    place = f"{named[1]}, line {named[2]}" if named else _place(function)
     return (
-        f"{kind} {_name(function)} cannot be compiled\nat {place}:\n{objected} (Numba's whole message is above)"
+        f"{kind} {_name(function)} cannot be compiled, see above for all that Numba says\n"
+        f"at {place}:\n{objected}"
     )
-
-
-def takes(function: Any, names: Sequence[str], n_aux: int) -> bool:
-    """Whether the function can be called with so many arguments."""
-    try:
-        inspect.signature(getattr(function, "py_func", function)).bind(*names, *range(n_aux))
-    except TypeError:
-        return False
-    return True

@@ -97,8 +97,8 @@ def score_leaf(job, w, block, state, key0, n_keys):
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     if job.has_bias or softcap > 0 or state == TILE_PARTIAL:
-        rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, bias_rows_of(job, w),
-                                 words_of(job, w, state))  # fmt: skip
+        rows_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, bias_rows_of(job,
+                                 w), words_of(job, w, state))  # fmt: skip
     if job.has_score_mod and job.is_isolated:
         return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
     return state

@@ -238,8 +238,8 @@ def modify_scores(job, w, block, top, key0):
     if job.softcap > 0:
         kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
                        w + job.to_part_stops, job.softcap, 0, 0)  # fmt: skip
-    call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0, block.item,
-                w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+    call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
+                block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
     return 0
 
 
@@ -263,7 +263,8 @@ def adjusted_scores(job, w, block, state, key0, first, n_keys):
 
 @routine
 def note_masked(job, w, n_rows, row_nbytes, key_nbytes, n_keys, state):
-    """Mask words that say as well which scores are -inf, as the user's function made them; the tile's new state."""
+    """Mask words that say as well which scores are -inf, as the user's function made them; the tile's new
+    state."""
     if state != TILE_PARTIAL:
         kernels.fill_words(job, w + job.to_words, (n_keys + WORD - 1) // WORD * n_rows)
     kernels.clear_words(job, w + job.to_words, n_rows, w + job.to_scores, row_nbytes, key_nbytes, n_keys)

@@ -1,7 +1,7 @@
 """exp, exp2 and tanh as LLVM can vectorise them; those of the C library it calls for one number at a time.
 
-A user's function that names `math` or `numpy` finds these in their place, for float32 and float64, and all else as in
-those modules. Errors are within 2 ULP.
+A user's function that names `math` or `numpy` finds these in their place, for float32 and float64, and all
+else as in those modules. Errors are within 2 ULP, those of tanh within 4.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ScalarEmitter(Emitter):
 def _power(e: Emitter, x: Any, low: float, high: float, split: Any) -> Any:
     """2^y, of which `split` makes y - n out of x and n, its nearest integer."""
     builder, bits = e.builder, MANTISSA_BITS[e.itemsize]
-    x = e.maximum(e.constant(low), builder.select(builder.fcmp_ordered(">", x, e.constant(high)), e.constant(high), x))
+    x = e.maximum(
+        e.constant(low), builder.select(builder.fcmp_ordered(">", x, e.constant(high)), e.constant(high), x)
+    )
     shift = e.constant(1.5 * 2.0**bits)
     shifted = split(x, None, shift)
     n = e.sub(shifted, shift)

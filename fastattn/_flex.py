@@ -1,0 +1,349 @@
+"""Attention with scores and masks that the caller writes as Python functions."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from dis import get_instructions
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._api import solve
+from fastattn._host import check_num_threads, get_num_threads
+from fastattn._normalize import normalize
+from fastattn._problem import ScoreMod
+from fastattn._registry import BackendError, load
+from fastattn._tiles import Mapped, Node, Size, Tiles
+from fastattn.masks import BlockMask, Mask
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+_SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
+_MASK_MOD = ("b", "h", "q_idx", "kv_idx")
+
+
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: Mask | None = None,
+    aux: Sequence[Any] = (),
+    bias: ArrayLike | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    layout: str = "bhsd",
+    out: np.ndarray | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention whose scores a Python function changes, and whose mask a Python function says.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+    key : array_like, shape (..., K, S, D)
+    value : array_like, shape (..., K, S, E)
+        As in `attention`.
+    score_mod : function, optional
+        ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives what takes the place of a scaled (and
+        soft-capped) score, one number for one number: `score` is of the dtype of the computation, `b` counts
+        the flattened leading axes, `h` the query heads, `q_idx` the queries and `kv_idx` the keys, all from
+        0. ``-inf`` masks. Numba compiles it into the loop over a tile of scores.
+    mask_mod : function, optional
+        ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key. It is
+        evaluated for all of them at each call; `create_block_mask` does that once for many calls.
+    block_mask : fastattn.masks.Mask, optional
+        A mask from `create_block_mask`, or any other, or several joined by ``&`` and ``|``.
+    aux : sequence of array_like, optional
+        What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
+        They are read when called: others of the same dtypes and numbers of axes need no compilation. Indices
+        must lie inside of them.
+    bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
+        As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+    backend : {"numba", "cython", "reference"}, optional
+        A `score_mod` needs Numba; without one any will do.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+    lse : ndarray, shape (..., H, L)
+    weights : ndarray, shape (..., H, L, S)
+        As in `attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
+        number or a bool, or raises: the message names the function and the line, and Numba's is chained to
+        it.
+    BackendError
+        Numba is not installed, or no backend, or not the one named, can take the problem.
+
+    See Also
+    --------
+    create_block_mask : evaluates a `mask_mod` once.
+
+    Notes
+    -----
+    Compilation takes about a second for each new function, and several the first time in an environment.
+    Numbers written in a function take the dtype of the scores, as Python's numbers do beside an array of
+    NumPy's. What a function uses from outside is compiled into it; what changes belongs in `aux`. ``exp``,
+    ``exp2`` and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library
+    on one at a time.
+
+    A masked key is never seen, whatever `score_mod` makes of it; a NaN that it gives makes the row NaN.
+
+    Determinism: as in `attention`.
+
+    References
+    ----------
+    .. [1] Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels",
+       2024.
+
+    Examples
+    --------
+    Attention with linear biases, its slopes read at run time:
+
+    >>> import numpy as np
+    >>> import fastattn
+    >>> def alibi(score, b, h, q_idx, kv_idx, slopes):
+    ...     return score - slopes[h] * abs(q_idx - kv_idx)
+    >>> x = np.random.default_rng(0).standard_normal((2, 4, 100, 16), dtype=np.float32)
+    >>> slopes = np.float32([0.5, 0.25, 0.125, 0.0625])
+    >>> out = fastattn.flex_attention(x, x, x, score_mod=alibi, aux=(slopes,))
+    >>> distance = abs(np.arange(100)[:, None] - np.arange(100))
+    >>> bias = -slopes[:, None, None] * distance
+    >>> np.allclose(out, fastattn.attention(x, x, x, bias=bias), atol=1e-5)
+    True
+    """
+    values = _aux(aux)
+    for kind, function, names in (("score_mod", score_mod, _SCORE_MOD), ("mask_mod", mask_mod, _MASK_MOD)):
+        if function is not None:
+            _check_function(kind, function, names, values)
+    if block_mask is not None and not isinstance(block_mask, Mask):
+        raise TypeError(f"block_mask must be a fastattn.masks object, got {type(block_mask).__name__}")
+    mask = block_mask
+    if mask_mod is not None:
+        threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+        _compiler().mask_loop(mask_mod, values)
+        said = _FunctionMask(mask_mod, tuple(values), threads)
+        mask = said if mask is None else said & mask
+    request = normalize(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        layout=layout,
+        out=out,
+        return_lse=return_lse,
+        return_weights=return_weights,
+    )
+    if score_mod is not None:
+        problem = request.problem
+        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        _compiler().check_indices("score_mod", score_mod, values, problem.query.dtype, sizes)
+        if out is not None:
+            values = [
+                v.copy() if isinstance(v, np.ndarray) and np.may_share_memory(v, out) else v for v in values
+            ]
+        request = replace(
+            request, problem=replace(request.problem, score_mod=ScoreMod(score_mod, tuple(values)))
+        )
+    return solve(request, num_threads, backend)
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    L: int,
+    S: int,
+    *,
+    aux: Sequence[Any] = (),
+    num_threads: int | None = None,
+) -> BlockMask:
+    """Evaluate a mask function for one problem size, for any number of calls.
+
+    Parameters
+    ----------
+    mask_mod : function
+        ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key.
+    B : int or None
+        Batch items, the product of the leading batch axes; 1 or None: the mask is the same for all, and `b`
+        is 0.
+    H : int or None
+        Query heads; 1 or None: the mask is the same for all, and `h` is 0.
+    L, S : int
+        Query length and key length.
+    aux : sequence of array_like, optional
+        What the function reads beside its indices, as in `flex_attention`.
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+
+    Returns
+    -------
+    fastattn.masks.BlockMask
+        For `flex_attention`, or as ``mask=`` of `attention`. It combines with other masks by ``&`` and ``|``,
+        and prints as a drawing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Sizes that are not numbers, or negative; and for the function as in `flex_attention`.
+    BackendError
+        Numba is not installed.
+
+    Notes
+    -----
+    Tiles of 64 queries and 128 keys are EMPTY, which no call then touches, FULL, which run unmasked, or
+    PARTIAL, which alone have bits. Memory grows with the PARTIAL tiles, time with ``L * S``.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> def causal_window(b, h, q_idx, kv_idx, width):
+    ...     return (kv_idx <= q_idx) & (q_idx - kv_idx <= width)
+    >>> print(fastattn.create_block_mask(causal_window, None, None, 512, 512, aux=(128,)))
+    BlockMask(B=1, H=1, L=512, S=512: 56.2 % of the tiles are empty)
+    +...
+    +...
+    ++..
+    ++..
+    .++.
+    .++.
+    ..++
+    ..++
+    """
+    values = _aux(aux)
+    _check_function("mask_mod", mask_mod, _MASK_MOD, values)
+    sizes = [_size(n, name) for n, name in ((B, "B"), (H, "H"), (L, "L"), (S, "S"))]
+    threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+    return BlockMask(_evaluate(mask_mod, values, sizes, threads), *sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _FunctionMask(Mask):
+    """A mask function that is evaluated when the sizes are known."""
+
+    function: Callable[..., Any]
+    aux: tuple[Any, ...]
+    num_threads: int
+
+    def _bind(self, size: Size) -> Node:
+        tiles = _evaluate(
+            self.function, self.aux, [prod(size.lead), size.H, size.L, size.S], self.num_threads
+        )
+        lead = (1,) * len(size.lead) if len(tiles.index) == 1 else size.lead
+        return Mapped(Tiles(tiles.index.reshape(*lead, *tiles.index.shape[1:]), tiles.bits))
+
+
+def _evaluate(
+    function: Callable[..., Any], aux: Sequence[Any], sizes: Sequence[int], num_threads: int
+) -> Tiles:
+    """The function's tile map; one plane for all items or heads where it does not look at them."""
+    B, H, L, S = sizes
+    planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
+    compiler = _compiler()
+    compiler.mask_loop(function, aux)
+    compiler.check_indices("mask_mod", function, aux, np.dtype(np.int64), sizes)
+    evaluate = import_module("fastattn.backends.numba.mask_map").evaluate
+    tiles: Tiles = evaluate(function, aux, *planes, L, S, num_threads)
+    return tiles
+
+
+def _reads(function: Any, place: int) -> bool:
+    """Whether a function's code names the parameter at this place; True where that cannot be told."""
+    plain = getattr(function, "py_func", function)
+    if not inspect.isfunction(plain) or plain.__code__.co_argcount <= place or plain.__code__.co_cellvars:
+        return True
+    name = plain.__code__.co_varnames[place]
+    for instruction in get_instructions(plain):
+        named = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if instruction.opname.startswith("LOAD_FAST") and name in named:
+            return True
+    return False
+
+
+def _compiler() -> Any:
+    """What compiles functions; BackendError where it is not here."""
+    reasons = load("numba").unavailable_reasons()
+    if reasons:
+        raise BackendError(f"functions for scores and masks are compiled by Numba, and {'; '.join(reasons)}")
+    return import_module("fastattn.backends.numba.modify")
+
+
+def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:
+    """Raises where it cannot be called with its arguments."""
+    if not callable(function):
+        raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
+    plain = getattr(function, "py_func", function)
+    try:
+        signature = inspect.signature(plain)
+        signature.bind(*names, *aux)
+    except (TypeError, ValueError) as error:
+        code = getattr(plain, "__code__", None)
+        place = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+        name = getattr(function, "__name__", type(function).__name__)
+        wanted = ", ".join([*names, *(f"aux[{i}]" for i in range(len(aux)))])
+        raise TypeError(
+            f"{kind} {name!r}{place}\nis called with {len(names) + len(aux)} arguments, ({wanted}),\n"
+            f"which it does not take: {error}"
+        ) from error
+
+
+def _aux(aux: Any) -> list[Any]:
+    """Arrays and NumPy scalars of native bool, integer or float dtypes."""
+    if isinstance(aux, (str, bytes)) or not isinstance(aux, Sequence):
+        raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")
+    values = []
+    for i, given in enumerate(aux):
+        value = np.asarray(given)
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise TypeError(f"aux[{i}] must be of bool, integer or float dtype, got dtype {value.dtype}")
+        if value.dtype == np.float16:
+            value = value.astype(np.float32)
+        if not value.dtype.isnative:
+            value = value.astype(value.dtype.newbyteorder("="))
+        values.append(value[()] if value.ndim == 0 else value)
+    return values
+
+
+def _size(n: Any, name: str) -> int:
+    if n is None and name in "BH":
+        return 1
+    try:
+        if isinstance(n, (bool, np.bool_)):
+            raise TypeError
+        size = operator.index(n)
+    except TypeError:
+        raise TypeError(f"{name} must be a non-negative integer, got {n!r}") from None
+    if size < 0:
+        raise ValueError(f"{name} must be a non-negative integer, got {n!r}")
+    return size

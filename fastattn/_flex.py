@@ -18,7 +18,7 @@ from fastattn._host import check_num_threads, get_num_threads
 from fastattn._normalize import normalize
 from fastattn._problem import ScoreMod
 from fastattn._registry import BackendError, load
-from fastattn._tiles import Mapped, Node, Size, Tiles
+from fastattn._tiles import Node, Size, Tiles
 from fastattn.masks import BlockMask, Mask
 
 if TYPE_CHECKING:
@@ -257,11 +257,8 @@ class _FunctionMask(Mask):
     num_threads: int
 
     def _bind(self, size: Size) -> Node:
-        tiles = _evaluate(
-            self.function, self.aux, [prod(size.lead), size.H, size.L, size.S], self.num_threads
-        )
-        lead = (1,) * len(size.lead) if len(tiles.index) == 1 else size.lead
-        return Mapped(Tiles(tiles.index.reshape(*lead, *tiles.index.shape[1:]), tiles.bits))
+        sizes = [prod(size.lead), size.H, size.L, size.S]
+        return BlockMask(_evaluate(self.function, self.aux, sizes, self.num_threads), *sizes)._bind(size)
 
 
 def _evaluate(

@@ -55,6 +55,44 @@ def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
     return Intervals(start, np.maximum(np.minimum(stop, S), start))
 
 
+def intervals_of(tiles: Tiles, L: int, S: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Start and stop of each row's keys, ``(B, L)``, where each row of an index ``(B, 1, ...)`` has one interval.
+
+    None where it has not, or where heads differ.
+    """
+    index = tiles.index
+    if index.shape[1] != 1:
+        return None
+    if L == 0 or S == 0:
+        return np.zeros((len(index), L), dtype=np.int64), np.zeros((len(index), L), dtype=np.int64)
+    grid = Grid(L, S)
+    rows = (len(index), len(grid.row_starts), TILE_Q)
+    start, stop, count = (np.full(rows, n, dtype=np.int64) for n in (S, 0, 0))
+    full = index[:, 0] == FULL
+    first = np.where(full, grid.key_starts, S).min(axis=-1)
+    last = np.where(full, grid.key_stops, 0).max(axis=-1)
+    start[:], stop[:] = first[..., None], last[..., None]
+    count[:] = np.where(full, grid.key_stops - grid.key_starts, 0).sum(axis=-1)[..., None]
+    item, row, key = np.nonzero(index[:, 0] >= 0)
+    for at in range(0, len(item), CHUNK_TILES):
+        here = item[at : at + CHUNK_TILES], row[at : at + CHUNK_TILES]
+        key_start = grid.key_starts[key[at : at + CHUNK_TILES], None]
+        words = tiles.bits[index[:, 0][(*here, key[at : at + CHUNK_TILES])]].astype("<u4", copy=False)
+        bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").view(bool)
+        some, n = bits.any(axis=-1), bits.sum(axis=-1)
+        low = np.where(some, bits.argmax(axis=-1), 0)
+        high = np.where(some, TILE_K - bits[..., ::-1].argmax(axis=-1), 0)
+        if (high - low != n).any():
+            return None
+        np.minimum.at(start, here, np.where(some, key_start + low, S))
+        np.maximum.at(stop, here, np.where(some, key_start + high, 0))
+        np.add.at(count, here, n)
+    start, stop, count = (array.reshape(len(index), -1)[:, :L] for array in (start, stop, count))
+    if (np.maximum(stop - start, 0) != count).any():
+        return None
+    return start, np.maximum(stop, start)
+
+
 class Size(NamedTuple):
     lead: tuple[int, ...]
     H: int

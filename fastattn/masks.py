@@ -17,7 +17,7 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,7 @@ from fastattn._tiles import (
     Tiles,
     build_tiles,
     intersect,
+    intervals_of,
     make_intervals,
     segment_runs,
 )
@@ -410,6 +411,8 @@ class BlockMask(Mask):
     -----
     As text it is a drawing of the first batch item's first head: ``#`` where every key is allowed, ``+``
     where some are, ``.`` where none is, each sign for one tile of 64 queries and 128 keys, or for several.
+
+    Where each query has one interval of keys, as in a window or documents, it costs what those masks do.
     """
 
     tiles: Tiles
@@ -417,6 +420,10 @@ class BlockMask(Mask):
     H: int
     L: int
     S: int
+    _intervals: tuple[np.ndarray, np.ndarray] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_intervals", intervals_of(self.tiles, self.L, self.S))
 
     def __repr__(self) -> str:
         index = self.tiles.index
@@ -445,6 +452,9 @@ class BlockMask(Mask):
             )
         index = self.tiles.index
         lead = size.lead if len(index) == items else (1,) * len(size.lead)
+        if self._intervals is not None:
+            start, stop = (bound.reshape(*lead, self.L) for bound in self._intervals)
+            return make_intervals(start, stop, self.S)
         return Mapped(Tiles(index.reshape(*lead, *index.shape[1:]), self.tiles.bits))
 
 

@@ -309,6 +309,40 @@ class TestBlockMask:
         tiles = block_mask.tiles
         assert (tiles.index[1] == -1).all()
 
+    @pytest.mark.parametrize("shape", [(1, 1), (70, 70), (65, 129), (300, 500), (500, 300)])
+    @pytest.mark.parametrize("name", ["causal", "window", "documents", "nothing", "all", "by_item"])
+    def test_one_interval_for_each_query_is_as_cheap_as_the_mask(self, name, shape):
+        """Then it is one, and the bits are those of the mask object."""
+        len_q, len_k = shape
+        ids = np.arange(max(shape)) // 90
+        function, mask = {
+            "causal": (lambda b, h, i, j, ids: j <= i, masks.Causal("top_left")),
+            "window": (lambda b, h, i, j, ids: abs(i - j) <= 20, masks.Window(20, 20, align="top_left")),
+            "documents": (
+                lambda b, h, i, j, ids: ids[i] == ids[j],
+                masks.Segments(ids[:len_q], ids[:len_k]),
+            ),
+            "nothing": (lambda b, h, i, j, ids: False, masks.KeyLengths(0)),
+            "all": (lambda b, h, i, j, ids: True, masks.KeyLengths(len_k)),
+            "by_item": (lambda b, h, i, j, ids: j <= i + 3 * b, masks.Causal(offset=[0, 3])),
+        }[name]
+        block_mask = fastattn.create_block_mask(function, 2, 3, *shape, aux=(ids,))
+        lowered = masks.lower(block_mask, (2,), 3, *shape)
+        assert lowered.tiles is None
+        rng = np.random.default_rng(0)
+        query, key = rng.standard_normal((2, 3, len_q, 8)), rng.standard_normal((2, 3, len_k, 8))
+        got = fastattn.attention(query, key, key, mask=block_mask)
+        assert_same_bits(got, fastattn.attention(query, key, key, mask=mask))
+
+    def test_more_than_one_interval_stays_a_map(self):
+        for function in (
+            lambda b, h, i, j: (j < 3) | (j == i),
+            lambda b, h, i, j: (j < 128) | (j >= 256),
+            lambda b, h, i, j: j <= i + h,
+        ):
+            block_mask = fastattn.create_block_mask(function, None, 2, 400, 400)
+            assert masks.lower(block_mask, (), 2, 400, 400).tiles is not None
+
     def test_same_for_any_number_of_threads(self):
         options = {"aux": aux_of("big_bird")}
         one, three = (

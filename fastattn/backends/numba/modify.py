@@ -40,6 +40,9 @@ from fastattn.backends.numba.intrinsics import (
 )
 from fastattn.backends.numba.weak_numbers import WeakNumbers
 
+#: Of a user's arithmetic: a product may be rounded with a sum, and a division may be a product.
+FASTMATH = {"contract", "arcp"}
+
 _MAX_CHECKED = 1024
 _checked: set[Any] = set()
 _compiled: dict[Any, Any] = {}
@@ -218,7 +221,7 @@ def _as_numba(function: Any, dtype: np.dtype, **options: Any) -> Any:
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, cells
     )
     special = {"pipeline_class": WeakNumbers} if dtype == np.float32 else {}
-    return numba.njit(**{**OPTIONS, **special, **options})(copied)
+    return numba.njit(**{**OPTIONS, "fastmath": FASTMATH, **special, **options})(copied)
 
 
 def _score_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:

@@ -56,14 +56,14 @@ def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
 
 
 def intervals_of(tiles: Tiles, L: int, S: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Start and stop of each row's keys, ``(B, L)``, where each row of an index ``(B, 1, ...)`` has one interval.
+    """Start and stop of each row's keys, ``(B, L)``, if each row of an index ``(B, 1, ...)`` has one.
 
-    None where it has not, or where heads differ.
+    None where some row has more than one interval, or where heads differ.
     """
     index = tiles.index
     if index.shape[1] != 1:
         return None
-    if L == 0 or S == 0:
+    if 0 in (len(index), L, S):
         return np.zeros((len(index), L), dtype=np.int64), np.zeros((len(index), L), dtype=np.int64)
     grid = Grid(L, S)
     rows = (len(index), len(grid.row_starts), TILE_Q)

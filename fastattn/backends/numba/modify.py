@@ -38,6 +38,7 @@ from fastattn.backends.numba.intrinsics import (
     uint8s,
     uint32s,
 )
+from fastattn.backends.numba.tiles import LANE_BYTES, SCORE_KEYS, raise_top
 from fastattn.backends.numba.weak_numbers import WeakNumbers
 
 #: Of a user's arithmetic: a product may be rounded with a sum, and a division may be a product.
@@ -227,21 +228,24 @@ def _as_numba(function: Any, dtype: np.dtype, **options: Any) -> Any:
 def _score_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
     """Where each query head has keys of its own: the lanes are rows that follow each other, of one head."""
     real, size = type(zero), zero.itemsize
+    raise_tops = _raising_tops(zero)
 
     def modify(s, top, ld, n_vectors, stops, key0, b, row_h, row_i, aux):
         """The scores of one tile with rows as lanes; `top` takes them in."""
         prefer_whole_vectors()
-        tops, values, ends, lanes, first = reals(zero, top), read(aux), int64s(stops), ld // n_vectors, 0
+        values, ends, lanes, first = read(aux), int64s(stops), ld // n_vectors, 0
         # Lanes past the last row repeat it.
         h, row, last = int64s(row_h)[0], int64s(row_i)[0], int64s(row_i)[ld - 1]
-        for j in range(ends[n_vectors - 1]):
-            while ends[first] <= j:
-                first += 1
-            line, start, key = reals(zero, s + j * ld * size), first * lanes, key0 + j
-            for lane in range(start, ld):
-                x = real(function(line[lane], b, h, min(row + lane, last), key, *values))
-                line[lane] = x
-                tops[lane] = x if x > tops[lane] else tops[lane]
+        n_keys = ends[n_vectors - 1]
+        for j0 in range(0, n_keys, SCORE_KEYS):
+            stop = min(n_keys, j0 + SCORE_KEYS)
+            for j in range(j0, stop):
+                while ends[first] <= j:
+                    first += 1
+                line, key = reals(zero, s + j * ld * size), key0 + j
+                for lane in range(first * lanes, ld):
+                    line[lane] = real(function(line[lane], b, h, min(row + lane, last), key, *values))
+            raise_tops(s, top, ld, n_vectors, ends, j0, stop)
         return 0
 
     return modify
@@ -250,23 +254,40 @@ def _score_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
 def _score_grouped_lanes(function: Any, read: Any, zero: Any) -> Callable[..., int]:
     """Where several query heads share their keys."""
     real, size = type(zero), zero.itemsize
+    raise_tops = _raising_tops(zero)
 
     def modify(s, top, ld, n_vectors, stops, key0, b, row_h, row_i, aux):
         """The scores of one tile with rows as lanes; `top` takes them in."""
         prefer_whole_vectors()
-        tops, heads, rows = reals(zero, top), int64s(row_h), int64s(row_i)
-        values, ends, lanes, first = read(aux), int64s(stops), ld // n_vectors, 0
-        for j in range(ends[n_vectors - 1]):
-            while ends[first] <= j:
-                first += 1
-            line, key = reals(zero, s + j * ld * size), key0 + j
-            for lane in range(first * lanes, ld):
-                x = real(function(line[lane], b, heads[lane], rows[lane], key, *values))
-                line[lane] = x
-                tops[lane] = x if x > tops[lane] else tops[lane]
+        heads, rows, values = int64s(row_h), int64s(row_i), read(aux)
+        ends, lanes, first = int64s(stops), ld // n_vectors, 0
+        n_keys = ends[n_vectors - 1]
+        for j0 in range(0, n_keys, SCORE_KEYS):
+            stop = min(n_keys, j0 + SCORE_KEYS)
+            for j in range(j0, stop):
+                while ends[first] <= j:
+                    first += 1
+                line, key = reals(zero, s + j * ld * size), key0 + j
+                for lane in range(first * lanes, ld):
+                    line[lane] = real(function(line[lane], b, heads[lane], rows[lane], key, *values))
+            raise_tops(s, top, ld, n_vectors, ends, j0, stop)
         return 0
 
     return modify
+
+
+def _raising_tops(zero: Any) -> Any:
+    """Has `top` take in the scores of some keys while they are in the cache. Among the user's operations a
+    second array would have to be told apart from the scores."""
+    size = zero.itemsize
+
+    @numba.njit(**OPTIONS)
+    def raise_tops(s, top, ld, n_vectors, ends, start, stop):
+        for i in range(n_vectors):
+            at = s + start * ld * size + i * LANE_BYTES
+            raise_top(zero, at, top + i * LANE_BYTES, ld, min(ends[i], stop) - start)
+
+    return raise_tops
 
 
 def _score_rows(function: Any, read: Any, zero: Any) -> Callable[..., int]:

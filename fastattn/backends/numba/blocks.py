@@ -7,9 +7,11 @@ a block have an entry for each lane, or for each row where rows are no lanes.
 
 from __future__ import annotations
 
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.emit import INTP
 from fastattn.backends.numba.intrinsics import int64s
 from fastattn.backends.numba.layout import (
     ADDRESS,
@@ -28,9 +30,23 @@ from fastattn.backends.numba.layout import (
 from fastattn.backends.numba.tiles import TILE_ROWS
 
 
-@njit(**OPTIONS)
-def stride_of(job, view, column):
-    return int64s(job.views)[view * job.view_size + column]
+@intrinsic
+def stride_of(context, job, view, column):
+    """An entry of the table of views. In IR, as everything uses it and each Numba function costs its
+    compilation."""
+    at_views, at_size = job.offset("views"), job.offset("view_size")
+
+    def codegen(context, builder, signature, values):
+        record = builder.ptrtoint(values[0], INTP)
+
+        def load(address):
+            return builder.load(builder.inttoptr(address, INTP.as_pointer()))
+
+        table, size = (load(builder.add(record, INTP(at))) for at in (at_views, at_size))
+        place = builder.add(builder.mul(values[1], size), values[2])
+        return load(builder.add(table, builder.mul(place, INTP(8))))
+
+    return types.intp(job, types.intp, types.intp), codegen
 
 
 @njit(**OPTIONS)
@@ -43,7 +59,7 @@ def row_stride(job, view):
     return stride_of(job, view, ROW)
 
 
-@njit(**OPTIONS)
+@routine
 def at_item(job, view, item):
     """Where a batch item starts in an array."""
     address = stride_of(job, view, ADDRESS)
@@ -89,7 +105,14 @@ def find_block(job, w, block, task):
     block.ld = block.n_rows if job.by_rows else n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
     block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
-    find_head(job, w, block)
+    # Where the kernels read them: in place, or in the thread's copies.
+    block.keys, block.key_row = block.key, row_stride(job, KEY)
+    if job.copies_keys:
+        block.keys, block.key_row = w + job.to_key_copy, job.head_dim * job.itemsize
+    block.values, block.value_row, block.panel = block.value, row_stride(job, VALUE), TILE_ROWS * job.itemsize
+    if job.packs_values:
+        block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
+        block.panel = TILE_ROWS * job.itemsize * job.len_k
 
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
     i, g = block.first_row // job.group_size, block.first_row % job.group_size
@@ -106,18 +129,6 @@ def find_block(job, w, block, task):
     if job.is_masked:
         find_intervals(job, w, block)
     return 0
-
-
-@njit(**OPTIONS)
-def find_head(job, w, block):
-    """Where the kernels read the block's keys and values: in place, or in the thread's copies."""
-    block.keys, block.key_row = block.key, row_stride(job, KEY)
-    if job.copies_keys:
-        block.keys, block.key_row = w + job.to_key_copy, job.head_dim * job.itemsize
-    block.values, block.value_row, block.panel = block.value, row_stride(job, VALUE), TILE_ROWS * job.itemsize
-    if job.packs_values:
-        block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
-        block.panel = TILE_ROWS * job.itemsize * job.len_k
 
 
 @routine

@@ -46,18 +46,19 @@ from fastattn.backends.numba.tiles import (
 LN2 = 0.69314718055994530942
 
 
+@njit(**calls.OPTIONS)
+def is_masked(zero, size, bias_rows, words, words_ld, r, j):
+    """Whether row r may not read key j, as the arguments of `adjust` say."""
+    if words != 0 and not (uint32s(words)[j // 32 * words_ld + r] >> np.uint32(j % 32)) & np.uint32(1):
+        return True
+    return bias_rows != 0 and load_real(zero, int64s(bias_rows)[r] + j * size) == -math.inf
+
+
 def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
     """The kernels of the dtype of which zero is a number."""
     real = type(zero)
     size = zero.itemsize
     lanes = LANE_BYTES // size
-
-    @njit(**calls.OPTIONS)
-    def is_masked(bias_rows, words, words_ld, r, j):
-        """Whether row r may not read key j, as the arguments of `adjust` say."""
-        if words != 0 and not (uint32s(words)[j // 32 * words_ld + r] >> np.uint32(j % 32)) & np.uint32(1):
-            return True
-        return bias_rows != 0 and load_real(zero, int64s(bias_rows)[r] + j * size) == -math.inf
 
     def fill(to, n, x):
         """to[i] = x."""
@@ -274,7 +275,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 if math.isfinite(x):
                     continue
                 for r in range(n_rows):
-                    if is_masked(bias_rows, words, words_ld, r, j):
+                    if is_masked(zero, size, bias_rows, words, words_ld, r, j):
                         continue
                     at = acc + c * acc_col + r * acc_row
                     store_real(zero, at, load_real(zero, at) + load_real(zero, p + j * p_col + r * p_row) * x)
@@ -284,7 +285,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         """0 for the keys that a row may not read: in a row of NaN their weights came out as 0 * NaN."""
         for r in range(n_rows):
             for j in range(n_keys):
-                if is_masked(bias_rows, words, words_ld, r, j):
+                if is_masked(zero, size, bias_rows, words, words_ld, r, j):
                     store_real(zero, int64s(rows)[r] + j * size, zero)
         return 0
 

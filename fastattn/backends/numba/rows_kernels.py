@@ -19,6 +19,67 @@ from fastattn.backends.numba.intrinsics import int64s, load_real, reals, store_r
 from fastattn.backends.numba.rows_tiles import WIDE_1, WIDE_2, WIDE_4
 from fastattn.backends.numba.tiles import KEY_CHUNK, LANE_BYTES, LINE_BYTES
 
+# Not among the kernels: what a function finds in a closure is part of what the cache on disk knows it by, and
+# two of Numba's functions are never the same.
+
+
+@njit(**calls.OPTIONS)
+def lines_before(r, n_rows, row_nbytes):
+    """How many lines of a row of so many bytes memory is asked for before row r of n_rows has its turn: all
+    rows share in the asking, as a core can wait for few lines at a time."""
+    return (row_nbytes + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
+
+
+@njit(**calls.OPTIONS)
+def accumulate_some(
+    zero, size, count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, fetch, n_lines
+):
+    """`count` rows, 1, 2 or 4, over one chunk of keys, all columns."""
+    lanes = LANE_BYTES // size
+    wide = WIDE_4 if count == 4 else WIDE_2 if count == 2 else WIDE_1
+    c = fetched = 0
+    while c < value_dim:
+        left = value_dim - c
+        vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
+        stop = min(value_dim, c + vectors * lanes)
+        fetch_to = n_lines * stop // value_dim
+        to, at, asked, lines = (
+            acc + c * size,
+            v + c * size,
+            fetch + fetched * LINE_BYTES,
+            fetch_to - fetched,
+        )
+        if vectors == wide:
+            if count == 4:
+                rows_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+            elif count == 2:
+                rows_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+            else:
+                rows_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+        elif vectors == wide // 2 and left >= vectors * lanes:
+            if count == 4:
+                rows_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+            elif count == 2:
+                rows_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+            else:
+                rows_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                                                  is_first, asked, lines)  # fmt: skip
+        elif count == 4:
+            rows_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                              asked, lines)  # fmt: skip
+        elif count == 2:
+            rows_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                              asked, lines)  # fmt: skip
+        else:
+            rows_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+                                              asked, lines)  # fmt: skip
+        c, fetched = stop, fetch_to
+
 
 def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
     """The kernels of the dtype of which zero is a number."""
@@ -26,12 +87,6 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
     size = zero.itemsize
     lanes = LANE_BYTES // size
     dots = max(8, lanes)
-
-    @njit(**calls.OPTIONS)
-    def lines_before(r, n_rows, n_cols):
-        """How many lines of a row of n_cols elements memory is asked for before row r of n_rows has its turn:
-        all rows share in the asking, as a core can wait for few lines at a time."""
-        return (n_cols * size + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
 
     def pack_rows(tile, ld, rows, n_rows, stride, n_cols, high, low):
         """tile[r][c] = (high + low) * rows[r][c * stride]."""
@@ -70,7 +125,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             stop, r, fetched = min(n_keys, start + dots), 0, 0
             while r < n_rows:
                 count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
-                fetch_to = lines_before(r + count, n_rows, head_dim) if ahead != 0 else 0
+                fetch_to = lines_before(r + count, n_rows, head_dim * size) if ahead != 0 else 0
                 for j in range(start, stop, dots // count):
                     to, at, key = s + (r * ld + j) * size, q + r * q_ld * size, k + j * k_row
                     if count == 4:
@@ -110,53 +165,6 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             )
         return 0
 
-    @njit(**calls.OPTIONS)
-    def accumulate_some(count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, fetch, n_lines):
-        """`count` rows, 1, 2 or 4, over one chunk of keys, all columns."""
-        wide = WIDE_4 if count == 4 else WIDE_2 if count == 2 else WIDE_1
-        c = fetched = 0
-        while c < value_dim:
-            left = value_dim - c
-            vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
-            stop = min(value_dim, c + vectors * lanes)
-            fetch_to = n_lines * stop // value_dim
-            to, at, asked, lines = (
-                acc + c * size,
-                v + c * size,
-                fetch + fetched * LINE_BYTES,
-                fetch_to - fetched,
-            )
-            if vectors == wide:
-                if count == 4:
-                    rows_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-                elif count == 2:
-                    rows_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-                else:
-                    rows_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-            elif vectors == wide // 2 and left >= vectors * lanes:
-                if count == 4:
-                    rows_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-                elif count == 2:
-                    rows_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-                else:
-                    rows_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                      is_first, asked, lines)  # fmt: skip
-            elif count == 4:
-                rows_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                                  asked, lines)  # fmt: skip
-            elif count == 2:
-                rows_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                                  asked, lines)  # fmt: skip
-            else:
-                rows_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                                  asked, lines)  # fmt: skip
-            c, fetched = stop, fetch_to
-
     def accumulate_rows(acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, ahead):
         """acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `ahead` as in `score_rows`."""
         for start in range(0, n_keys, KEY_CHUNK):
@@ -164,10 +172,10 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             values, is_first = v + start * v_row, 1 if start == 0 else 0
             while r < n_rows:
                 count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
-                fetch_to = lines_before(r + count, n_rows, value_dim) if ahead != 0 else 0
-                accumulate_some(count, acc + r * ld * size, ld, p + (r * p_ld + start) * size, p_ld, values,
-                                v_row, n, value_dim, is_first, values + ahead + fetched * LINE_BYTES,
-                                fetch_to - fetched)  # fmt: skip
+                fetch_to = lines_before(r + count, n_rows, value_dim * size) if ahead != 0 else 0
+                accumulate_some(zero, size, count, acc + r * ld * size, ld, p + (r * p_ld + start) * size,
+                                p_ld, values, v_row, n, value_dim, is_first,
+                                values + ahead + fetched * LINE_BYTES, fetch_to - fetched)  # fmt: skip
                 r, fetched = r + count, fetch_to
         return 0
 

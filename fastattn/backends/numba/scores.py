@@ -243,11 +243,11 @@ def modify_scores(job, w, block, top, key0):
     return 0
 
 
-@njit(**OPTIONS)
+@routine
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
     """`score_keys` and what is to be done to raw scores; first is 0 where all are touched."""
     if n_keys <= 0:
-        return
+        return 0
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
     words, softcap = words_of(job, w, state), job.softcap
     if job.has_score_mod:
@@ -259,6 +259,7 @@ def adjusted_scores(job, w, block, state, key0, first, n_keys):
     kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
                    w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, softcap,
                    bias_rows_of(job, w), words)  # fmt: skip
+    return 0
 
 
 @routine

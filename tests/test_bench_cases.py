@@ -292,9 +292,9 @@ def test_cases_for_more_threads_than_cores_are_left_out() -> None:
 
 
 def test_peers_have_their_places() -> None:
-    assert OURS == ("fastattn", "fastattn-avx2", "fastattn-reference")
+    assert OURS == ("fastattn", "fastattn-avx2", "fastattn-numba", "fastattn-reference")
     assert set(DEFAULT_PEERS) & set(OURS) == {"fastattn"}
-    assert set(PEERS) - set(DEFAULT_PEERS) == {"fastattn-avx2", "fastattn-reference", "torch-flex"}
+    assert set(PEERS) - set(DEFAULT_PEERS) == {*OURS, "torch-flex"} - {"fastattn"}
 
 
 def test_scores_that_would_fill_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,15 +129,18 @@ class TestWithoutCompiler:
         assert {path.parts[0] for path in package} == {"fastattn"}
         assert {path.suffix for path in package} == {".py", ".typed"}
 
-    def test_attention_runs_on_the_reference_backend(self, without_compiler):
+    @pytest.mark.parametrize("backend", ["numba", "reference"])
+    def test_attention_runs_on_another_backend(self, without_compiler, backend):
+        """On Numba, where that is installed."""
         _, site = without_compiler
-        code = """
+        hidden = 'import sys\nsys.modules["numba"] = None\n' if backend == "reference" else ""
+        code = f"""{hidden}
 import numpy as np
 import fastattn
 print(fastattn.__file__)
 x = np.random.default_rng(0).standard_normal((2, 5, 8))
 out = fastattn.attention(x, x, x, causal=True)
-np.testing.assert_array_equal(out, fastattn.attention(x, x, x, causal=True, backend="reference"))
+np.testing.assert_array_equal(out, fastattn.attention(x, x, x, causal=True, backend={backend!r}))
 try:
     fastattn.attention(x, x, x, backend="cython")
 except fastattn.BackendError as error:

@@ -63,8 +63,12 @@ class _Cache(caching.FunctionCache):
             return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        with suppress(OSError):
+        try:
             super().save_overload(signature, data)
+        except Exception:  # a damaged index, of which nothing is lost, or no place to write to
+            with suppress(Exception):
+                self.flush()
+                super().save_overload(signature, data)
 
 
 def cached(dispatcher: Any) -> Any:

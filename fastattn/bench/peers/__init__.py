@@ -27,6 +27,7 @@ def _ours(backend: str, *, default: bool = False, **environment: str) -> PeerSpe
 PEERS: dict[str, PeerSpec] = {
     "fastattn": _ours("cython", default=True),
     "fastattn-avx2": _ours("cython", FASTATTN_ISA="avx2"),
+    "fastattn-numba": _ours("numba"),
     "fastattn-reference": _ours("reference"),
     "numpy": PeerSpec("numpy_formula"),
     "torch": PeerSpec("torch_sdpa"),

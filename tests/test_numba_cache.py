@@ -1,0 +1,149 @@
+"""Compiled code on disk: found again, never stale, never in the way."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.process import ROOT, python
+
+pytest.importorskip("numba")
+
+#: Two kernels stand for all, and `found` is whether they were on disk.
+LOAD = """
+import numpy as np
+from numba.core.ccallback import CFunc
+import fastattn.backends.numba.job
+from fastattn.backends.numba.calls import table
+
+compiled = []
+compile_uncached = CFunc._compile_uncached
+CFunc._compile_uncached = lambda self: compiled.append(self.__name__) or compile_uncached(self)
+table("float32").need(frozenset({"fill", "find_rows"}))
+import ctypes
+x = np.zeros(5, np.float32)
+kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
+fill = kind(table("float32")["fill"])
+fill(x.ctypes.data, 5, 2.5)
+assert (x == 2.5).all()
+print("compiled" if compiled else "found")
+"""
+
+
+def load(cache, **options):
+    return python(LOAD, env={"NUMBA_CACHE_DIR": str(cache)}, **options).strip()
+
+
+def test_found_again(tmp_path):
+    assert load(tmp_path) == "compiled"
+    assert load(tmp_path) == "found"
+
+
+@pytest.mark.slow
+def test_every_function_of_a_call_is_found_again(tmp_path):
+    """Of all kinds of calls: kernels of few rows and of masks, the driver, and a function's tile map."""
+    code = """
+import numpy as np
+from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
+import fastattn
+from fastattn.backends.numba import calls, work
+compiled = []
+compile_uncached = CFunc._compile_uncached
+CFunc._compile_uncached = lambda self: compiled.append(self.__name__) or compile_uncached(self)
+rng = np.random.default_rng(0)
+for length in (3, 100):
+    x, y = rng.standard_normal((1, 2, length, 20)), rng.standard_normal((1, 2, 100, 20))
+    y[0, 0, 5] = np.nan
+    mask, bias = rng.random((length, 100)) < 0.5, np.ones(100, np.float16)
+    options = dict(mask=mask, bias=bias, softcap=2.0, sinks=np.ones(2), return_lse=True, return_weights=True)
+    fastattn.attention(x, y, y, backend="numba", num_threads=2, **options)
+    tiles = fastattn.masks.Window(5, 5) | fastattn.masks.GlobalTokens([0])
+    fastattn.attention(x, y, y, backend="numba", mask=tiles, causal="bottom_right")
+fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 100, 100)
+compiled = [name for name in compiled if name != "allowed"]  # the user's function, which is not kept
+compiled += list(work._run_parallel.stats.cache_misses)
+print(len(compiled))
+"""
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert int(python(code, env=environment)) > 30
+    assert int(python(code, env=environment)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["emit.py", "blocks.py"])
+def test_a_change_in_any_file_is_seen(tmp_path, name):
+    """Numba's own cache looks at the one file that a function stands in."""
+    shutil.copytree(ROOT / "fastattn", tmp_path / "fastattn", ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + LOAD
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert python(code, env=environment, cwd=tmp_path).strip() == "compiled"
+    assert python(code, env=environment, cwd=tmp_path).strip() == "found"
+    changed = tmp_path / "fastattn/backends/numba" / name
+    changed.write_text(changed.read_text() + "\n# changed\n")
+    assert python(code, env=environment, cwd=tmp_path).strip() == "compiled"
+
+
+def test_another_instruction_set_has_its_own(tmp_path):
+    assert load(tmp_path) == "compiled"
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path), "FASTATTN_ISA": "portable"}
+    assert python(LOAD, env=environment).strip() == "compiled"
+    assert load(tmp_path) == "found"
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/cache", "/proc/none"])
+def test_a_folder_that_cannot_be_there(folder):
+    """Then what stands beside the package will do."""
+    assert load(folder) in ("compiled", "found")
+
+
+def test_no_folder_to_write_to():
+    """Neither the named one nor those beside the package and of the user."""
+    code = """
+from numba.core import caching
+
+def refuse(self):
+    raise OSError("read-only")
+
+caching._CacheLocator.ensure_cache_path = refuse
+"""
+    assert python(code + LOAD).strip() == "compiled"
+
+
+@pytest.mark.parametrize("kind", [".nbi", ".nbc"])
+def test_damaged_files(tmp_path, kind):
+    assert load(tmp_path) == "compiled"
+    files = list(tmp_path.rglob(f"*{kind}"))
+    assert files
+    for number, file in enumerate(files):
+        file.write_bytes(b"" if number % 2 else file.read_bytes()[:40])
+    assert load(tmp_path) == "compiled"
+    assert load(tmp_path) == "found"
+
+
+def test_folder_that_goes_away(tmp_path):
+    """Between two functions that are to be kept."""
+    code = LOAD.replace(
+        "import ctypes\n",
+        f"import ctypes, shutil\nshutil.rmtree({str(tmp_path / 'gone')!r})\n"
+        'table("float64").need(frozenset({"fill"}))\n',
+    )
+    assert python(code, env={"NUMBA_CACHE_DIR": str(tmp_path / "gone")}).strip() == "compiled"
+
+
+@pytest.mark.slow
+def test_says_what_takes_long(tmp_path):
+    """In the log, when it takes more than a second, and not on the standard streams."""
+    code = """
+import io, logging
+import numpy as np
+import fastattn
+stream = io.StringIO()
+logging.getLogger("fastattn").addHandler(logging.StreamHandler(stream))
+logging.getLogger("fastattn").setLevel(logging.INFO)
+x = np.ones((1, 1, 40, 8))
+fastattn.attention(x, x, x, backend="numba")
+print("compiling kernels for float64" in stream.getvalue(), "compiled for float64 in" in stream.getvalue())
+"""
+    assert python(code, env={"NUMBA_CACHE_DIR": str(tmp_path)}).split() == ["True", "True"]

@@ -29,10 +29,13 @@ BRIEF = ("--benchmark-max-time=0.005", "--benchmark-min-rounds=2", "--benchmark-
 
 def run(*arguments: str) -> str:
     """Run ``pytest benchmarks`` and return what it printed."""
+    # Within pytest-xdist nothing is timed: this is a run of its own.
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=120,

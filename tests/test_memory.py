@@ -94,9 +94,16 @@ def test_rows_far_apart(backend, length):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
-@pytest.mark.parametrize("options", ["{}", "dict(bias=half)", "dict(mask=half > 0)", "dict(num_threads=4)"])
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (65536, "dict(bias=half)"),
+        (65536, "dict(mask=half > 0)"),
+        (262144, "{}"),
+        (262144, "dict(num_threads=4)"),
+    ],
+)
 @pytest.mark.parametrize("place", ["contiguous", "columns_apart"])
-@pytest.mark.parametrize("length", [65536, 262144])
 def test_few_queries(backend, length, place, options):
     """Threads keep one leaf of keys each, and what is known of the others: some KB for each leaf at most."""
     if backend.backend == "reference":

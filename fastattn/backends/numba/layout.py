@@ -27,7 +27,7 @@ SCRATCH = (
 _COUNTS = (
     "calls",  # address of the table of addresses, see `calls`
     "views", "view_size", "lead_shape", "n_lead",
-    "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim",
+    "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim",
     "sinks", "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_tiles", "is_masked",
     "bias_size", "bias_swapped", "convert_bias", "dense_size", "tile_bits", "tile_q", "tile_k",
     "acc_columns", "block_k", "n_vectors", "n_blocks", "n_tasks", "max_lanes", "lanes", "itemsize",
@@ -36,7 +36,7 @@ _COUNTS = (
     "may_mask",  # bias or score_mod, where no words say so
     "saw_nan",  # set by a thread: NaN came out where some rows may not read every value
     "is_isolated",  # NaN and inf in values are kept from rows that may not read them
-    "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "n_leaves", "chunk_leaves", "n_chunks",
+    "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "chunk_leaves", "n_chunks",
     "n_parts", "part_nbytes", "parts", "left",
     "scratch", "scratch_nbytes",
     "copies_keys", "packs_values",  # a thread has one head's keys without gaps, or its values in panels

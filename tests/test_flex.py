@@ -245,6 +245,18 @@ class TestWhatFunctionsAreGiven:
                 expected = fastattn.attention(*arrays(), scale=factor / 4)
                 np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
 
+    def test_functions_over_arrays_that_are_gone(self):
+        """Another array in the place of one that was freed is another array."""
+
+        def over(factor):
+            table = np.full(S, factor)
+            return lambda score, b, h, q_idx, kv_idx: score * table[kv_idx]
+
+        for factor in (1.0, 2.0, 3.0, 4.0):
+            got = fastattn.flex_attention(*arrays(), score_mod=over(factor))
+            expected = fastattn.attention(*arrays(), scale=factor / 4)
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
     def test_compiled_functions(self):
         import numba
 

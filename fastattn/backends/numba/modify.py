@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dis import get_instructions
 from itertools import product
@@ -47,7 +46,6 @@ FASTMATH = {"contract", "arcp"}
 _MAX_CHECKED = 1024
 _checked: set[Any] = set()
 _compiled: dict[Any, Any] = {}
-_lock = threading.RLock()
 
 
 def aux_words(aux: Sequence[Any]) -> np.ndarray:
@@ -67,7 +65,10 @@ def score_loop(mod: ScoreMod, dtype: np.dtype, by_rows: bool, is_grouped: bool) 
     """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several
     heads if is_grouped; compiled if it was not yet.
 
-    Raises ------ TypeError, ValueError The function cannot be compiled, or raises.
+    Raises
+    ------
+    TypeError, ValueError
+        The function cannot be compiled, or raises.
     """
     define = _score_rows if by_rows else _score_grouped_lanes if is_grouped else _score_lanes
     return _address("score_mod", mod.function, mod.aux, dtype, define)
@@ -83,10 +84,8 @@ def _address(kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, defi
     key = (kind, _identity(function), kinds, dtype.char, define)
     found = _compiled.get(key)
     if found is None:
-        with _lock:
-            found = _compiled.get(key)
-            if found is None:
-                found = _compiled[key] = _compile(kind, function, kinds, dtype, define)
+        # The first of several threads is kept: its address may be in use.
+        found = _compiled.setdefault(key, _compile(kind, function, kinds, dtype, define))
     return int(found.address)
 
 
@@ -96,6 +95,19 @@ def _kind(value: Any) -> Any:
         return numba.from_dtype(value.dtype)
     layout = "C" if value.flags.c_contiguous else "A"
     return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
+
+
+class _Same:
+    """Equal to itself: an object by which it is, kept alive so that no other takes its place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _identity(function: Any) -> Any:
@@ -111,7 +123,7 @@ def _identity(function: Any) -> Any:
         hash(found)
     except TypeError:
         # Something that may change, an array say, is told apart by which one it is.
-        return (found[0], code, *((type(value), id(value)) for value in (*cells, *outside)))
+        return (found[0], code, *map(_Same, (*cells, *outside)))
     # 1 and 1.0 and True are equal, and of different types.
     return (*found, *map(type, found))
 

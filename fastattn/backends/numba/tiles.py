@@ -17,9 +17,8 @@ from fastattn.backends.numba.emit import EXPONENT_MIN, INT32, LOG2E, Emitter
 from fastattn.backends.numba.intrinsics import stage
 from fastattn.backends.numba.target import TARGET
 
-KEY_CHUNK = (
-    64  #: keys that one partial sum of `softmax` and `accumulate` runs over, as in the compiled kernels
-)
+#: Sizes and distances as in the compiled kernels, which say where they come from.
+KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
 SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
 SCORE_COLUMNS = 128
 EXP2_KEYS = 4

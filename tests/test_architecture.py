@@ -169,17 +169,24 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "torch", "
     assert python(code).strip() == "[]"
 
 
-@pytest.mark.slow
-def test_import_is_fast():
-    """Within 50 ms over NumPy's own import, by the best of five."""
+def test_import_does_little_work():
+    """Counted in calls, of Python functions and of C's: a time would depend on what else the machine does.
+
+    An import of 6,800 calls took 10 ms over NumPy's own import, with bytecode on disk (2026-11).
+    """
     code = """
-import time
+import sys
 import numpy
-start = time.perf_counter()
+calls = 0
+def count(frame, event, arg):
+    global calls
+    calls += event in ("call", "c_call")
+sys.setprofile(count)
 import fastattn
-print(time.perf_counter() - start)
+sys.setprofile(None)
+print(calls)
 """
-    assert min(float(python(code)) for _ in range(5)) < 0.050
+    assert 100 < int(python(code)) < 10_000
 
 
 def test_numpy_is_the_only_hard_dependency():

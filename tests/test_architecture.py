@@ -55,6 +55,7 @@ LAYERS = [
     {"backends.numba.mask_map"},
     {"backends.numba.form"},
     {"backends.numba.job"},
+    {"backends.numba.engine"},
     {"backends.reference", "backends.cython_cpu", "backends.cython", "backends.numba_cpu", "backends.numba"},
     {"_registry"},
     {"_api"},

@@ -24,7 +24,7 @@ table("float32").need(frozenset({"fill", "find_rows"}))
 import ctypes
 x = np.zeros(5, np.float32)
 kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
-fill = kind(table("float32")["fill"])
+fill = kind(table("float32").address_of("fill"))
 fill(x.ctypes.data, 5, 2.5)
 assert (x == 2.5).all()
 print("compiled" if compiled else "found")

@@ -161,10 +161,24 @@ def test_bad_settings_are_errors_here_too(short, monkeypatch):
         short(*big)
 
 
-def test_many_threads_at_once(short):
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 100])
+def test_a_call_leaves_nothing_to_the_next(engine, short, length, dtype):
+    """Alike calls one after another, between which NaN turns up behind the causal mask and goes again."""
+    calls = [random_arrays(seed, heads=2, len_q=length, len_k=length, dtype=dtype) for seed in range(4)]
+    for place in (1, 2):
+        calls[place][2][:, 3] = np.nan
+    results = [short(*arrays, causal=True) for arrays in calls]
+    for got, arrays in zip(results, calls, strict=True):
+        assert np.isnan(got).any() == np.isnan(arrays[2]).any()
+        assert_same_bits(got, engine.attention(*arrays, causal=True))
+
+
+@pytest.mark.parametrize("step", [0, 13], ids=["alike", "different"])
+def test_many_threads_at_once(short, step):
     from concurrent.futures import ThreadPoolExecutor
 
-    problems = [random_arrays(seed, lead=(2,), heads=2, len_q=1 + 13 * seed) for seed in range(8)]
+    problems = [random_arrays(seed, lead=(2,), heads=2, len_q=60 + step * seed) for seed in range(8)]
     expected = [short(*arrays) for arrays in problems]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(20):

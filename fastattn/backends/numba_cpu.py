@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
-from fastattn._plan import Plan, plan_tiles
+import numpy as np
+
+from fastattn._plan import Plan
 from fastattn._problem import Problem
 
 
@@ -22,29 +25,14 @@ class NumbaBackend:
         return []
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
-        from fastattn.backends.numba.target import TARGET
-        from fastattn.backends.numba.threads import thread_limit
-
-        lanes = TARGET.vector_bytes // problem.query.itemsize
-        return plan_tiles(
-            problem.batch * problem.num_kv_heads,
-            problem.len_q * problem.group_size,
-            problem.len_k,
-            problem.head_dim + problem.value_dim,
-            lanes * TARGET.block_vectors,
-            lanes,
-            thread_limit(num_threads),
-        )
+        return _engine().plan(problem, num_threads)
 
     def run(self, problem: Problem, plan: Plan) -> None:
-        if problem.batch == 0 or problem.num_heads == 0 or problem.len_q == 0:
-            return
-        from fastattn.backends.numba.job import Job
-        from fastattn.backends.numba.threads import pool
+        _engine().run(problem, plan)
 
-        job = Job(problem, plan)
-        with pool(job.num_threads) as num_threads:
-            job.run(num_threads)
+    def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
+        """The short way for a call with no other option; None where it does not apply."""
+        return _engine().plain_attention(query, key, value, causal, scale)
 
 
 backend = NumbaBackend()
@@ -55,7 +43,15 @@ def _missing() -> list[str]:
     if find_spec("numba") is None:
         return ["numba is not installed: pip install 'fastattn[numba]'"]
     try:
-        import fastattn.backends.numba.job  # noqa: F401
+        _engine()
     except ImportError as error:
         return [f"numba does not load ({error})"]
     return []
+
+
+@cache
+def _engine() -> Any:
+    """The module that loads Numba."""
+    import fastattn.backends.numba.engine as engine
+
+    return engine

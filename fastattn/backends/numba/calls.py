@@ -168,7 +168,8 @@ class Table:
             if said:
                 _logger.info("compiled for %s in %.1f s", self._dtype, time.perf_counter() - start)
 
-    def __getitem__(self, name: str) -> int:
+    def address_of(self, name: str) -> int:
+        """Where a function begins that has been needed."""
         return int(self._addresses[self._places[name]])
 
 

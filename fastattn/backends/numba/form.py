@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._plan import Plan
 from fastattn._problem import Problem
-from fastattn.backends.numba.calls import reached
+from fastattn.backends.numba.calls import reached, table
 from fastattn.backends.numba.emit import LOG2E
 from fastattn.backends.numba.layout import ADDRESS, BLOCK, JOB, LEAD, PART, SCRATCH, SHARE, WORD
 from fastattn.backends.numba.target import TARGET
@@ -83,7 +83,9 @@ class Form:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._plan = plan
+        self.table = table(problem.query.dtype.name)
         self._values: dict[str, Any] = dict.fromkeys(JOB.names or (), 0)
+        self._values["calls"] = self.table.address
         self._set_arrays(problem)
         self._set_options(problem)
         self._set_tiles(problem)

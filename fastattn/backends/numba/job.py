@@ -1,74 +1,98 @@
-"""One call: a `Problem` as the words that compiled code works on, and what must live as long."""
+"""One call: a `Form` with the addresses of its arrays, and what must live as long."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fastattn._plan import Plan
 from fastattn._problem import Problem
-from fastattn.backends.numba.calls import table
-from fastattn.backends.numba.form import LINE_NBYTES, PLACE, arrays_of, form_of, lines
+from fastattn.backends.numba.form import LINE_NBYTES, PLACE, Form, arrays_of, form_of, lines
 from fastattn.backends.numba.layout import PART
+from fastattn.backends.numba.threads import on_pool
 from fastattn.backends.numba.work import run_work
+
+_VIEWS, _LEAD_SHAPE, _SCRATCH, _SAW_NAN, _IS_ISOLATED = (
+    PLACE[name] for name in ("views", "lead_shape", "scratch", "saw_nan", "is_isolated")
+)
+
+#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
+#: of NumPy's binary interface, on which compiled extensions rely.
+_AT_DATA = object.__basicsize__
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the elements begin: ``array.ctypes.data`` in a fifth of its time, which between calls that empty
+    the cache is most of a `Job`'s."""
+    return ctypes.c_int64.from_address(id(array) + _AT_DATA).value
+
+
+def run_job(problem: Problem, plan: Plan) -> None:
+    """Fills the outputs of a problem with any options."""
+    fields: dict[str, int] = {}
+    if problem.score_mod is not None:
+        # First of all: it may raise.
+        from fastattn.backends.numba.modify import aux_words, score_loop
+
+        is_grouped = problem.group_size > 1
+        loop = score_loop(problem.score_mod, problem.query.dtype, plan.by_rows, is_grouped)
+        aux = aux_words(problem.score_mod.aux)
+        fields = {"score_mod": loop, "aux": address_of(aux)}
+    if problem.sinks is not None:
+        fields["sinks"] = address_of(problem.sinks)
+    if problem.tiles is not None:
+        fields["tile_bits"] = address_of(problem.tiles.bits)
+    Job(form_of(problem, plan), fields).run(arrays_of(problem))
 
 
 class Job:
-    """The arrays and options of one call as a record, and every thread's scratch memory."""
+    """A call's options and arrays as a record, and every thread's scratch memory.
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self._form = form = form_of(problem, plan)
-        self._table = table(problem.query.dtype.name)
-        self._words = words = form.words.copy()
+    It may serve one call after another, with arrays of the same form. `fields` are further words of the
+    record; what they are the addresses of must live as long.
+    """
+
+    def __init__(self, form: Form, fields: Mapping[str, int] | None = None) -> None:
+        form.table.need(form.needed)
+        self._form = form
+        self._work = form.table.address_of("work")
+        self.words = words = form.words.copy()
         self._scratch = np.empty(form.scratch_nbytes, np.uint8)
-        self._address: int = words.ctypes.data
-        words[PLACE["calls"]] = self._table.address
-        words[PLACE["views"]] = self._address + 8 * form.views
-        words[PLACE["lead_shape"]] = self._address + 8 * form.lead_shape
-        words[PLACE["scratch"]] = lines(self._scratch.ctypes.data)
-        arrays = arrays_of(problem)
-        for number, place in form.addresses:
-            words[place] = arrays[number].ctypes.data  # type: ignore[union-attr]
-        if problem.sinks is not None:
-            words[PLACE["sinks"]] = problem.sinks.ctypes.data
-        if problem.tiles is not None:
-            words[PLACE["tile_bits"]] = problem.tiles.bits.ctypes.data
-        if problem.score_mod is not None:
-            # First of all: it may raise.
-            from fastattn.backends.numba.modify import aux_words, score_loop
-
-            words[PLACE["score_mod"]] = score_loop(
-                problem.score_mod, problem.query.dtype, plan.by_rows, problem.group_size > 1
-            )
-            self._aux = aux_words(problem.score_mod.aux)
-            words[PLACE["aux"]] = self._aux.ctypes.data
+        self._address = address_of(words)
+        self._shares = self._address + 8 * form.shares
+        words[_VIEWS] = self._address + 8 * form.views
+        words[_LEAD_SHAPE] = self._address + 8 * form.lead_shape
+        words[_SCRATCH] = lines(address_of(self._scratch))
+        for name, field in (fields or {}).items():
+            words[PLACE[name]] = field
         if form.n_parts:
             self._parts = np.zeros(form.n_parts, PART)
             self._part_data = np.empty(form.n_parts * form.part_nbytes + LINE_NBYTES, np.uint8)
             self._left = np.empty(form.n_parts // form.n_chunks, np.int64)
-            self._parts["data"] = np.arange(form.n_parts) * form.part_nbytes + lines(
-                self._part_data.ctypes.data
-            )
-            words[PLACE["parts"]] = self._parts.ctypes.data
-            words[PLACE["left"]] = self._left.ctypes.data
+            first = lines(address_of(self._part_data))
+            self._parts["data"] = np.arange(form.n_parts) * form.part_nbytes + first
+            words[PLACE["parts"]] = address_of(self._parts)
+            words[PLACE["left"]] = address_of(self._left)
 
-    @property
-    def num_threads(self) -> int:
-        """How many threads there are tasks and memory for."""
-        return self._form.num_threads
-
-    def run(self, num_threads: int) -> None:
-        """Every task on num_threads threads."""
-        self._table.need(self._form.needed)
-        self._run_once(num_threads)
-        if self._words[PLACE["saw_nan"]]:
+    def run(self, arrays: Sequence[np.ndarray | None]) -> None:
+        """Every task, on as many threads as the form says, or fewer where the pool has no room."""
+        form, words = self._form, self.words
+        for number, place in form.addresses:
+            words[place] = address_of(arrays[number])  # type: ignore[arg-type]
+        on_pool(form.num_threads, self._run)
+        if words[_SAW_NAN]:
             # 0 * NaN of a value that the row may not read may be the cause: again, with such values kept
             # apart.
-            self._table.need(self._form.needed_isolated)
-            self._words[PLACE["is_isolated"]] = 1
-            self._run_once(num_threads)
+            form.table.need(form.needed_isolated)
+            words[_IS_ISOLATED] = 1
+            on_pool(form.num_threads, self._run)
+            words[_IS_ISOLATED] = words[_SAW_NAN] = 0
 
-    def _run_once(self, num_threads: int) -> None:
-        if self._form.n_parts:
-            self._left[:] = self._form.n_chunks
-        self._form.share_out(self._words, num_threads)
-        run_work(self._table["work"], self._address, self._address + 8 * self._form.shares, num_threads)
+    def _run(self, num_threads: int) -> None:
+        form = self._form
+        if form.n_parts:
+            self._left[:] = form.n_chunks
+        form.share_out(self.words, num_threads)
+        run_work(self._work, self._address, self._shares, num_threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fastattn.backends.numba.calls import compile_function
 from fastattn.backends.numba.intrinsics import call_allowed, fetch_add, int8s, int64s, uint32s
 from fastattn.backends.numba.modify import aux_words, mask_loop
 from fastattn.backends.numba.scores import span_word
-from fastattn.backends.numba.threads import pool, thread_limit
+from fastattn.backends.numba.threads import on_pool, thread_limit
 from fastattn.backends.numba.work import run_work
 
 #: Tiles that are evaluated at a time: 4 MB of bits.
@@ -48,19 +48,19 @@ def evaluate(
     words[_LOOP], words[_AUX] = mask_loop(function, aux), values.ctypes.data
     words[_HEADS], words[_GRID_Q], words[_GRID_K], words[_LEN_Q], words[_LEN_K] = H, *grid, L, S
     words[_BITS], words[_STATES], words[_FLAGS] = (array.ctypes.data for array in (bits, states, flags))
+    run = partial(run_work, _evaluate_address(), words.ctypes.data, 0)
     kept, count = [], 0
     for first in range(0, n_tiles, CHUNK_TILES):
         stop = min(n_tiles, first + CHUNK_TILES)
         words[_NEXT], words[_STOP], words[_FIRST] = first, stop, first
-        with pool(wanted) as num_threads:
-            run_work(_evaluate_address(), words.ctypes.data, 0, num_threads)
+        on_pool(wanted, run)
         found = states[: stop - first]
         part = index[first:stop]
         part[found == NONE], part[found == EVERY] = EMPTY, FULL
-        partial = np.flatnonzero(found == SOME)
-        part[partial] = np.arange(count, count + len(partial))
-        kept.append(bits[partial])
-        count += len(partial)
+        some = np.flatnonzero(found == SOME)
+        part[some] = np.arange(count, count + len(some))
+        kept.append(bits[some])
+        count += len(some)
     together = np.concatenate(kept) if kept else bits[:0]
     return Tiles(index.reshape(B, H, *grid), together)
 

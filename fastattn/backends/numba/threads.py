@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,6 @@ import numba
 
 from fastattn import _host
 
-#: Numba's own pool, "workqueue", ends the process when two threads use it at once.
 _workqueue = threading.Lock()
 
 
@@ -32,26 +31,34 @@ def thread_limit(num_threads: int) -> int:
     return limit
 
 
-@contextmanager
-def pool(wanted: int) -> Iterator[int]:
-    """Has Numba use `wanted` threads, if this thread may use its pool now; how many there are."""
+def on_pool(wanted: int, run: Callable[[int], object]) -> None:
+    """Calls run with how many threads of Numba's pool there are for it: `wanted`, or 1 where another thread
+    holds a pool that only one may use at a time."""
     if wanted == 1:
-        yield 1
+        run(1)
         return
-    before = numba.get_num_threads()
-    numba.set_num_threads(wanted)  # starts the pool where it has not been
-    locks = numba.threading_layer() == "workqueue"
+    before = numba.get_num_threads()  # starts the pool where it has not been
+    if before != wanted:
+        numba.set_num_threads(wanted)
     try:
-        if locks and not _workqueue.acquire(blocking=False):
-            yield 1
-            return
-        try:
-            yield wanted
-        finally:
-            if locks:
+        if not _is_exclusive():
+            run(wanted)
+        elif _workqueue.acquire(blocking=False):
+            try:
+                run(wanted)
+            finally:
                 _workqueue.release()
+        else:
+            run(1)
     finally:
-        numba.set_num_threads(before)
+        if before != wanted:
+            numba.set_num_threads(before)
+
+
+@cache
+def _is_exclusive() -> bool:
+    """Whether the pool ends the process when two threads use it at once."""
+    return numba.threading_layer() == "workqueue"
 
 
 def _load_openmp() -> Any:

@@ -342,6 +342,27 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
         ends = [e.load_address(e.at(stops, (i, 8))) for i in range(vectors)]
         line = builder.mul(ld, e.count(e.itemsize))
         fresh = builder.icmp_signed("!=", is_first, e.count(0))
+
+        def most(a: Any, b: Any) -> Any:
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        def add_keys(first: int, begin: Any, end: Any, is_listed: bool) -> None:
+            with e.loop(begin, end) as j:
+                at = e.at(v, (j, v_row))
+                if is_listed:
+                    e.prefetch(e.at(e.load_address(e.at(fetch, (j, 8))), (fetch_byte, 1)))
+                else:
+                    e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
+                weights = e.at(p, (j, line))
+                x = {
+                    i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
+                    for i in range(first, vectors)
+                }
+                for r in range(rows):
+                    y = e.splat(e.load_scalar(builder.add(at, columns[r])))
+                    for i in range(first, vectors):
+                        sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
+
         with each_chunk(e, ends[-1], first_chunk) as (chunk, start, stop):
             for r in range(rows):
                 for i in range(vectors):
@@ -350,24 +371,12 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
             for first in range(vectors):
                 # The vectors before `first` have no more keys in this chunk.
                 end = e.least(ends[first], stop)
-                with e.loop(begin, end) as j:
-                    at = e.at(v, (j, v_row))
-                    with builder.if_else(builder.icmp_signed("<", j, n_fetch)) as (listed, other):
-                        with listed:
-                            e.prefetch(e.at(e.load_address(e.at(fetch, (j, 8))), (fetch_byte, 1)))
-                        with other:
-                            e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
-                    weights = e.at(p, (j, line))
-                    x = {
-                        i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
-                        for i in range(first, vectors)
-                    }
-                    for r in range(rows):
-                        y = e.splat(e.load_scalar(builder.add(at, columns[r])))
-                        for i in range(first, vectors):
-                            sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
-                # max(begin, end): a stop may lie before the chunk.
-                begin = builder.select(builder.icmp_signed(">", end, begin), end, begin)
+                if first == 0:
+                    middle = e.least(end, n_fetch)
+                    add_keys(first, begin, middle, True)
+                    begin = most(begin, middle)
+                add_keys(first, begin, end, False)
+                begin = most(begin, end)  # a stop may lie before the chunk
             to = [
                 [e.at(acc, (r, line), (i * e.lanes, e.itemsize)) for i in range(vectors)] for r in range(rows)
             ]

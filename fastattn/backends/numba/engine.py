@@ -16,6 +16,7 @@ from fastattn.backends.numba.job import Job, run_job
 from fastattn.backends.numba.target import TARGET
 from fastattn.backends.numba.threads import thread_limit
 
+# Neither bound was measured: they keep what stays between calls below some 32 MB.
 MAX_KNOWN = 1024  #: kinds of calls without options that are remembered
 MAX_IDLE_NBYTES = 1 << 22  #: scratch memory that a job may keep from one call to the next
 

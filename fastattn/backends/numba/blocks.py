@@ -60,8 +60,8 @@ def row_stride(job, view):
 
 
 @routine
-def at_item(job, view, item):
-    """Where a batch item starts in an array."""
+def at_place(job, view, item):
+    """`at_item` for any number of leading axes."""
     address = stride_of(job, view, ADDRESS)
     shape = int64s(job.lead_shape)
     for axis in range(job.n_lead - 1, -1, -1):
@@ -70,14 +70,43 @@ def at_item(job, view, item):
     return address
 
 
+@njit(**OPTIONS)
+def at_item(job, view, item):
+    """Where a batch item starts in an array."""
+    if job.n_lead == 1:
+        return stride_of(job, view, ADDRESS) + item * stride_of(job, view, LEAD)
+    return at_place(job, view, item)
+
+
+@njit(**OPTIONS)
+def list_rows(job, start, head, row, first_row, n_rows, addresses):
+    """The addresses of n_rows rows of a key/value head, which starts at `start`: of each query row those of
+    all its heads, before the next."""
+    if job.group_size == 1:
+        for r in range(n_rows):
+            addresses[r] = start + (first_row + r) * row
+        return
+    i, g = first_row // job.group_size, first_row % job.group_size
+    for r in range(n_rows):
+        addresses[r] = start + g * head + i * row
+        g += 1
+        if g == job.group_size:
+            g = 0
+            i += 1
+
+
 @routine
 def find_rows(job, w, view, block, byte, n_lanes, to):
-    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`."""
+    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`.
+
+    Lanes past the last row repeat it.
+    """
     head, row = stride_of(job, view, HEAD), stride_of(job, view, ROW)
-    start = at_item(job, view, block.item) + byte
-    addresses, row_i, row_h = int64s(to), int64s(w + job.to_row_i), int64s(w + job.to_row_h)
-    for lane in range(n_lanes):
-        addresses[lane] = start + row_h[lane] * head + row_i[lane] * row
+    start = at_item(job, view, block.item) + block.kv * job.group_size * head + byte
+    addresses, n_rows = int64s(to), block.n_rows
+    list_rows(job, start, head, row, block.first_row, n_rows, addresses)
+    for lane in range(n_rows, n_lanes):
+        addresses[lane] = addresses[n_rows - 1]
     return 0
 
 
@@ -99,7 +128,7 @@ def find_block(job, w, block, task):
     Lanes past the last row repeat it.
     """
     item, kv, first_vector, n_vectors = place_of(job, task)
-    block.item, block.n_vectors = item, n_vectors
+    block.item, block.kv, block.n_vectors = item, kv, n_vectors
     block.first_row = first_vector * job.lanes
     block.n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - block.first_row)
     block.ld = block.n_rows if job.by_rows else n_vectors * job.lanes
@@ -115,15 +144,19 @@ def find_block(job, w, block, task):
         block.panel = TILE_ROWS * job.itemsize * job.len_k
 
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
-    i, g = block.first_row // job.group_size, block.first_row % job.group_size
-    for lane in range(block.ld):
-        if 0 < lane < block.n_rows:
-            g += 1
-            if g == job.group_size:
-                g = 0
-                i += 1
-        row_i[lane] = i
-        row_h[lane] = kv * job.group_size + g
+    first_row, n_rows = block.first_row, block.n_rows
+    if job.group_size == 1:
+        for lane in range(block.ld):
+            row_i[lane], row_h[lane] = first_row + min(lane, n_rows - 1), kv
+    else:
+        i, g = first_row // job.group_size, first_row % job.group_size
+        for lane in range(block.ld):
+            if 0 < lane < n_rows:
+                g += 1
+                if g == job.group_size:
+                    g = 0
+                    i += 1
+            row_i[lane], row_h[lane] = i, kv * job.group_size + g
     block.low = block.all_start = 0
     block.high = block.all_stop = job.len_k
     if job.is_masked:
@@ -138,14 +171,8 @@ def find_queries(job, task, to):
     first_row = first_vector * job.lanes
     n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - first_row)
     head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
-    start, addresses = at_item(job, QUERY, item) + kv * job.group_size * head, int64s(to)
-    i, g = first_row // job.group_size, first_row % job.group_size
-    for r in range(n_rows):
-        addresses[r] = start + g * head + i * row
-        g += 1
-        if g == job.group_size:
-            g = 0
-            i += 1
+    start = at_item(job, QUERY, item) + kv * job.group_size * head
+    list_rows(job, start, head, row, first_row, n_rows, int64s(to))
     return n_rows
 
 

@@ -107,7 +107,7 @@ class Emitter:
 
     def opaque(self, n: ir.Value) -> ir.Value:
         """n, of which LLVM knows no more. It would compute addresses in a row from each other, one after the
-        other."""
+        other, or of two sums at each use, which then takes two operations."""
         kind = ir.FunctionType(INTP, [INTP])
         return self.builder.asm(kind, "", "=r,0", [n], side_effect=False)
 

@@ -32,6 +32,7 @@ from fastattn.backends.numba.intrinsics import (
 from fastattn.backends.numba.tiles import (
     HAS_NARROW,
     LANE_BYTES,
+    LAST_ROWS,
     LINE_BYTES,
     NARROW_ROWS,
     SCORE_COLUMNS,
@@ -144,18 +145,26 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     while i < n_vectors:
                         at = i * LANE_BYTES
                         to, column, top_at = s + j * ld * size + at, columns + at, tops + at
-                        if SCORE_VECTORS == 3 and n_vectors - i >= 3:
+                        left, is_last = n_vectors - i, stop - j <= LAST_ROWS
+                        if SCORE_VECTORS == 3 and left >= 3 and is_last:
+                            tiles.score_last_tile_3(zero, to, top_at, column, ld, key, k_row, n_cols,
+                                                    stop - j, is_first)  # fmt: skip
+                        elif SCORE_VECTORS == 3 and left >= 3:
                             tiles.score_tile_3(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
                                                is_first)  # fmt: skip
-                            i += 3
-                        elif n_vectors - i >= 2:
+                        elif left >= 2 and is_last:
+                            tiles.score_last_tile_2(zero, to, top_at, column, ld, key, k_row, n_cols,
+                                                    stop - j, is_first)  # fmt: skip
+                        elif left >= 2:
                             tiles.score_tile_2(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
                                                is_first)  # fmt: skip
-                            i += 2
+                        elif is_last:
+                            tiles.score_last_tile_1(zero, to, top_at, column, ld, key, k_row, n_cols,
+                                                    stop - j, is_first)  # fmt: skip
                         else:
                             tiles.score_tile_1(zero, to, top_at, column, ld, key, k_row, n_cols, stop - j,
                                                is_first)  # fmt: skip
-                            i += 1
+                        i += min(left, SCORE_VECTORS)
                     j += SCORE_ROWS
         return 0
 
@@ -180,11 +189,8 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         """One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
         row_sum = rescale * row_sum + the sum of the new s, rescale = exp2(factor * (old - new max)).
         -inf scores give exactly 0, also while row_max is -inf."""
-        ends = int64s(stops)
-        for i in range(n_vectors):
-            at = i * LANE_BYTES
-            tiles.softmax_vector(zero, s + at, tile_max + at, row_max + at, row_sum + at, rescale + at, ld,
-                                 ends[i], first_chunk, real(factor))  # fmt: skip
+        tiles.softmax_lanes(zero, s, tile_max, row_max, row_sum, rescale, ld, n_vectors, stops, first_chunk,
+                            real(factor))  # fmt: skip
         return 0
 
     def accumulate(acc, p, rescale, is_first, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim,

@@ -60,8 +60,8 @@ BLOCK = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "item", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop", "key",
-            "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
+            "item", "kv", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop",
+            "key", "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
             "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
             "n_fetch", "fetch_nbytes",
         )

@@ -32,6 +32,7 @@ SCORE_ROWS, SCORE_VECTORS, SCORE_STRETCH = TARGET.score_rows, TARGET.score_vecto
 TILE_ROWS, TILE_VECTORS = TARGET.tile_rows, TARGET.tile_vectors
 #: Where a block has so few vectors that it often lacks one, tiles of one or two take more keys.
 NARROW_ROWS = 2 * SCORE_ROWS
+LAST_ROWS = SCORE_ROWS // 2  #: keys in the last tile of `score`, where no more are left
 WIDE_ROWS = TARGET.wide_rows  #: columns of the values in a tile of one vector
 HAS_NARROW = TARGET.block_vectors == TARGET.score_vectors
 
@@ -106,7 +107,7 @@ def _score_tile(rows: int, vectors: int) -> Any:
                 for v in range(vectors):
                     sums[r][v].set(e.fma(x[v], y, sums[r][v].get()))
                 key[r].set(builder.add(key[r].get(), e.count(e.itemsize)))
-            query.set(builder.add(at, line))
+            query.set(e.opaque(builder.add(at, line)))
 
         def end_sums() -> None:
             for r in range(rows):
@@ -116,14 +117,12 @@ def _score_tile(rows: int, vectors: int) -> Any:
 
         whole = builder.sdiv(n_cols, e.count(stretch))
         with e.loop(e.count(0), whole):
-            unroll = min(8, stretch)
             for line_of_keys in range(0, stretch * e.itemsize, LINE_BYTES):
                 for r in range(rows):
                     # Rows to come, into L1: lines walked column by column, which no prefetcher follows.
                     e.prefetch(e.at(key[r].get(), (ahead, k_row), (line_of_keys, 1)))
-            with e.loop(e.count(0), e.count(stretch // unroll)):
-                for _ in range(unroll):
-                    step()
+            for _ in range(stretch):
+                step()
             end_sums()
         left = builder.sub(n_cols, builder.mul(whole, e.count(stretch)))
         parts = builder.sdiv(builder.add(left, e.count(rest - 1)), e.count(rest))
@@ -150,6 +149,9 @@ def _score_tile(rows: int, vectors: int) -> Any:
 
 
 score_tile_1, score_tile_2, score_tile_3 = (_score_tile(SCORE_ROWS, vectors) for vectors in (1, 2, 3))
+score_last_tile_1, score_last_tile_2, score_last_tile_3 = (
+    _score_tile(LAST_ROWS, vectors) for vectors in (1, 2, 3)
+)
 score_narrow_tile_1, score_narrow_tile_2 = (_score_tile(NARROW_ROWS, vectors) for vectors in (1, 2))
 
 
@@ -274,52 +276,52 @@ def mask_scores(e: Emitter, s, top, ld, n_keys, words) -> None:
 
 
 @stage()
-def softmax_vector(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_keys, first_chunk,
-                   factor) -> None:  # fmt: skip
-    """One step for a vector of lanes, as `softmax` of the kernel contract."""
+def softmax_lanes(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_vectors, stops, first_chunk,
+                  factor) -> None:  # fmt: skip
+    """One step for all vectors of lanes, as `softmax` of the kernel contract."""
     builder = e.builder
     empty = e.constant(-math.inf)
     line = builder.mul(ld, e.count(e.itemsize))
     lowest = e.splat(builder.fdiv(ir.Constant(e.real, float(EXPONENT_MIN[e.itemsize])), factor))
     factor = e.splat(factor)
-    old = e.load(row_max)
-    top = e.maximum(old, e.load(tile_max))
-    # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
-    base = e.select(e.equal(top, empty), e.zero(), top)
-    total = e.variable(e.zero())
+    with e.loop(e.count(0), n_vectors) as vector:
+        lane = (vector, LANE_BYTES)
+        old = e.load(e.at(row_max, lane))
+        top = e.maximum(old, e.load(e.at(tile_max, lane)))
+        # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
+        base = e.select(e.equal(top, empty), e.zero(), top)
+        total = e.variable(e.zero())
+        row = e.variable(e.at(s, lane))
 
-    def weights(addresses: list[Any]) -> list[Any]:
-        return e.exp2([e.sub(e.load(address), base) for address in addresses], factor, lowest)
+        def weigh(addresses: list[Any], base: Any = base) -> list[Any]:
+            x = e.exp2([e.sub(e.load(address), base) for address in addresses], factor, lowest)
+            for address, weight in zip(addresses, x, strict=True):
+                e.store(address, weight)
+            return x
 
-    with each_chunk(e, n_keys, first_chunk) as (_, start, stop):
-        some = e.variable(e.zero())
-        groups = builder.sdiv(builder.sub(stop, start), e.count(EXP2_KEYS))
-        with e.loop(e.count(0), groups) as group:
-            j = builder.add(start, builder.mul(group, e.count(EXP2_KEYS)))
-            at = [e.at(s, (builder.add(j, e.count(i)), line)) for i in range(EXP2_KEYS)]
-            x = weights(at)
-            for address, weight in zip(at, x, strict=True):
-                e.store(address, weight)
-            some.set(e.add(some.get(), add_in_tree(e, x)))
-        j = builder.add(start, builder.mul(groups, e.count(EXP2_KEYS)))
-        with builder.if_then(builder.icmp_signed("<", j, stop)):
-            # As if the missing keys were masked: where a vector's keys end depends on its other lanes.
-            last = builder.sub(stop, e.count(1))
-            keys = [builder.add(j, e.count(i)) for i in range(EXP2_KEYS)]
-            at = [e.at(s, (e.least(key, last), line)) for key in keys]
-            x = weights(at)
-            for address, weight in zip(at, x, strict=True):
-                e.store(address, weight)
-            there = [
-                e.select(builder.icmp_signed("<", key, stop), a, e.zero())
-                for key, a in zip(keys, x, strict=True)
-            ]
-            some.set(e.add(some.get(), add_in_tree(e, there)))
-        total.set(e.add(total.get(), some.get()))
-    scale = e.exp2([e.sub(old, base)], factor, lowest)[0]
-    e.store(rescale, scale)
-    e.store(row_sum, e.fma(e.load(row_sum), scale, total.get()))
-    e.store(row_max, top)
+        with each_chunk(e, e.load_address(e.at(stops, (vector, 8))), first_chunk) as (_, start, stop):
+            some = e.variable(e.zero())
+            n = builder.sub(stop, start)
+            with e.loop(e.count(0), builder.sdiv(n, e.count(EXP2_KEYS))):
+                at = row.get()
+                x = weigh([e.at(at, (i, line)) for i in range(EXP2_KEYS)])
+                some.set(e.add(some.get(), add_in_tree(e, x)))
+                row.set(e.opaque(e.at(at, (EXP2_KEYS, line))))
+            left = builder.srem(n, e.count(EXP2_KEYS))
+            with builder.if_then(builder.icmp_signed(">", left, e.count(0))):
+                # As if the missing keys were masked: where a vector's keys end depends on its other lanes.
+                rest = [e.variable(e.zero()) for _ in range(EXP2_KEYS)]
+                for i, one in enumerate(rest[:-1]):
+                    with builder.if_then(builder.icmp_signed("<", e.count(i), left)):
+                        at = row.get()
+                        one.set(weigh([at])[0])
+                        row.set(e.at(at, (line, 1)))
+                some.set(e.add(some.get(), add_in_tree(e, [one.get() for one in rest])))
+            total.set(e.add(total.get(), some.get()))
+        scale = e.exp2([e.sub(old, base)], factor, lowest)[0]
+        e.store(e.at(rescale, lane), scale)
+        e.store(e.at(row_sum, lane), e.fma(e.load(e.at(row_sum, lane)), scale, total.get()))
+        e.store(e.at(row_max, lane), top)
 
 
 # Values.
@@ -347,13 +349,14 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
             return builder.select(builder.icmp_signed(">", a, b), a, b)
 
         def add_keys(first: int, begin: Any, end: Any, is_listed: bool) -> None:
-            with e.loop(begin, end) as j:
-                at = e.at(v, (j, v_row))
+            value, weight = e.variable(e.at(v, (begin, v_row))), e.variable(e.at(p, (begin, line)))
+
+            def add_key(j: Any) -> None:
+                at, weights = value.get(), weight.get()
                 if is_listed:
                     e.prefetch(e.at(e.load_address(e.at(fetch, (j, 8))), (fetch_byte, 1)))
                 else:
                     e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
-                weights = e.at(p, (j, line))
                 x = {
                     i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
                     for i in range(first, vectors)
@@ -362,6 +365,19 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
                     y = e.splat(e.load_scalar(builder.add(at, columns[r])))
                     for i in range(first, vectors):
                         sums[r][i].set(e.fma(x[i], y, sums[r][i].get()))
+                value.set(e.opaque(builder.add(at, v_row)))
+                weight.set(e.opaque(builder.add(weights, line)))
+
+            if first == 0:
+                # Two at a time: on a core whose other half is busy, 2 to 5 % of the time were the loop's own.
+                n = most(builder.sub(end, begin), e.count(0))
+                with e.loop(e.count(0), builder.sdiv(n, e.count(2))) as i:
+                    j = builder.add(begin, builder.mul(i, e.count(2)))
+                    add_key(j)
+                    add_key(builder.add(j, e.count(1)))
+                begin = builder.sub(end, builder.and_(n, e.count(1)))
+            with e.loop(begin, end) as j:
+                add_key(j)
 
         with each_chunk(e, ends[-1], first_chunk) as (chunk, start, stop):
             for r in range(rows):

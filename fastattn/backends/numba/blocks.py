@@ -60,53 +60,43 @@ def row_stride(job, view):
 
 
 @routine
-def at_place(job, view, item):
-    """`at_item` for any number of leading axes."""
-    address = stride_of(job, view, ADDRESS)
-    shape = int64s(job.lead_shape)
-    for axis in range(job.n_lead - 1, -1, -1):
-        address += item % shape[axis] * stride_of(job, view, LEAD + axis)
-        item //= shape[axis]
-    return address
-
-
-@njit(**OPTIONS)
 def at_item(job, view, item):
     """Where a batch item starts in an array."""
-    if job.n_lead == 1:
-        return stride_of(job, view, ADDRESS) + item * stride_of(job, view, LEAD)
-    return at_place(job, view, item)
+    address = stride_of(job, view, ADDRESS)
+    shape = int64s(job.lead_shape)
+    for axis in range(job.n_lead - 1, 0, -1):
+        address += item % shape[axis] * stride_of(job, view, LEAD + axis)
+        item //= shape[axis]
+    return address + item * stride_of(job, view, LEAD) if job.n_lead > 0 else address
 
 
-@njit(**OPTIONS)
-def list_rows(job, start, head, row, first_row, n_rows, addresses):
-    """The addresses of n_rows rows of a key/value head, which starts at `start`: of each query row those of
-    all its heads, before the next."""
-    if job.group_size == 1:
+@routine
+def list_rows(job, start, head, row, first_row, n_rows, n_lanes, to):
+    """Start + g * head + i * row for n_rows rows of a key/value head from first_row on: head g of its query
+    heads, query row i, of each row all heads before the next row. Lanes past the last row repeat it."""
+    entries, group_size = int64s(to), job.group_size
+    if group_size == 1:
         for r in range(n_rows):
-            addresses[r] = start + (first_row + r) * row
-        return
-    i, g = first_row // job.group_size, first_row % job.group_size
-    for r in range(n_rows):
-        addresses[r] = start + g * head + i * row
-        g += 1
-        if g == job.group_size:
-            g = 0
-            i += 1
+            entries[r] = start + (first_row + r) * row
+    else:
+        i, g = first_row // group_size, first_row % group_size
+        for r in range(n_rows):
+            entries[r] = start + g * head + i * row
+            g += 1
+            if g == group_size:
+                g = 0
+                i += 1
+    for lane in range(n_rows, n_lanes):
+        entries[lane] = entries[n_rows - 1]
+    return 0
 
 
 @routine
 def find_rows(job, w, view, block, byte, n_lanes, to):
-    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`.
-
-    Lanes past the last row repeat it.
-    """
+    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`."""
     head, row = stride_of(job, view, HEAD), stride_of(job, view, ROW)
     start = at_item(job, view, block.item) + block.kv * job.group_size * head + byte
-    addresses, n_rows = int64s(to), block.n_rows
-    list_rows(job, start, head, row, block.first_row, n_rows, addresses)
-    for lane in range(n_rows, n_lanes):
-        addresses[lane] = addresses[n_rows - 1]
+    list_rows(job, start, head, row, block.first_row, block.n_rows, n_lanes, to)
     return 0
 
 
@@ -123,10 +113,7 @@ def place_of(job, task):
 
 @routine
 def find_block(job, w, block, task):
-    """The rows of a task: where they find keys and values, and each lane's row and head.
-
-    Lanes past the last row repeat it.
-    """
+    """The rows of a task: where they find keys and values, and each lane's row and head."""
     item, kv, first_vector, n_vectors = place_of(job, task)
     block.item, block.kv, block.n_vectors = item, kv, n_vectors
     block.first_row = first_vector * job.lanes
@@ -143,20 +130,8 @@ def find_block(job, w, block, task):
         block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
         block.panel = TILE_ROWS * job.itemsize * job.len_k
 
-    row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
-    first_row, n_rows = block.first_row, block.n_rows
-    if job.group_size == 1:
-        for lane in range(block.ld):
-            row_i[lane], row_h[lane] = first_row + min(lane, n_rows - 1), kv
-    else:
-        i, g = first_row // job.group_size, first_row % job.group_size
-        for lane in range(block.ld):
-            if 0 < lane < n_rows:
-                g += 1
-                if g == job.group_size:
-                    g = 0
-                    i += 1
-            row_i[lane], row_h[lane] = i, kv * job.group_size + g
+    list_rows(job, 0, 0, 1, block.first_row, block.n_rows, block.ld, w + job.to_row_i)
+    list_rows(job, kv * job.group_size, 1, 0, block.first_row, block.n_rows, block.ld, w + job.to_row_h)
     block.low = block.all_start = 0
     block.high = block.all_stop = job.len_k
     if job.is_masked:
@@ -172,7 +147,7 @@ def find_queries(job, task, to):
     n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - first_row)
     head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
     start = at_item(job, QUERY, item) + kv * job.group_size * head
-    list_rows(job, start, head, row, first_row, n_rows, int64s(to))
+    list_rows(job, start, head, row, first_row, n_rows, n_rows, to)
     return n_rows
 
 

@@ -147,14 +147,13 @@ def find_fetches(job, w, block, task):
 
     Both are far apart and touched all at once, so that a core would only wait for them.
     """
-    fetch, rows, n = int64s(w + job.to_fetch), int64s(w + job.to_out_rows), 0
+    fetch, n = w + job.to_fetch, 0
     block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
     if column_stride(job, OUT) == job.itemsize:
+        find_rows(job, w, OUT, block, 0, block.n_rows, fetch)
         n = block.n_rows
-        for r in range(n):
-            fetch[r] = rows[r]
     if column_stride(job, QUERY) == job.itemsize and task < job.n_tasks:
-        n += find_queries(job, task, w + job.to_fetch + n * 8)
+        n += find_queries(job, task, fetch + n * 8)
     block.n_fetch = n
     return 0
 

@@ -23,7 +23,7 @@ _CONDITIONS = {
     "by_rows": ("run_row_task",),
     "by_lanes": ("run_task",),
     "is_masked": ("find_intervals", "mask_tile"),
-    "is_adjusted": ("adjust", "adjust_rows"),
+    "is_adjusted": ("adjusted_scores", "adjust_rows"),
     "has_score_mod": ("modify_scores", "note_masked"),
     "has_dense": ("read_dense",),
     "has_tiles": ("read_tiles",),

@@ -246,8 +246,6 @@ def modify_scores(job, w, block, top, key0):
 @routine
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
     """`score_keys` and what is to be done to raw scores; first is 0 where all are touched."""
-    if n_keys <= 0:
-        return 0
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
     words, softcap = words_of(job, w, state), job.softcap
     if job.has_score_mod:
@@ -282,10 +280,12 @@ def score_tile(job, w, block, key0, n_keys, whole):
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     plain, plain_stop = block.plain, block.plain_stop
-    adjusted_scores(job, w, block, state, key0, 0, plain)
+    if plain > 0:
+        adjusted_scores(job, w, block, state, key0, 0, plain)
     if plain_stop > plain:
         score_keys(job, w, block, w + job.to_tile_max, key0, plain, plain_stop - plain)
-    adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
+    if n_keys > plain_stop:
+        adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
     if job.has_score_mod and job.is_isolated:
         return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
     return state

@@ -67,13 +67,16 @@ def at_item(job, view, item):
     for axis in range(job.n_lead - 1, 0, -1):
         address += item % shape[axis] * stride_of(job, view, LEAD + axis)
         item //= shape[axis]
-    return address + item * stride_of(job, view, LEAD) if job.n_lead > 0 else address
+    if job.n_lead > 0:
+        address += item * stride_of(job, view, LEAD)  # what is left is the index on the first axis
+    return address
 
 
 @routine
 def list_rows(job, start, head, row, first_row, n_rows, n_lanes, to):
-    """Start + g * head + i * row for n_rows rows of a key/value head from first_row on: head g of its query
-    heads, query row i, of each row all heads before the next row. Lanes past the last row repeat it."""
+    """Into the list at `to`, for each of n_rows rows of a key/value head from first_row on:
+    start + g * head + i * row, where row r is query row i = r // group_size of its query head
+    g = r % group_size. Entries up to n_lanes repeat the last."""
     entries, group_size = int64s(to), job.group_size
     if group_size == 1:
         for r in range(n_rows):
@@ -92,7 +95,7 @@ def list_rows(job, start, head, row, first_row, n_rows, n_lanes, to):
 
 
 @routine
-def find_rows(job, w, view, block, byte, n_lanes, to):
+def find_rows(job, view, block, byte, n_lanes, to):
     """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`."""
     head, row = stride_of(job, view, HEAD), stride_of(job, view, ROW)
     start = at_item(job, view, block.item) + block.kv * job.group_size * head + byte
@@ -102,23 +105,24 @@ def find_rows(job, w, view, block, byte, n_lanes, to):
 
 @njit(**OPTIONS)
 def place_of(job, task):
-    """Which rows a task works on: batch item, key/value head, first vector of lanes and how many."""
+    """Which rows a task works on: batch item, key/value head, first row, vectors of lanes and rows."""
     number, head_item = task % job.n_blocks, task // job.n_blocks
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
     number = job.n_blocks - 1 - number
     first = number * job.n_vectors // job.n_blocks
     stop = (number + 1) * job.n_vectors // job.n_blocks
-    return head_item // job.num_kv_heads, head_item % job.num_kv_heads, first, stop - first
+    first_row = first * job.lanes
+    n_rows = min(stop * job.lanes, job.len_q * job.group_size) - first_row
+    return head_item // job.num_kv_heads, head_item % job.num_kv_heads, first_row, stop - first, n_rows
 
 
 @routine
 def find_block(job, w, block, task):
     """The rows of a task: where they find keys and values, and each lane's row and head."""
-    item, kv, first_vector, n_vectors = place_of(job, task)
-    block.item, block.kv, block.n_vectors = item, kv, n_vectors
-    block.first_row = first_vector * job.lanes
-    block.n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - block.first_row)
-    block.ld = block.n_rows if job.by_rows else n_vectors * job.lanes
+    item, kv, first_row, n_vectors, n_rows = place_of(job, task)
+    block.item, block.kv, block.first_row = item, kv, first_row
+    block.n_vectors, block.n_rows = n_vectors, n_rows
+    block.ld = n_rows if job.by_rows else n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
     block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
     # Where the kernels read them: in place, or in the thread's copies.
@@ -130,8 +134,8 @@ def find_block(job, w, block, task):
         block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
         block.panel = TILE_ROWS * job.itemsize * job.len_k
 
-    list_rows(job, 0, 0, 1, block.first_row, block.n_rows, block.ld, w + job.to_row_i)
-    list_rows(job, kv * job.group_size, 1, 0, block.first_row, block.n_rows, block.ld, w + job.to_row_h)
+    list_rows(job, 0, 0, 1, first_row, n_rows, block.ld, w + job.to_row_i)
+    list_rows(job, kv * job.group_size, 1, 0, first_row, n_rows, block.ld, w + job.to_row_h)
     block.low = block.all_start = 0
     block.high = block.all_stop = job.len_k
     if job.is_masked:
@@ -142,9 +146,7 @@ def find_block(job, w, block, task):
 @routine
 def find_queries(job, task, to):
     """The addresses of a task's query rows, into the list at `to`; how many they are."""
-    item, kv, first_vector, n_vectors = place_of(job, task)
-    first_row = first_vector * job.lanes
-    n_rows = min(n_vectors * job.lanes, job.len_q * job.group_size - first_row)
+    item, kv, first_row, _, n_rows = place_of(job, task)
     head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
     start = at_item(job, QUERY, item) + kv * job.group_size * head
     list_rows(job, start, head, row, first_row, n_rows, n_rows, to)

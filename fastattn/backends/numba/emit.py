@@ -106,8 +106,8 @@ class Emitter:
         return address
 
     def opaque(self, n: ir.Value) -> ir.Value:
-        """n, of which LLVM knows no more. It would compute addresses in a row from each other, one after the
-        other, or of two sums at each use, which then takes two operations."""
+        """n, of which LLVM knows no more. Else it would compute addresses in a row each from the last, or
+        keep one as two parts and add them at each use."""
         kind = ir.FunctionType(INTP, [INTP])
         return self.builder.asm(kind, "", "=r,0", [n], side_effect=False)
 

@@ -138,14 +138,14 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 while j < stop:
                     while ends[first] <= j:
                         first += 1
-                    key, i = keys + j * k_row, first
+                    key, i, is_last = keys + j * k_row, first, stop - j <= LAST_ROWS
                     if fetch_nbytes > 0 and start == 0:
                         n_fetched = min(SCORE_ROWS, stop - j)
                         tiles.fetch_rows(zero, fetch + j * fetch_row, fetch_row, n_fetched, fetch_nbytes)
                     while i < n_vectors:
                         at = i * LANE_BYTES
                         to, column, top_at = s + j * ld * size + at, columns + at, tops + at
-                        left, is_last = n_vectors - i, stop - j <= LAST_ROWS
+                        left = n_vectors - i
                         if SCORE_VECTORS == 3 and left >= 3 and is_last:
                             tiles.score_last_tile_3(zero, to, top_at, column, ld, key, k_row, n_cols,
                                                     stop - j, is_first)  # fmt: skip
@@ -231,7 +231,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 elif WIDE_ROWS > TILE_ROWS and left >= WIDE_ROWS and not is_packed:
                     tiles.accumulate_wide_tile(zero, to, weights, scale, is_first, ld, values, v_row, left,
                                                ends, first_chunk, fetch, n, byte)  # fmt: skip
-                    c += WIDE_ROWS - TILE_ROWS
+                    c, byte = c + WIDE_ROWS - TILE_ROWS, byte + LINE_BYTES
                 else:
                     tiles.accumulate_tile_1(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
                                             first_chunk, fetch, n, byte)  # fmt: skip

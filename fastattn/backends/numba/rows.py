@@ -186,7 +186,7 @@ def write_row_weights(job, w, block):
     Whether any of a tile in which only some may be read is NaN.
     """
     nan, part = 0, stacked(job, w, 0)
-    find_rows(job, w, WEIGHTS, block, 0, block.n_rows, w + job.to_out_rows)
+    find_rows(job, WEIGHTS, block, 0, block.n_rows, w + job.to_out_rows)
     rows = int64s(w + job.to_out_rows)
     for r in range(block.n_rows):
         kernels.fill(job, rows[r], job.len_k, 0.0)
@@ -199,7 +199,7 @@ def write_row_weights(job, w, block):
         state = score_leaf(job, w, block, state, key0, n_keys)
         rows_kernels.softmax_rows(job, w + job.to_scores, job.block_k, part.data, w + job.to_row_sum,
                                   block.n_rows, n_keys, job.exponent_factor, 1)  # fmt: skip
-        find_rows(job, w, WEIGHTS, block, key0 * job.itemsize, block.n_rows, w + job.to_rows)
+        find_rows(job, WEIGHTS, block, key0 * job.itemsize, block.n_rows, w + job.to_rows)
         if rows_kernels.unpack_rows(job, w + job.to_rows, job.itemsize, block.n_rows, w + job.to_scores,
                                     job.block_k, n_keys, w + job.to_inverse, job.max_lanes) != 0:  # fmt: skip
             if state == TILE_PARTIAL or job.may_mask:
@@ -216,7 +216,7 @@ def finish_rows(job, w, block):
     if block.depth == 0 or job.sinks != 0:
         take_sinks(job, w, block)
     part = stacked(job, w, 0)
-    find_rows(job, w, OUT, block, 0, block.n_rows, w + job.to_out_rows)
+    find_rows(job, OUT, block, 0, block.n_rows, w + job.to_out_rows)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, part.data, sums_of(job,
                    part.data), job.max_lanes, job.exponent_factor)  # fmt: skip
     nan = rows_kernels.unpack_rows(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows,
@@ -226,7 +226,7 @@ def finish_rows(job, w, block):
         # It may be 0 * NaN of a masked key.
         job.saw_nan = 1
     if job.has_lse:
-        find_rows(job, w, LSE, block, 0, block.n_rows, w + job.to_rows)
+        find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)
         kernels.scatter(job, w + job.to_rows, w + job.to_lse, block.n_rows)
     if job.has_weights and write_row_weights(job, w, block) != 0:
         job.saw_nan = 1
@@ -266,7 +266,7 @@ def run_row_task(job, w, block, task):
     """Some leaves of one key/value head of one batch item; who does the last of a head writes its outputs."""
     head, first = task // job.n_chunks, task % job.n_chunks * job.chunk_leaves
     find_block(job, w, block, head)
-    find_rows(job, w, QUERY, block, 0, block.n_rows, w + job.to_rows)
+    find_rows(job, QUERY, block, 0, block.n_rows, w + job.to_rows)
     rows_kernels.pack_rows(job, w + job.to_query, job.query_ld, w + job.to_rows, block.n_rows,
                            column_stride(job, QUERY), job.head_dim, job.query_high,
                            job.query_low)  # fmt: skip

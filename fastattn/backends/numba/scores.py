@@ -46,7 +46,7 @@ def span_words(job, w, block, key0, n_words, first, last):
 def read_dense(job, w, block, key0, n_keys):
     """Clears the mask words' bits where the array of the mask is 0."""
     col = column_stride(job, DENSE)
-    find_rows(job, w, DENSE, block, key0 * col, block.ld, w + job.to_rows)
+    find_rows(job, DENSE, block, key0 * col, block.ld, w + job.to_rows)
     kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_size, n_keys)
     return 0
 
@@ -147,7 +147,7 @@ def tile_state(job, w, block, key0, n_keys, whole):
 def find_bias_rows(job, w, block, key0, n_keys):
     """The bias of each lane at the tile's keys, in the compute type without gaps: in place, or converted."""
     col = column_stride(job, BIAS)
-    find_rows(job, w, BIAS, block, key0 * col, block.ld, w + job.to_bias_rows)
+    find_rows(job, BIAS, block, key0 * col, block.ld, w + job.to_bias_rows)
     if job.convert_bias:
         rows = int64s(w + job.to_bias_rows)
         for lane in range(block.ld):

@@ -55,7 +55,7 @@ def fetch_ahead(job, w, block, view, itemsize, key0, n_keys):
     if column_stride(job, view) != itemsize or step == 0:
         return 0
     block.fetch_nbytes = max(block.fetch_nbytes, min(step, nbytes))
-    find_rows(job, w, view, block, key0 * itemsize, block.n_rows, w + job.to_rows)
+    find_rows(job, view, block, key0 * itemsize, block.n_rows, w + job.to_rows)
     fetch, rows, n = int64s(w + job.to_fetch), int64s(w + job.to_rows), block.n_fetch
     for lane in range(block.n_rows):
         if lane > 0 and rows[lane] == rows[lane - 1]:
@@ -108,7 +108,7 @@ def write_weights(job, w, block):
     Whether any of a tile in which only some may be read is NaN.
     """
     ld, nan = block.ld, 0
-    find_rows(job, w, WEIGHTS, block, 0, ld, w + job.to_out_rows)
+    find_rows(job, WEIGHTS, block, 0, ld, w + job.to_out_rows)
     rows = int64s(w + job.to_out_rows)
     for lane in range(block.n_rows):
         kernels.fill(job, rows[lane], job.len_k, 0.0)
@@ -125,7 +125,7 @@ def write_weights(job, w, block):
         kernels.softmax(job, w + job.to_scores, w + job.to_tile_max, w + job.to_row_max, w + job.to_row_sum,
                         w + job.to_rescale, ld, block.n_vectors, w + job.to_stops, KEY_CHUNK,
                         job.exponent_factor)  # fmt: skip
-        find_rows(job, w, WEIGHTS, block, key0 * job.itemsize, ld, w + job.to_rows)
+        find_rows(job, WEIGHTS, block, key0 * job.itemsize, ld, w + job.to_rows)
         if (
             kernels.unpack(
                 job, w + job.to_rows, job.itemsize, w + job.to_scores, ld, n_keys, w + job.to_inverse
@@ -150,7 +150,7 @@ def find_fetches(job, w, block, task):
     fetch, n = w + job.to_fetch, 0
     block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
     if column_stride(job, OUT) == job.itemsize:
-        find_rows(job, w, OUT, block, 0, block.n_rows, fetch)
+        find_rows(job, OUT, block, 0, block.n_rows, fetch)
         n = block.n_rows
     if column_stride(job, QUERY) == job.itemsize and task < job.n_tasks:
         n += find_queries(job, task, fetch + n * 8)
@@ -162,10 +162,10 @@ def find_fetches(job, w, block, task):
 def run_task(job, w, block, task):
     """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
     find_block(job, w, block, task)
-    find_rows(job, w, QUERY, block, 0, block.ld, w + job.to_rows)
+    find_rows(job, QUERY, block, 0, block.ld, w + job.to_rows)
     kernels.pack(job, w + job.to_query, block.ld, w + job.to_rows, column_stride(job, QUERY), job.head_dim,
                  job.query_high, job.query_low)  # fmt: skip
-    find_rows(job, w, OUT, block, 0, block.ld, w + job.to_out_rows)
+    find_rows(job, OUT, block, 0, block.ld, w + job.to_out_rows)
     find_fetches(job, w, block, task + 1)
     partial = attend(job, w, block)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, w + job.to_row_max,
@@ -176,7 +176,7 @@ def run_task(job, w, block, task):
         # It may be 0 * NaN of a masked key.
         job.saw_nan = 1
     if job.has_lse:
-        find_rows(job, w, LSE, block, 0, block.n_rows, w + job.to_rows)
+        find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)
         kernels.scatter(job, w + job.to_rows, w + job.to_lse, block.n_rows)
     if job.has_weights and write_weights(job, w, block) != 0:
         job.saw_nan = 1

@@ -33,6 +33,7 @@ _CONDITIONS = {
     "has_lse": ("scatter",),
     "has_weights": ("write_weights", "write_row_weights"),
     "has_copies": ("copy_new",),
+    "has_last": ("accumulate_last",),
     "is_isolated": ("clean_values", "add_wild_values", "clear_masked"),
 }
 
@@ -138,6 +139,7 @@ class Form:
             "by_lanes": not values["by_rows"],
             "is_adjusted": values["is_masked"] or values["adjusts_all"],
             "has_copies": values["copies_keys"] or values["packs_values"],
+            "has_last": values["value_dim"] % TARGET.tile_rows != 0,
             "is_fetched": values["has_bias"] or values["has_dense"],
             "is_isolated": is_isolated,
         }

@@ -201,28 +201,18 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         acc has room for whole register tiles of columns. There are `panel` bytes from one of them to the next
         in the values: as many as the columns have, or as `pack_values` leaves them. Along the way it asks
         memory for the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads
-        yet.
+        yet. What is left of value_dim behind whole register tiles it leaves to `accumulate_last`.
         """
         is_packed = panel != TILE_ROWS * size
         i = 0
         while i < n_vectors:
             group = min(TILE_VECTORS, n_vectors - i)
             weights, scale, ends, c, byte = p + i * LANE_BYTES, rescale + i * LANE_BYTES, stops + i * 8, 0, 0
-            while c < value_dim:
+            while c + TILE_ROWS <= value_dim:
                 to, left = acc + c * ld * size + i * LANE_BYTES, value_dim - c
                 values = v + c // TILE_ROWS * panel
                 n = n_fetch if byte < fetch_nbytes else 0
-                if left < TILE_ROWS:
-                    if TILE_VECTORS == 3 and group == 3:
-                        tiles.accumulate_last_tile_3(zero, to, weights, scale, is_first, ld, values, v_row,
-                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
-                    elif group == 2:
-                        tiles.accumulate_last_tile_2(zero, to, weights, scale, is_first, ld, values, v_row,
-                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
-                    else:
-                        tiles.accumulate_last_tile_1(zero, to, weights, scale, is_first, ld, values, v_row,
-                                                     left, ends, first_chunk, fetch, n, byte)  # fmt: skip
-                elif TILE_VECTORS == 3 and group == 3:
+                if TILE_VECTORS == 3 and group == 3:
                     tiles.accumulate_tile_3(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
                                             first_chunk, fetch, n, byte)  # fmt: skip
                 elif group == 2:
@@ -236,6 +226,27 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     tiles.accumulate_tile_1(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
                                             first_chunk, fetch, n, byte)  # fmt: skip
                 c, byte = c + TILE_ROWS, byte + LINE_BYTES
+            i, n_fetch = i + group, 0
+        return 0
+
+    def accumulate_last(acc, p, rescale, is_first, ld, n_vectors, v, v_row, stops, first_chunk, n_cols,
+                        fetch, n_fetch, fetch_byte):  # fmt: skip
+        """`accumulate` for the n_cols columns behind whole register tiles, all addresses being theirs."""
+        i = 0
+        while i < n_vectors:
+            group, at = min(TILE_VECTORS, n_vectors - i), i * LANE_BYTES
+            if TILE_VECTORS == 3 and group == 3:
+                tiles.accumulate_last_tile_3(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
+                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
+                                             fetch_byte)  # fmt: skip
+            elif group == 2:
+                tiles.accumulate_last_tile_2(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
+                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
+                                             fetch_byte)  # fmt: skip
+            else:
+                tiles.accumulate_last_tile_1(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
+                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
+                                             fetch_byte)  # fmt: skip
             i, n_fetch = i + group, 0
         return 0
 
@@ -387,11 +398,11 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 uint32s(words)[j // 32 * n_lanes + lane] &= word
         return 0
 
-    return (fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
-            add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row,
-            mask_words)  # fmt: skip
+    return (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
+            clean_values, add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
+            convert_row, mask_words)  # fmt: skip
 
 
-(fill, pack, unpack, score, adjust, softmax, accumulate, pack_values, copy_rows, clean_values,
- add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words, convert_row,
- mask_words) = calls.kernels(_define)  # fmt: skip
+(fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
+ clean_values, add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
+ convert_row, mask_words) = calls.kernels(_define)  # fmt: skip

@@ -16,7 +16,7 @@ from fastattn.backends.numba.calls import routine
 from fastattn.backends.numba.intrinsics import int64s
 from fastattn.backends.numba.layout import BIAS, DENSE, LSE, OUT, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.scores import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
-from fastattn.backends.numba.tiles import KEY_CHUNK, TILE_ROWS
+from fastattn.backends.numba.tiles import KEY_CHUNK, LINE_BYTES, TILE_ROWS
 
 FETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to ask for, per column of value
 
@@ -35,9 +35,18 @@ def add_values(job, w, block, state, key0, n_keys, is_first):
         values = w + job.to_value_copy
     if job.is_isolated or (value_col != job.itemsize and not job.packs_values):
         row, panel = job.value_dim * job.itemsize, TILE_ROWS * job.itemsize
+    first_chunk, n_tiles = KEY_CHUNK - key0 % KEY_CHUNK, job.value_dim // TILE_ROWS
     kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, is_first, block.ld,
-                       block.n_vectors, values, row, panel, w + job.to_stops, KEY_CHUNK - key0 % KEY_CHUNK,
-                       job.value_dim, w + job.to_fetch, block.n_fetch, block.fetch_nbytes)  # fmt: skip
+                       block.n_vectors, values, row, panel, w + job.to_stops, first_chunk, job.value_dim,
+                       w + job.to_fetch, block.n_fetch, block.fetch_nbytes)  # fmt: skip
+    n_left = job.value_dim - n_tiles * TILE_ROWS
+    if n_left > 0:
+        byte = n_tiles * LINE_BYTES
+        kernels.accumulate_last(job, w + job.to_acc + n_tiles * TILE_ROWS * block.ld * job.itemsize,
+                                w + job.to_scores, w + job.to_rescale, is_first, block.ld, block.n_vectors,
+                                values + n_tiles * panel, row, w + job.to_stops, first_chunk, n_left,
+                                w + job.to_fetch, block.n_fetch if byte < block.fetch_nbytes else 0,
+                                byte)  # fmt: skip
     block.n_fetch = 0
     if wild != 0:
         kernels.add_wild_values(job, w + job.to_acc, block.ld * job.itemsize, job.itemsize, w + job.to_scores,

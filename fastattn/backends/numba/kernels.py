@@ -376,13 +376,15 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         """Clears bit j % 32 of words[j / 32][lane] where element j of rows[lane] is zero, any integer of
         itemsize bytes."""
         for lane in range(n_lanes):
-            row = int64s(rows)[lane]
-            for j in range(0, n_cols, 32):
+            row, n_whole = int64s(rows)[lane], 0
+            if itemsize == 1 and stride == 1:
+                n_whole = n_cols // 32
+                for j in range(n_whole):
+                    uint32s(words)[j * n_lanes + lane] &= dense_word_1(row + 32 * j)
+            for j in range(32 * n_whole, n_cols, 32):
                 at, n = row + j * stride, min(32, n_cols - j)
                 word = np.uint32(0)
-                if n == 32 and stride == itemsize and itemsize == 1:
-                    word = dense_word_1(at)
-                elif n == 32 and stride == itemsize and itemsize == 2:
+                if n == 32 and stride == itemsize and itemsize == 2:
                     word = dense_word_2(at)
                 elif n == 32 and stride == itemsize and itemsize == 4:
                     word = dense_word_4(at)

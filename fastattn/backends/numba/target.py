@@ -26,12 +26,13 @@ class Target(NamedTuple):
     block_vectors: int  #: vectors of lanes in a block of query rows, at most
     row_sums: int  #: vectors of sums in a tile of `accumulate_rows`
     has_fma: bool
+    few_registers: bool  #: 16 of x86; see `Emitter._together`
 
 
-AVX512 = Target(64, 8, 3, 16, 4, 3, 16, 3, 16, True)
-AVX2 = Target(32, 6, 2, 6, 4, 3, 32, 6, 8, True)
-NEON = Target(16, 8, 3, 8, 4, 3, 8, 12, 16, True)
-PORTABLE = Target(16, 4, 2, 4, 4, 2, 4, 6, 8, False)
+AVX512 = Target(64, 8, 3, 16, 4, 3, 16, 3, 16, True, False)
+AVX2 = Target(32, 6, 2, 6, 4, 3, 32, 6, 8, True, True)
+NEON = Target(16, 8, 3, 8, 4, 3, 8, 12, 16, True, False)
+PORTABLE = Target(16, 4, 2, 4, 4, 2, 4, 6, 8, False, False)
 
 BY_ISA = {"avx512": AVX512, "avx2": AVX2, "neon": NEON, "portable": PORTABLE}
 

@@ -260,15 +260,20 @@ def mask_scores(e: Emitter, s, top, ld, n_keys, words) -> None:
     masked = e.constant(-math.inf)
     highest = e.variable(e.load(top))
     n_words = builder.sdiv(builder.add(n_keys, e.count(31)), e.count(32))
+    line = builder.mul(ld, e.count(e.itemsize))
+    row = e.variable(s)
     with e.loop(e.count(0), n_words) as word:
         bits = e.load_words(e.at(words, (builder.mul(word, ld), 4)))
         first = builder.mul(word, e.count(32))
         with e.loop(e.count(0), e.least(e.count(32), builder.sub(n_keys, first))) as bit:
-            to = e.at(s, (builder.mul(builder.add(first, bit), ld), e.itemsize))
-            allowed = e.words_allow(bits, builder.trunc(bit, INT32))
-            x = e.select(allowed, e.load(to), masked)
-            e.store(to, x)
+            at = row.get()
+            x = e.select(e.words_allow(bits, builder.trunc(bit, INT32)), e.load(at), masked)
+            # Elsewhere than x was, as far as LLVM knows: else it would store the masked lanes alone, and with
+            # that a random mask cost 20 % of a call on a Zen 3, not 5 (2026-11-22).
+            at = e.opaque(at)
+            e.store(at, x)
             highest.set(e.maximum(highest.get(), x))
+            row.set(builder.add(at, line))
     e.store(top, highest.get())
 
 

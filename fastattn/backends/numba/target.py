@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 
 AVX512 = Target(64, 8, 3, 16, 4, 3, 16, 3, 16, True, False)
-AVX2 = Target(32, 6, 2, 6, 4, 3, 32, 6, 8, True, True)
+AVX2 = Target(32, 6, 2, 6, 4, 3, 16, 6, 8, True, True)
 NEON = Target(16, 8, 3, 8, 4, 3, 8, 12, 16, True, False)
 PORTABLE = Target(16, 4, 2, 4, 4, 2, 4, 6, 8, False, False)
 

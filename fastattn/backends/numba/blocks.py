@@ -29,34 +29,47 @@ from fastattn.backends.numba.layout import (
 )
 from fastattn.backends.numba.tiles import TILE_ROWS
 
+# In IR, as everything uses them and each Numba function costs its compilation wherever it is used.
+
+
+def _load(builder, address):
+    return builder.load(builder.inttoptr(address, INTP.as_pointer()))
+
+
+def job_entry(builder, job, record, name):
+    """A count of the record `job`."""
+    return _load(builder, builder.add(builder.ptrtoint(record, INTP), INTP(job.offset(name))))
+
+
+def _view_entry(builder, job, record, view, column):
+    """An entry of the table of views."""
+    table, size = (job_entry(builder, job, record, name) for name in ("views", "view_size"))
+    place = builder.add(builder.mul(view, size), column)
+    return _load(builder, builder.add(table, builder.mul(place, INTP(8))))
+
 
 @intrinsic
 def stride_of(context, job, view, column):
-    """An entry of the table of views. In IR, as everything uses it and each Numba function costs its
-    compilation."""
-    at_views, at_size = job.offset("views"), job.offset("view_size")
-
     def codegen(context, builder, signature, values):
-        record = builder.ptrtoint(values[0], INTP)
-
-        def load(address):
-            return builder.load(builder.inttoptr(address, INTP.as_pointer()))
-
-        table, size = (load(builder.add(record, INTP(at))) for at in (at_views, at_size))
-        place = builder.add(builder.mul(values[1], size), values[2])
-        return load(builder.add(table, builder.mul(place, INTP(8))))
+        return _view_entry(builder, job, *values)
 
     return types.intp(job, types.intp, types.intp), codegen
 
 
-@njit(**OPTIONS)
-def column_stride(job, view):
-    return stride_of(job, view, COL)
+@intrinsic
+def column_stride(context, job, view):
+    def codegen(context, builder, signature, values):
+        return _view_entry(builder, job, *values, INTP(COL))
+
+    return types.intp(job, types.intp), codegen
 
 
-@njit(**OPTIONS)
-def row_stride(job, view):
-    return stride_of(job, view, ROW)
+@intrinsic
+def row_stride(context, job, view):
+    def codegen(context, builder, signature, values):
+        return _view_entry(builder, job, *values, INTP(ROW))
+
+    return types.intp(job, types.intp), codegen
 
 
 @routine

@@ -7,11 +7,20 @@ knows masks and bias.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 from fastattn.backends.numba import kernels
-from fastattn.backends.numba.blocks import at_item, column_stride, find_rows, row_stride, stride_of
+from fastattn.backends.numba.blocks import (
+    at_item,
+    column_stride,
+    find_rows,
+    job_entry,
+    row_stride,
+    stride_of,
+)
 from fastattn.backends.numba.calls import OPTIONS, routine
+from fastattn.backends.numba.emit import INTP
 from fastattn.backends.numba.intrinsics import call_modify, int32s, int64s, uint32s
 from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, VALUE, WORD
 
@@ -157,14 +166,29 @@ def find_bias_rows(job, w, block, key0, n_keys):
     return 0
 
 
-@njit(**OPTIONS)
-def bias_rows_of(job, w):
-    return w + job.to_bias_rows if job.has_bias else 0
+@intrinsic
+def bias_rows_of(context, job, w):
+    """Where the addresses of the bias's rows are; 0 without bias."""
+
+    def codegen(context, builder, signature, values):
+        to, has_bias = (job_entry(builder, job, values[0], name) for name in ("to_bias_rows", "has_bias"))
+        return builder.select(
+            builder.icmp_signed("!=", has_bias, INTP(0)), builder.add(values[1], to), INTP(0)
+        )
+
+    return types.intp(job, types.intp), codegen
 
 
-@njit(**OPTIONS)
-def words_of(job, w, state):
-    return w + job.to_words if state == TILE_PARTIAL else 0
+@intrinsic
+def words_of(context, job, w, state):
+    """Where the mask words are; 0 where the tile is not partial."""
+
+    def codegen(context, builder, signature, values):
+        is_partial = builder.icmp_signed("==", values[2], INTP(TILE_PARTIAL))
+        words = builder.add(values[1], job_entry(builder, job, values[0], "to_words"))
+        return builder.select(is_partial, words, INTP(0))
+
+    return types.intp(job, types.intp, types.intp), codegen
 
 
 @routine

@@ -88,8 +88,9 @@ def attention(
         Also return the log-sum-exp, and the attention weights (which takes ``L * S`` memory per head).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
-    backend : {"cython", "numba", "reference"}, optional
-        When not given: FASTATTN_BACKEND, or the first that can take the problem.
+    backend : {"cython", "numba", "reference", "cuda"}, optional
+        When not given: FASTATTN_BACKEND, or the first of those on the CPU that can take the problem.
+        ``"cuda"`` moves the arrays to an NVIDIA GPU and the results back.
 
     Returns
     -------

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from fastattn._problem import Problem
     from fastattn.backends._base import Backend
 
-#: backend name -> module that exposes it as `backend`; the first that can take a problem gets it
+#: backend name -> module that exposes it as `backend`
 MODULES = {
     "cython": "fastattn.backends.cython_cpu",
     "numba": "fastattn.backends.numba_cpu",
     "reference": "fastattn.backends.reference",
+    "cuda": "fastattn.backends.cuda_gpu",
 }
+
+#: Those that are taken when none is named: the first that can take a problem gets it.
+PREFERRED = ("cython", "numba", "reference")
 
 _loaded: dict[str, Backend] = {}
 _short_ways: dict[str, Any] = {}
@@ -61,7 +65,7 @@ def select(problem: Problem, name: str | None = None) -> Backend:
     """
     name = requested(name)
     refusals = []
-    for candidate in MODULES if name is None else (name,):
+    for candidate in PREFERRED if name is None else (name,):
         backend = load(candidate)
         reasons = backend.unavailable_reasons() or backend.unsupported_reasons(problem)
         if not reasons:
@@ -77,7 +81,7 @@ def short_way() -> Callable[..., np.ndarray | None] | None:
     It takes query, key, value, causal and scale, and returns None for what is not plain enough. All that it
     saves is time: the general way gives the same bits.
     """
-    name = _host.default_backend() or next(iter(MODULES))
+    name = _host.default_backend() or PREFERRED[0]
     if name not in MODULES:
         return None
     short = _short_ways.get(name, _UNKNOWN)

@@ -1,0 +1,17 @@
+"""The CUDA backend: attention on an NVIDIA GPU, in kernels that Numba compiles on first use.
+
+A block of threads takes a tile of query rows of one key/value head and walks over its keys, a tile at a time
+(FlashAttention-2, algorithm 1). That is `kernel.attend_kernel`, one function in three stages:
+
+- *score*: columns of queries and keys go through shared memory a few at a time, transposed, and each thread
+  sums up the products of its rows and keys in registers;
+- *softmax*: mask, running maximum, exponential and sum; the weights go to shared memory;
+- *accumulate*: values go through shared memory a few keys at a time, and each thread adds up its rows and
+  columns.
+
+Few query rows leave most of a GPU idle, so several blocks share their keys (Flash-Decoding).
+`kernel.merge_kernel` puts the parts together and divides by the sums of the weights. `form` says how a kernel
+is cut for a problem, `engine` moves arrays and starts kernels.
+
+Multiply-adds are those of the dtype: no tensor core, no TF32.
+"""

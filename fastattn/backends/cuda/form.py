@@ -1,0 +1,104 @@
+"""How a kernel is cut: its tiles, its threads, and its parts. One is compiled for each form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Shape(NamedTuple):
+    """Tiles and threads. A block has threads_q * threads_k threads; each has rows * keys scores, 64 at most,
+    and rows * columns sums in registers."""
+
+    rows: int  #: query rows of a thread
+    keys: int  #: keys of a thread
+    columns: int  #: columns of the values of a thread
+    threads_q: int  #: threads along the query rows
+    threads_k: int  #: threads along the keys, and along the columns of the values
+    depth: int  #: columns of queries and keys in shared memory at a time
+    value_keys: int  #: keys whose values are in shared memory at a time
+    span: int  #: columns of a row that a thread loads from the arrays, a divisor of depth
+    vector: (
+        int  #: elements that a thread reads from shared memory at a time, a divisor of rows, keys and columns
+    )
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads_q * self.threads_k
+
+    @property
+    def tile_q(self) -> int:
+        return self.rows * self.threads_q
+
+    @property
+    def tile_k(self) -> int:
+        return self.keys * self.threads_k
+
+    @property
+    def tile_columns(self) -> int:
+        return self.columns * self.threads_k
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str  #: "float32" or "float64"
+    shape: Shape
+    has_intervals: bool
+    has_dense: bool
+    has_tiles: bool
+    has_bias: bool
+    has_softcap: bool
+    is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
+    is_weights: bool = False  #: writes the softmax itself, once the sums are known
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether scores are held as they are, and not times log2(e): the lowest finite numbers would become
+        infinite, and a bias may hold them."""
+        return self.has_bias or self.has_softcap
+
+    @property
+    def real(self) -> type[np.floating]:
+        return np.float32 if self.dtype == "float32" else np.float64
+
+
+# A multiply-add needs its operands from shared memory, which gives a warp 32 elements in the time of one: 8
+# x 8 sums of a thread take 16 elements for 64 multiply-adds. Those and the sums of the output are all
+# that fits into 255 registers. Static shared memory is 48 KB: the weights of a tile take most of it, and
+# queries and keys, which are dead by then, share its place. So much follows from the hardware's numbers;
+# nothing was measured yet, as no GPU was at hand.
+SHAPES = {
+    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4),
+    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 16, 4, 4),
+    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2),
+    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2),
+}
+
+# With few rows memory is the limit: each thread has one key, and the threads stand in a row.
+FEW_ROWS = 8
+FEW_SHAPES = {
+    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1),
+    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1),
+}
+
+#: Keys of few rows that one block takes. A constant, so that bits depend on nothing else of the problem.
+SPLIT_KEYS = 1024
+
+#: In the simulator a thread is one of Python's and each step takes a microsecond.
+SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2)
+SIMULATED_FEW_SHAPE = Shape(2, 2, 4, 1, 2, 4, 2, 2, 1)
+
+
+def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) -> Shape:
+    """The tiles for `head_rows` query rows that read one key/value head."""
+    if simulated:
+        return SIMULATED_FEW_SHAPE if head_rows <= SIMULATED_FEW_SHAPE.rows else SIMULATED_SHAPE
+    if head_rows <= FEW_ROWS:
+        shape = FEW_SHAPES[dtype]
+        rows = 1
+        while rows < head_rows:
+            rows *= 2
+        return shape._replace(rows=rows)
+    return SHAPES[dtype, 64 if value_dim <= 64 else 128]

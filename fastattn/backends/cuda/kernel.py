@@ -1,0 +1,403 @@
+"""The kernels: `attend`, which is score, softmax and accumulate over tiles of keys, and `merge`. See the
+package's docstring.
+
+Arrays come as all their memory in a row, with where they begin and their strides in elements: an index is
+then a sum, and not signed, as else Numba looks at each whether it counts from the end. Shared memory is one
+array, cut by hand: queries and keys share their place with the weights. Lines of its tiles have `vector`
+elements more than they need, so that a column of them lies in different banks.
+
+Elements of a thread lie `vector` together, and the next of them past those of all other threads, so that
+threads side by side read shared memory side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import config, cuda
+
+from fastattn.backends.cuda.form import Form
+
+TILE_Q, TILE_K, WORDS = 64, 128, 4  #: of a tile map, as `fastattn._tiles`
+TILES_FULL = -1
+
+#: Of shared memory in bytes, for loads of several elements; the simulator takes none.
+ALIGNMENT = None if config.ENABLE_CUDASIM else 16
+
+U = np.uint64
+
+
+def _power(real: Any, is_natural: bool) -> Any:
+    """The device function that makes a weight of a score below the largest one: 2^x, or e^x."""
+    LOG2E = real(math.log2(math.e))
+
+    @cuda.jit(device=True)
+    def power(x):
+        return real(math.exp2(x * LOG2E if is_natural else x))
+
+    return power
+
+
+@cache
+def attend_kernel(form: Form) -> Any:
+    """``attend(q, k, v, out, row_max, row_sum, start, stop, dense, tile_index, tile_bits, bias, sizes, cut,
+    *views, scale, softcap)``.
+
+    sizes: B, H, K, L, S, D, E. cut: query tiles, parts of the value's columns, splits of the keys, keys of a
+    split. views: where the array begins and its four strides, of q, k, v, start and stop (``(B, L)``), dense,
+    tile_index and bias. scale: times log2(e) unless the form is natural. What a form has not is never read.
+
+    A block for each tile, part, key/value head, split and batch item. `out`, ``(splits, B, H, L, E)`` without
+    gaps, takes sums of weights times values; `row_max` and `row_sum`, ``(splits, B, H, L)``, what the weights
+    are relative to, and their sums. A form of weights reads those two instead, and writes the softmax to
+    `out`, ``(B, H, L, S)``, which holds zeros.
+    """
+    real, shape = form.real, form.shape
+    ROWS, KEYS, COLUMNS, VECTOR = shape.rows, shape.keys, shape.columns, shape.vector
+    THREADS_Q, THREADS_K, THREADS = shape.threads_q, shape.threads_k, shape.num_threads
+    TILE_ROWS, TILE_KEYS, TILE_COLUMNS = shape.tile_q, shape.tile_k, shape.tile_columns
+    DEPTH, VALUE_KEYS, SPAN = shape.depth, shape.value_keys, shape.span
+    HAS_INTERVALS, HAS_DENSE, HAS_TILES = form.has_intervals, form.has_dense, form.has_tiles
+    HAS_BIAS, HAS_SOFTCAP = form.has_bias, form.has_softcap
+    IS_EVEN, IS_WEIGHTS = form.is_even, form.is_weights
+    ZERO, MASKED, MINUS_ZERO = real(0), real(-math.inf), real(-0.0)
+    UNROLL = 2  # of loops that are too large to be unrolled as a whole
+    OPERANDS = max(KEYS, COLUMNS)
+
+    GROUPS = DEPTH // SPAN  # of a line of queries or keys, of SPAN columns each
+    Q_TURNS, K_TURNS = -(-TILE_ROWS * GROUPS // THREADS), TILE_KEYS * GROUPS // THREADS
+    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
+    V_TURNS = VALUE_KEYS * TILE_COLUMNS // THREADS
+    Q_LINE, K_LINE = TILE_ROWS + VECTOR, TILE_KEYS + VECTOR
+    TO_KEYS = DEPTH * Q_LINE
+    TO_VALUES = max(TO_KEYS + DEPTH * K_LINE, TILE_KEYS * Q_LINE)
+    TO_PARTS = TO_VALUES + VALUE_KEYS * TILE_COLUMNS
+    TO_MAX = TO_PARTS + TILE_ROWS * THREADS_K
+    TO_RESCALE = TO_MAX + TILE_ROWS
+    SHARED = TO_RESCALE + TILE_ROWS
+
+    power = _power(real, form.is_natural)
+
+    @cuda.jit(device=True)
+    def place(i, thread, threads):
+        """Where the i-th of a thread's elements is in a tile."""
+        return i // VECTOR * (VECTOR * threads) + thread * VECTOR + i % VECTOR
+
+    @cuda.jit(device=True)
+    def apart(i, threads):
+        """How far that is from the first."""
+        return U(i // VECTOR * (VECTOR * threads) + i % VECTOR)
+
+    @cuda.jit(device=True)
+    def is_allowed(
+        dense, dense_at, tile_index, tile_bits, index_at, start, stop, query, key, dense_col, index_col
+    ):
+        """Whether a row may attend to a key; `dense_at` and `index_at` are where its lines begin."""
+        allowed = start <= key < stop
+        if HAS_DENSE and allowed:
+            allowed = dense[U(dense_at + key * dense_col)] != 0
+        if HAS_TILES and allowed:
+            entry = tile_index[U(index_at + key // TILE_K * index_col)]
+            allowed = entry == TILES_FULL
+            if entry >= 0:
+                word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
+                allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
+        return allowed
+
+    def attend(q, k, v, out, row_max, row_sum, start, stop, dense, tile_index, tile_bits, bias, sizes, cut,
+               q_view, k_view, v_view, start_view, stop_view, dense_view, index_view, bias_view, scale,
+               softcap):  # fmt: skip
+        shared = cuda.shared.array(SHARED, real, alignment=ALIGNMENT)
+        heads = cuda.shared.array(TILE_ROWS, np.int32)
+        queries = cuda.shared.array(TILE_ROWS, np.int32)
+        starts = cuda.shared.array(TILE_ROWS, np.int32)
+        stops = cuda.shared.array(TILE_ROWS, np.int32)
+        lines = cuda.shared.array(TILE_ROWS, np.int64)
+        s = cuda.local.array((ROWS, KEYS), real)
+        acc = cuda.local.array((ROWS, COLUMNS), real)
+        total = cuda.local.array(ROWS, real)
+        left = cuda.local.array(ROWS, real)
+        right = cuda.local.array(OPERANDS, real)
+
+        # What this block is to do.
+        batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = sizes
+        n_tiles, n_parts, n_splits, split_keys = cut
+        thread = cuda.threadIdx.x
+        tx, ty = thread % THREADS_K, thread // THREADS_K
+        own_rows, own_keys = U(ty * VECTOR), U(tx * VECTOR)
+        block = cuda.blockIdx.x
+        kv_head, block = block % num_kv_heads, block // num_kv_heads
+        part, block = block % n_parts, block // n_parts
+        split, block = block % n_splits, block // n_splits
+        item, block = block % batch, block // batch
+        row0 = (n_tiles - 1 - block) * TILE_ROWS  # the last first: under a causal mask they have most to do
+        column0 = part * TILE_COLUMNS
+        group = num_heads // num_kv_heads
+        n_rows = group * len_q
+
+        # Rows past the last repeat it, and are not stored.
+        for row in range(thread, TILE_ROWS, THREADS):
+            at = min(row0 + row, n_rows - 1)
+            head, query = kv_head * group + at // len_q, at % len_q
+            heads[row], queries[row] = head, query
+            lines[row] = q_view[0] + item * q_view[1] + head * q_view[2] + query * q_view[3]
+            starts[row], stops[row] = 0, len_k
+            if HAS_INTERVALS:
+                starts[row] = start[U(start_view[0] + item * start_view[1] + query * start_view[2])]
+                stops[row] = stop[U(stop_view[0] + item * stop_view[1] + query * stop_view[2])]
+            shared[TO_MAX + row] = MASKED
+        for i in range(ROWS):
+            total[i] = ZERO
+            for c in range(COLUMNS):
+                acc[i, c] = ZERO
+        cuda.syncthreads()
+
+        # The keys that any row may attend to, and those that all may.
+        first, last, all_first, all_last = 0, len_k, 0, len_k
+        if HAS_INTERVALS:
+            first, last = len_k, 0
+            for row in range(TILE_ROWS):
+                if starts[row] < stops[row]:
+                    first, last = min(first, starts[row]), max(last, stops[row])
+                all_first, all_last = max(all_first, starts[row]), min(all_last, stops[row])
+        first, last = max(first, split * split_keys), min(last, (split + 1) * split_keys)
+
+        to_k = k_view[0] + item * k_view[1] + kv_head * k_view[2]
+        to_v = v_view[0] + item * v_view[1] + kv_head * v_view[2]
+        for key0 in range(first // TILE_KEYS * TILE_KEYS, last, TILE_KEYS):
+            n_keys = min(TILE_KEYS, last - key0)
+            if HAS_TILES:
+                some = np.int32(0)
+                for row in range(thread, TILE_ROWS, THREADS):
+                    line = index_view[0] + item * index_view[1] + heads[row] * index_view[2]
+                    line += queries[row] // TILE_Q * index_view[3]
+                    for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
+                        if tile_index[U(line + key * index_view[4])] >= TILES_FULL:
+                            some = np.int32(1)
+                if cuda.syncthreads_or(some) == 0:
+                    continue
+            is_whole = n_keys == TILE_KEYS and all_first <= key0 and key0 + TILE_KEYS <= all_last
+            if HAS_DENSE or HAS_TILES or HAS_BIAS:
+                is_whole = False
+
+            # Score.
+            for i in range(ROWS):
+                for c in range(KEYS):
+                    s[i, c] = ZERO
+            for column in range(0, head_dim, DEPTH):
+                cuda.syncthreads()
+                for turn in range(Q_TURNS):
+                    n = turn * THREADS + thread
+                    if Q_FILLS or n < TILE_ROWS * GROUPS:
+                        row, d = n // GROUPS, n % GROUPS * SPAN
+                        line = lines[row] + (column + d) * q_view[4]
+                        for e in range(SPAN):
+                            x = ZERO
+                            if IS_EVEN or column + d + e < head_dim:
+                                x = q[U(line + e * q_view[4])]
+                            shared[U((d + e) * Q_LINE + row)] = x
+                for turn in range(K_TURNS):
+                    n = turn * THREADS + thread
+                    key, d = n // GROUPS, n % GROUPS * SPAN
+                    line = to_k + (key0 + key) * k_view[3] + (column + d) * k_view[4]
+                    for e in range(SPAN):
+                        x = ZERO
+                        if key < n_keys and (IS_EVEN or column + d + e < head_dim):
+                            x = k[U(line + e * k_view[4])]
+                        shared[U(TO_KEYS + (d + e) * K_LINE + key)] = x
+                cuda.syncthreads()
+                for d0 in range(0, DEPTH, UNROLL):
+                    for d in range(UNROLL):
+                        from_q = U((d0 + d) * Q_LINE) + own_rows
+                        from_k = U(TO_KEYS + (d0 + d) * K_LINE) + own_keys
+                        for i in range(ROWS):
+                            left[i] = shared[from_q + apart(i, THREADS_Q)]
+                        for c in range(KEYS):
+                            right[c] = shared[from_k + apart(c, THREADS_K)]
+                        for i in range(ROWS):
+                            for c in range(KEYS):
+                                s[i, c] = cuda.fma(left[i], right[c], s[i, c])
+
+            # Softmax.
+            for i in range(ROWS):
+                for c in range(KEYS):
+                    s[i, c] *= scale
+                    if HAS_SOFTCAP:
+                        s[i, c] = softcap * real(math.tanh(s[i, c] / softcap))
+            if not is_whole:
+                # Bits first, in a loop: the scores are in registers, and what touches them is unrolled.
+                allowed = U(0)
+                for n in range(ROWS * KEYS):
+                    row, key = place(n // KEYS, ty, THREADS_Q), key0 + place(n % KEYS, tx, THREADS_K)
+                    head, query = heads[row], queries[row]
+                    to_dense = (
+                        dense_view[0] + item * dense_view[1] + head * dense_view[2] + query * dense_view[3]
+                    )
+                    to_index = index_view[0] + item * index_view[1] + head * index_view[2]
+                    to_index += query // TILE_Q * index_view[3]
+                    start_of, stop_of = max(starts[row], first), min(stops[row], last)
+                    if is_allowed(dense, to_dense, tile_index, tile_bits, to_index, start_of, stop_of, query,
+                                  key, dense_view[4], index_view[4]):  # fmt: skip
+                        allowed |= U(1) << U(n)
+                for i in range(ROWS):
+                    row = place(i, ty, THREADS_Q)
+                    to_bias = bias_view[0] + item * bias_view[1]
+                    to_bias += heads[row] * bias_view[2] + queries[row] * bias_view[3]
+                    for c in range(KEYS):
+                        x = MASKED
+                        if (allowed >> U(i * KEYS + c)) & U(1) != U(0):
+                            x = s[i, c]
+                            if HAS_BIAS:
+                                key = key0 + place(c, tx, THREADS_K)
+                                one = bias[U(to_bias + key * bias_view[4])]
+                                x = MASKED if one == MASKED else x + one
+                        s[i, c] = x
+            if IS_WEIGHTS:
+                for i in range(ROWS):
+                    row = place(i, ty, THREADS_Q)
+                    if row0 + row < n_rows:
+                        line = (item * num_heads + heads[row]) * len_q + queries[row]
+                        base, whole_sum = row_max[U(line)], row_sum[U(line)]
+                        for c in range(KEYS):
+                            key = key0 + place(c, tx, THREADS_K)
+                            if s[i, c] != MASKED:
+                                out[U(line * len_k + key)] = power(s[i, c] - base) / whole_sum
+                continue
+            for i in range(ROWS):
+                top = MASKED
+                for c in range(KEYS):
+                    top = s[i, c] if s[i, c] > top else top
+                shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = top
+            cuda.syncthreads()
+            for row in range(thread, TILE_ROWS, THREADS):
+                old = shared[TO_MAX + row]
+                top = old
+                for j in range(THREADS_K):
+                    x = shared[U(TO_PARTS + row * THREADS_K + j)]
+                    top = x if x > top else top
+                shared[TO_MAX + row] = top
+                # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
+                shared[TO_RESCALE + row] = power(old - (top if top > MASKED else ZERO))
+            cuda.syncthreads()
+            for i in range(ROWS):
+                row = place(i, ty, THREADS_Q)
+                top, rescale = shared[U(TO_MAX + row)], shared[U(TO_RESCALE + row)]
+                base = top if top > MASKED else ZERO
+                sum_here = ZERO
+                for c in range(KEYS):
+                    weight = power(s[i, c] - base)
+                    if s[i, c] == MASKED:
+                        weight = MINUS_ZERO  # what no other weight is: the key is not allowed
+                    sum_here += weight
+                    shared[U(place(c, tx, THREADS_K) * Q_LINE + row)] = weight
+                total[i] = cuda.fma(total[i], rescale, sum_here)
+                for c in range(COLUMNS):
+                    acc[i, c] *= rescale
+
+            # Accumulate.
+            for j0 in range(0, TILE_KEYS, VALUE_KEYS):
+                cuda.syncthreads()
+                wild = np.int32(0)
+                for turn in range(V_TURNS):
+                    n = turn * THREADS + thread
+                    key, c = j0 + n // TILE_COLUMNS, column0 + n % TILE_COLUMNS
+                    x = ZERO
+                    if key < n_keys and (IS_EVEN or c < value_dim):
+                        x = v[U(to_v + (key0 + key) * v_view[3] + c * v_view[4])]
+                    if x - x != ZERO:
+                        wild = np.int32(1)
+                    shared[U(TO_VALUES + n)] = x
+                if cuda.syncthreads_or(wild) != 0 and not is_whole:
+                    # NaN and inf are kept from rows that may not read them.
+                    for j in range(VALUE_KEYS):
+                        for i in range(ROWS):
+                            weight = shared[U((j0 + j) * Q_LINE) + own_rows + apart(i, THREADS_Q)]
+                            if weight != ZERO or math.copysign(1.0, weight) > 0:
+                                for c in range(COLUMNS):
+                                    at = U(TO_VALUES + j * TILE_COLUMNS) + own_keys + apart(c, THREADS_K)
+                                    acc[i, c] = cuda.fma(weight, shared[at], acc[i, c])
+                else:
+                    for j1 in range(0, VALUE_KEYS, UNROLL):
+                        for j in range(UNROLL):
+                            from_weights = U((j0 + j1 + j) * Q_LINE) + own_rows
+                            from_v = U(TO_VALUES + (j1 + j) * TILE_COLUMNS) + own_keys
+                            for i in range(ROWS):
+                                left[i] = shared[from_weights + apart(i, THREADS_Q)]
+                            for c in range(COLUMNS):
+                                right[c] = shared[from_v + apart(c, THREADS_K)]
+                            for i in range(ROWS):
+                                for c in range(COLUMNS):
+                                    acc[i, c] = cuda.fma(left[i], right[c], acc[i, c])
+
+        if IS_WEIGHTS:
+            return
+        cuda.syncthreads()
+        for i in range(ROWS):
+            shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = total[i]
+        cuda.syncthreads()
+        if part == 0:
+            for row in range(thread, min(TILE_ROWS, n_rows - row0), THREADS):
+                whole_sum = ZERO
+                for j in range(THREADS_K):
+                    whole_sum += shared[U(TO_PARTS + row * THREADS_K + j)]
+                line = ((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]
+                row_max[U(line)], row_sum[U(line)] = shared[TO_MAX + row], whole_sum
+        for i in range(ROWS):
+            row = place(i, ty, THREADS_Q)
+            if row0 + row < n_rows:
+                line = ((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]
+                for c in range(COLUMNS):
+                    column = column0 + place(c, tx, THREADS_K)
+                    if IS_EVEN or column < value_dim:
+                        out[U(line * value_dim + column)] = acc[i, c]
+
+    return cuda.jit(attend)
+
+
+@cache
+def merge_kernel(dtype: str, is_natural: bool) -> Any:
+    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits, out_view)``: what
+    `attend` left of the splits together, divided by the sum of its weights, with the sinks.
+
+    A thread for each column of each row ``(B, H, L)``. `row_max` and `row_sum` are as those of `attend`.
+    """
+    real = np.float32 if dtype == "float32" else np.float64
+    ZERO, ONE, MASKED = real(0), real(1), real(-math.inf)
+    # From a natural logarithm to the scores' unit, and back.
+    INTO = ONE if is_natural else real(math.log2(math.e))
+    BACK = ONE if is_natural else real(math.log(2))
+    power = _power(real, is_natural)
+
+    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits, out_view):
+        batch, num_heads, _, len_q, _, _, value_dim = sizes
+        n_rows, n_columns = batch * num_heads * len_q, max(value_dim, 1)
+        thread = cuda.grid(1)
+        row, column = thread // n_columns, thread % n_columns
+        if row >= n_rows:
+            return
+        query, head, item = row % len_q, row // len_q % num_heads, row // len_q // num_heads
+        # A sink is one key more, without a value.
+        sink = sinks[U(head)] * INTO
+        top = sink
+        for split in range(n_splits):
+            x = maxima[U(split * n_rows + row)]
+            top = x if x > top else top
+        base = top if top > MASKED else ZERO
+        acc, whole_sum = ZERO, power(sink - base)
+        for split in range(n_splits):
+            line = split * n_rows + row
+            weight = power(maxima[U(line)] - base)
+            whole_sum = cuda.fma(weight, sums[U(line)], whole_sum)
+            if value_dim > 0:
+                acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
+        if value_dim > 0:
+            to = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
+            out[U(to + column * out_view[4])] = ZERO if whole_sum == ZERO else acc * (ONE / whole_sum)
+        if column == 0:
+            row_max[U(row)], row_sum[U(row)] = base, whole_sum
+            lse[U(row)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+
+    return cuda.jit(merge)

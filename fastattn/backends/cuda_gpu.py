@@ -1,0 +1,53 @@
+"""The CUDA backend: kernels of Numba on an NVIDIA GPU, float32 and float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from fastattn._plan import Plan
+from fastattn._problem import Problem
+
+
+class CudaBackend:
+    """Tiles of query rows, a block of threads each; see `fastattn.backends.cuda`."""
+
+    name = "cuda"
+
+    def unavailable_reasons(self) -> list[str]:
+        return _missing()
+
+    def unsupported_reasons(self, problem: Problem) -> list[str]:
+        return [] if problem.score_mod is None else ["score_mod is not supported on the GPU yet"]
+
+    def plan(self, problem: Problem, num_threads: int) -> Plan:
+        return Plan(0, 0, num_threads)
+
+    def run(self, problem: Problem, plan: Plan) -> None:
+        _engine().run(problem)
+
+
+backend = CudaBackend()
+
+
+@cache
+def _missing() -> list[str]:
+    if find_spec("numba_cuda") is None:
+        return ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
+    try:
+        from numba import cuda
+    except ImportError as error:
+        return [f"numba-cuda does not load ({error})"]
+    if not cuda.is_available():
+        why = " ".join(str(cuda.cuda_error()).split())
+        return [f"no NVIDIA GPU can be used: {why or 'none is here'}"]
+    return []
+
+
+@cache
+def _engine() -> Any:
+    """The module that loads Numba's CUDA target."""
+    import fastattn.backends.cuda.engine as engine
+
+    return engine

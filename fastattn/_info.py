@@ -28,7 +28,8 @@ def show_config() -> None:
     print(f"isa       {_or_error(_isa)}")
     print(f"cores     {_host.available_cores()} usable, CPU quota {'none' if quota is None else quota}")
     print(f"threads   {_or_error(_host.get_num_threads)}")
-    print(f"backend   {_or_error(_registry.requested) or 'the first of these that can take a problem'}")
+    preferred = f"the first of {', '.join(_registry.PREFERRED)} that can take a problem"
+    print(f"backend   {_or_error(_registry.requested) or preferred}")
     for name in _registry.MODULES:
         print(f"  {name:<11} {_or_error(partial(_usable, name))}")
 

@@ -26,7 +26,7 @@ form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), *map(bool, 
 arguments = (*[reals] * 6, *masks, sizes, cut, *[view] * 8, real, real)
 print(cuda.compile_ptx(attend_kernel(form).py_func, arguments, cc=(major, minor))[0])
 merge = merge_kernel(dtype, form.is_natural).py_func
-print(cuda.compile_ptx(merge, (*[reals] * 8, sizes, types.int64, view), cc=(major, minor))[0])
+print(cuda.compile_ptx(merge, (*[reals] * 8, sizes, types.int64), cc=(major, minor))[0])
 """
 
 PLAIN = (False, False, False, False, False, True)

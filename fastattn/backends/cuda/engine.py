@@ -10,7 +10,7 @@ import numpy as np
 from numba import config, cuda
 
 from fastattn._problem import Problem
-from fastattn.backends.cuda.form import FEW_ROWS, SPLIT_KEYS, Form, choose_shape
+from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 
 #: Threads of a block of `merge`.
@@ -38,21 +38,8 @@ class View(NamedTuple):
 
 def run(problem: Problem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
-    lead, dtype = problem.lead, problem.query.dtype
-    H, L, S, E = problem.num_heads, problem.len_q, problem.len_k, problem.value_dim
-    out = np.zeros((*lead, H, L, E), dtype)
-    lse = np.full((*lead, H, L), -np.inf, dtype)
-    weights = None if problem.weights is None else np.zeros((*lead, H, L, S), dtype)
-    if problem.batch * H * L > 0:
-        _solve(problem, out, lse, weights)
-    problem.out[...] = out
-    if problem.lse is not None:
-        problem.lse[...] = lse
-    if problem.weights is not None:
-        problem.weights[...] = weights
-
-
-def _solve(problem: Problem, out: np.ndarray, lse: np.ndarray, weights: np.ndarray | None) -> None:
+    if problem.batch * problem.num_heads * problem.len_q == 0:
+        return
     dtype = problem.query.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E = problem.len_k, problem.head_dim, problem.value_dim
@@ -75,13 +62,14 @@ def _solve(problem: Problem, out: np.ndarray, lse: np.ndarray, weights: np.ndarr
     sinks = np.full(H, -np.inf, dtype) if problem.sinks is None else problem.sinks
     to_sinks = cuda.to_device(np.ascontiguousarray(sinks))
     head_rows = H // K * L
-    shape = choose_shape(str(dtype), head_rows, E, bool(config.ENABLE_CUDASIM))
+    simulated = bool(config.ENABLE_CUDASIM)
+    shape = choose_shape(str(dtype), head_rows, E, simulated)
     form = Form(
         str(dtype), shape, problem.key_start is not None, problem.dense is not None, tiles is not None,
         problem.bias is not None, problem.softcap is not None,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
     )  # fmt: skip
-    split_keys = SPLIT_KEYS if head_rows <= FEW_ROWS else max(S, 1)
+    split_keys = keys_of_a_split(head_rows, S, simulated)
     n_splits = max(1, -(-S // split_keys))
     cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
     factor = 1.0 if form.is_natural else math.log2(math.e)
@@ -104,19 +92,19 @@ def _solve(problem: Problem, out: np.ndarray, lse: np.ndarray, weights: np.ndarr
             q.flat, k.flat, v.flat, parts, maxima, sums, *masks, sizes, cut, *views, scale, softcap
         )  # fmt: skip
         merge_kernel(form.dtype, form.is_natural)[-(-rows * max(E, 1) // MERGE_THREADS), MERGE_THREADS](
-            parts, maxima, sums, to_sinks, to_out, to_lse, row_max, row_sum, sizes, n_splits,
-            (0, H * L * E, L * E, E, 1),
+            parts, maxima, sums, to_sinks, to_out, to_lse, row_max, row_sum, sizes, n_splits
         )  # fmt: skip
-        out[outer] = to_out.copy_to_host()[: rows * E].reshape(out[outer].shape)
-        lse[outer] = to_lse.copy_to_host().reshape(lse[outer].shape)
-        if weights is not None and S > 0:
+        problem.out[outer] = to_out.copy_to_host()[: rows * E].reshape(problem.out[outer].shape)
+        if problem.lse is not None:
+            problem.lse[outer] = to_lse.copy_to_host().reshape(problem.lse[outer].shape)
+        if problem.weights is not None and S > 0:
             to_weights = cuda.to_device(np.zeros(rows * S, dtype))
             once = (cut[0], 1, 1, S)
             attend_kernel(form._replace(is_weights=True))[math.prod((once[0], K, B)), shape.num_threads](
                 q.flat, k.flat, v.flat, to_weights, row_max, row_sum, *masks, sizes, once, *views, scale,
                 softcap,
             )  # fmt: skip
-            weights[outer] = to_weights.copy_to_host().reshape(weights[outer].shape)
+            problem.weights[outer] = to_weights.copy_to_host().reshape(problem.weights[outer].shape)
 
 
 def _to_device(array: np.ndarray, dtype: np.dtype) -> View:

@@ -19,9 +19,7 @@ class Shape(NamedTuple):
     depth: int  #: columns of queries and keys in shared memory at a time
     value_keys: int  #: keys whose values are in shared memory at a time
     span: int  #: columns of a row that a thread loads from the arrays, a divisor of depth
-    vector: (
-        int  #: elements that a thread reads from shared memory at a time, a divisor of rows, keys and columns
-    )
+    vector: int  #: elements a thread reads from shared memory at a time; divides rows, keys and columns
 
     @property
     def num_threads(self) -> int:
@@ -83,10 +81,12 @@ FEW_SHAPES = {
     "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1),
 }
 
-#: Keys of few rows that one block takes. A constant, so that bits depend on nothing else of the problem.
+# Keys of few rows that one block takes, whole tiles of every shape. A constant, so that bits depend on
+# nothing else of the problem; not measured either.
 SPLIT_KEYS = 1024
 
-#: In the simulator a thread is one of Python's and each step takes a microsecond.
+# In the simulator a thread is one of Python's.
+SIMULATED_SPLIT_KEYS = 8
 SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2)
 SIMULATED_FEW_SHAPE = Shape(2, 2, 4, 1, 2, 4, 2, 2, 1)
 
@@ -102,3 +102,10 @@ def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) ->
             rows *= 2
         return shape._replace(rows=rows)
     return SHAPES[dtype, 64 if value_dim <= 64 else 128]
+
+
+def keys_of_a_split(head_rows: int, len_k: int, simulated: bool) -> int:
+    """How many keys a block takes: all, but where the rows alone would leave most of a GPU idle."""
+    if head_rows > FEW_ROWS:
+        return max(len_k, 1)
+    return SIMULATED_SPLIT_KEYS if simulated else SPLIT_KEYS

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 from numba import config, cuda
 
+from fastattn._tiles import FULL, TILE_K, TILE_Q, WORDS
 from fastattn.backends.cuda.form import Form
-
-TILE_Q, TILE_K, WORDS = 64, 128, 4  #: of a tile map, as `fastattn._tiles`
-TILES_FULL = -1
 
 #: Of shared memory in bytes, for loads of several elements; the simulator takes none.
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
@@ -65,7 +63,6 @@ def attend_kernel(form: Form) -> Any:
     IS_EVEN, IS_WEIGHTS = form.is_even, form.is_weights
     ZERO, MASKED, MINUS_ZERO = real(0), real(-math.inf), real(-0.0)
     UNROLL = 2  # of loops that are too large to be unrolled as a whole
-    OPERANDS = max(KEYS, COLUMNS)
 
     GROUPS = DEPTH // SPAN  # of a line of queries or keys, of SPAN columns each
     Q_TURNS, K_TURNS = -(-TILE_ROWS * GROUPS // THREADS), TILE_KEYS * GROUPS // THREADS
@@ -91,6 +88,30 @@ def attend_kernel(form: Form) -> Any:
         """How far that is from the first."""
         return U(i // VECTOR * (VECTOR * threads) + i % VECTOR)
 
+    def products(LINES, WIDTH, LINE):
+        """The device function that adds to a thread's sums, ROWS x WIDTH, the products of its rows with its
+        columns in each of LINES lines; they begin at `left` and `right`, where the latter are LINE long."""
+
+        @cuda.jit(device=True)
+        def add_products(shared, left, right, sums):
+            rows = cuda.local.array(ROWS, real)
+            columns = cuda.local.array(WIDTH, real)
+            for start in range(0, LINES, UNROLL):
+                for step in range(UNROLL):
+                    line = U(start + step)
+                    for i in range(ROWS):
+                        rows[i] = shared[left + line * U(Q_LINE) + apart(i, THREADS_Q)]
+                    for c in range(WIDTH):
+                        columns[c] = shared[right + line * U(LINE) + apart(c, THREADS_K)]
+                    for i in range(ROWS):
+                        for c in range(WIDTH):
+                            sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
+
+        return add_products
+
+    add_scores = products(DEPTH, KEYS, K_LINE)
+    add_values = products(VALUE_KEYS, COLUMNS, TILE_COLUMNS)
+
     @cuda.jit(device=True)
     def is_allowed(
         dense, dense_at, tile_index, tile_bits, index_at, start, stop, query, key, dense_col, index_col
@@ -101,7 +122,7 @@ def attend_kernel(form: Form) -> Any:
             allowed = dense[U(dense_at + key * dense_col)] != 0
         if HAS_TILES and allowed:
             entry = tile_index[U(index_at + key // TILE_K * index_col)]
-            allowed = entry == TILES_FULL
+            allowed = entry == FULL
             if entry >= 0:
                 word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
                 allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
@@ -119,8 +140,6 @@ def attend_kernel(form: Form) -> Any:
         s = cuda.local.array((ROWS, KEYS), real)
         acc = cuda.local.array((ROWS, COLUMNS), real)
         total = cuda.local.array(ROWS, real)
-        left = cuda.local.array(ROWS, real)
-        right = cuda.local.array(OPERANDS, real)
 
         # What this block is to do.
         batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = sizes
@@ -175,7 +194,7 @@ def attend_kernel(form: Form) -> Any:
                     line = index_view[0] + item * index_view[1] + heads[row] * index_view[2]
                     line += queries[row] // TILE_Q * index_view[3]
                     for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
-                        if tile_index[U(line + key * index_view[4])] >= TILES_FULL:
+                        if tile_index[U(line + key * index_view[4])] >= FULL:
                             some = np.int32(1)
                 if cuda.syncthreads_or(some) == 0:
                     continue
@@ -209,17 +228,7 @@ def attend_kernel(form: Form) -> Any:
                             x = k[U(line + e * k_view[4])]
                         shared[U(TO_KEYS + (d + e) * K_LINE + key)] = x
                 cuda.syncthreads()
-                for d0 in range(0, DEPTH, UNROLL):
-                    for d in range(UNROLL):
-                        from_q = U((d0 + d) * Q_LINE) + own_rows
-                        from_k = U(TO_KEYS + (d0 + d) * K_LINE) + own_keys
-                        for i in range(ROWS):
-                            left[i] = shared[from_q + apart(i, THREADS_Q)]
-                        for c in range(KEYS):
-                            right[c] = shared[from_k + apart(c, THREADS_K)]
-                        for i in range(ROWS):
-                            for c in range(KEYS):
-                                s[i, c] = cuda.fma(left[i], right[c], s[i, c])
+                add_scores(shared, own_rows, own_keys + U(TO_KEYS), s)
 
             # Softmax.
             for i in range(ROWS):
@@ -320,17 +329,7 @@ def attend_kernel(form: Form) -> Any:
                                     at = U(TO_VALUES + j * TILE_COLUMNS) + own_keys + apart(c, THREADS_K)
                                     acc[i, c] = cuda.fma(weight, shared[at], acc[i, c])
                 else:
-                    for j1 in range(0, VALUE_KEYS, UNROLL):
-                        for j in range(UNROLL):
-                            from_weights = U((j0 + j1 + j) * Q_LINE) + own_rows
-                            from_v = U(TO_VALUES + (j1 + j) * TILE_COLUMNS) + own_keys
-                            for i in range(ROWS):
-                                left[i] = shared[from_weights + apart(i, THREADS_Q)]
-                            for c in range(COLUMNS):
-                                right[c] = shared[from_v + apart(c, THREADS_K)]
-                            for i in range(ROWS):
-                                for c in range(COLUMNS):
-                                    acc[i, c] = cuda.fma(left[i], right[c], acc[i, c])
+                    add_values(shared, own_rows + U(j0 * Q_LINE), own_keys + U(TO_VALUES), acc)
 
         if IS_WEIGHTS:
             return
@@ -359,10 +358,11 @@ def attend_kernel(form: Form) -> Any:
 
 @cache
 def merge_kernel(dtype: str, is_natural: bool) -> Any:
-    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits, out_view)``: what
-    `attend` left of the splits together, divided by the sum of its weights, with the sinks.
+    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits)``: what `attend`
+    left of the splits together, divided by the sum of its weights, with the sinks.
 
-    A thread for each column of each row ``(B, H, L)``. `row_max` and `row_sum` are as those of `attend`.
+    A thread for each column of each row ``(B, H, L)``. `out` is ``(B, H, L, E)`` without gaps; `row_max` and
+    `row_sum` are as those of `attend`.
     """
     real = np.float32 if dtype == "float32" else np.float64
     ZERO, ONE, MASKED = real(0), real(1), real(-math.inf)
@@ -371,16 +371,15 @@ def merge_kernel(dtype: str, is_natural: bool) -> Any:
     BACK = ONE if is_natural else real(math.log(2))
     power = _power(real, is_natural)
 
-    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits, out_view):
+    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
         n_rows, n_columns = batch * num_heads * len_q, max(value_dim, 1)
         thread = cuda.grid(1)
         row, column = thread // n_columns, thread % n_columns
         if row >= n_rows:
             return
-        query, head, item = row % len_q, row // len_q % num_heads, row // len_q // num_heads
         # A sink is one key more, without a value.
-        sink = sinks[U(head)] * INTO
+        sink = sinks[U(row // len_q % num_heads)] * INTO
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]
@@ -394,8 +393,7 @@ def merge_kernel(dtype: str, is_natural: bool) -> Any:
             if value_dim > 0:
                 acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
         if value_dim > 0:
-            to = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
-            out[U(to + column * out_view[4])] = ZERO if whole_sum == ZERO else acc * (ONE / whole_sum)
+            out[U(thread)] = ZERO if whole_sum == ZERO else acc * (ONE / whole_sum)
         if column == 0:
             row_max[U(row)], row_sum[U(row)] = base, whole_sum
             lse[U(row)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))

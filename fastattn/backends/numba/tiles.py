@@ -269,7 +269,7 @@ def mask_scores(e: Emitter, s, top, ld, n_keys, words) -> None:
             at = row.get()
             x = e.select(e.words_allow(bits, builder.trunc(bit, INT32)), e.load(at), masked)
             # Elsewhere than x was, as far as LLVM knows: else it would store the masked lanes alone, and with
-            # that a random mask cost 20 % of a call on a Zen 3, not 5 (2026-11-22).
+            # that a random mask cost 24 % of a call on a Zen 3, not 10 (2 cores, 2026-11-22).
             at = e.opaque(at)
             e.store(at, x)
             highest.set(e.maximum(highest.get(), x))

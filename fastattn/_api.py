@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._device import DeviceArray
 from fastattn._host import check_num_threads, get_num_threads
 from fastattn._normalize import Request, as_pieces, normalize, normalize_sdpa, normalize_varlen
-from fastattn._registry import select, short_way
+from fastattn._registry import select, short_way, usable
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -406,6 +407,11 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     True
     """
     pieces, out_dtype, lse_dtype = as_pieces(outs, lses)
+    first: Any = pieces[0][0]
+    if isinstance(first, DeviceArray):
+        merged = first.new(first.shape, out_dtype), first.new(first.shape[:-1], lse_dtype)
+        usable("cuda", f"the arrays are on {first.device}").combine(pieces, *merged)
+        return merged[0].memory.owner, merged[1].memory.owner
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and inf pass through
         lse_max = np.full(pieces[0][1].shape, -np.inf)
         for _, lse in pieces:

@@ -17,7 +17,7 @@ from fastattn._api import solve
 from fastattn._host import check_num_threads, get_num_threads
 from fastattn._normalize import normalize
 from fastattn._problem import ScoreMod
-from fastattn._registry import BackendError, load
+from fastattn._registry import usable
 from fastattn._tiles import Node, Size, Tiles
 from fastattn.masks import BlockMask, Mask
 
@@ -290,9 +290,7 @@ def _reads(function: Any, place: int) -> bool:
 
 def _compiler() -> Any:
     """What compiles functions; BackendError where it is not here."""
-    reasons = load("numba").unavailable_reasons()
-    if reasons:
-        raise BackendError(f"functions for scores and masks are compiled by Numba, and {'; '.join(reasons)}")
+    usable("numba", "functions for scores and masks are compiled by Numba")
     return import_module("fastattn.backends.numba.modify")
 
 

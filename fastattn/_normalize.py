@@ -3,6 +3,9 @@
 Every rule on types, shapes and values of an attention call is checked here, before any work. What comes
 out is views: an array is converted only when its dtype or byte order is not the one of the computation,
 and broadcast axes are never expanded.
+
+Arrays on a GPU go through it as `DeviceArray`, in the place of ndarrays: only their shapes and dtypes matter
+here.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 import numpy as np
 
 from fastattn import masks
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._problem import Problem
 from fastattn._tiles import make_intervals
 
@@ -37,14 +41,15 @@ class Request:
     """A problem to solve, and how its results go back to the caller."""
 
     problem: Problem
-    results: tuple[np.ndarray, ...]  #: out, then lse and weights where asked for, in the caller's shapes
+    results: tuple[Any, ...]  #: out, then lse and weights where asked for, in the caller's shapes
     staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input
 
     def finish(self) -> Any:
         """The results as the caller wants them; to be called when the problem is solved."""
         if self.staged is not None:
             self.results[0][...] = self.staged
-        return self.results[0] if len(self.results) == 1 else self.results
+        results = tuple(r.memory.owner if isinstance(r, DeviceArray) else r for r in self.results)
+        return results[0] if len(results) == 1 else results
 
 
 class _Inputs(NamedTuple):
@@ -81,7 +86,7 @@ def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Argument
 
 def _shape(value: Any) -> str:
     try:
-        return str(np.shape(value))
+        return str(tuple(np.shape(value)))
     except (TypeError, ValueError):
         return "of no shape"
 
@@ -232,6 +237,8 @@ def as_pieces(
                 f"every out must have one shape (..., E) and every lse its (...); "
                 f"got outs {[x.shape for x in pieces]}, lses {[x.shape for x in sums]}"
             )
+    _check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
+    _check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
     return list(zip(pieces, sums, strict=True)), _promote(*pieces), _promote(*sums)
 
 
@@ -240,6 +247,8 @@ def as_pieces(
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
     q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
+    if not (type(q) is type(k) is type(v) is np.ndarray):
+        _check_places(query=q, key=k, value=v)
     dtype = _compute_dtype(q, k, v)
     if not (q.dtype == k.dtype == v.dtype == dtype):
         q, k, v = _as_dtype(q, dtype), _as_dtype(k, dtype), _as_dtype(v, dtype)
@@ -272,7 +281,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
             lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
-        q, k, v = (np.broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
+        q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
     return _Inputs(q, k, v, min(ranks) == 2, swapped)
 
 
@@ -286,7 +295,7 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     if k.shape[-3] == v.shape[-3] == 1:
         return q, k, v  # one key/value head for all is what `attention` knows itself
     num_heads = heads.pop() if heads else 1
-    q, k, v = (np.broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:])) for x in (q, k, v))
+    q, k, v = (broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:])) for x in (q, k, v))
     return q, k, v
 
 
@@ -295,12 +304,22 @@ def _array(value: Any, name: str) -> np.ndarray:
     if type(value) is np.ndarray:
         return value
     _refuse_masked(value, name)
+    if (array := as_device_array(value, name)) is not None:
+        return array  # type: ignore[return-value]  # what is asked of it here it has, too
     try:
         return np.asarray(value)
     except TypeError as error:
         raise TypeError(f"{name} does not convert to an array: {error}") from error
     except ValueError as error:
         raise ValueError(f"{name} does not convert to an array: {error}") from error
+
+
+def _check_places(**arrays: Any) -> None:
+    """ValueError unless all arrays, None aside, are on the host or all on one GPU."""
+    places = {name: place(array) for name, array in arrays.items() if array is not None}
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} on {where}" for name, where in places.items())
+        raise ValueError(f"all arrays must be on the host, or all on one GPU; got {listed}")
 
 
 def _refuse_masked(value: Any, name: str) -> None:
@@ -337,8 +356,10 @@ def _as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A copy in another dtype that is as large as the array's memory, not as its broadcast shape."""
     if array.dtype == dtype:
         return array
+    if isinstance(array, DeviceArray):
+        return array.read_as(dtype)
     stored = array[tuple(slice(None) if stride else slice(1) for stride in array.strides)]
-    return np.broadcast_to(stored.astype(dtype), array.shape)
+    return broadcast_to(stored.astype(dtype), array.shape)
 
 
 # Masks and bias ------------------------------------------------------------------------------------
@@ -446,7 +467,7 @@ def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat
     if not masks.broadcasts(array.shape, shape[-2:] if flat else shape):
         expected = f"(L, S) = {shape[-2:]}" if flat else f"(..., H, L, S) = {shape}"
         raise ValueError(f"{name} of shape {array.shape} does not broadcast to {expected}")
-    return np.broadcast_to(array, shape)
+    return broadcast_to(array, shape)
 
 
 # Numbers, sinks and results ------------------------------------------------------------------------
@@ -478,21 +499,26 @@ def _assemble(
 
     E = v.shape[-1]
     shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
+    rows: tuple[int, ...] = (*lead, H, L)
     if flat:
-        shape = (L, E)
+        shape, rows = (L, E), (L,)
+    given = None if out is None else _check_out(out, shape, dtype)
+    _check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
     staged = None
-    if out is None:
-        out = target = np.empty(shape, dtype)
+    if given is None:
+        out = target = _empty(shape, dtype, q)
     else:
-        _check_out(out, shape, dtype)
+        target = given
         reads = (q, k, v, bias, sinks, lowered.dense)
-        if any(array is not None and _overlap(out, array) for array in reads):
-            staged = np.empty(shape, dtype)
-        target = np.asarray(out) if staged is None else staged
-    lse = np.empty((*lead, H, L), dtype) if return_lse else None
-    weights = np.empty((*lead, H, L, S), dtype) if return_weights else None
+        if any(array is not None and _overlap(given, array) for array in reads):
+            if isinstance(given, DeviceArray):
+                raise ValueError(f"out must not share memory with what is read on {given.device}")
+            staged = target = np.empty(shape, dtype)
+    lse = _empty(rows, dtype, q) if return_lse else None
+    weights = _empty((*rows, S), dtype, q) if return_weights else None
+    results = (out, *(array for array in (lse, weights) if array is not None))
     if flat:
-        target = target[None]
+        target, lse, weights = (None if array is None else array[None] for array in (target, lse, weights))
     elif swapped:
         target = target.swapaxes(-3, -2)
 
@@ -512,8 +538,6 @@ def _assemble(
         dense=lowered.dense,
         tiles=lowered.tiles,
     )
-    extras = (array for array in (lse, weights) if array is not None)
-    results = (out, *(array[0] if flat else array for array in extras))
     return Request(problem, results, staged)
 
 
@@ -537,27 +561,40 @@ def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
         raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
     if array.shape != (num_heads,):
         raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}")
+    if isinstance(array, DeviceArray):
+        return array.read_as(dtype)
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype)
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    if not isinstance(out, np.ndarray):
+def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> Any:
+    """Room for a result where the array `beside` is; on a GPU the backend makes it."""
+    return beside.new(shape, dtype) if isinstance(beside, DeviceArray) else np.empty(shape, dtype)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """`out` as an array to write to."""
+    array = as_device_array(out, "out")
+    if array is None and not isinstance(out, np.ndarray):
         raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
     _refuse_masked(out, "out")
+    out = np.asarray(out) if array is None else array
     if out.dtype != dtype:
         raise TypeError(f"out must have the result's dtype {dtype}, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
-    if not out.flags.writeable:
+    if out.memory.readonly if isinstance(out, DeviceArray) else not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
-    if not out.flags.c_contiguous and _may_overlap_itself(out):
+    if _may_overlap_itself(out):
         raise ValueError(f"out has elements that share memory: shape {out.shape} with strides {out.strides}")
+    return out
 
 
-def _may_overlap_itself(array: np.ndarray) -> bool:
+def _may_overlap_itself(array: Any) -> bool:
     """Whether some axis steps by less than the axes inside it span (no array of NumPy's own making does)."""
-    span = array.itemsize
+    if not array.size:
+        return False
+    span = array.dtype.itemsize
     for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True)):
         if n > 1:
             if stride < span:
@@ -566,7 +603,9 @@ def _may_overlap_itself(array: np.ndarray) -> bool:
     return False
 
 
-def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+def _overlap(a: Any, b: Any) -> bool:
+    if isinstance(a, DeviceArray):
+        a, b = a.addresses(), b.addresses()
     try:
         return np.shares_memory(a, b, max_work=_OVERLAP_WORK)  # type: ignore[arg-type]  # any int will do
     except np.exceptions.TooHardError:

@@ -1,7 +1,9 @@
 """The one object that carries an attention call from the edge to a backend.
 
 A `Problem` is what `_normalize` makes of the user's arguments and all that a backend ever sees.
-It holds views, sizes and options; it checks nothing, copies nothing and knows no backend.
+It holds views, sizes and options; it checks nothing, copies nothing and knows no backend. Where the caller's
+arrays are on a GPU, `DeviceArray` stands in the place of their ndarrays, results among them; intervals and
+tiles are the host's all the same.
 
 Letters: ``*lead`` the broadcast leading batch axes (may be none), ``H`` query heads, ``K`` key/value
 heads with ``H % K == 0``, ``L`` query length, ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
@@ -52,6 +54,11 @@ class Problem:
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     tiles: Tiles | None  #: tile map with bits for the partial tiles
     score_mod: ScoreMod | None = None
+
+    @property
+    def device(self) -> str:
+        """``"cpu"``, or the GPU that the arrays are on: ``"cuda:0"``."""
+        return str(self.query.device)
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ MODULES = {
     "cuda": "fastattn.backends.cuda_gpu",
 }
 
-#: Those that are taken when none is named: the first that can take a problem gets it.
+#: Those that are taken for arrays on the host when none is named: the first that can take a problem gets it.
 PREFERRED = ("cython", "numba", "reference")
 
 _loaded: dict[str, Backend] = {}
@@ -54,7 +54,8 @@ def requested(name: str | None = None) -> str | None:
 
 
 def select(problem: Problem, name: str | None = None) -> Backend:
-    """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it.
+    """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it; for arrays
+    on a GPU only "cuda".
 
     Raises
     ------
@@ -64,15 +65,28 @@ def select(problem: Problem, name: str | None = None) -> Backend:
         The backend named cannot take the problem, or none can.
     """
     name = requested(name)
+    on_gpu = problem.device != "cpu"
+    candidates = ("cuda",) if on_gpu else PREFERRED
     refusals = []
-    for candidate in PREFERRED if name is None else (name,):
+    for candidate in candidates if name is None else (name,):
         backend = load(candidate)
-        reasons = backend.unavailable_reasons() or backend.unsupported_reasons(problem)
+        if on_gpu and candidate != "cuda":
+            reasons = [f"the arrays are on {problem.device}, and it computes on the CPU"]
+        else:
+            reasons = backend.unavailable_reasons() or backend.unsupported_reasons(problem)
         if not reasons:
             return backend
         refusals.append(f"{candidate}: {'; '.join(reasons)}")
     who = "no backend can" if name is None else f"backend {name!r} cannot"
     raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
+
+
+def usable(name: str, purpose: str) -> Any:
+    """The backend `name`, for what it alone can do; BackendError with the purpose where it cannot be used."""
+    backend = load(name)
+    if reasons := backend.unavailable_reasons():
+        raise BackendError(f"{purpose}, and {'; '.join(reasons)}")
+    return backend
 
 
 def short_way() -> Callable[..., np.ndarray | None] | None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._device import DeviceArray
+
 TILE_Q = 64  #: query rows of a tile
 TILE_K = 128  #: keys of a tile, a multiple of 32
 EMPTY = -2  #: in `Tiles.index`: no key of the tile is allowed
@@ -236,12 +238,17 @@ class Cross(Node):
 class DenseArray(Node):
     """An array ``(*lead, H, L, S)``, stride 0 where it is broadcast."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: Any) -> None:
         self.array = array
         planes = zip(array.shape[:-2], array.strides[:-2], strict=True)
         self.outer = tuple(n if stride else min(n, 1) for n, stride in planes)
 
     def classes(self, grid: Grid) -> np.ndarray:
+        if isinstance(self.array, DeviceArray):
+            raise ValueError(
+                f"a mask array on {self.array.device} stays there: it combines by & with masks that are not "
+                f"arrays, not by |"
+            )
         return np.full(grid.shape, SOME, dtype=np.int8)
 
     def words(self, chunk: Chunk) -> np.ndarray:

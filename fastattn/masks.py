@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._device import as_device_array, broadcast_to, host_array
 from fastattn._tiles import (
     EMPTY,
     FULL,
@@ -110,7 +111,7 @@ class Mask:
             inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])
             allowed &= inside[..., None, :, :]
         if lowered.dense is not None:
-            allowed &= lowered.dense != 0
+            allowed &= host_array(lowered.dense, "the mask's array") != 0
         if lowered.tiles is not None:
             for item in np.ndindex(*lead, H):
                 allowed[item] &= lowered.tiles.rows(item, 0, L, S)
@@ -364,13 +365,14 @@ class Dense(Mask):
     ----------
     array : array_like of bool or integer
         Broadcast to ``(..., H, L, S)`` by NumPy's rules. An ndarray is not copied, so what is written into
-        it later is seen.
+        it later is seen. One on a GPU stays there: it combines with other masks by ``&``, not by ``|``.
     """
 
     array: Any
 
     def __post_init__(self) -> None:
-        array = np.asarray(self.array)
+        array: Any = as_device_array(self.array, "mask")
+        array = np.asarray(self.array) if array is None else array
         if array.dtype.kind not in "biu":
             hint = "; for numbers added to the scores use bias=, else .astype(bool)"
             raise TypeError(
@@ -391,7 +393,7 @@ class Dense(Mask):
             raise ValueError(
                 f"mask of shape {self.array.shape} does not broadcast to (..., H, L, S) = {shape}"
             )
-        return DenseArray(np.broadcast_to(self.array, shape))
+        return DenseArray(broadcast_to(self.array, shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -504,7 +506,7 @@ class Lowered(NamedTuple):
 
     key_start: np.ndarray | None  #: ``(*lead, L)`` int64 view, in 0..S
     key_stop: np.ndarray | None  #: ``(*lead, L)`` int64 view, ``key_start <= key_stop <= S``
-    dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or integer, non-zero = allowed
+    dense: Any  #: ``(*lead, H, L, S)`` view, or None; bool or integer, non-zero = allowed; also on a GPU
     tiles: Tiles | None
 
 
@@ -608,7 +610,7 @@ def _check_align(align: Any) -> None:
 
 def integers(value: ArrayLike, name: str, minimum: int | None = None) -> np.ndarray:
     """A read-only int64 copy of an integer array_like."""
-    array = np.asarray(value)
+    array = host_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
     array = array.astype(np.int64)

@@ -27,6 +27,7 @@ COMPILED_SOURCES = sorted(
 #: Each line may import from the lines above it, and from nothing else in the package.
 LAYERS = [
     {"_version"},
+    {"_device"},
     {"_tiles"},
     {"masks"},
     {"_problem"},
@@ -57,8 +58,8 @@ LAYERS = [
     {"backends.numba.job"},
     {"backends.numba.engine"},
     {"backends.cuda.form"},
-    {"backends.cuda.kernel"},
-    {"backends.cuda.engine"},
+    {"backends.cuda.kernel", "backends.cuda.stream"},
+    {"backends.cuda.engine", "backends.cuda.combine"},
     {
         "backends.reference",
         "backends.cython_cpu",

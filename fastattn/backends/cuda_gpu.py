@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +26,11 @@ class CudaBackend:
         return Plan(0, 0, num_threads)
 
     def run(self, problem: Problem, plan: Plan) -> None:
-        _engine().run(problem)
+        import_module("fastattn.backends.cuda.engine").run(problem)
+
+    def combine(self, pieces: Any, out: Any, lse: Any) -> None:
+        """`merge_attention` of arrays on a GPU."""
+        import_module("fastattn.backends.cuda.combine").combine(pieces, out, lse)
 
 
 backend = CudaBackend()
@@ -43,11 +48,3 @@ def _missing() -> list[str]:
         why = " ".join(str(cuda.cuda_error()).split())
         return [f"no NVIDIA GPU can be used: {why or 'none is here'}"]
     return []
-
-
-@cache
-def _engine() -> Any:
-    """The module that loads Numba's CUDA target."""
-    import fastattn.backends.cuda.engine as engine
-
-    return engine

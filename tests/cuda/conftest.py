@@ -6,7 +6,6 @@ a process of their own.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 
 from fastattn.backends import cuda_gpu
 from tests.conftest import Engine
-
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+from tests.cuda.libraries import LIBRARIES, SIMULATED, Library
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,3 +70,8 @@ def simulator():
 @pytest.fixture
 def engine() -> Engine:
     return Engine("cuda")
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return LIBRARIES[request.param]()

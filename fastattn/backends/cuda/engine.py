@@ -4,123 +4,113 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numba import config, cuda
 
+from fastattn._device import DeviceArray
 from fastattn._problem import Problem
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
+from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
 #: Threads of a block of `merge`.
-MERGE_THREADS = 4 if config.ENABLE_CUDASIM else 256
-
-
-class View(NamedTuple):
-    """An array on the device: all its memory in a row, and where its elements are in that."""
-
-    flat: Any
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  #: in elements
-
-    def at(self, outer: tuple[int, ...]) -> View:
-        """The rest of the array at an index on its first axes."""
-        start = self.start + sum(n * stride for n, stride in zip(outer, self.strides, strict=False))
-        return View(self.flat, start, self.shape[len(outer) :], self.strides[len(outer) :])
-
-    def words(self) -> tuple[int, int, int, int, int]:
-        """What kernels read: the start and four strides."""
-        one, two, three, four = (*self.strides, 0, 0, 0, 0)[:4]
-        return self.start, one, two, three, four
+MERGE_THREADS = 4 if SIMULATED else 256
 
 
 def run(problem: Problem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
-    if problem.batch * problem.num_heads * problem.len_q == 0:
-        return
+    with caller_stream(problem.query) as stream:
+        for array in (problem.out, problem.lse, problem.weights):
+            if isinstance(array, DeviceArray) and array.memory.address is None:
+                stream.make(array.memory, filled_with_zeros=array is problem.weights)
+        if problem.batch * problem.num_heads * problem.len_q == 0:
+            return
+        read = problem.query, problem.key, problem.value, problem.bias, problem.dense, problem.sinks
+        for array in (*read, problem.out):
+            if isinstance(array, DeviceArray):
+                stream.wait_for(array.memory)
+        _solve(problem, stream)
+
+
+def _solve(problem: Problem, stream: Stream) -> None:
     dtype = problem.query.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E = problem.len_k, problem.head_dim, problem.value_dim
     n_lead = len(problem.lead)
-    empty = np.zeros((1,) * (n_lead + 4))
+    nothing = np.zeros((1,) * (n_lead + 4))
 
-    def staged(array: np.ndarray | None, kind: Any) -> View:
-        return _to_device(empty if array is None else array, np.dtype(kind))
+    def staged(array: Any, kind: Any) -> View:
+        if isinstance(array, DeviceArray):
+            return stream.view(array)
+        return stream.upload(nothing if array is None else array, kind)
+
+    def result(array: Any, shape: tuple[int, ...]) -> View:
+        """Where it is written: in its place, or where the host fetches it from."""
+        return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
 
     tiles = problem.tiles
-    arrays = [
-        staged(problem.query, dtype), staged(problem.key, dtype), staged(problem.value, dtype),
-        staged(problem.key_start, np.int32), staged(problem.key_stop, np.int32),
-        staged(problem.dense, bool),
-        staged(None if tiles is None else tiles.index, np.int32), staged(problem.bias, dtype),
-    ]  # fmt: skip
-    bits = cuda.to_device(
-        np.zeros(1, np.uint32) if tiles is None or not tiles.bits.size else tiles.bits.reshape(-1)
-    )
-    sinks = np.full(H, -np.inf, dtype) if problem.sinks is None else problem.sinks
-    to_sinks = cuda.to_device(np.ascontiguousarray(sinks))
+    q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
+    start, stop = (staged(array, np.int32) for array in (problem.key_start, problem.key_stop))
+    dense, bias = staged(problem.dense, bool), staged(problem.bias, dtype)
+    index = staged(None if tiles is None else tiles.index, np.int32)
+    bits = stream.upload(np.zeros(1) if tiles is None else tiles.bits, np.uint32)
+    sinks = staged(np.full(H, -np.inf) if problem.sinks is None else problem.sinks, dtype)
+    out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
+
     head_rows = H // K * L
-    simulated = bool(config.ENABLE_CUDASIM)
-    shape = choose_shape(str(dtype), head_rows, E, simulated)
+    shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
+    split_keys = keys_of_a_split(head_rows, S, SIMULATED)
+    n_splits = max(1, -(-S // split_keys))
     form = Form(
         str(dtype), shape, problem.key_start is not None, problem.dense is not None, tiles is not None,
         problem.bias is not None, problem.softcap is not None,
-        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
+        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0, "out" if n_splits == 1 else "parts",
     )  # fmt: skip
-    split_keys = keys_of_a_split(head_rows, S, simulated)
-    n_splits = max(1, -(-S // split_keys))
     cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
     factor = 1.0 if form.is_natural else math.log2(math.e)
-    real = form.real
-    scale, softcap = real(problem.scale * factor), real(problem.softcap or 0)
+    scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
-    outer_shape, B = problem.lead[:-1], problem.lead[-1] if n_lead else 1
-    for outer in product(*map(range, outer_shape)):
-        q, k, v, start, stop, dense, index, bias = (_batched(array.at(outer), n_lead) for array in arrays)
-        sizes = (B, H, K, L, S, D, E)
-        rows = B * H * L
-        parts = cuda.device_array(max(1, n_splits * rows * E), dtype)
-        maxima, sums = (cuda.device_array(n_splits * rows, dtype) for _ in range(2))
-        row_max, row_sum, to_lse = (cuda.device_array(rows, dtype) for _ in range(3))
-        to_out = cuda.device_array(max(1, rows * E), dtype)
-        views = [array.words() for array in (q, k, v, start, stop, dense, index, bias)]
-        masks = (start.flat, stop.flat, dense.flat, index.flat, bits, bias.flat)
+    B = problem.lead[-1] if n_lead else 1
+    sizes = (B, H, K, L, S, D, E)
+    n_rows = B * H * L
+    row_max, row_sum = stream.empty(n_rows, dtype), stream.empty(n_rows, dtype)
+    parts = maxima = sums = None
+    if n_splits > 1:
+        parts = stream.empty(n_splits * n_rows * E, dtype)
+        maxima, sums = stream.empty(n_splits * n_rows, dtype), stream.empty(n_splits * n_rows, dtype)
+    weights = out if problem.weights is None else result(problem.weights, problem.weights.shape)
+
+    masks = (start.flat, stop.flat, dense.flat, index.flat, bits.flat)
+
+    def attend(form: Form, cut: tuple[int, ...], views: Any, to: Any, to_max: Any, to_sum: Any) -> None:
         blocks = math.prod((*cut[:3], K, B))
-        attend_kernel(form)[blocks, shape.num_threads](
-            q.flat, k.flat, v.flat, parts, maxima, sums, *masks, sizes, cut, *views, scale, softcap
+        attend_kernel(form)[blocks, form.shape.num_threads, stream.launch](
+            q.flat, k.flat, v.flat, masks, bias.flat, sinks.flat, to, lse.flat, to_max, to_sum,
+            sizes, cut, views, scale, softcap,
         )  # fmt: skip
-        merge_kernel(form.dtype, form.is_natural)[-(-rows * max(E, 1) // MERGE_THREADS), MERGE_THREADS](
-            parts, maxima, sums, to_sinks, to_out, to_lse, row_max, row_sum, sizes, n_splits
-        )  # fmt: skip
-        problem.out[outer] = to_out.copy_to_host()[: rows * E].reshape(problem.out[outer].shape)
-        if problem.lse is not None:
-            problem.lse[outer] = to_lse.copy_to_host().reshape(problem.lse[outer].shape)
-        if problem.weights is not None and S > 0:
-            to_weights = cuda.to_device(np.zeros(rows * S, dtype))
-            once = (cut[0], 1, 1, S)
-            attend_kernel(form._replace(is_weights=True))[math.prod((once[0], K, B)), shape.num_threads](
-                q.flat, k.flat, v.flat, to_weights, row_max, row_sum, *masks, sizes, once, *views, scale,
-                softcap,
+
+    for outer in product(*map(range, problem.lead[:-1])):
+
+        def words(*views: View, outer: tuple[int, ...] = outer) -> tuple[Any, ...]:
+            return tuple(view.at(outer).with_axes(0 if n_lead else 1).words() for view in views)
+
+        inputs = (*words(q, k, v, start, stop, dense, index, bias), sinks.words())
+        to_results = words(out, lse)
+        if n_splits == 1:
+            attend(form, cut, (*inputs, *to_results), out.flat, row_max, row_sum)
+        else:
+            attend(form, cut, (*inputs, *to_results), parts, maxima, sums)
+            blocks = -(-n_rows * max(E, 1) // MERGE_THREADS)
+            merge_kernel(form)[blocks, MERGE_THREADS, stream.launch](
+                parts, maxima, sums, sinks.flat, out.flat, lse.flat, row_max, row_sum, sizes,
+                (inputs[-1], *to_results), n_splits,
             )  # fmt: skip
-            problem.weights[outer] = to_weights.copy_to_host().reshape(problem.weights[outer].shape)
-
-
-def _to_device(array: np.ndarray, dtype: np.dtype) -> View:
-    """A copy on the device that is as large as the array's memory, not as its broadcast shape."""
-    stored = array[tuple(slice(None) if stride else slice(0, 1) for stride in array.strides)]
-    stored = np.ascontiguousarray(stored, dtype)
-    if dtype.kind == "b":
-        stored = stored.view(np.uint8)
-    strides = tuple(
-        step // stored.itemsize if stride else 0
-        for step, stride in zip(stored.strides, array.strides, strict=True)
-    )
-    flat = cuda.to_device(stored.reshape(-1) if stored.size else np.zeros(1, stored.dtype))
-    return View(flat, 0, array.shape, strides)
-
-
-def _batched(view: View, n_lead: int) -> View:
-    """With an axis of batch items, where the problem has none."""
-    return view if n_lead else View(view.flat, view.start, (1, *view.shape), (0, *view.strides))
+        if problem.weights is not None and S > 0:
+            attend(
+                form._replace(result="weights"), (cut[0], 1, 1, S), (*inputs, *words(weights, lse)),
+                weights.flat, row_max, row_sum,
+            )  # fmt: skip
+    for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):
+        if isinstance(array, np.ndarray):
+            stream.download(view.flat, array)

@@ -49,7 +49,7 @@ class Form(NamedTuple):
     has_bias: bool
     has_softcap: bool
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
-    is_weights: bool = False  #: writes the softmax itself, once the sums are known
+    result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
 
     @property
     def is_natural(self) -> bool:

@@ -39,19 +39,27 @@ def _power(real: Any, is_natural: bool) -> Any:
     return power
 
 
+def _units(form: Form) -> tuple[Any, Any]:
+    """What turns natural logarithms into the unit of the scores, and back."""
+    into, back = (1, 1) if form.is_natural else (math.log2(math.e), math.log(2))
+    return form.real(into), form.real(back)
+
+
 @cache
 def attend_kernel(form: Form) -> Any:
-    """``attend(q, k, v, out, row_max, row_sum, start, stop, dense, tile_index, tile_bits, bias, sizes, cut,
-    *views, scale, softcap)``.
+    """``attend(q, k, v, masks, bias, sinks, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap)``.
 
-    sizes: B, H, K, L, S, D, E. cut: query tiles, parts of the value's columns, splits of the keys, keys of a
-    split. views: where the array begins and its four strides, of q, k, v, start and stop (``(B, L)``), dense,
-    tile_index and bias. scale: times log2(e) unless the form is natural. What a form has not is never read.
+    masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. sizes: B, H, K, L, S, D, E. cut: query
+    tiles, parts of the value's columns, splits of the keys, keys of a split. views: where the array begins
+    and its four strides, of q, k, v, start, stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L,
+    E)`` and lse ``(B, H, L)``. scale: times log2(e) unless the form is natural. What a form has not is never
+    read; other dtypes than the form's are converted as they are read.
 
-    A block for each tile, part, key/value head, split and batch item. `out`, ``(splits, B, H, L, E)`` without
-    gaps, takes sums of weights times values; `row_max` and `row_sum`, ``(splits, B, H, L)``, what the weights
-    are relative to, and their sums. A form of weights reads those two instead, and writes the softmax to
-    `out`, ``(B, H, L, S)``, which holds zeros.
+    A block for each tile, part, key/value head, split and batch item. `row_max` and `row_sum`, without gaps,
+    take what the weights are relative to, and their sums. In a form of parts they are ``(splits, B, H, L)``,
+    without sinks, and `out`, ``(splits, B, H, L, E)`` without gaps, takes sums of weights times values. A
+    form of weights reads them instead, and writes the softmax to `out`, which is ``(B, H, L, S)`` and holds
+    zeros.
     """
     real, shape = form.real, form.shape
     ROWS, KEYS, COLUMNS, VECTOR = shape.rows, shape.keys, shape.columns, shape.vector
@@ -60,8 +68,9 @@ def attend_kernel(form: Form) -> Any:
     DEPTH, VALUE_KEYS, SPAN = shape.depth, shape.value_keys, shape.span
     HAS_INTERVALS, HAS_DENSE, HAS_TILES = form.has_intervals, form.has_dense, form.has_tiles
     HAS_BIAS, HAS_SOFTCAP = form.has_bias, form.has_softcap
-    IS_EVEN, IS_WEIGHTS = form.is_even, form.is_weights
-    ZERO, MASKED, MINUS_ZERO = real(0), real(-math.inf), real(-0.0)
+    IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
+    ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
+    INTO, BACK = _units(form)
     UNROLL = 2  # of loops that are too large to be unrolled as a whole
 
     GROUPS = DEPTH // SPAN  # of a line of queries or keys, of SPAN columns each
@@ -77,6 +86,11 @@ def attend_kernel(form: Form) -> Any:
     SHARED = TO_RESCALE + TILE_ROWS
 
     power = _power(real, form.is_natural)
+
+    @cuda.jit(device=True)
+    def softmax_base(top):
+        """What weights are relative to: 0 for an empty row, as -inf less -inf would be NaN."""
+        return top if top > MASKED else ZERO
 
     @cuda.jit(device=True)
     def place(i, thread, threads):
@@ -128,9 +142,9 @@ def attend_kernel(form: Form) -> Any:
                 allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
         return allowed
 
-    def attend(q, k, v, out, row_max, row_sum, start, stop, dense, tile_index, tile_bits, bias, sizes, cut,
-               q_view, k_view, v_view, start_view, stop_view, dense_view, index_view, bias_view, scale,
-               softcap):  # fmt: skip
+    def attend(
+        q, k, v, masks, bias, sinks, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap
+    ):  # fmt: skip
         shared = cuda.shared.array(SHARED, real, alignment=ALIGNMENT)
         heads = cuda.shared.array(TILE_ROWS, np.int32)
         queries = cuda.shared.array(TILE_ROWS, np.int32)
@@ -142,6 +156,9 @@ def attend_kernel(form: Form) -> Any:
         total = cuda.local.array(ROWS, real)
 
         # What this block is to do.
+        start, stop, dense, tile_index, tile_bits = masks
+        q_view, k_view, v_view, start_view, stop_view, dense_view, index_view = views[:7]
+        bias_view, sink_view, out_view, lse_view = views[7:]
         batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = sizes
         n_tiles, n_parts, n_splits, split_keys = cut
         thread = cuda.threadIdx.x
@@ -216,7 +233,7 @@ def attend_kernel(form: Form) -> Any:
                         for e in range(SPAN):
                             x = ZERO
                             if IS_EVEN or column + d + e < head_dim:
-                                x = q[U(line + e * q_view[4])]
+                                x = real(q[U(line + e * q_view[4])])
                             shared[U((d + e) * Q_LINE + row)] = x
                 for turn in range(K_TURNS):
                     n = turn * THREADS + thread
@@ -225,7 +242,7 @@ def attend_kernel(form: Form) -> Any:
                     for e in range(SPAN):
                         x = ZERO
                         if key < n_keys and (IS_EVEN or column + d + e < head_dim):
-                            x = k[U(line + e * k_view[4])]
+                            x = real(k[U(line + e * k_view[4])])
                         shared[U(TO_KEYS + (d + e) * K_LINE + key)] = x
                 cuda.syncthreads()
                 add_scores(shared, own_rows, own_keys + U(TO_KEYS), s)
@@ -261,19 +278,21 @@ def attend_kernel(form: Form) -> Any:
                             x = s[i, c]
                             if HAS_BIAS:
                                 key = key0 + place(c, tx, THREADS_K)
-                                one = bias[U(to_bias + key * bias_view[4])]
+                                one = real(bias[U(to_bias + key * bias_view[4])])
                                 x = MASKED if one == MASKED else x + one
                         s[i, c] = x
             if IS_WEIGHTS:
                 for i in range(ROWS):
                     row = place(i, ty, THREADS_Q)
                     if row0 + row < n_rows:
-                        line = (item * num_heads + heads[row]) * len_q + queries[row]
+                        head, query = heads[row], queries[row]
+                        line = (item * num_heads + head) * len_q + query
                         base, whole_sum = row_max[U(line)], row_sum[U(line)]
+                        line = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
                         for c in range(KEYS):
                             key = key0 + place(c, tx, THREADS_K)
                             if s[i, c] != MASKED:
-                                out[U(line * len_k + key)] = power(s[i, c] - base) / whole_sum
+                                out[U(line + key * out_view[4])] = power(s[i, c] - base) / whole_sum
                 continue
             for i in range(ROWS):
                 top = MASKED
@@ -288,13 +307,12 @@ def attend_kernel(form: Form) -> Any:
                     x = shared[U(TO_PARTS + row * THREADS_K + j)]
                     top = x if x > top else top
                 shared[TO_MAX + row] = top
-                # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
-                shared[TO_RESCALE + row] = power(old - (top if top > MASKED else ZERO))
+                shared[TO_RESCALE + row] = power(old - softmax_base(top))
             cuda.syncthreads()
             for i in range(ROWS):
                 row = place(i, ty, THREADS_Q)
                 top, rescale = shared[U(TO_MAX + row)], shared[U(TO_RESCALE + row)]
-                base = top if top > MASKED else ZERO
+                base = softmax_base(top)
                 sum_here = ZERO
                 for c in range(KEYS):
                     weight = power(s[i, c] - base)
@@ -315,7 +333,7 @@ def attend_kernel(form: Form) -> Any:
                     key, c = j0 + n // TILE_COLUMNS, column0 + n % TILE_COLUMNS
                     x = ZERO
                     if key < n_keys and (IS_EVEN or c < value_dim):
-                        x = v[U(to_v + (key0 + key) * v_view[3] + c * v_view[4])]
+                        x = real(v[U(to_v + (key0 + key) * v_view[3] + c * v_view[4])])
                     if x - x != ZERO:
                         wild = np.int32(1)
                     shared[U(TO_VALUES + n)] = x
@@ -337,49 +355,67 @@ def attend_kernel(form: Form) -> Any:
         for i in range(ROWS):
             shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = total[i]
         cuda.syncthreads()
-        if part == 0:
-            for row in range(thread, min(TILE_ROWS, n_rows - row0), THREADS):
-                whole_sum = ZERO
-                for j in range(THREADS_K):
-                    whole_sum += shared[U(TO_PARTS + row * THREADS_K + j)]
-                line = ((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]
-                row_max[U(line)], row_sum[U(line)] = shared[TO_MAX + row], whole_sum
+        for row in range(thread, min(TILE_ROWS, n_rows - row0), THREADS):
+            base, whole_sum = shared[TO_MAX + row], ZERO
+            for j in range(THREADS_K):
+                whole_sum += shared[U(TO_PARTS + row * THREADS_K + j)]
+            head, query = heads[row], queries[row]
+            if not IS_PARTS:
+                top, sink = base, real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+                base = softmax_base(max(top, sink))
+                rescale = power(top - base)
+                whole_sum = cuda.fma(whole_sum, rescale, power(sink - base))
+                shared[TO_RESCALE + row] = ZERO if whole_sum == ZERO else rescale / whole_sum
+                if part == 0:
+                    line = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
+                    lse[U(line)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+            if part == 0:
+                line = ((split * batch + item) * num_heads + head) * len_q + query
+                row_max[U(line)], row_sum[U(line)] = base, whole_sum
+        cuda.syncthreads()
         for i in range(ROWS):
             row = place(i, ty, THREADS_Q)
             if row0 + row < n_rows:
-                line = ((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]
+                factor = ONE
+                line = (((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]) * value_dim
+                step = 1
+                if not IS_PARTS:
+                    factor = shared[U(TO_RESCALE + row)]
+                    line = out_view[0] + item * out_view[1]
+                    line += heads[row] * out_view[2] + queries[row] * out_view[3]
+                    step = out_view[4]
                 for c in range(COLUMNS):
                     column = column0 + place(c, tx, THREADS_K)
                     if IS_EVEN or column < value_dim:
-                        out[U(line * value_dim + column)] = acc[i, c]
+                        out[U(line + column * step)] = acc[i, c] * factor
 
     return cuda.jit(attend)
 
 
 @cache
-def merge_kernel(dtype: str, is_natural: bool) -> Any:
-    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits)``: what `attend`
-    left of the splits together, divided by the sum of its weights, with the sinks.
+def merge_kernel(form: Form) -> Any:
+    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits)``: what
+    `attend` left of the splits together, divided by the sum of its weights, with the sinks.
 
-    A thread for each column of each row ``(B, H, L)``. `out` is ``(B, H, L, E)`` without gaps; `row_max` and
-    `row_sum` are as those of `attend`.
+    A thread for each column of each row ``(B, H, L)``. views: of sinks, out and lse; all else is as `attend`
+    has it.
     """
-    real = np.float32 if dtype == "float32" else np.float64
-    ZERO, ONE, MASKED = real(0), real(1), real(-math.inf)
-    # From a natural logarithm to the scores' unit, and back.
-    INTO = ONE if is_natural else real(math.log2(math.e))
-    BACK = ONE if is_natural else real(math.log(2))
-    power = _power(real, is_natural)
+    real = form.real
+    ZERO, MASKED = real(0), real(-math.inf)
+    INTO, BACK = _units(form)
+    power = _power(real, form.is_natural)
 
-    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, n_splits):
+    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
+        sink_view, out_view, lse_view = views
         n_rows, n_columns = batch * num_heads * len_q, max(value_dim, 1)
         thread = cuda.grid(1)
         row, column = thread // n_columns, thread % n_columns
         if row >= n_rows:
             return
+        item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
         # A sink is one key more, without a value.
-        sink = sinks[U(row // len_q % num_heads)] * INTO
+        sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]
@@ -393,9 +429,11 @@ def merge_kernel(dtype: str, is_natural: bool) -> Any:
             if value_dim > 0:
                 acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
         if value_dim > 0:
-            out[U(thread)] = ZERO if whole_sum == ZERO else acc * (ONE / whole_sum)
+            line = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
+            out[U(line + column * out_view[4])] = ZERO if whole_sum == ZERO else acc / whole_sum
         if column == 0:
             row_max[U(row)], row_sum[U(row)] = base, whole_sum
-            lse[U(row)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+            line = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
+            lse[U(line)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
 
     return cuda.jit(merge)

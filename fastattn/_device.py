@@ -1,0 +1,202 @@
+"""Arrays on a GPU, as much of them as the edge must know: where they are, their shapes, strides and dtypes.
+
+Nothing here touches CUDA or reads an element. What a caller's library says of an array, by the CUDA array
+interface or else by DLPack, becomes a `DeviceArray`, which is passed on as an ndarray would be; the CUDA
+backend alone does something with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+_CUDA_KINDS = (2, 13)  # DLPack's numbers for memory of a GPU, and for memory that both sides reach
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """Memory of a GPU: a caller's array, or a result that the backend is to make."""
+
+    device: int  #: which GPU
+    address: int | None = None  #: None until the backend has made it
+    owner: Any = None  #: the caller's array; of a result the array that the caller gets
+    stream: int | None = None  #: the stream on which the array is being filled, where its library says so
+    readonly: bool = False
+    shape: tuple[int, ...] = ()  #: of a result: what is to be made, C-contiguous
+    dtype: np.dtype | None = None
+    like: Any = None  #: of a result: an array of the library that it is to belong to
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class DeviceArray:
+    """A view of memory on a GPU; it has what the edge asks an ndarray for, under the same names."""
+
+    memory: Memory
+    offset: int  #: of the first element, in bytes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  #: in bytes
+    dtype: np.dtype  #: that its elements are read as
+    stored: np.dtype  #: that they have
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.memory.device}"
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {self.shape} on {self.device}>"
+
+    def __getitem__(self, index: None) -> DeviceArray:
+        """``array[None]``: the same with one more axis in front."""
+        if index is not None:
+            raise TypeError(f"elements of an array on {self.device} are not read on the host")
+        return replace(self, shape=(1, *self.shape), strides=(0, *self.strides))
+
+    def swapaxes(self, first: int, second: int) -> DeviceArray:
+        shape, strides = list(self.shape), list(self.strides)
+        for axes in (shape, strides):
+            axes[first], axes[second] = axes[second], axes[first]
+        return replace(self, shape=tuple(shape), strides=tuple(strides))
+
+    def broadcast_to(self, shape: tuple[int, ...]) -> DeviceArray:
+        """As `numpy.broadcast_to`; `shape` is one that it broadcasts to."""
+        ours = (1,) * (len(shape) - self.ndim) + self.shape
+        strides = (0,) * (len(shape) - self.ndim) + self.strides
+        spread = (s if n == m else 0 for n, m, s in zip(ours, shape, strides, strict=True))
+        return replace(self, shape=tuple(shape), strides=tuple(spread))
+
+    def read_as(self, dtype: np.dtype) -> DeviceArray:
+        """The same memory, its elements converted when they are read."""
+        return replace(self, dtype=dtype)
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        """A result for the backend to make, on this array's GPU and of its library."""
+        memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)
+        return DeviceArray(memory, 0, shape, _c_strides(shape, dtype.itemsize), dtype, dtype)
+
+    def addresses(self) -> np.ndarray:
+        """An array of the same addresses, to ask NumPy about them: its elements are not there."""
+        return np.asarray(_AtAddress(self))
+
+
+class _AtAddress:
+    def __init__(self, array: DeviceArray) -> None:
+        self.__array_interface__ = {
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.stored.str,
+            "data": ((array.memory.address or 0) + array.offset, True),
+            "version": 3,
+        }
+
+
+def host_array(value: Any, name: str) -> np.ndarray:
+    """`numpy.asarray` of what is read on the host; TypeError where it lies on a GPU."""
+    if (array := as_device_array(value, name)) is not None:
+        raise TypeError(f"{name} is on {array.device}, and is read on the host: pass a NumPy array or a list")
+    return np.asarray(value)
+
+
+def as_device_array(value: Any, name: str) -> DeviceArray | None:
+    """What a library says of its array on a GPU; None for all that is not one.
+
+    Raises
+    ------
+    TypeError
+        The array is not one of plain numbers that may be read as it is.
+    ValueError
+        Its elements are not aligned.
+    """
+    if isinstance(value, (DeviceArray, np.ndarray)):
+        return value if isinstance(value, DeviceArray) else None
+    try:
+        where = _where(value)
+        if where is None:
+            return None
+        interface, device = where
+        array = _from_dlpack(value) if interface is None else _from_interface(value, interface, device)
+    except (TypeError, ValueError, KeyError, BufferError, RuntimeError) as error:
+        raise TypeError(f"{name} does not convert to an array: {error}") from error
+    if not array.stored.isnative:
+        raise TypeError(f"{name} has dtype {array.stored}: a GPU does not read numbers with swapped bytes")
+    steps = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
+    if any(step % array.stored.itemsize for step in (array.memory.address or 0, *steps)):
+        raise ValueError(
+            f"{name} is not aligned: a GPU reads {array.stored} at multiples of {array.stored.itemsize} bytes"
+        )
+    return array
+
+
+def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
+    """`numpy.broadcast_to` wherever the array is."""
+    return array.broadcast_to(shape) if isinstance(array, DeviceArray) else np.broadcast_to(array, shape)
+
+
+def place(array: Any) -> str:
+    """Where an array is: ``"cuda:0"``, or ``"the host"``."""
+    return array.device if isinstance(array, DeviceArray) else "the host"
+
+
+def _where(value: Any) -> tuple[dict[str, Any] | None, int | None] | None:
+    """What the CUDA array interface says, and the GPU that DLPack names; None where neither knows a GPU."""
+    interface = getattr(value, "__cuda_array_interface__", None)
+    ask = getattr(value, "__dlpack_device__", None)
+    kind, number = (None, 0) if ask is None else ask()
+    device = int(number) if kind in _CUDA_KINDS else None
+    return None if interface is None and device is None else (interface, device)
+
+
+def _from_interface(value: Any, interface: dict[str, Any], device: int | None) -> DeviceArray:
+    if interface.get("mask") is not None:
+        raise TypeError("it has a mask, which would be lost")
+    shape = tuple(map(int, interface["shape"]))
+    stored = np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    strides = _c_strides(shape, stored.itemsize) if strides is None else tuple(map(int, strides))
+    address, readonly = interface["data"]
+    if device is None:
+        device = _device_of(address)
+    memory = Memory(device, int(address or 0), value, interface.get("stream"), bool(readonly))
+    return DeviceArray(memory, 0, shape, strides, stored, stored)
+
+
+def _from_dlpack(value: Any) -> DeviceArray:
+    try:
+        from cuda.core.utils import StridedMemoryView
+    except ImportError as error:
+        raise TypeError(f"it needs cuda.core ({error}): pip install 'fastattn[cuda]'") from None
+    view = StridedMemoryView.from_dlpack(value, stream_ptr=-1)
+    if view.dtype is None:
+        raise TypeError("its elements are of no dtype that NumPy knows")
+    shape, stored, steps = tuple(view.shape), view.dtype, view.strides
+    strides = _c_strides(shape, stored.itemsize)
+    if steps is not None:
+        strides = tuple(step * stored.itemsize for step in steps)
+    memory = Memory(view.device_id, view.ptr, value, readonly=view.readonly)
+    return DeviceArray(memory, 0, shape, strides, stored, stored)
+
+
+def _device_of(address: int) -> int:
+    """The GPU that an address belongs to, by the driver's word; 0 where nobody knows."""
+    try:
+        from cuda.bindings import driver
+
+        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        error, device = driver.cuPointerGetAttribute(ordinal, address)
+    except (ImportError, RuntimeError):
+        return 0
+    return int(device) if int(error) == 0 else 0
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,0 +1,92 @@
+"""`merge_attention` of arrays on a GPU: pieces are combined one after another, in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from fastattn._device import DeviceArray
+from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
+
+THREADS = 4 if SIMULATED else 256
+
+U = np.uint64
+
+
+def combine(pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray) -> None:
+    """Makes `out` and `lse`: what the pieces, each an out and its lse, are together."""
+    with caller_stream(pieces[0][0]) as stream:
+        stream.make(out.memory)
+        stream.make(lse.memory)
+        for array in chain.from_iterable(pieces):
+            stream.wait_for(array.memory)
+        if not lse.size:
+            return
+        nothing = np.zeros(out.shape[-1:]), np.full((), -np.inf)
+        shapes = out.shape, lse.shape
+        so_far = [
+            stream.upload(np.broadcast_to(array, shape), np.float64)
+            for array, shape in zip(nothing, shapes, strict=True)
+        ]
+        for piece in pieces:
+            result = [stream.room(shape, np.float64) for shape in shapes]
+            if piece is pieces[-1]:
+                result = [stream.view(out), stream.view(lse)]
+            _two(stream, [*so_far, *map(stream.view, piece), *result], lse.shape, out.shape[-1])
+            so_far = result
+
+
+def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int) -> None:
+    """Launches for an out and lse, another out and lse, and what they are together."""
+    views = [view.with_axes(max(0, 3 - len(rows))) for view in views]
+    rows = (1,) * (3 - len(rows)) + rows
+    inner = rows[-3:]
+    blocks = -(-math.prod(inner) * max(columns, 1) // THREADS)
+    for outer in product(*map(range, rows[:-3])):
+        words = tuple(view.at(outer).words() for view in views)
+        _kernel()[blocks, THREADS, stream.launch](*(view.flat for view in views), words, inner, columns)
+
+
+@cache
+def _kernel() -> Any:
+    """``combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns)``: a thread for each column
+    of three axes of rows."""
+    EMPTY = -math.inf
+
+    def combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns):
+        thread, n_columns = cuda.grid(1), max(columns, 1)
+        row, column = thread // n_columns, thread % n_columns
+        if row >= rows[0] * rows[1] * rows[2]:
+            return
+        i, j, k = row // rows[2] // rows[1], row // rows[2] % rows[1], row % rows[2]
+        at_a, at_lse_a, at_b, at_lse_b, at_out, at_lse = (
+            views[0][0] + i * views[0][1] + j * views[0][2] + k * views[0][3],
+            views[1][0] + i * views[1][1] + j * views[1][2] + k * views[1][3],
+            views[2][0] + i * views[2][1] + j * views[2][2] + k * views[2][3],
+            views[3][0] + i * views[3][1] + j * views[3][2] + k * views[3][3],
+            views[4][0] + i * views[4][1] + j * views[4][2] + k * views[4][3],
+            views[5][0] + i * views[5][1] + j * views[5][2] + k * views[5][3],
+        )
+        a, b = np.float64(lse_a[U(at_lse_a)]), np.float64(lse_b[U(at_lse_b)])
+        base = a if a > b else b
+        if not EMPTY < base < math.inf:
+            base = 0.0
+        weight_a, weight_b = math.exp(a - base), math.exp(b - base)
+        total = weight_a + weight_b
+        if columns > 0:
+            # A piece without keys has nothing to say, whatever its out holds.
+            acc = 0.0
+            if a != EMPTY:
+                acc += weight_a * out_a[U(at_a + column * views[0][4])]
+            if b != EMPTY:
+                acc += weight_b * out_b[U(at_b + column * views[2][4])]
+            out[U(at_out + column * views[4][4])] = acc if total == 0.0 else acc / total
+        if column == 0:
+            lse[U(at_lse)] = EMPTY if total == 0.0 else base + math.log(total)
+
+    return cuda.jit(combine_two)

@@ -1,0 +1,240 @@
+"""A stream of one GPU, and what is done on it in order: memory made and freed, copies, launches.
+
+Memory comes from the device's pool and goes back to it in the order of the stream: neither waits for the GPU.
+Kernels see it as arrays of one axis.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import config, cuda
+
+from fastattn._device import DeviceArray, Memory
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+#: CUDA's numbers for the two streams that are always there.
+LEGACY_DEFAULT, PER_THREAD_DEFAULT = 1, 2
+
+
+class View(NamedTuple):
+    """An array on the device: all its memory in a row, and where its elements are in that."""
+
+    flat: Any
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  #: in elements
+
+    def at(self, outer: tuple[int, ...]) -> View:
+        """The rest of the array at an index on its first axes."""
+        start = self.start + sum(n * stride for n, stride in zip(outer, self.strides, strict=False))
+        return View(self.flat, start, self.shape[len(outer) :], self.strides[len(outer) :])
+
+    def with_axes(self, count: int) -> View:
+        """With as many more axes of one element in front."""
+        return View(self.flat, self.start, (1,) * count + self.shape, (0,) * count + self.strides)
+
+    def words(self) -> tuple[int, int, int, int, int]:
+        """What kernels read: the start and four strides."""
+        one, two, three, four = (*self.strides, 0, 0, 0, 0)[:4]
+        return self.start, one, two, three, four
+
+
+class Stream:
+    """A stream of the device that is current, by its number; see `caller_stream`."""
+
+    def __init__(self, device: int, number: int) -> None:
+        import cuda.core as core
+
+        self.number = number
+        self.launch: Any = cuda.external_stream(number)  #: what Numba launches kernels on
+        self._pool = core.DeviceMemoryResource(device)
+        self._core_stream = _core_stream(number)
+
+    def empty(self, count: int, dtype: Any, filled_with_zeros: bool = False) -> Any:
+        """A flat array, of at least one element."""
+        dtype, count = np.dtype(dtype), max(count, 1)
+        address, owner = self._allocate(count * dtype.itemsize, filled_with_zeros)
+        return self._array(address, (count,), dtype, owner)
+
+    def room(self, shape: tuple[int, ...], dtype: Any, filled_with_zeros: bool = False) -> View:
+        """A new array, C-contiguous."""
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return View(self.empty(math.prod(shape), dtype, filled_with_zeros), 0, shape, strides)
+
+    def upload(self, array: np.ndarray, dtype: Any) -> View:
+        """A copy that is as large as the array's memory, not as its broadcast shape."""
+        stored = array[tuple(slice(None) if stride else slice(0, 1) for stride in array.strides)]
+        stored = np.asarray(stored, dtype, order="C")
+        if stored.dtype.kind == "b":
+            stored = stored.view(np.uint8)
+        strides = tuple(
+            step // stored.itemsize if stride else 0
+            for step, stride in zip(stored.strides, array.strides, strict=True)
+        )
+        flat = self.empty(stored.size, stored.dtype)
+        if stored.size:
+            flat.copy_to_device(stored.reshape(-1), stream=self.launch)
+        return View(flat, 0, array.shape, strides)
+
+    def download(self, flat: Any, out: np.ndarray) -> None:
+        """Fills `out` from the beginning of a flat array, when all that is on the stream is done."""
+        host = flat.copy_to_host(stream=self.launch)
+        self._synchronize()
+        out[...] = host[: out.size].reshape(out.shape)
+
+    def view(self, array: DeviceArray) -> View:
+        """The array where it is, which must have been made."""
+        itemsize = array.stored.itemsize
+        stored = np.dtype(np.uint8) if array.stored.kind == "b" else array.stored
+        if not array.size:
+            return View(self.empty(1, stored), 0, array.shape, (0,) * array.ndim)
+        steps = [step // itemsize for step in array.strides]
+        reaches = [step * (n - 1) for n, step in zip(array.shape, steps, strict=True)]
+        before = -sum(min(0, reach) for reach in reaches)
+        lowest = (array.memory.address or 0) + array.offset - before * itemsize
+        flat = self._array(lowest, (sum(map(abs, reaches)) + 1,), stored, array.memory.owner)
+        return View(flat, before, array.shape, tuple(steps))
+
+    def make(self, memory: Memory, filled_with_zeros: bool = False) -> None:
+        """Makes the memory of a result, and of it what the caller gets: an array of the library that
+        ``memory.like`` belongs to, where that takes DLPack, or else Numba's."""
+        shape, dtype = memory.shape, np.dtype(memory.dtype)
+        nbytes = max(math.prod(shape), 1) * dtype.itemsize
+        memory.address, owner = self._allocate(nbytes, filled_with_zeros)
+        from_dlpack = _from_dlpack_of(memory.like)
+        if from_dlpack is None:
+            bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
+            memory.owner = self._array(memory.address, shape, dtype, owner, bound)
+        else:
+            memory.owner = from_dlpack(self._exported(owner, shape, dtype))
+
+    def wait_for(self, memory: Memory) -> None:
+        """Lets the stream go on when the memory's library has filled it; the host does not wait."""
+        if memory.stream is not None:
+            if memory.stream != self.number:
+                self._core_stream.wait(_core_stream(memory.stream))
+        elif _torch_stream(memory) != self.number and hasattr(memory.owner, "__dlpack__"):
+            memory.owner.__dlpack__(stream=self.number)
+
+    def _synchronize(self) -> None:
+        self.launch.synchronize()
+
+    def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
+        """The address of memory, and what it lives as long as."""
+        buffer = self._pool.allocate(nbytes, stream=self._core_stream)
+        if filled_with_zeros:
+            buffer.fill(0, stream=self._core_stream)
+        return int(buffer.handle), buffer
+
+    def _array(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any, bound: int | None = None
+    ) -> Any:
+        """Numba's array of memory that is there, perhaps bound to a stream."""
+        description = {
+            "shape": shape, "typestr": dtype.str, "data": (address, False), "stream": bound, "version": 3,
+        }  # fmt: skip
+        return cuda.from_cuda_array_interface(description, owner=owner, sync=False)
+
+    def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        from cuda.core.utils import StridedMemoryView
+
+        return _Exported(StridedMemoryView.from_buffer(owner, shape, dtype=dtype), self._core_stream)
+
+
+class _Exported:
+    """A new array as DLPack takes it; the stream of whoever takes it waits until it is filled."""
+
+    def __init__(self, view: Any, filled_on: Any) -> None:
+        self._view, self._filled_on = view, filled_on
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._view.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        if stream != -1:
+            _core_stream(stream or LEGACY_DEFAULT).wait(self._filled_on)
+        return self._view.__dlpack__(**options)
+
+
+class SimulatedStream(Stream):
+    """The same in Numba's simulator, where a GPU's addresses are the host's."""
+
+    def __init__(self) -> None:
+        self.launch = 0
+
+    def wait_for(self, memory: Memory) -> None:
+        pass
+
+    def _synchronize(self) -> None:
+        pass
+
+    def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
+        memory = np.full(nbytes, 0 if filled_with_zeros else 255, np.uint8)  # floats of such bytes are NaN
+        return memory.ctypes.data, memory
+
+    def _array(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any, bound: int | None = None
+    ) -> Any:
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+        nbytes = math.prod(shape) * dtype.itemsize
+        raw: Any = (ctypes.c_char * nbytes).from_address(address)
+        fake = FakeCUDAArray(np.frombuffer(raw, dtype).reshape(shape))
+        fake.owner = owner
+        return fake
+
+    def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return owner[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+@contextmanager
+def caller_stream(array: Any) -> Iterator[Stream]:
+    """The stream that the caller of an array on a GPU works on, whose device is current meanwhile; for one on
+    the host, one of the calling thread's own."""
+    if SIMULATED:
+        yield SimulatedStream()
+    elif isinstance(array, DeviceArray):
+        with cuda.gpus[array.memory.device]:
+            yield Stream(array.memory.device, _number(array.memory))
+    else:
+        yield Stream(cuda.current_context().device.id, PER_THREAD_DEFAULT)
+
+
+def _number(memory: Memory) -> int:
+    """What the library says is its current stream, or the default stream of Numba."""
+    of_torch = _torch_stream(memory)
+    if of_torch is not None:
+        return of_torch
+    if memory.stream is not None:
+        return memory.stream
+    return PER_THREAD_DEFAULT if config.CUDA_PER_THREAD_DEFAULT_STREAM else LEGACY_DEFAULT
+
+
+def _torch_stream(memory: Memory) -> int | None:
+    """PyTorch's current stream if it is a tensor's memory: a tensor does not say it itself."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(memory.owner, torch.Tensor):
+        return None
+    return torch.cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
+
+
+def _from_dlpack_of(array: Any) -> Any:
+    """The function by which the array's library takes arrays of others; None where it has none."""
+    namespace = getattr(array, "__array_namespace__", None)
+    module = sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
+    return getattr(module, "from_dlpack", None)
+
+
+def _core_stream(number: int) -> Any:
+    import cuda.core as core
+
+    known = {LEGACY_DEFAULT: core.LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT: core.PER_THREAD_DEFAULT_STREAM}
+    return known.get(number) or core.Stream.from_handle(number)

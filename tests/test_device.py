@@ -1,0 +1,140 @@
+"""Arrays on a GPU at the edge, where no GPU is needed: only their shapes, strides and dtypes matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastattn
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
+from tests.fake_gpu import FakeArray
+
+
+def on_device(array: np.ndarray) -> DeviceArray:
+    found = as_device_array(FakeArray(array), "array")
+    assert found is not None
+    return found
+
+
+def assert_same_elements(ours: DeviceArray, theirs: np.ndarray) -> None:
+    assert (ours.shape, ours.ndim, ours.size) == (theirs.shape, theirs.ndim, theirs.size)
+    assert ours.dtype == theirs.dtype
+    steps = [step for n, step in zip(theirs.shape, theirs.strides, strict=True) if n > 1]
+    assert [step for n, step in zip(ours.shape, ours.strides, strict=True) if n > 1] == steps
+    assert ours.memory.address + ours.offset == theirs.ctypes.data
+
+
+SLICES = st.sampled_from([slice(None), slice(1, None), slice(None, None, 2), slice(None, None, -1)])
+
+
+@given(st.tuples(SLICES, SLICES, SLICES), st.permutations(range(3)), st.sampled_from(["f4", "f8", "?", "i2"]))
+def test_views_are_those_of_numpy(slices, axes, dtype):
+    array = np.zeros((2, 3, 4), dtype)[slices].transpose(axes)
+    ours = on_device(array)
+    assert_same_elements(ours, array)
+    assert_same_elements(ours.swapaxes(-3, -2), array.swapaxes(-3, -2))
+    assert_same_elements(ours[None], array[None])
+    shape = (2, 5, *array.shape)
+    assert_same_elements(broadcast_to(ours[None], shape), np.broadcast_to(array[None], shape))
+    assert np.shares_memory(ours.addresses(), array) == bool(array.size)
+    assert place(ours) == "cuda:0" and place(array) == "the host"
+
+
+def test_broadcast_of_an_axis_of_one():
+    array = np.zeros((3, 1, 4))
+    assert_same_elements(on_device(array).broadcast_to((3, 7, 4)), np.broadcast_to(array, (3, 7, 4)))
+
+
+def test_what_is_not_on_a_gpu():
+    for value in (1.5, [1, 2], None, np.ones(2), np.float32(1), "text", object()):
+        assert as_device_array(value, "x") is None
+    torch = pytest.importorskip("torch")
+    assert as_device_array(torch.ones(2), "x") is None
+
+
+def bad(array=None, **interface):
+    fake = FakeArray(np.zeros((2, 3, 4), np.float32) if array is None else array)
+
+    class Bad:
+        __cuda_array_interface__ = fake.__cuda_array_interface__ | interface
+        shape = fake.shape
+        keep = fake
+
+    return Bad()
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        (bad(mask=object()), TypeError, "query does not convert to an array: it has a mask"),
+        (bad(typestr="what"), TypeError, "query does not convert to an array"),
+        (
+            bad(typestr=">f4"),
+            TypeError,
+            "query has dtype >f4: a GPU does not read numbers with swapped bytes",
+        ),
+        (bad(typestr="<c8", strides=None), TypeError, "query has dtype complex64; supported are"),
+        (
+            bad(data=(6, False)),
+            ValueError,
+            "query is not aligned: a GPU reads float32 at multiples of 4 bytes",
+        ),
+        (bad(strides=(50, 16, 4)), ValueError, "query is not aligned"),
+    ],
+)
+def test_what_cannot_be_read(array, error, message):
+    with pytest.raises(error, match=f"^{message}.*; query \\(2, 3, 4\\), key"):
+        fastattn.attention(array, array, array)
+
+
+def test_different_gpus():
+    arrays = [FakeArray(np.zeros((1, 2, 3)), device) for device in (0, 0, 1)]
+    with pytest.raises(ValueError, match="got query on cuda:0, key on cuda:0, value on cuda:1"):
+        fastattn.attention(*arrays)
+
+
+def test_out_is_checked():
+    arrays = [FakeArray(np.zeros((1, 2, 3), np.float32)) for _ in range(3)]
+    read_only = bad(np.zeros((1, 2, 3), np.float32), data=(0x1000, True))
+    spread = bad(np.zeros((1, 2, 3), np.float32), strides=(24, 0, 4))
+    for out, message in (
+        (read_only, "out must be writeable"),
+        (spread, "out has elements that share memory"),
+        (FakeArray(np.zeros((1, 2, 4), np.float32)), "out must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fastattn.attention(*arrays, out=out)
+
+
+@pytest.mark.parametrize("name", ["key_lengths", "Segments", "cu_seqlens_q"])
+def test_lengths_and_ids_are_read_on_the_host(name):
+    x, numbers = FakeArray(np.zeros((2, 1, 3))), FakeArray(np.array([0, 2]))
+    with pytest.raises(
+        TypeError, match=rf"{name}.* is on cuda:0, and is read on the host: pass a NumPy array"
+    ):
+        if name == "key_lengths":
+            fastattn.attention(x, x, x, key_lengths=numbers)
+        elif name == "Segments":
+            fastattn.masks.Segments(numbers)
+        else:
+            fastattn.varlen_attention(x, x, x, numbers)
+
+
+def test_a_mask_on_a_gpu_is_not_materialized():
+    mask = fastattn.masks.Dense(FakeArray(np.ones((2, 3), bool)))
+    assert repr(mask) == "Dense(array=<bool (2, 3) on cuda:0>)"
+    with pytest.raises(TypeError, match="the mask's array is on cuda:0, and is read on the host"):
+        mask.materialize(1, 2, 3)
+
+
+def test_without_a_gpu_the_reason_is_said():
+    if not fastattn._registry.load("cuda").unavailable_reasons():
+        pytest.skip("a GPU is here")
+    x = FakeArray(np.zeros((1, 2, 3)))
+    with pytest.raises(fastattn.BackendError, match="no backend can take this problem:\n  cuda: ") as error:
+        fastattn.attention(x, x, x)
+    assert "numba-cuda" in str(error.value) or "no NVIDIA GPU" in str(error.value)
+    with pytest.raises(fastattn.BackendError, match=r"^the arrays are on cuda:0, and "):
+        fastattn.merge_attention([x], [FakeArray(np.zeros((1, 2)))])

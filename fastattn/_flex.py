@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._api import solve
+from fastattn._device import DeviceArray, as_device_array, host_array
 from fastattn._host import check_num_threads, get_num_threads
-from fastattn._normalize import normalize
-from fastattn._problem import ScoreMod
+from fastattn._normalize import check_places, normalize, overlap
+from fastattn._problem import Mod
 from fastattn._registry import usable
 from fastattn._tiles import Node, Size, Tiles
 from fastattn.masks import BlockMask, Mask
@@ -142,8 +143,9 @@ def flex_attention(
             _check_function(kind, function, names, values)
     if block_mask is not None and not isinstance(block_mask, Mask):
         raise TypeError(f"block_mask must be a fastattn.masks object, got {type(block_mask).__name__}")
+    on_gpu = as_device_array(query, "query") is not None
     mask = block_mask
-    if mask_mod is not None:
+    if mask_mod is not None and not on_gpu:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
         _compiler().mask_loop(mask_mod, values)
         said = _FunctionMask(mask_mod, tuple(values), threads)
@@ -165,17 +167,20 @@ def flex_attention(
         return_lse=return_lse,
         return_weights=return_weights,
     )
-    if score_mod is not None:
-        problem = request.problem
-        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-        _compiler().check_indices("score_mod", score_mod, values, problem.query.dtype, sizes)
-        if out is not None:
-            values = [
-                v.copy() if isinstance(v, np.ndarray) and np.may_share_memory(v, out) else v for v in values
-            ]
-        request = replace(
-            request, problem=replace(request.problem, score_mod=ScoreMod(score_mod, tuple(values)))
+    problem = request.problem
+    named = (("score_mod", score_mod), ("mask_mod", mask_mod if on_gpu else None))
+    mods = {kind: function for kind, function in named if function is not None}
+    if mods:
+        check_places(
+            query=problem.query, **{f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
         )
+        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        for kind, function in mods.items():
+            dtype = problem.query.dtype if kind == "score_mod" else np.dtype(np.int64)
+            _compiler().check_indices(kind, function, [_on_host(value) for value in values], dtype, sizes)
+        aux = tuple(values if out is None else (_apart(value, problem.out) for value in values))
+        changed: dict[str, Any] = {kind: Mod(function, aux) for kind, function in mods.items()}
+        request = replace(request, problem=replace(problem, **changed))
     return solve(request, num_threads, backend)
 
 
@@ -242,6 +247,8 @@ def create_block_mask(
     ..++
     """
     values = _aux(aux)
+    for i, value in enumerate(values):
+        host_array(value, f"aux[{i}]")
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
     sizes = [_size(n, name) for n, name in ((B, "B"), (H, "H"), (L, "L"), (S, "S"))]
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
@@ -319,15 +326,40 @@ def _aux(aux: Any) -> list[Any]:
         raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")
     values = []
     for i, given in enumerate(aux):
-        value = np.asarray(given)
+        on_gpu = as_device_array(given, f"aux[{i}]")
+        value: Any = np.asarray(given) if on_gpu is None else on_gpu
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
             raise TypeError(f"aux[{i}] must be of bool, integer or float dtype, got dtype {value.dtype}")
+        if on_gpu is not None:
+            if value.dtype == np.float16 or value.ndim == 0:
+                what = "float16" if value.ndim else "a number"
+                raise TypeError(
+                    f"aux[{i}] is {what} on {value.device}: pass float32, or a number of Python's"
+                )
+            values.append(value)
+            continue
         if value.dtype == np.float16:
             value = value.astype(np.float32)
         if not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("="))
         values.append(value[()] if value.ndim == 0 else value)
     return values
+
+
+def _on_host(value: Any) -> Any:
+    """An array of zeros in the place of one on a GPU, where only its shape matters."""
+    return (
+        np.broadcast_to(np.zeros((), value.dtype), value.shape) if isinstance(value, DeviceArray) else value
+    )
+
+
+def _apart(value: Any, out: Any) -> Any:
+    """One of `aux` that writing to `out` does not change."""
+    if not value.ndim or not overlap(out, value):
+        return value
+    if isinstance(value, DeviceArray):
+        raise ValueError(f"out must not share memory with aux on {value.device}")
+    return value.copy()
 
 
 def _size(n: Any, name: str) -> int:

@@ -237,8 +237,8 @@ def as_pieces(
                 f"every out must have one shape (..., E) and every lse its (...); "
                 f"got outs {[x.shape for x in pieces]}, lses {[x.shape for x in sums]}"
             )
-    _check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
-    _check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
+    check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
+    check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
     return list(zip(pieces, sums, strict=True)), _promote(*pieces), _promote(*sums)
 
 
@@ -248,7 +248,7 @@ def as_pieces(
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
     q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
-        _check_places(query=q, key=k, value=v)
+        check_places(query=q, key=k, value=v)
     dtype = _compute_dtype(q, k, v)
     if not (q.dtype == k.dtype == v.dtype == dtype):
         q, k, v = _as_dtype(q, dtype), _as_dtype(k, dtype), _as_dtype(v, dtype)
@@ -314,7 +314,7 @@ def _array(value: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name} does not convert to an array: {error}") from error
 
 
-def _check_places(**arrays: Any) -> None:
+def check_places(**arrays: Any) -> None:
     """ValueError unless all arrays, None aside, are on the host or all on one GPU."""
     places = {name: place(array) for name, array in arrays.items() if array is not None}
     if len(set(places.values())) > 1:
@@ -503,14 +503,14 @@ def _assemble(
     if flat:
         shape, rows = (L, E), (L,)
     given = None if out is None else _check_out(out, shape, dtype)
-    _check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
+    check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
     staged = None
     if given is None:
         out = target = _empty(shape, dtype, q)
     else:
         target = given
         reads = (q, k, v, bias, sinks, lowered.dense)
-        if any(array is not None and _overlap(given, array) for array in reads):
+        if any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
             staged = target = np.empty(shape, dtype)
@@ -603,7 +603,7 @@ def _may_overlap_itself(array: Any) -> bool:
     return False
 
 
-def _overlap(a: Any, b: Any) -> bool:
+def overlap(a: Any, b: Any) -> bool:
     if isinstance(a, DeviceArray):
         a, b = a.addresses(), b.addresses()
     try:

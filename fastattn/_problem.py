@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from fastattn._tiles import Tiles
 
 
-class ScoreMod(NamedTuple):
-    """A function of the caller's that changes scores, ``score_mod(score, b, h, q_idx, kv_idx, *aux)``."""
+class Mod(NamedTuple):
+    """A function of the caller's: ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives another score,
+    ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says whether the key is allowed."""
 
     function: Callable[..., Any]
     aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
@@ -34,9 +35,10 @@ class ScoreMod(NamedTuple):
 class Problem:
     """One validated attention call: strided views, sizes and options.
 
-    Key ``j`` is allowed for query ``i`` when every one of the four that is present allows it: the interval
-    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, and a ``bias`` above -inf. A
-    score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the ``bias`` is added.
+    Key ``j`` is allowed for query ``i`` when every one of the five that is present allows it: the interval
+    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, ``mask_mod``, and a ``bias``
+    above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the
+    ``bias`` is added.
     """
 
     query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
@@ -53,7 +55,8 @@ class Problem:
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     tiles: Tiles | None  #: tile map with bits for the partial tiles
-    score_mod: ScoreMod | None = None
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is among ``tiles`` or intervals
 
     @property
     def device(self) -> str:

@@ -8,39 +8,78 @@ import pytest
 
 from tests.process import python
 
-COMPILE = """
+SETUP = """
 from types import SimpleNamespace
 import numba.cuda.dispatcher
+import numpy as np
 from numba import cuda, types
+from fastattn._problem import Mod
+from fastattn.backends.cuda.combine import combine_kernel
 from fastattn.backends.cuda.form import Form, choose_shape
+from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 
-major, minor, dtype, head_rows, value_dim, flags, result = PROBLEM
 # What a device function is compiled for.
-numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(major, minor))
-real = types.float32 if dtype == "float32" else types.float64
-reals, int32s = types.Array(real, 1, "C"), types.Array(types.int32, 1, "C")
-uint8s, uint32s = types.Array(types.uint8, 1, "C"), types.Array(types.uint32, 1, "C")
-masks = types.Tuple((int32s, int32s, uint8s, int32s, uint32s))
-sizes, cut, view = (types.UniTuple(types.int64, n) for n in (7, 4, 5))
-form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), *map(bool, flags), result)
-arguments = (reals, reals, reals, masks, *[reals] * 6, sizes, cut, types.UniTuple(view, 11), real, real)
-print(cuda.compile_ptx(attend_kernel(form).py_func, arguments, cc=(major, minor))[0])
-arguments = (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64)
-print(cuda.compile_ptx(merge_kernel(form).py_func, arguments, cc=(major, minor))[0])
+numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=DEVICE)
+sizes, cut, view = (types.UniTuple(types.int64, n) for n in (7, 5, 5))
+
+def flat(kind):
+    return types.Array(kind, 1, "C")
+
+def show(kernel, arguments, **options):
+    print(cuda.compile_ptx(kernel.py_func, arguments, cc=DEVICE, **options)[0])
 """
 
-PLAIN = (False, False, False, False, False, True)
-EVERYTHING = (True, True, True, True, True, False)
+KERNELS = """
+dtype, head_rows, value_dim, flags, result, bias = FORM
+real = types.float32 if dtype == "float32" else types.float64
+reals, int32s = flat(real), flat(types.int32)
+masks = types.Tuple((int32s, int32s, flat(types.uint8), int32s, flat(types.uint32)))
+form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), *map(bool, flags), result)
+functions, aux = {}, ()
+if form.has_score_mod:
+    slopes = np.ones(4, dtype)
+    aux = (types.Array(real, 1, "A"),)
+    functions = {
+        "score_mod": lambda s, b, h, i, j, slopes: s - 0.5 * slopes[h] * abs(i - j),
+        "mask_mod": lambda b, h, i, j, slopes: j <= i + b,
+    }
+    functions = {kind: device_function(kind, Mod(f, (slopes,)), slopes.dtype) for kind, f in functions.items()}
+show(
+    attend_kernel(form, **functions),
+    (reals, reals, reals, masks, flat(getattr(types, bias)), reals, types.Tuple(aux), *[reals] * 4, sizes, cut,
+     types.UniTuple(view, 11), real, real),
+)
+show(merge_kernel(form), (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64))
+f64s = flat(types.float64)
+words = types.UniTuple(view, 6), types.UniTuple(types.int64, 3), types.int64
+show(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words))
+"""
+
+FUNCTIONS = """
+from fastattn.backends.numba.modify import kind_of
+from tests.test_flex import GALLERY, SCORES, aux_of
+
+for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+    for name, function in GALLERY.items():
+        aux = [np.asarray(x) if np.ndim(x) else np.asarray(x)[()] for x in aux_of(name, dtype)]
+        kind, score = ("score_mod", [numba.from_dtype(dtype)]) if name in SCORES else ("mask_mod", [])
+        device = device_function(kind, Mod(function, tuple(aux)), dtype)
+        show(device, (*score, *[types.int64] * 4, *map(kind_of, aux)), device=True)
+        print(name, dtype)
+"""
+
+PLAIN = (False,) * 8 + (True,)
+EVERYTHING = (True,) * 8 + (False,)
 FORMS = [
-    ("float32", 4096, 64, PLAIN, "out"),
-    ("float32", 4096, 128, PLAIN, "out"),
-    ("float32", 1, 128, PLAIN, "parts"),
-    ("float32", 4096, 64, EVERYTHING, "out"),
-    ("float32", 8, 40, EVERYTHING, "weights"),
-    ("float64", 4096, 64, PLAIN, "out"),
-    ("float64", 4096, 128, EVERYTHING, "weights"),
-    ("float64", 1, 128, PLAIN, "parts"),
+    ("float32", 4096, 64, PLAIN, "out", "float32"),
+    ("float32", 4096, 128, PLAIN, "out", "float32"),
+    ("float32", 1, 128, PLAIN, "parts", "float32"),
+    ("float32", 4096, 64, EVERYTHING, "out", "float16"),
+    ("float32", 8, 40, EVERYTHING, "weights", "float64"),
+    ("float64", 4096, 64, PLAIN, "out", "float64"),
+    ("float64", 4096, 128, EVERYTHING, "weights", "float32"),
+    ("float64", 1, 128, PLAIN, "parts", "float64"),
 ]
 
 
@@ -59,16 +98,32 @@ except Exception as error:
     return python(code).strip() == "yes"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
-def test_compiles(device):
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
     if not can_compile():
         pytest.skip("nvidia-nvvm and nvidia-cuda-nvrtc are not installed")
-    for dtype, *form in FORMS:
-        ptx = python(f"PROBLEM = {(*device, dtype, *form)}" + COMPILE, timeout=300)
-        assert f".target sm_{device[0]}{device[1]}" in ptx
-        width = re.escape("f32" if dtype == "float32" else "f64")
-        assert re.search(rf"fma\.rn\.{width}", ptx)
-        # Sums stay in registers: an index that is not known when it compiles would put them into memory.
-        assert not re.search(r"(ld|st)\.local", ptx)
-        assert "mma" not in ptx and "tf32" not in ptx
+
+
+def compiled(device, code):
+    ptx = python(f"DEVICE = {device}\n{SETUP}\n{code}", timeout=300)
+    assert f".target sm_{device[0]}{device[1]}" in ptx
+    assert "mma" not in ptx and "tf32" not in ptx
+    return ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1]}-{form[2]}-{form[4]}")
+def test_kernels(device, form):
+    ptx = compiled(device, f"FORM = {form}\n{KERNELS}")
+    width = re.escape("f32" if form[0] == "float32" else "f64")
+    assert re.search(rf"fma\.rn\.{width}", ptx)
+    # Sums stay in registers: an index that is not known when it compiles would put them into memory.
+    assert not re.search(r"(ld|st)\.local", ptx)
+
+
+@pytest.mark.slow
+def test_functions_of_the_gallery():
+    """In those of float32 nothing but integers beside it makes a score wider."""
+    ptx = compiled((8, 0), FUNCTIONS)
+    assert len(re.findall(r"^\w+ float(32|64)$", ptx, re.MULTILINE)) == 26

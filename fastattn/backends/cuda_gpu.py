@@ -20,7 +20,7 @@ class CudaBackend:
         return _missing()
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["score_mod is not supported on the GPU yet"]
+        return []
 
     def plan(self, problem: Problem, num_threads: int) -> Plan:
         return Plan(0, 0, num_threads)

@@ -49,11 +49,13 @@ def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int)
     blocks = -(-math.prod(inner) * max(columns, 1) // THREADS)
     for outer in product(*map(range, rows[:-3])):
         words = tuple(view.at(outer).words() for view in views)
-        _kernel()[blocks, THREADS, stream.launch](*(view.flat for view in views), words, inner, columns)
+        combine_kernel()[blocks, THREADS, stream.launch](
+            *(view.flat for view in views), words, inner, columns
+        )
 
 
 @cache
-def _kernel() -> Any:
+def combine_kernel() -> Any:
     """``combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns)``: a thread for each column
     of three axes of rows."""
     EMPTY = -math.inf

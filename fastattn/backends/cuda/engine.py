@@ -11,6 +11,7 @@ import numpy as np
 from fastattn._device import DeviceArray
 from fastattn._problem import Problem
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
+from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
@@ -27,7 +28,8 @@ def run(problem: Problem) -> None:
         if problem.batch * problem.num_heads * problem.len_q == 0:
             return
         read = problem.query, problem.key, problem.value, problem.bias, problem.dense, problem.sinks
-        for array in (*read, problem.out):
+        aux = (array for mod in (problem.score_mod, problem.mask_mod) if mod is not None for array in mod.aux)
+        for array in (*read, problem.out, *aux):
             if isinstance(array, DeviceArray):
                 stream.wait_for(array.memory)
         _solve(problem, stream)
@@ -38,12 +40,11 @@ def _solve(problem: Problem, stream: Stream) -> None:
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E = problem.len_k, problem.head_dim, problem.value_dim
     n_lead = len(problem.lead)
-    nothing = np.zeros((1,) * (n_lead + 4))
 
     def staged(array: Any, kind: Any) -> View:
-        if isinstance(array, DeviceArray):
-            return stream.view(array)
-        return stream.upload(nothing if array is None else array, kind)
+        if array is None:
+            return stream.room((1,) * (n_lead + 4), kind)  # in nobody's way, and never read
+        return stream.view(array) if isinstance(array, DeviceArray) else stream.upload(array, kind)
 
     def result(array: Any, shape: tuple[int, ...]) -> View:
         """Where it is written: in its place, or where the host fetches it from."""
@@ -52,22 +53,29 @@ def _solve(problem: Problem, stream: Stream) -> None:
     tiles = problem.tiles
     q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
     start, stop = (staged(array, np.int32) for array in (problem.key_start, problem.key_stop))
-    dense, bias = staged(problem.dense, bool), staged(problem.bias, dtype)
+    dense, bias, sinks = (
+        staged(problem.dense, bool),
+        staged(problem.bias, dtype),
+        staged(problem.sinks, dtype),
+    )
     index = staged(None if tiles is None else tiles.index, np.int32)
-    bits = stream.upload(np.zeros(1) if tiles is None else tiles.bits, np.uint32)
-    sinks = staged(np.full(H, -np.inf) if problem.sinks is None else problem.sinks, dtype)
+    bits = staged(None if tiles is None else tiles.bits, np.uint32)
     out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
 
+    both = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
+    given = {kind: mod for kind, mod in both.items() if mod is not None}
     head_rows = H // K * L
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     form = Form(
         str(dtype), shape, problem.key_start is not None, problem.dense is not None, tiles is not None,
-        problem.bias is not None, problem.softcap is not None,
+        problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
+        problem.score_mod is not None, problem.mask_mod is not None,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0, "out" if n_splits == 1 else "parts",
     )  # fmt: skip
-    cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
+    n_tiles = -(-head_rows // shape.tile_q)
+    tiles_and_splits = (n_tiles, max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
     factor = 1.0 if form.is_natural else math.log2(math.e)
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
@@ -81,22 +89,25 @@ def _solve(problem: Problem, stream: Stream) -> None:
         maxima, sums = stream.empty(n_splits * n_rows, dtype), stream.empty(n_splits * n_rows, dtype)
     weights = out if problem.weights is None else result(problem.weights, problem.weights.shape)
 
+    mods = {kind: device_function(kind, mod, dtype) for kind, mod in given.items()}
+    aux = tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
     masks = (start.flat, stop.flat, dense.flat, index.flat, bits.flat)
 
     def attend(form: Form, cut: tuple[int, ...], views: Any, to: Any, to_max: Any, to_sum: Any) -> None:
         blocks = math.prod((*cut[:3], K, B))
-        attend_kernel(form)[blocks, form.shape.num_threads, stream.launch](
-            q.flat, k.flat, v.flat, masks, bias.flat, sinks.flat, to, lse.flat, to_max, to_sum,
+        attend_kernel(form, **mods)[blocks, form.shape.num_threads, stream.launch](
+            q.flat, k.flat, v.flat, masks, bias.flat, sinks.flat, aux, to, lse.flat, to_max, to_sum,
             sizes, cut, views, scale, softcap,
         )  # fmt: skip
 
-    for outer in product(*map(range, problem.lead[:-1])):
+    for n, outer in enumerate(product(*map(range, problem.lead[:-1]))):
 
         def words(*views: View, outer: tuple[int, ...] = outer) -> tuple[Any, ...]:
             return tuple(view.at(outer).with_axes(0 if n_lead else 1).words() for view in views)
 
         inputs = (*words(q, k, v, start, stop, dense, index, bias), sinks.words())
         to_results = words(out, lse)
+        cut = (*tiles_and_splits, n * B)
         if n_splits == 1:
             attend(form, cut, (*inputs, *to_results), out.flat, row_max, row_sum)
         else:
@@ -108,7 +119,7 @@ def _solve(problem: Problem, stream: Stream) -> None:
             )  # fmt: skip
         if problem.weights is not None and S > 0:
             attend(
-                form._replace(result="weights"), (cut[0], 1, 1, S), (*inputs, *words(weights, lse)),
+                form._replace(result="weights"), (n_tiles, 1, 1, S, n * B), (*inputs, *words(weights, lse)),
                 weights.flat, row_max, row_sum,
             )  # fmt: skip
     for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):

@@ -48,14 +48,17 @@ class Form(NamedTuple):
     has_tiles: bool
     has_bias: bool
     has_softcap: bool
+    has_sinks: bool
+    has_score_mod: bool
+    has_mask_mod: bool
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
 
     @property
     def is_natural(self) -> bool:
         """Whether scores are held as they are, and not times log2(e): the lowest finite numbers would become
-        infinite, and a bias may hold them."""
-        return self.has_bias or self.has_softcap
+        infinite, and a bias may hold them. So a score_mod wants them, too."""
+        return self.has_bias or self.has_softcap or self.has_score_mod
 
     @property
     def real(self) -> type[np.floating]:

@@ -46,11 +46,13 @@ def _units(form: Form) -> tuple[Any, Any]:
 
 
 @cache
-def attend_kernel(form: Form) -> Any:
-    """``attend(q, k, v, masks, bias, sinks, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap)``.
+def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> Any:
+    """``attend(q, k, v, masks, bias, sinks, aux, out, lse, row_max, row_sum, sizes, cut, views, scale,
+    softcap)``.
 
-    masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. sizes: B, H, K, L, S, D, E. cut: query
-    tiles, parts of the value's columns, splits of the keys, keys of a split. views: where the array begins
+    masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. aux: what the functions read. sizes: B,
+    H, K, L, S, D, E. cut: query tiles, parts of the value's columns, splits of the keys, keys of a split,
+    and how the functions count the first item. views: where the array begins
     and its four strides, of q, k, v, start, stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L,
     E)`` and lse ``(B, H, L)``. scale: times log2(e) unless the form is natural. What a form has not is never
     read; other dtypes than the form's are converted as they are read.
@@ -68,6 +70,8 @@ def attend_kernel(form: Form) -> Any:
     DEPTH, VALUE_KEYS, SPAN = shape.depth, shape.value_keys, shape.span
     HAS_INTERVALS, HAS_DENSE, HAS_TILES = form.has_intervals, form.has_dense, form.has_tiles
     HAS_BIAS, HAS_SOFTCAP = form.has_bias, form.has_softcap
+    HAS_SINKS, HAS_SCORE_MOD, HAS_MASK_MOD = form.has_sinks, form.has_score_mod, form.has_mask_mod
+    HAS_BITS = HAS_DENSE or HAS_TILES or HAS_MASK_MOD  # beside intervals, which are known for a whole tile
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     INTO, BACK = _units(form)
@@ -127,10 +131,9 @@ def attend_kernel(form: Form) -> Any:
     add_values = products(VALUE_KEYS, COLUMNS, TILE_COLUMNS)
 
     @cuda.jit(device=True)
-    def is_allowed(
-        dense, dense_at, tile_index, tile_bits, index_at, start, stop, query, key, dense_col, index_col
-    ):
-        """Whether a row may attend to a key; `dense_at` and `index_at` are where its lines begin."""
+    def is_allowed(masks, dense_at, dense_col, index_at, index_col, start, stop, query, key):
+        """Whether arrays let a row attend to a key; `dense_at` and `index_at` are where its lines begin."""
+        _, _, dense, tile_index, tile_bits = masks
         allowed = start <= key < stop
         if HAS_DENSE and allowed:
             allowed = dense[U(dense_at + key * dense_col)] != 0
@@ -142,8 +145,30 @@ def attend_kernel(form: Form) -> Any:
                 allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
         return allowed
 
+    @cuda.jit(device=True)
+    def allowed_bits(masks, dense_view, index_view, aux, rows, item, b, first, last, key0, tx, ty):
+        """Which of a thread's scores count, a bit for each: bits, as a loop that is not unrolled cannot touch
+        what is in registers."""
+        heads, queries, starts, stops = rows
+        bits = U(0)
+        for n in range(ROWS * KEYS):
+            row, key = place(n // KEYS, ty, THREADS_Q), key0 + place(n % KEYS, tx, THREADS_K)
+            head, query = np.int64(heads[row]), np.int64(queries[row])
+            dense_at = dense_view[0] + item * dense_view[1] + head * dense_view[2] + query * dense_view[3]
+            index_at = index_view[0] + item * index_view[1] + head * index_view[2]
+            index_at += query // TILE_Q * index_view[3]
+            start, stop = max(starts[row], first), min(stops[row], last)
+            allowed = is_allowed(
+                masks, dense_at, dense_view[4], index_at, index_view[4], start, stop, query, key
+            )
+            if HAS_MASK_MOD and allowed:
+                allowed = mask_mod(b, head, query, key, *aux)
+            if allowed:
+                bits |= U(1) << U(n)
+        return bits
+
     def attend(
-        q, k, v, masks, bias, sinks, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap
+        q, k, v, masks, bias, sinks, aux, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap
     ):  # fmt: skip
         shared = cuda.shared.array(SHARED, real, alignment=ALIGNMENT)
         heads = cuda.shared.array(TILE_ROWS, np.int32)
@@ -156,11 +181,12 @@ def attend_kernel(form: Form) -> Any:
         total = cuda.local.array(ROWS, real)
 
         # What this block is to do.
-        start, stop, dense, tile_index, tile_bits = masks
+        start, stop, _, tile_index, _ = masks
+        rows = heads, queries, starts, stops
         q_view, k_view, v_view, start_view, stop_view, dense_view, index_view = views[:7]
         bias_view, sink_view, out_view, lse_view = views[7:]
         batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = sizes
-        n_tiles, n_parts, n_splits, split_keys = cut
+        n_tiles, n_parts, n_splits, split_keys, first_item = cut
         thread = cuda.threadIdx.x
         tx, ty = thread % THREADS_K, thread // THREADS_K
         own_rows, own_keys = U(ty * VECTOR), U(tx * VECTOR)
@@ -169,6 +195,7 @@ def attend_kernel(form: Form) -> Any:
         part, block = block % n_parts, block // n_parts
         split, block = block % n_splits, block // n_splits
         item, block = block % batch, block // batch
+        b = first_item + item
         row0 = (n_tiles - 1 - block) * TILE_ROWS  # the last first: under a causal mask they have most to do
         column0 = part * TILE_COLUMNS
         group = num_heads // num_kv_heads
@@ -205,6 +232,10 @@ def attend_kernel(form: Form) -> Any:
         to_v = v_view[0] + item * v_view[1] + kv_head * v_view[2]
         for key0 in range(first // TILE_KEYS * TILE_KEYS, last, TILE_KEYS):
             n_keys = min(TILE_KEYS, last - key0)
+            is_whole = n_keys == TILE_KEYS and all_first <= key0 and key0 + TILE_KEYS <= all_last
+            allowed = U(0)
+            if HAS_BIAS or HAS_BITS:
+                is_whole = False
             if HAS_TILES:
                 some = np.int32(0)
                 for row in range(thread, TILE_ROWS, THREADS):
@@ -215,9 +246,12 @@ def attend_kernel(form: Form) -> Any:
                             some = np.int32(1)
                 if cuda.syncthreads_or(some) == 0:
                     continue
-            is_whole = n_keys == TILE_KEYS and all_first <= key0 and key0 + TILE_KEYS <= all_last
-            if HAS_DENSE or HAS_TILES or HAS_BIAS:
-                is_whole = False
+            if HAS_BITS:
+                allowed = allowed_bits(
+                    masks, dense_view, index_view, aux, rows, item, b, first, last, key0, tx, ty
+                )
+                if cuda.syncthreads_or(np.int32(1) if allowed != U(0) else np.int32(0)) == 0:
+                    continue
 
             # Score.
             for i in range(ROWS):
@@ -253,21 +287,19 @@ def attend_kernel(form: Form) -> Any:
                     s[i, c] *= scale
                     if HAS_SOFTCAP:
                         s[i, c] = softcap * real(math.tanh(s[i, c] / softcap))
+            if HAS_SCORE_MOD:
+                for i in range(ROWS):
+                    row = place(i, ty, THREADS_Q)
+                    head, query = np.int64(heads[row]), np.int64(queries[row])
+                    for c in range(KEYS):
+                        # Past the last key it is given that one: `aux` may have nothing beyond.
+                        key = min(key0 + place(c, tx, THREADS_K), len_k - 1)
+                        s[i, c] = real(score_mod(s[i, c], b, head, query, key, *aux))
             if not is_whole:
-                # Bits first, in a loop: the scores are in registers, and what touches them is unrolled.
-                allowed = U(0)
-                for n in range(ROWS * KEYS):
-                    row, key = place(n // KEYS, ty, THREADS_Q), key0 + place(n % KEYS, tx, THREADS_K)
-                    head, query = heads[row], queries[row]
-                    to_dense = (
-                        dense_view[0] + item * dense_view[1] + head * dense_view[2] + query * dense_view[3]
+                if not HAS_BITS:
+                    allowed = allowed_bits(
+                        masks, dense_view, index_view, aux, rows, item, b, first, last, key0, tx, ty
                     )
-                    to_index = index_view[0] + item * index_view[1] + head * index_view[2]
-                    to_index += query // TILE_Q * index_view[3]
-                    start_of, stop_of = max(starts[row], first), min(stops[row], last)
-                    if is_allowed(dense, to_dense, tile_index, tile_bits, to_index, start_of, stop_of, query,
-                                  key, dense_view[4], index_view[4]):  # fmt: skip
-                        allowed |= U(1) << U(n)
                 for i in range(ROWS):
                     row = place(i, ty, THREADS_Q)
                     to_bias = bias_view[0] + item * bias_view[1]
@@ -337,7 +369,7 @@ def attend_kernel(form: Form) -> Any:
                     if x - x != ZERO:
                         wild = np.int32(1)
                     shared[U(TO_VALUES + n)] = x
-                if cuda.syncthreads_or(wild) != 0 and not is_whole:
+                if cuda.syncthreads_or(wild) != 0 and (HAS_SCORE_MOD or not is_whole):
                     # NaN and inf are kept from rows that may not read them.
                     for j in range(VALUE_KEYS):
                         for i in range(ROWS):
@@ -361,7 +393,9 @@ def attend_kernel(form: Form) -> Any:
                 whole_sum += shared[U(TO_PARTS + row * THREADS_K + j)]
             head, query = heads[row], queries[row]
             if not IS_PARTS:
-                top, sink = base, real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+                top, sink = base, MASKED
+                if HAS_SINKS:
+                    sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
                 base = softmax_base(max(top, sink))
                 rescale = power(top - base)
                 whole_sum = cuda.fma(whole_sum, rescale, power(sink - base))
@@ -401,7 +435,7 @@ def merge_kernel(form: Form) -> Any:
     has it.
     """
     real = form.real
-    ZERO, MASKED = real(0), real(-math.inf)
+    ZERO, MASKED, HAS_SINKS = real(0), real(-math.inf), form.has_sinks
     INTO, BACK = _units(form)
     power = _power(real, form.is_natural)
 
@@ -414,8 +448,9 @@ def merge_kernel(form: Form) -> Any:
         if row >= n_rows:
             return
         item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
-        # A sink is one key more, without a value.
-        sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+        sink = MASKED
+        if HAS_SINKS:
+            sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]

@@ -6,11 +6,11 @@ Kernels see it as arrays of one axis.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,16 @@ class Stream:
         flat = self._array(lowest, (sum(map(abs, reaches)) + 1,), stored, array.memory.owner)
         return View(flat, before, array.shape, tuple(steps))
 
+    def argument(self, value: Any) -> Any:
+        """What a caller's function reads, with its axes: an array on the device, or a number as it is."""
+        if isinstance(value, DeviceArray):
+            address = (value.memory.address or 0) + value.offset
+            return self._array(address, value.shape, value.stored, value.memory.owner, value.strides)
+        if isinstance(value, np.ndarray):
+            flat = self.upload(np.ascontiguousarray(value), value.dtype).flat
+            return flat[: value.size].reshape(value.shape)
+        return value
+
     def make(self, memory: Memory, filled_with_zeros: bool = False) -> None:
         """Makes the memory of a result, and of it what the caller gets: an array of the library that
         ``memory.like`` belongs to, where that takes DLPack, or else Numba's."""
@@ -112,7 +122,7 @@ class Stream:
         from_dlpack = _from_dlpack_of(memory.like)
         if from_dlpack is None:
             bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
-            memory.owner = self._array(memory.address, shape, dtype, owner, bound)
+            memory.owner = self._array(memory.address, shape, dtype, owner, bound=bound)
         else:
             memory.owner = from_dlpack(self._exported(owner, shape, dtype))
 
@@ -135,12 +145,23 @@ class Stream:
         return int(buffer.handle), buffer
 
     def _array(
-        self, address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any, bound: int | None = None
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        owner: Any,
+        strides: tuple[int, ...] | None = None,
+        bound: int | None = None,
     ) -> Any:
         """Numba's array of memory that is there, perhaps bound to a stream."""
         description = {
-            "shape": shape, "typestr": dtype.str, "data": (address, False), "stream": bound, "version": 3,
-        }  # fmt: skip
+            "shape": shape,
+            "strides": strides,
+            "typestr": dtype.str,
+            "data": (address, False),
+            "stream": bound,
+            "version": 3,
+        }
         return cuda.from_cuda_array_interface(description, owner=owner, sync=False)
 
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -181,15 +202,24 @@ class SimulatedStream(Stream):
         return memory.ctypes.data, memory
 
     def _array(
-        self, address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any, bound: int | None = None
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        owner: Any,
+        strides: tuple[int, ...] | None = None,
+        bound: int | None = None,
     ) -> Any:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        nbytes = math.prod(shape) * dtype.itemsize
-        raw: Any = (ctypes.c_char * nbytes).from_address(address)
-        fake = FakeCUDAArray(np.frombuffer(raw, dtype).reshape(shape))
-        fake.owner = owner
-        return fake
+        description = {
+            "shape": shape,
+            "strides": strides,
+            "typestr": dtype.str,
+            "data": (address, False),
+            "version": 3,
+        }
+        return FakeCUDAArray(np.asarray(SimpleNamespace(__array_interface__=description, owner=owner)))
 
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return owner[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

@@ -25,7 +25,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from fastattn._problem import ScoreMod
+from fastattn._problem import Mod
 from fastattn._tiles import TILE_K, WORDS
 from fastattn.backends.numba import vector_math
 from fastattn.backends.numba.calls import OPTIONS, compile_function
@@ -61,7 +61,7 @@ def aux_words(aux: Sequence[Any]) -> np.ndarray:
     return np.array(words or [0], dtype=np.int64)
 
 
-def score_loop(mod: ScoreMod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> int:
+def score_loop(mod: Mod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> int:
     """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several
     heads if is_grouped; compiled if it was not yet.
 
@@ -80,8 +80,8 @@ def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> int:
 
 
 def _address(kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, define: Any) -> int:
-    kinds = tuple(_kind(value) for value in aux)
-    key = (kind, _identity(function), kinds, dtype.char, define)
+    kinds = tuple(kind_of(value) for value in aux)
+    key = (kind, identity(function), kinds, dtype.char, define)
     found = _compiled.get(key)
     if found is None:
         # The first of several threads is kept: its address may be in use.
@@ -89,11 +89,11 @@ def _address(kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, defi
     return int(found.address)
 
 
-def _kind(value: Any) -> Any:
+def kind_of(value: Any) -> Any:
     """The type that a value of `aux` has in compiled code."""
-    if not isinstance(value, np.ndarray):
+    if not value.ndim:
         return numba.from_dtype(value.dtype)
-    layout = "C" if value.flags.c_contiguous else "A"
+    layout = "C" if isinstance(value, np.ndarray) and value.flags.c_contiguous else "A"
     return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
 
 
@@ -110,7 +110,7 @@ class _Same:
         return id(self.value)
 
 
-def _identity(function: Any) -> Any:
+def identity(function: Any) -> Any:
     """Equal for functions that do the same: of one code, with equal values from outside."""
     plain = function.py_func if isinstance(function, Dispatcher) else function
     code = getattr(plain, "__code__", None)
@@ -129,13 +129,13 @@ def _identity(function: Any) -> Any:
 
 
 def _compile(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, define: Any) -> Any:
-    called = _typed(kind, function, kinds, dtype)
+    called = typed(kind, function, kinds, dtype)
     loop = define(called, _reader(kinds), dtype.type(0))
     n_arguments = len(inspect.signature(loop).parameters)
     return compile_function(loop, types.intp(*[types.intp] * n_arguments), keep=False)
 
 
-def _typed(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, **options: Any) -> Any:
+def typed(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, **options: Any) -> Any:
     """The function as one of Numba's, compiled for its arguments, which says what it returns."""
     _check_raises(kind, function, function)
     called = _as_numba(function, dtype, **options)
@@ -172,11 +172,11 @@ def check_indices(
     if not aux or 0 in sizes:
         return
     shapes = tuple(value.shape for value in aux)
-    kinds = tuple(_kind(value) for value in aux)
-    key = (kind, _identity(function), kinds, dtype.char, shapes, *sizes)
+    kinds = tuple(kind_of(value) for value in aux)
+    key = (kind, identity(function), kinds, dtype.char, shapes, *sizes)
     if key in _checked:
         return
-    called = _typed(kind, function, kinds, dtype, boundscheck=True)
+    called = typed(kind, function, kinds, dtype, boundscheck=True)
     first = (dtype.type(0),) if kind == "score_mod" else ()
     values = [value if not isinstance(value, np.ndarray) else _read_only(value) for value in aux]
     for indices in product(*[sorted({0, n - 1}) for n in sizes]):

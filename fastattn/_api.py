@@ -47,7 +47,9 @@ def attention(
     ----------
     query : array_like, shape (..., H, L, D)
         float32 or float64, and integers or bools, which count as float64. Two axes stand for one head,
-        ``(L, D)``, and then `key` and `value` have two as well; three are ``(H, L, D)``.
+        ``(L, D)``, and then `key` and `value` have two as well; three are ``(H, L, D)``. It may be an array
+        on an NVIDIA GPU, one with ``__cuda_array_interface__`` or DLPack: then all of query, key, value,
+        mask array, bias, sinks and `out` are on that GPU.
     key : array_like, shape (..., K, S, D)
         ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
         multi-query attention). The leading axes broadcast as in `numpy.matmul`.
@@ -91,12 +93,13 @@ def attention(
         Threads for this call; see `set_num_threads`.
     backend : {"cython", "numba", "reference", "cuda"}, optional
         When not given: FASTATTN_BACKEND, or the first of those on the CPU that can take the problem.
-        ``"cuda"`` moves the arrays to an NVIDIA GPU and the results back.
+        ``"cuda"`` moves the arrays to an NVIDIA GPU and the results back; arrays on one need not name it.
 
     Returns
     -------
     out : ndarray, shape (..., H, L, E)
-        In the dtype that query, key and value promote to; C-contiguous in the given layout.
+        In the dtype that query, key and value promote to; C-contiguous in the given layout. For arrays on a
+        GPU an array of query's library, or Numba's where that has no ``from_dlpack``.
     lse : ndarray, shape (..., H, L)
         Natural log of each row's softmax denominator, when asked for.
     weights : ndarray, shape (..., H, L, S)
@@ -110,7 +113,8 @@ def attention(
     ValueError
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
-        read-only or overlaps itself, an unknown layout or backend.
+        read-only or overlaps itself, an unknown layout or backend; arrays in different places; on a GPU an
+        `out` that shares memory with what is read.
     BackendError
         No backend, or not the one named, can take the problem.
 
@@ -136,6 +140,9 @@ def attention(
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
     query rows (`L * H / K` of at most 8, or fewer than fill a vector, or over long keys just as many), whose
     keys are summed up as a tree.
+
+    On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the
+    host does not wait. `key_lengths` and mask objects are read on the host. Bits may differ from the CPU's.
 
     Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
     never expanded.

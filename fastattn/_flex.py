@@ -76,13 +76,13 @@ def flex_attention(
     aux : sequence of array_like, optional
         What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
         They are read when called: others of the same dtypes and numbers of axes need no compilation. Indices
-        must lie inside of them.
+        must lie inside of them. For a query on a GPU arrays are there, too, and numbers are Python's.
     bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
         As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
-    backend : {"numba", "cython", "reference"}, optional
-        A `score_mod` needs Numba; without one any will do.
+    backend : {"numba", "cython", "reference", "cuda"}, optional
+        On the CPU a `score_mod` needs Numba; without one any will do.
 
     Returns
     -------
@@ -111,6 +111,9 @@ def flex_attention(
     NumPy's. What a function uses from outside is compiled into it; what changes belongs in `aux`. ``exp``,
     ``exp2`` and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library
     on one at a time.
+
+    On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
+    that it leaves empty are passed over. Beside integers they compute in float64 there.
 
     A masked key is never seen, whatever `score_mod` makes of it; a NaN that it gives makes the row NaN.
 

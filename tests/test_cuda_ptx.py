@@ -44,16 +44,24 @@ if form.has_score_mod:
         "score_mod": lambda s, b, h, i, j, slopes: s - 0.5 * slopes[h] * abs(i - j),
         "mask_mod": lambda b, h, i, j, slopes: j <= i + b,
     }
-    functions = {kind: device_function(kind, Mod(f, (slopes,)), slopes.dtype) for kind, f in functions.items()}
+    for kind, function in functions.items():
+        functions[kind] = device_function(kind, Mod(function, (slopes,)), slopes.dtype)
 show(
     attend_kernel(form, **functions),
-    (reals, reals, reals, masks, flat(getattr(types, bias)), reals, types.Tuple(aux), *[reals] * 4, sizes, cut,
-     types.UniTuple(view, 11), real, real),
+    (reals, reals, reals, masks, flat(getattr(types, bias)), reals, types.Tuple(aux), *[reals] * 4, sizes,
+     cut, types.UniTuple(view, 11), real, real),
 )
 show(merge_kernel(form), (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64))
 f64s = flat(types.float64)
 words = types.UniTuple(view, 6), types.UniTuple(types.int64, 3), types.int64
 show(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words))
+"""
+
+PROBES = """
+from fastattn.bench.gpu import probes
+
+show(probes.fma_kernel("float32"), (flat(types.float32), types.float32, types.float32))
+show(probes.read_kernel(), (flat(types.float32), flat(types.float32)))
 """
 
 FUNCTIONS = """
@@ -127,3 +135,14 @@ def test_functions_of_the_gallery():
     """In those of float32 nothing but integers beside it makes a score wider."""
     ptx = compiled((8, 0), FUNCTIONS)
     assert len(re.findall(r"^\w+ float(32|64)$", ptx, re.MULTILINE)) == 26
+
+
+@pytest.mark.slow
+def test_probes_measure_what_they_say():
+    """Multiply-adds in registers alone, and loads of which none waits for another."""
+    from fastattn.bench.gpu import probes
+
+    chains, read = compiled((9, 0), PROBES).split(".visible .entry")[1:]
+    assert len(re.findall(r"fma\.rn\.f32", chains)) % probes.CHAINS == 0
+    assert "fma.rn.f32" in chains and not re.search(r"(ld|st)\.(local|global)", chains.split("setp")[1])
+    assert len(re.findall(r"ld\.global", read)) >= probes.READS

@@ -41,10 +41,25 @@ def _missing() -> list[str]:
     if find_spec("numba_cuda") is None:
         return ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
     try:
-        from numba import cuda
+        from numba import config, cuda
     except ImportError as error:
         return [f"numba-cuda does not load ({error})"]
+    if config.ENABLE_CUDASIM:
+        return []
     if not cuda.is_available():
         why = " ".join(str(cuda.cuda_error()).split())
         return [f"no NVIDIA GPU can be used: {why or 'none is here'}"]
+    if absent := [name for name in ("nvvm", "nvrtc") if not _loads(name)]:
+        install = "pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
+        return [f"NVIDIA's compiler is not here ({' and '.join(absent)}): {install}"]
     return []
+
+
+def _loads(library: str) -> bool:
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        load_nvidia_dynamic_lib(library)
+    except RuntimeError:
+        return False
+    return True

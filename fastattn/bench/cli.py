@@ -67,6 +67,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--memory", action="store_true", help="peak memory at growing lengths, too; alone: --group memory"
     )
+    what.add_argument("--gpu", action="store_true", help="on an NVIDIA GPU instead; see --gpu --help")
     what.add_argument(
         "--peers",
         type=_names,
@@ -259,6 +260,11 @@ def _draw(progress: Progress, task: Any, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is told by ``--help``."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--gpu" in argv:
+        from fastattn.bench.gpu.cli import main as on_gpu
+
+        return on_gpu([word for word in argv if word != "--gpu"])
     options = _arguments(argv)
     console = Console()
     if not console.is_terminal:

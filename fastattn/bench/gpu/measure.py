@@ -1,0 +1,82 @@
+"""Check each library's result, then time them in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from fastattn.bench.case import Case, make_inputs
+from fastattn.bench.gpu.libraries import Way
+from fastattn.bench.gpu.probes import milliseconds
+from fastattn.bench.oracle import checked_rows, expected_output
+from fastattn.bench.worker import TOLERANCE_EPS
+
+#: Rounds, and how long a library is timed in each: long beside the events, short beside the GPU's clocks.
+ROUNDS, BURST_MS = 15, 20.0
+
+#: Calls of a burst at most: of short ones the host cannot queue more ahead anyway.
+MOST_CALLS = 200
+
+
+@dataclass(slots=True)
+class Timed:
+    """What one way of one library did."""
+
+    library: str
+    label: str
+    error: float | None = None  #: the largest, absolute
+    reason: str | None = None  #: why it was not timed
+    milliseconds: list[float] = field(default_factory=list)  #: of a call, one figure for each round
+
+    @property
+    def median(self) -> float:
+        return median(self.milliseconds)
+
+
+def measure(case: Case, ways: Sequence[Way], rounds: int, notify: Callable[[str], None]) -> list[Timed]:
+    """All ways on one case, interleaved; those that are wrong or unable say why."""
+    inputs = make_inputs(case)
+    notify(f"{case.name}: the right answer")
+    expected, rows = expected_output(case, inputs), checked_rows(case)
+    tolerance = TOLERANCE_EPS * np.finfo(case.dtype).eps * float(np.abs(inputs.value).max())
+    found, ready = [], []
+    for way in ways:
+        notify(f"{case.name}: {way.library}, {way.label}")
+        timed = Timed(way.library, way.label)
+        found.append(timed)
+        try:
+            run = way.make(case, inputs)
+            with way.within():
+                timed.error = _largest_error(way.get(run()), expected, rows)
+        except Exception as problem:  # each library has its own
+            timed.reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+            continue
+        if not timed.error <= tolerance:
+            timed.reason = f"wrong: largest error {timed.error:.2g}, allowed {tolerance:.2g}"
+            continue
+        ready.append((way, run, timed, _burst(way, run)))
+    for number in range(rounds):
+        notify(f"{case.name}: round {number + 1} of {rounds}")
+        for way, run, timed, calls in ready:
+            with way.within():
+                run()
+                timed.milliseconds.append(milliseconds(run, calls))
+    gc.collect()
+    return found
+
+
+def _burst(way: Way, run: Callable[[], Any]) -> int:
+    with way.within():
+        once = min(milliseconds(run) for _ in range(3))
+    return max(1, min(MOST_CALLS, round(BURST_MS / max(once, 1e-3))))
+
+
+def _largest_error(out: np.ndarray, expected: np.ndarray, rows: np.ndarray) -> float:
+    if not np.isfinite(out).all():
+        return float("inf")
+    return float(np.abs(out[:, :, rows] - expected).max())

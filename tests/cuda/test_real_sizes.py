@@ -1,0 +1,86 @@
+"""Sizes around the tiles that a GPU has, which would take hours in the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn.masks import GlobalTokens, Segments, Window
+from tests.cases import FLOATS, Case, solve
+from tests.cuda.libraries import SIMULATED
+from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+
+pytestmark = pytest.mark.skipif(SIMULATED, reason="a GPU's own tiles are too large for the simulator")
+
+
+def options(**keywords):
+    return tuple(keywords.items())
+
+
+#: One of every kind of kernel, for compute-sanitizer, which takes its time.
+SANITIZED = [
+    Case("sanitized_plain", heads=2, len_q=150, len_k=300, head_dim=64),
+    Case("sanitized_causal", heads=2, len_q=200, len_k=200, head_dim=72, value_dim=40,
+         options=options(causal=True)),
+    Case("sanitized_wide", heads=1, len_q=70, len_k=90, head_dim=128),
+    Case("sanitized_decode", heads=4, kv_heads=2, len_q=1, len_k=2500, head_dim=128, sinks=True),
+    Case("sanitized_all", lead=(2,), heads=2, len_q=130, len_k=140, head_dim=40, bias=(130, 140), sinks=True,
+         mask=(2, 130, 140), options=options(causal="bottom_right", key_lengths=(100, 140), softcap=9.0)),
+]  # fmt: skip
+CASES = [
+    *SANITIZED,
+    *(Case(f"rows_{n}", heads=1, len_q=n, len_k=129, head_dim=64) for n in (2, 8, 9, 127, 128, 129, 257)),
+    *(Case(f"keys_{n}", heads=1, len_q=65, len_k=n, head_dim=64) for n in (1, 63, 64, 65, 127, 128, 511)),
+    *(Case(f"dim_{n}", heads=1, len_q=66, len_k=67, head_dim=n) for n in (1, 15, 16, 17, 96, 192, 256)),
+    *(Case(f"values_{n}", heads=1, len_q=66, len_k=67, value_dim=n) for n in (1, 63, 65, 127, 129, 256)),
+    *(Case(f"split_{n}", heads=1, len_q=3, len_k=n, head_dim=40) for n in (1023, 1024, 1025, 3000)),
+    Case("window", heads=2, len_q=300, len_k=300, head_dim=64, options=options(window=(40, 3))),
+    Case("gqa", lead=(2,), heads=8, kv_heads=2, len_q=40, len_k=100, head_dim=64,
+         options=options(causal="bottom_right")),
+    Case("bias_half", heads=2, len_q=100, len_k=150, head_dim=64, bias=(2, 1, 150), bias_dtype="float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(engine, case, dtype):
+    solved = solve(case.as_dtype(dtype))
+    assert_answer(engine.everything(*solved.arrays, **solved.keywords), solved.exact, solved.plain)
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_tile_maps(engine, length):
+    arrays = Case("maps", heads=2, len_q=length, len_k=length, head_dim=64).arrays()
+    ids = np.arange(length) * 7 % 5
+    for mask in (Window(20, 0) | GlobalTokens([0, 90]), Segments(ids)):
+        results = engine.everything(*arrays, mask=mask)
+        assert_attention(results, *arrays, mask=mask.materialize(2, length, length))
+
+
+def test_functions(engine, library):
+    query, key, value = Case("functions", heads=2, len_q=140, len_k=150, head_dim=64).arrays()
+    slopes = np.float32([0.5, 0.1])
+
+    def alibi(score, b, h, q_idx, kv_idx, slopes):
+        return score - slopes[h] * abs(q_idx - kv_idx)
+
+    def even(b, h, q_idx, kv_idx, slopes):
+        return (kv_idx - q_idx) % 2 == 0
+
+    distance = np.abs(np.arange(140)[:, None] - np.arange(150))
+    out = fastattn.flex_attention(*map(library.put, (query, key, value)), score_mod=alibi, mask_mod=even,
+                                  aux=[library.put(slopes)])  # fmt: skip
+    bias = -slopes[:, None, None] * distance
+    expected = fastattn.attention(query, key, value, bias=bias, mask=distance % 2 == 0, backend="reference")
+    np.testing.assert_allclose(library.get(out), expected, atol=2e-6)
+
+
+def test_same_bits_on_every_launch(engine, library):
+    """No race between threads shows; nor does it depend on the other items."""
+    arrays = Case("again", lead=(3,), heads=4, len_q=200, len_k=500, head_dim=64).arrays()
+    on_gpu = [library.put(x) for x in arrays]
+    first = library.get(fastattn.attention(*on_gpu, causal="bottom_right"))
+    for _ in range(20):
+        assert_same_bits(library.get(fastattn.attention(*on_gpu, causal="bottom_right")), first)
+    assert_same_bits(engine.attention(*(x[1] for x in arrays), causal="bottom_right"), first[1])

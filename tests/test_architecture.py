@@ -58,7 +58,8 @@ LAYERS = [
     {"backends.numba.job"},
     {"backends.numba.engine"},
     {"backends.cuda.form"},
-    {"backends.cuda.functions", "backends.cuda.stream"},
+    {"backends.cuda.intrinsics"},
+    {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
     {"backends.cuda.kernel"},
     {"backends.cuda.engine", "backends.cuda.combine"},
     {

@@ -77,8 +77,8 @@ for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         print(name, dtype)
 """
 
-PLAIN = (False,) * 8 + (True,)
-EVERYTHING = (True,) * 8 + (False,)
+PLAIN = (False,) * 8 + (True, True)
+EVERYTHING = (True,) * 8 + (False, False)
 FORMS = [
     ("float32", 4096, 64, PLAIN, "out", "float32"),
     ("float32", 4096, 128, PLAIN, "out", "float32"),

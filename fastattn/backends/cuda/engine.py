@@ -72,7 +72,9 @@ def _solve(problem: Problem, stream: Stream) -> None:
         str(dtype), shape, problem.key_start is not None, problem.dense is not None, tiles is not None,
         problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None,
-        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0, "out" if n_splits == 1 else "parts",
+        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
+        D % shape.span == E % shape.span == 0 and all(x.is_packed(dtype, shape.span) for x in (q, k, v)),
+        "out" if n_splits == 1 else "parts",
     )  # fmt: skip
     n_tiles = -(-head_rows // shape.tile_q)
     tiles_and_splits = (n_tiles, max(1, -(-E // shape.tile_columns)), n_splits, split_keys)

@@ -18,8 +18,9 @@ class Shape(NamedTuple):
     threads_k: int  #: threads along the keys, and along the columns of the values
     depth: int  #: columns of queries and keys in shared memory at a time
     value_keys: int  #: keys whose values are in shared memory at a time
-    span: int  #: columns of a row that a thread loads from the arrays, a divisor of depth
+    span: int  #: columns of a row that a thread fetches from the arrays at once, 16 bytes; divides depth
     vector: int  #: elements a thread reads from shared memory at a time; divides rows, keys and columns
+    buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
 
     @property
     def num_threads(self) -> int:
@@ -52,6 +53,7 @@ class Form(NamedTuple):
     has_score_mod: bool
     has_mask_mod: bool
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
+    is_packed: bool  #: queries, keys and values lie in whole spans of 16 bytes
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
 
     @property
@@ -71,17 +73,17 @@ class Form(NamedTuple):
 # queries and keys, which are dead by then, share its place. So much follows from the hardware's numbers;
 # nothing was measured yet, as no GPU was at hand.
 SHAPES = {
-    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4),
-    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 16, 4, 4),
-    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2),
-    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2),
+    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 2),
+    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 2),
+    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2, 2),
+    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2),
 }
 
 # With few rows memory is the limit: each thread has one key, and the threads stand in a row.
 FEW_ROWS = 8
 FEW_SHAPES = {
-    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1),
-    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1),
+    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 1),
+    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 1),
 }
 
 # Keys of few rows that one block takes, whole tiles of every shape. A constant, so that bits depend on
@@ -90,8 +92,8 @@ SPLIT_KEYS = 1024
 
 # In the simulator a thread is one of Python's.
 SIMULATED_SPLIT_KEYS = 8
-SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2)
-SIMULATED_FEW_SHAPE = Shape(2, 2, 4, 1, 2, 4, 2, 2, 1)
+SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2)
+SIMULATED_FEW_SHAPE = Shape(2, 2, 4, 1, 2, 4, 2, 2, 1, 1)
 
 
 def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) -> Shape:

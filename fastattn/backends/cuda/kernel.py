@@ -2,12 +2,7 @@
 package's docstring.
 
 Arrays come as all their memory in a row, with where they begin and their strides in elements: an index is
-then a sum, and not signed, as else Numba looks at each whether it counts from the end. Shared memory is one
-array, cut by hand: queries and keys share their place with the weights. Lines of its tiles have `vector`
-elements more than they need, so that a column of them lies in different banks.
-
-Elements of a thread lie `vector` together, and the next of them past those of all other threads, so that
-threads side by side read shared memory side by side.
+then a sum.
 """
 
 from __future__ import annotations
@@ -21,20 +16,21 @@ from numba import config, cuda
 
 from fastattn._tiles import FULL, TILE_K, TILE_Q, WORDS
 from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.intrinsics import larger, power_of_two
+from fastattn.backends.cuda.tiles import U, layout, tile_functions
 
 #: Of shared memory in bytes, for loads of several elements; the simulator takes none.
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
 
-U = np.uint64
 
-
-def _power(real: Any, is_natural: bool) -> Any:
+def _power(form: Form) -> Any:
     """The device function that makes a weight of a score below the largest one: 2^x, or e^x."""
-    LOG2E = real(math.log2(math.e))
+    LOG2E, IS_NATURAL = form.real(math.log2(math.e)), form.is_natural
+    exp2 = power_of_two(form.dtype)
 
     @cuda.jit(device=True)
     def power(x):
-        return real(math.exp2(x * LOG2E if is_natural else x))
+        return exp2(x * LOG2E if IS_NATURAL else x)
 
     return power
 
@@ -67,7 +63,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     ROWS, KEYS, COLUMNS, VECTOR = shape.rows, shape.keys, shape.columns, shape.vector
     THREADS_Q, THREADS_K, THREADS = shape.threads_q, shape.threads_k, shape.num_threads
     TILE_ROWS, TILE_KEYS, TILE_COLUMNS = shape.tile_q, shape.tile_k, shape.tile_columns
-    DEPTH, VALUE_KEYS, SPAN = shape.depth, shape.value_keys, shape.span
+    DEPTH, VALUE_KEYS, BUFFERS = shape.depth, shape.value_keys, shape.buffers
     HAS_INTERVALS, HAS_DENSE, HAS_TILES = form.has_intervals, form.has_dense, form.has_tiles
     HAS_BIAS, HAS_SOFTCAP = form.has_bias, form.has_softcap
     HAS_SINKS, HAS_SCORE_MOD, HAS_MASK_MOD = form.has_sinks, form.has_score_mod, form.has_mask_mod
@@ -75,60 +71,21 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     INTO, BACK = _units(form)
-    UNROLL = 2  # of loops that are too large to be unrolled as a whole
 
-    GROUPS = DEPTH // SPAN  # of a line of queries or keys, of SPAN columns each
-    Q_TURNS, K_TURNS = -(-TILE_ROWS * GROUPS // THREADS), TILE_KEYS * GROUPS // THREADS
-    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
-    V_TURNS = VALUE_KEYS * TILE_COLUMNS // THREADS
-    Q_LINE, K_LINE = TILE_ROWS + VECTOR, TILE_KEYS + VECTOR
-    TO_KEYS = DEPTH * Q_LINE
-    TO_VALUES = max(TO_KEYS + DEPTH * K_LINE, TILE_KEYS * Q_LINE)
-    TO_PARTS = TO_VALUES + VALUE_KEYS * TILE_COLUMNS
-    TO_MAX = TO_PARTS + TILE_ROWS * THREADS_K
-    TO_RESCALE = TO_MAX + TILE_ROWS
-    SHARED = TO_RESCALE + TILE_ROWS
+    Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, TO_MAX, TO_RESCALE, SHARED = layout(shape)
+    TO_PARTS = TO_VALUES  # what rows sum up over threads
+    tile = tile_functions(form)
+    place, apart = tile.place, tile.apart
+    fetch_scores, put_scores, add_scores = tile.fetch_scores, tile.put_scores, tile.add_scores
+    fetch_values, put_values, add_values = tile.fetch_values, tile.put_values, tile.add_values
+    STAGED_SCORES, STAGED_VALUES = tile.score_registers, tile.value_registers
 
-    power = _power(real, form.is_natural)
+    power, larger_one = _power(form), larger(form.dtype)
 
     @cuda.jit(device=True)
     def softmax_base(top):
         """What weights are relative to: 0 for an empty row, as -inf less -inf would be NaN."""
         return top if top > MASKED else ZERO
-
-    @cuda.jit(device=True)
-    def place(i, thread, threads):
-        """Where the i-th of a thread's elements is in a tile."""
-        return i // VECTOR * (VECTOR * threads) + thread * VECTOR + i % VECTOR
-
-    @cuda.jit(device=True)
-    def apart(i, threads):
-        """How far that is from the first."""
-        return U(i // VECTOR * (VECTOR * threads) + i % VECTOR)
-
-    def products(LINES, WIDTH, LINE):
-        """The device function that adds to a thread's sums, ROWS x WIDTH, the products of its rows with its
-        columns in each of LINES lines; they begin at `left` and `right`, where the latter are LINE long."""
-
-        @cuda.jit(device=True)
-        def add_products(shared, left, right, sums):
-            rows = cuda.local.array(ROWS, real)
-            columns = cuda.local.array(WIDTH, real)
-            for start in range(0, LINES, UNROLL):
-                for step in range(UNROLL):
-                    line = U(start + step)
-                    for i in range(ROWS):
-                        rows[i] = shared[left + line * U(Q_LINE) + apart(i, THREADS_Q)]
-                    for c in range(WIDTH):
-                        columns[c] = shared[right + line * U(LINE) + apart(c, THREADS_K)]
-                    for i in range(ROWS):
-                        for c in range(WIDTH):
-                            sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
-
-        return add_products
-
-    add_scores = products(DEPTH, KEYS, K_LINE)
-    add_values = products(VALUE_KEYS, COLUMNS, TILE_COLUMNS)
 
     @cuda.jit(device=True)
     def is_allowed(masks, dense_at, dense_col, index_at, index_col, start, stop, query, key):
@@ -179,6 +136,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         s = cuda.local.array((ROWS, KEYS), real)
         acc = cuda.local.array((ROWS, COLUMNS), real)
         total = cuda.local.array(ROWS, real)
+        staged = cuda.local.array(STAGED_SCORES, real)
+        staged_values = cuda.local.array(STAGED_VALUES, real)
 
         # What this block is to do.
         start, stop, _, tile_index, _ = masks
@@ -257,29 +216,34 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             for i in range(ROWS):
                 for c in range(KEYS):
                     s[i, c] = ZERO
-            for column in range(0, head_dim, DEPTH):
+            at_k = to_k + key0 * k_view[3]
+            fetch_scores(
+                q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, 0, head_dim, thread, staged
+            )
+            cuda.syncthreads()
+            put_scores(staged, shared, 0, thread)
+            cuda.syncthreads()
+            half = 0
+            for column in range(DEPTH, head_dim + DEPTH, DEPTH):
+                if column < head_dim:
+                    fetch_scores(
+                        q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim, thread,
+                        staged,
+                    )  # fmt: skip
+                add_scores(shared, own_rows + U(half * HALF), own_keys + U(half * HALF + TO_KEYS), s)
+                if BUFFERS == 1:
+                    cuda.syncthreads()
+                else:
+                    half = 1 - half
+                if column < head_dim:
+                    put_scores(staged, shared, half, thread)
                 cuda.syncthreads()
-                for turn in range(Q_TURNS):
-                    n = turn * THREADS + thread
-                    if Q_FILLS or n < TILE_ROWS * GROUPS:
-                        row, d = n // GROUPS, n % GROUPS * SPAN
-                        line = lines[row] + (column + d) * q_view[4]
-                        for e in range(SPAN):
-                            x = ZERO
-                            if IS_EVEN or column + d + e < head_dim:
-                                x = real(q[U(line + e * q_view[4])])
-                            shared[U((d + e) * Q_LINE + row)] = x
-                for turn in range(K_TURNS):
-                    n = turn * THREADS + thread
-                    key, d = n // GROUPS, n % GROUPS * SPAN
-                    line = to_k + (key0 + key) * k_view[3] + (column + d) * k_view[4]
-                    for e in range(SPAN):
-                        x = ZERO
-                        if key < n_keys and (IS_EVEN or column + d + e < head_dim):
-                            x = real(k[U(line + e * k_view[4])])
-                        shared[U(TO_KEYS + (d + e) * K_LINE + key)] = x
-                cuda.syncthreads()
-                add_scores(shared, own_rows, own_keys + U(TO_KEYS), s)
+
+            at_v = to_v + key0 * v_view[3]
+            if not IS_WEIGHTS:
+                wild = fetch_values(
+                    v, at_v, v_view[3], v_view[4], 0, n_keys, column0, value_dim, thread, staged_values
+                )
 
             # Softmax.
             for i in range(ROWS):
@@ -326,10 +290,16 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                             if s[i, c] != MASKED:
                                 out[U(line + key * out_view[4])] = power(s[i, c] - base) / whole_sum
                 continue
+            masked = U(0)
+            if HAS_SCORE_MOD or not is_whole:
+                for i in range(ROWS):
+                    for c in range(KEYS):
+                        if s[i, c] == MASKED:
+                            masked |= U(1) << U(i * KEYS + c)
             for i in range(ROWS):
                 top = MASKED
                 for c in range(KEYS):
-                    top = s[i, c] if s[i, c] > top else top
+                    top = larger_one(top, s[i, c])
                 shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = top
             cuda.syncthreads()
             for row in range(thread, TILE_ROWS, THREADS):
@@ -347,39 +317,51 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 base = softmax_base(top)
                 sum_here = ZERO
                 for c in range(KEYS):
-                    weight = power(s[i, c] - base)
-                    if s[i, c] == MASKED:
-                        weight = MINUS_ZERO  # what no other weight is: the key is not allowed
-                    sum_here += weight
-                    shared[U(place(c, tx, THREADS_K) * Q_LINE + row)] = weight
+                    s[i, c] = power(s[i, c] - base)
+                    sum_here += s[i, c]
                 total[i] = cuda.fma(total[i], rescale, sum_here)
                 for c in range(COLUMNS):
                     acc[i, c] *= rescale
+            if HAS_SCORE_MOD or not is_whole:
+                for i in range(ROWS):
+                    for c in range(KEYS):
+                        if (masked >> U(i * KEYS + c)) & U(1) != U(0):
+                            s[i, c] = MINUS_ZERO  # what no other weight is
+            for c in range(KEYS):
+                for i in range(ROWS):
+                    at = U(place(c, tx, THREADS_K) * Q_LINE) + own_rows + apart(i, THREADS_Q)
+                    shared[at] = s[i, c]
 
             # Accumulate.
+            put_values(staged_values, shared, 0, thread)
+            is_wild = cuda.syncthreads_or(wild) != 0
+            half = 0
             for j0 in range(0, TILE_KEYS, VALUE_KEYS):
-                cuda.syncthreads()
                 wild = np.int32(0)
-                for turn in range(V_TURNS):
-                    n = turn * THREADS + thread
-                    key, c = j0 + n // TILE_COLUMNS, column0 + n % TILE_COLUMNS
-                    x = ZERO
-                    if key < n_keys and (IS_EVEN or c < value_dim):
-                        x = real(v[U(to_v + (key0 + key) * v_view[3] + c * v_view[4])])
-                    if x - x != ZERO:
-                        wild = np.int32(1)
-                    shared[U(TO_VALUES + n)] = x
-                if cuda.syncthreads_or(wild) != 0 and (HAS_SCORE_MOD or not is_whole):
+                if j0 + VALUE_KEYS < TILE_KEYS:
+                    wild = fetch_values(
+                        v, at_v, v_view[3], v_view[4], j0 + VALUE_KEYS, n_keys, column0, value_dim, thread,
+                        staged_values,
+                    )  # fmt: skip
+                at = TO_VALUES + half * VALUES_HALF
+                if is_wild and (HAS_SCORE_MOD or not is_whole):
                     # NaN and inf are kept from rows that may not read them.
                     for j in range(VALUE_KEYS):
                         for i in range(ROWS):
                             weight = shared[U((j0 + j) * Q_LINE) + own_rows + apart(i, THREADS_Q)]
                             if weight != ZERO or math.copysign(1.0, weight) > 0:
                                 for c in range(COLUMNS):
-                                    at = U(TO_VALUES + j * TILE_COLUMNS) + own_keys + apart(c, THREADS_K)
-                                    acc[i, c] = cuda.fma(weight, shared[at], acc[i, c])
+                                    x = shared[U(at + j * TILE_COLUMNS) + own_keys + apart(c, THREADS_K)]
+                                    acc[i, c] = cuda.fma(weight, x, acc[i, c])
                 else:
-                    add_values(shared, own_rows + U(j0 * Q_LINE), own_keys + U(TO_VALUES), acc)
+                    add_values(shared, own_rows + U(j0 * Q_LINE), own_keys + U(at), acc)
+                if BUFFERS == 1:
+                    cuda.syncthreads()
+                else:
+                    half = 1 - half
+                if j0 + VALUE_KEYS < TILE_KEYS:
+                    put_values(staged_values, shared, half, thread)
+                    is_wild = cuda.syncthreads_or(wild) != 0
 
         if IS_WEIGHTS:
             return
@@ -437,7 +419,7 @@ def merge_kernel(form: Form) -> Any:
     real = form.real
     ZERO, MASKED, HAS_SINKS = real(0), real(-math.inf), form.has_sinks
     INTO, BACK = _units(form)
-    power = _power(real, form.is_natural)
+    power = _power(form)
 
     def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits):
         batch, num_heads, _, len_q, _, _, value_dim = sizes

@@ -37,6 +37,17 @@ class View(NamedTuple):
         start = self.start + sum(n * stride for n, stride in zip(outer, self.strides, strict=False))
         return View(self.flat, start, self.shape[len(outer) :], self.strides[len(outer) :])
 
+    def is_packed(self, dtype: np.dtype, span: int) -> bool:
+        """Whether it is of this dtype, and all its lines lie in whole spans, at addresses that a load of one
+        needs."""
+        rows = (self.start, *self.strides[:-1])
+        return (
+            self.flat.dtype == dtype
+            and (self.strides[-1] == 1 or self.shape[-1] == 1)
+            and not any(step % span for step in rows)
+            and _address(self.flat) % (span * dtype.itemsize) == 0
+        )
+
     def with_axes(self, count: int) -> View:
         """With as many more axes of one element in front."""
         return View(self.flat, self.start, (1,) * count + self.shape, (0,) * count + self.strides)
@@ -261,6 +272,10 @@ def _from_dlpack_of(array: Any) -> Any:
     namespace = getattr(array, "__array_namespace__", None)
     module = sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
     return getattr(module, "from_dlpack", None)
+
+
+def _address(flat: Any) -> int:
+    return int(flat.__array_interface__["data"][0] if SIMULATED else flat.device_ctypes_pointer.value)
 
 
 def _core_stream(number: int) -> Any:

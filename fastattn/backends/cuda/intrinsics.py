@@ -1,0 +1,96 @@
+"""What Numba has no word for: loads of 16 bytes, the hardware's power of two and maximum.
+
+In the simulator each is a function of Python's that does the same.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import config, cuda
+
+if not config.ENABLE_CUDASIM:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.np.arrayobj import make_array
+
+
+@cache
+def vector_fetch(count: int) -> Any:
+    """``fetch(array, at, staged, to)``: so many elements that lie together, at a multiple of 16 bytes, in one
+    load."""
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def fetch_each(array, at, staged, to):
+            for e in range(count):
+                staged[to + e] = array[at + np.uint64(e)]
+
+        return fetch_each
+
+    @intrinsic
+    def fetch_vector(context, array, at, staged, to):
+        def codegen(context, builder, signature, arguments):
+            source, target = (make_array(signature.args[n])(context, builder, arguments[n]) for n in (0, 2))
+            vector = ir.VectorType(context.get_data_type(array.dtype), count)
+            first = builder.gep(source.data, [arguments[1]])
+            loaded = builder.load(builder.bitcast(first, vector.as_pointer()), align=16)
+            for e in range(count):
+                place = builder.add(arguments[3], ir.Constant(arguments[3].type, e))
+                lane = builder.extract_element(loaded, ir.Constant(ir.IntType(32), e))
+                builder.store(lane, builder.gep(target.data, [place]))
+            return context.get_dummy_value()
+
+        return types.void(array, at, staged, to), codegen
+
+    return fetch_vector
+
+
+@cache
+def power_of_two(dtype: str) -> Any:
+    """``exp2(x)``. In float32 it is the hardware's own, to 2 ULP, with 0 for what is below the normal
+    numbers: of a weight beside one of 1 that is nothing."""
+    real = np.dtype(dtype).type
+    if config.ENABLE_CUDASIM or dtype == "float64":
+
+        @cuda.jit(device=True)
+        def exp2(x):
+            return real(math.exp2(x))
+
+        return exp2
+    return _one_call("llvm.nvvm.ex2.approx.ftz.f", 1)
+
+
+@cache
+def larger(dtype: str) -> Any:
+    """``larger(x, y)``, where a NaN is passed over."""
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def larger_in_python(x, y):
+            return y if y > x or x != x else x
+
+        return larger_in_python
+    return _one_call("llvm.nvvm.fmax.f" if dtype == "float32" else "llvm.nvvm.fmax.d", 2)
+
+
+def _one_call(name: str, n_arguments: int) -> Any:
+    """An intrinsic of LLVM's on numbers of one type."""
+
+    def typed(x, *others):
+        def codegen(context, builder, signature, arguments):
+            real = context.get_data_type(x)
+            declared = builder.module.globals.get(name)
+            if declared is None:
+                declared = ir.Function(builder.module, ir.FunctionType(real, [real] * n_arguments), name)
+            return builder.call(declared, arguments)
+
+        return x(x, *others), codegen
+
+    if n_arguments == 1:
+        return intrinsic(lambda context, x: typed(x))
+    return intrinsic(lambda context, x, y: typed(x, y))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -138,3 +140,51 @@ def test_without_a_gpu_the_reason_is_said():
     assert "numba-cuda" in str(error.value) or "no NVIDIA GPU" in str(error.value)
     with pytest.raises(fastattn.BackendError, match=r"^the arrays are on cuda:0, and "):
         fastattn.merge_attention([x], [FakeArray(np.zeros((1, 2)))])
+
+
+def test_reasons_say_what_is_missing(monkeypatch):
+    numba = pytest.importorskip("numba")
+    from fastattn.backends import cuda_gpu
+
+    missing = cuda_gpu._missing.__wrapped__
+    monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: None)
+    assert missing() == ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
+    monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: object())
+    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "no driver\n at all", raising=False)
+    assert missing() == ["no NVIDIA GPU can be used: no driver at all"]
+    monkeypatch.setattr(numba.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda_gpu, "_loads", lambda library: library != "nvvm")
+    assert missing() == [
+        "NVIDIA's compiler is not here (nvvm): pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
+    ]
+    monkeypatch.setattr(cuda_gpu, "_loads", lambda library: True)
+    assert missing() == []
+
+
+def test_shapes_fit():
+    """Static shared memory is 48 KB, and loads of several elements must meet no edge."""
+    pytest.importorskip("numba")
+    from fastattn.backends.cuda import form
+    from fastattn.backends.cuda.tiles import layout
+
+    problems = product(form.FEW_SHAPES, range(1, 11), (64, 128))
+    for dtype, head_rows, value_dim in problems:
+        shape = form.choose_shape(dtype, head_rows, value_dim, False)
+        itemsize = np.dtype(dtype).itemsize
+        words_of_rows = 4 * 4 + 8  # head, query, start and stop, and where its line begins
+        assert layout(shape).size * itemsize + shape.tile_q * words_of_rows <= 48 * 1024
+        assert shape.span * itemsize == 16
+        assert shape.rows * shape.keys <= 64  # their bits are one word
+        for n in (shape.rows, shape.keys, shape.columns):
+            assert n % shape.vector == 0
+        assert shape.depth % shape.span == shape.tile_columns % shape.span == 0
+        assert shape.tile_k * shape.depth % (shape.span * shape.num_threads) == 0
+        assert shape.value_keys * shape.tile_columns % (shape.span * shape.num_threads) == 0
+        assert shape.tile_k % shape.value_keys == 0 and form.SPLIT_KEYS % shape.tile_k == 0
+        where = layout(shape)
+        if shape.vector * itemsize == 16:
+            assert not any(
+                at * itemsize % 16 for at in (where.q_line, where.k_line, where.to_keys, where.half)
+            )
+            assert where.to_values * itemsize % 16 == 0

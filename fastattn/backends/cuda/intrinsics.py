@@ -1,6 +1,7 @@
 """What Numba has no word for: loads of 16 bytes, the hardware's power of two and maximum.
 
-In the simulator each is a function of Python's that does the same.
+In the simulator each is a function of Python's that does the same. What only numba-cuda has is imported where
+it is used, as Numba's own CUDA target stands in its place where that is not installed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import config, cuda
-
-if not config.ENABLE_CUDASIM:
-    from llvmlite import ir
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
-    from numba.cuda.np.arrayobj import make_array
 
 
 @cache
@@ -31,6 +27,10 @@ def vector_fetch(count: int) -> Any:
                 staged[to + e] = array[at + np.uint64(e)]
 
         return fetch_each
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.np.arrayobj import make_array
 
     @intrinsic
     def fetch_vector(context, array, at, staged, to):
@@ -80,6 +80,7 @@ def larger(dtype: str) -> Any:
 
 def _one_call(name: str, n_arguments: int) -> Any:
     """An intrinsic of LLVM's on numbers of one type."""
+    from numba.cuda.extending import intrinsic
 
     def typed(x, *others):
         def codegen(context, builder, signature, arguments):

@@ -72,10 +72,9 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     INTO, BACK = _units(form)
 
-    Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, TO_MAX, TO_RESCALE, SHARED = layout(shape)
-    TO_PARTS = TO_VALUES  # what rows sum up over threads
+    Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, _, SHARED = layout(shape)
     tile = tile_functions(form)
-    place, apart = tile.place, tile.apart
+    place, apart, largest, summed = tile.place, tile.apart, tile.largest, tile.summed
     fetch_scores, put_scores, add_scores = tile.fetch_scores, tile.put_scores, tile.add_scores
     fetch_values, put_values, add_values = tile.fetch_values, tile.put_values, tile.add_values
     STAGED_SCORES, STAGED_VALUES = tile.score_registers, tile.value_registers
@@ -135,6 +134,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         lines = cuda.shared.array(TILE_ROWS, np.int64)
         s = cuda.local.array((ROWS, KEYS), real)
         acc = cuda.local.array((ROWS, COLUMNS), real)
+        peak = cuda.local.array(ROWS, real)
+        tops = cuda.local.array(ROWS, real)
         total = cuda.local.array(ROWS, real)
         staged = cuda.local.array(STAGED_SCORES, real)
         staged_values = cuda.local.array(STAGED_VALUES, real)
@@ -170,9 +171,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             if HAS_INTERVALS:
                 starts[row] = start[U(start_view[0] + item * start_view[1] + query * start_view[2])]
                 stops[row] = stop[U(stop_view[0] + item * stop_view[1] + query * stop_view[2])]
-            shared[TO_MAX + row] = MASKED
         for i in range(ROWS):
-            total[i] = ZERO
+            peak[i], total[i] = MASKED, ZERO
             for c in range(COLUMNS):
                 acc[i, c] = ZERO
         cuda.syncthreads()
@@ -297,24 +297,15 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                         if s[i, c] == MASKED:
                             masked |= U(1) << U(i * KEYS + c)
             for i in range(ROWS):
-                top = MASKED
+                tops[i] = MASKED
                 for c in range(KEYS):
-                    top = larger_one(top, s[i, c])
-                shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = top
-            cuda.syncthreads()
-            for row in range(thread, TILE_ROWS, THREADS):
-                old = shared[TO_MAX + row]
-                top = old
-                for j in range(THREADS_K):
-                    x = shared[U(TO_PARTS + row * THREADS_K + j)]
-                    top = x if x > top else top
-                shared[TO_MAX + row] = top
-                shared[TO_RESCALE + row] = power(old - softmax_base(top))
-            cuda.syncthreads()
+                    tops[i] = larger_one(tops[i], s[i, c])
+            largest(tops, shared, thread)
             for i in range(ROWS):
-                row = place(i, ty, THREADS_Q)
-                top, rescale = shared[U(TO_MAX + row)], shared[U(TO_RESCALE + row)]
+                top = larger_one(peak[i], tops[i])
                 base = softmax_base(top)
+                rescale = power(peak[i] - base)
+                peak[i] = top
                 sum_here = ZERO
                 for c in range(KEYS):
                     s[i, c] = power(s[i, c] - base)
@@ -365,45 +356,33 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
 
         if IS_WEIGHTS:
             return
-        cuda.syncthreads()
-        for i in range(ROWS):
-            shared[U(TO_PARTS + place(i, ty, THREADS_Q) * THREADS_K + tx)] = total[i]
-        cuda.syncthreads()
-        for row in range(thread, min(TILE_ROWS, n_rows - row0), THREADS):
-            base, whole_sum = shared[TO_MAX + row], ZERO
-            for j in range(THREADS_K):
-                whole_sum += shared[U(TO_PARTS + row * THREADS_K + j)]
-            head, query = heads[row], queries[row]
-            if not IS_PARTS:
-                top, sink = base, MASKED
-                if HAS_SINKS:
-                    sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
-                base = softmax_base(max(top, sink))
-                rescale = power(top - base)
-                whole_sum = cuda.fma(whole_sum, rescale, power(sink - base))
-                shared[TO_RESCALE + row] = ZERO if whole_sum == ZERO else rescale / whole_sum
-                if part == 0:
-                    line = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
-                    lse[U(line)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
-            if part == 0:
-                line = ((split * batch + item) * num_heads + head) * len_q + query
-                row_max[U(line)], row_sum[U(line)] = base, whole_sum
-        cuda.syncthreads()
+        summed(total, shared, thread)
         for i in range(ROWS):
             row = place(i, ty, THREADS_Q)
             if row0 + row < n_rows:
-                factor = ONE
-                line = (((split * batch + item) * num_heads + heads[row]) * len_q + queries[row]) * value_dim
-                step = 1
+                head, query = heads[row], queries[row]
+                base, whole_sum, factor = peak[i], total[i], ONE
+                line = ((split * batch + item) * num_heads + head) * len_q + query
+                at, step = line * value_dim, 1
                 if not IS_PARTS:
-                    factor = shared[U(TO_RESCALE + row)]
-                    line = out_view[0] + item * out_view[1]
-                    line += heads[row] * out_view[2] + queries[row] * out_view[3]
+                    sink = MASKED
+                    if HAS_SINKS:
+                        sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+                    base = softmax_base(max(peak[i], sink))
+                    rescale = power(peak[i] - base)
+                    whole_sum = cuda.fma(whole_sum, rescale, power(sink - base))
+                    factor = ZERO if whole_sum == ZERO else rescale / whole_sum
+                    at = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
                     step = out_view[4]
+                    if part == 0 and tx == 0:
+                        to = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
+                        lse[U(to)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+                if part == 0 and tx == 0:
+                    row_max[U(line)], row_sum[U(line)] = base, whole_sum
                 for c in range(COLUMNS):
                     column = column0 + place(c, tx, THREADS_K)
                     if IS_EVEN or column < value_dim:
-                        out[U(line + column * step)] = acc[i, c] * factor
+                        out[U(at + column * step)] = acc[i, c] * factor
 
     return cuda.jit(attend)
 

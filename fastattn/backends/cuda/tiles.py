@@ -3,9 +3,8 @@
 A piece is fetched into registers while the one before it is multiplied, and put into the other half of its
 place in shared memory: so loads are on the way during the arithmetic, and a piece takes one barrier.
 
-Shared memory is one array, cut by hand: queries and keys share their place with the weights, values with
-what rows sum up over threads. Lines of its tiles have `vector` elements more than they need, so that a column
-of them lies in different banks.
+Shared memory is one array, cut by hand: queries and keys share their place with the weights. Lines of its
+tiles have `vector` elements more than they need, so that a column of them lies in different banks.
 
 Elements of a thread lie `vector` together, and the next of them past those of all other threads, so that
 threads side by side read shared memory side by side. An index into it is not signed, as else Numba looks at
@@ -18,12 +17,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.intrinsics import vector_fetch
+from fastattn.backends.cuda.intrinsics import larger, vector_fetch
 
 U = np.uint64
+
+#: Threads whose registers the hardware exchanges. In the simulator none does: all goes by shared memory.
+LANES = 1 if config.ENABLE_CUDASIM else 32
 
 
 class Layout(NamedTuple):
@@ -35,8 +37,7 @@ class Layout(NamedTuple):
     half: int  #: of queries and keys
     to_values: int
     values_half: int
-    to_max: int
-    to_rescale: int
+    to_parts: int  #: of what is summed up over threads
     size: int
 
 
@@ -45,11 +46,10 @@ def layout(shape: Shape) -> Layout:
     half = shape.depth * (q_line + k_line)
     to_values = max(shape.buffers * half, shape.tile_k * q_line)
     values_half = shape.value_keys * shape.tile_columns
-    to_max = to_values + max(shape.buffers * values_half, shape.tile_q * shape.threads_k)
-    return Layout(
-        q_line, k_line, shape.depth * q_line, half, to_values, values_half, to_max, to_max + shape.tile_q,
-        to_max + 2 * shape.tile_q,
-    )  # fmt: skip
+    to_parts = to_values + shape.buffers * values_half
+    parts = shape.tile_q * (shape.threads_k // LANES if shape.threads_k > LANES else 0)
+    size = to_parts + parts
+    return Layout(q_line, k_line, shape.depth * q_line, half, to_values, values_half, to_parts, size)
 
 
 def tile_functions(form: Form) -> Any:
@@ -64,7 +64,7 @@ def tile_functions(form: Form) -> Any:
     K_TURNS = shape.tile_k * GROUPS // THREADS
     V_TURNS = shape.value_keys * COLUMN_GROUPS // THREADS
     IS_EVEN, IS_PACKED, ZERO = form.is_even, form.is_packed, real(0)
-    Q_LINE, K_LINE, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, _, _, _ = layout(shape)
+    Q_LINE, K_LINE, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, TO_PARTS, _ = layout(shape)
     fetch_vector = vector_fetch(SPAN)
 
     @cuda.jit(device=True)
@@ -181,7 +181,36 @@ def tile_functions(form: Form) -> Any:
 
         return add_products
 
+    def over_threads(operate):
+        """The device function that puts together, over the threads of its rows, each of a thread's ROWS
+        numbers; all of them get the same bits."""
+        WIDTH, GROUP = min(THREADS_K, LANES), THREADS_K // min(THREADS_K, LANES)
+        STEPS = WIDTH.bit_length() - 1
+
+        @cuda.jit(device=True)
+        def put_together(values, shared, thread):
+            for i in range(ROWS):
+                for n in range(STEPS):
+                    values[i] = operate(values[i], cuda.shfl_xor_sync(0xFFFFFFFF, values[i], 1 << n))
+            if GROUP > 1:
+                first = TO_PARTS + thread // THREADS_K * GROUP * ROWS
+                if thread % WIDTH == 0:
+                    for i in range(ROWS):
+                        shared[U(first + thread % THREADS_K // WIDTH * ROWS + i)] = values[i]
+                cuda.syncthreads()
+                for i in range(ROWS):
+                    values[i] = shared[U(first + i)]
+                    for other in range(1, GROUP):
+                        values[i] = operate(values[i], shared[U(first + other * ROWS + i)])
+
+        return put_together
+
+    @cuda.jit(device=True)
+    def add(x, y):
+        return x + y
+
     return SimpleNamespace(
+        largest=over_threads(larger(form.dtype)), summed=over_threads(add),
         place=place, apart=apart, fetch_scores=fetch_scores, put_scores=put_scores,
         fetch_values=fetch_values, put_values=put_values, score_registers=(Q_TURNS + K_TURNS) * SPAN,
         value_registers=V_TURNS * SPAN, add_scores=products(shape.depth, KEYS, K_LINE),

@@ -97,8 +97,10 @@ def test_bias_and_sinks_are_read_in_the_dtype(engine, library, dtype, bias_dtype
 @pytest.mark.parametrize("mask_dtype", ["?", "i1", "u2", "i8"])
 def test_mask_arrays(engine, library, mask_dtype):
     arrays = random_arrays(heads=2, len_q=5, len_k=9, head_dim=4)
-    mask = (np.random.default_rng(0).integers(0, 3, (2, 5, 9)) % 2).astype(mask_dtype)
-    expected = engine.attention(*arrays, mask=mask, causal="bottom_right")
+    allowed = np.random.default_rng(0).random((2, 5, 9)) < 0.5
+    mask = np.where(allowed, 256 if np.dtype(mask_dtype).itemsize > 1 else 1, 0).astype(mask_dtype)
+    expected = engine.attention(*arrays, mask=allowed, causal="bottom_right")
+    assert_same_bits(engine.attention(*arrays, mask=mask, causal="bottom_right"), expected)
     on_gpu = [library.put(x) for x in arrays]
     out = fastattn.attention(*on_gpu, mask=library.put(mask), causal="bottom_right")
     assert_same_bits(library.get(out), expected)

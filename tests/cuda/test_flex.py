@@ -103,6 +103,22 @@ def test_all_that_masks_holds_together(library):
     np.testing.assert_allclose(library.get(weights), expected[1], atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("wild", [np.nan, np.inf])
+def test_what_a_score_mod_masks_is_not_seen(engine, wild):
+    """In a tile that nothing else masks."""
+    arrays = random_arrays(heads=1, len_q=8, len_k=8, head_dim=4)
+    arrays[1][0, 5] = wild
+    arrays[2][0, 5] = wild
+
+    def without_five(score, b, h, q_idx, kv_idx):
+        return -math.inf if kv_idx == 5 else score
+
+    others = np.arange(8) != 5
+    out = fastattn.flex_attention(*arrays, score_mod=without_five, backend="cuda")
+    np.testing.assert_allclose(out, fastattn.attention(*arrays, mask=others), atol=1e-6)
+
+
 def test_functions_that_call_functions(library):
     import numba
 

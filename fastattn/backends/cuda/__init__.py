@@ -9,9 +9,15 @@ A block of threads takes a tile of query rows of one key/value head and walks ov
 - *accumulate*: values go through shared memory a few keys at a time, and each thread adds up its rows and
   columns.
 
+Tiles that no row may read are passed over: by the rows' intervals, by the tile map, and where neither says so
+by asking the mask, array or function, ahead of the scores.
+
 Few query rows leave most of a GPU idle, so several blocks share their keys (Flash-Decoding).
-`kernel.merge_kernel` puts the parts together and divides by the sums of the weights. `form` says how a kernel
-is cut for a problem, `engine` moves arrays and starts kernels.
+`kernel.merge_kernel` puts the parts together and divides by the sums of the weights.
+
+`form` says how a kernel is cut for a problem, `tiles` what a block does with tiles, `functions` makes device
+functions of the caller's. `engine` starts the kernels on a `stream`, which has the memory; `combine` is
+`merge_attention`.
 
 Multiply-adds are those of the dtype: no tensor core, no TF32.
 """

@@ -48,10 +48,10 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
 
     masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. aux: what the functions read. sizes: B,
     H, K, L, S, D, E. cut: query tiles, parts of the value's columns, splits of the keys, keys of a split,
-    and how the functions count the first item. views: where the array begins
-    and its four strides, of q, k, v, start, stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L,
-    E)`` and lse ``(B, H, L)``. scale: times log2(e) unless the form is natural. What a form has not is never
-    read; other dtypes than the form's are converted as they are read.
+    and which number the functions give the first item. views: where the array begins and its four strides,
+    of q, k, v, start, stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L, E)`` and lse ``(B, H,
+    L)``. scale: times log2(e) unless the form is natural. What a form has not is never read; other dtypes
+    than the form's are converted as they are read.
 
     A block for each tile, part, key/value head, split and batch item. `row_max` and `row_sum`, without gaps,
     take what the weights are relative to, and their sums. In a form of parts they are ``(splits, B, H, L)``,
@@ -70,6 +70,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     HAS_BITS = HAS_DENSE or HAS_TILES or HAS_MASK_MOD  # beside intervals, which are known for a whole tile
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
+    ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
     INTO, BACK = _units(form)
 
     Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, _, SHARED = layout(shape)
@@ -191,10 +192,11 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         to_v = v_view[0] + item * v_view[1] + kv_head * v_view[2]
         for key0 in range(first // TILE_KEYS * TILE_KEYS, last, TILE_KEYS):
             n_keys = min(TILE_KEYS, last - key0)
-            is_whole = n_keys == TILE_KEYS and all_first <= key0 and key0 + TILE_KEYS <= all_last
-            allowed = U(0)
+            is_inside = n_keys == TILE_KEYS and all_first <= key0 and key0 + TILE_KEYS <= all_last
+            is_whole = is_inside
             if HAS_BIAS or HAS_BITS:
                 is_whole = False
+            allowed = ALL
             if HAS_TILES:
                 some = np.int32(0)
                 for row in range(thread, TILE_ROWS, THREADS):
@@ -260,7 +262,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                         key = min(key0 + place(c, tx, THREADS_K), len_k - 1)
                         s[i, c] = real(score_mod(s[i, c], b, head, query, key, *aux))
             if not is_whole:
-                if not HAS_BITS:
+                if not (HAS_BITS or is_inside):
                     allowed = allowed_bits(
                         masks, dense_view, index_view, aux, rows, item, b, first, last, key0, tx, ty
                     )

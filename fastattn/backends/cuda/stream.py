@@ -65,6 +65,7 @@ class Stream:
         import cuda.core as core
 
         self.number = number
+        self._nothing: dict[np.dtype, Any] = {}
         self.launch: Any = cuda.external_stream(number)  #: what Numba launches kernels on
         self._pool = core.DeviceMemoryResource(device)
         self._core_stream = _core_stream(number)
@@ -80,12 +81,18 @@ class Stream:
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return View(self.empty(math.prod(shape), dtype, filled_with_zeros), 0, shape, strides)
 
+    def nothing(self, dtype: Any, axes: int) -> View:
+        """In the place of an array that is not there; never read."""
+        dtype = _kept(np.dtype(dtype))
+        if dtype not in self._nothing:
+            self._nothing[dtype] = self.empty(1, dtype)
+        return View(self._nothing[dtype], 0, (1,) * axes, (0,) * axes)
+
     def upload(self, array: np.ndarray, dtype: Any) -> View:
         """A copy that is as large as the array's memory, not as its broadcast shape."""
         stored = array[tuple(slice(None) if stride else slice(0, 1) for stride in array.strides)]
         stored = np.asarray(stored, dtype, order="C")
-        if stored.dtype.kind == "b":
-            stored = stored.view(np.uint8)
+        stored = stored.view(_kept(stored.dtype))
         strides = tuple(
             step // stored.itemsize if stride else 0
             for step, stride in zip(stored.strides, array.strides, strict=True)
@@ -104,7 +111,7 @@ class Stream:
     def view(self, array: DeviceArray) -> View:
         """The array where it is, which must have been made."""
         itemsize = array.stored.itemsize
-        stored = np.dtype(np.uint8) if array.stored.kind == "b" else array.stored
+        stored = _kept(array.stored)
         if not array.size:
             return View(self.empty(1, stored), 0, array.shape, (0,) * array.ndim)
         steps = [step // itemsize for step in array.strides]
@@ -201,6 +208,7 @@ class SimulatedStream(Stream):
 
     def __init__(self) -> None:
         self.launch = 0
+        self._nothing = {}
 
     def wait_for(self, memory: Memory) -> None:
         pass
@@ -272,6 +280,11 @@ def _from_dlpack_of(array: Any) -> Any:
     namespace = getattr(array, "__array_namespace__", None)
     module = sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
     return getattr(module, "from_dlpack", None)
+
+
+def _kept(dtype: np.dtype) -> np.dtype:
+    """What kernels read elements as: bools as bytes."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype
 
 
 def _address(flat: Any) -> int:

@@ -22,7 +22,7 @@ class Memory:
 
     device: int  #: which GPU
     address: int | None = None  #: None until the backend has made it
-    owner: Any = None  #: the caller's array; of a result the array that the caller gets
+    owner: Any = None  #: the caller's array; of a result what has the memory, and then the array that it gets
     stream: int | None = None  #: the stream on which the array is being filled, where its library says so
     readonly: bool = False
     shape: tuple[int, ...] = ()  #: of a result: what is to be made, C-contiguous

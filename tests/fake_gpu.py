@@ -40,7 +40,8 @@ class FakeArray:
         raise TypeError("it is on a GPU")
 
     def __array_namespace__(self) -> SimpleNamespace:
-        return SimpleNamespace(from_dlpack=lambda other: FakeArray(np.from_dlpack(other), self.device))
+        """Its `from_dlpack` takes what is there at once: results must be complete by then."""
+        return SimpleNamespace(from_dlpack=lambda other: FakeArray(np.from_dlpack(other).copy(), self.device))
 
 
 class LoneArray(FakeArray):

@@ -23,22 +23,27 @@ def combine(pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse
     with caller_stream(pieces[0][0]) as stream:
         stream.make(out.memory)
         stream.make(lse.memory)
-        for array in chain.from_iterable(pieces):
-            stream.wait_for(array.memory)
-        if not lse.size:
-            return
-        nothing = np.zeros(out.shape[-1:]), np.full((), -np.inf)
-        shapes = out.shape, lse.shape
-        so_far = [
-            stream.upload(np.broadcast_to(array, shape), np.float64)
-            for array, shape in zip(nothing, shapes, strict=True)
-        ]
-        for piece in pieces:
-            result = [stream.room(shape, np.float64) for shape in shapes]
-            if piece is pieces[-1]:
-                result = [stream.view(out), stream.view(lse)]
-            _two(stream, [*so_far, *map(stream.view, piece), *result], lse.shape, out.shape[-1])
-            so_far = result
+        if lse.size:
+            for array in chain.from_iterable(pieces):
+                stream.wait_for(array.memory)
+            _fold(stream, pieces, [stream.view(out), stream.view(lse)])
+        stream.hand_over(out.memory)
+        stream.hand_over(lse.memory)
+
+
+def _fold(stream: Stream, pieces: list[tuple[DeviceArray, DeviceArray]], results: list[View]) -> None:
+    shapes = [result.shape for result in results]
+    nothing = np.zeros(()), np.full((), -np.inf)
+    so_far = [
+        stream.upload(np.broadcast_to(array, shape), np.float64)
+        for array, shape in zip(nothing, shapes, strict=True)
+    ]
+    for piece in pieces:
+        together = (
+            [stream.room(shape, np.float64) for shape in shapes] if piece is not pieces[-1] else results
+        )
+        _two(stream, [*so_far, *map(stream.view, piece), *together], shapes[1], shapes[0][-1])
+        so_far = together
 
 
 def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int) -> None:

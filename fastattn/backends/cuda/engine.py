@@ -21,18 +21,20 @@ MERGE_THREADS = 4 if SIMULATED else 256
 
 def run(problem: Problem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
+    results: tuple[Any, ...] = problem.out, problem.lse, problem.weights
+    made = [array for array in results if isinstance(array, DeviceArray) and array.memory.address is None]
     with caller_stream(problem.query) as stream:
-        for array in (problem.out, problem.lse, problem.weights):
-            if isinstance(array, DeviceArray) and array.memory.address is None:
-                stream.make(array.memory, filled_with_zeros=array is problem.weights)
-        if problem.batch * problem.num_heads * problem.len_q == 0:
-            return
-        read = problem.query, problem.key, problem.value, problem.bias, problem.dense, problem.sinks
-        aux = (array for mod in (problem.score_mod, problem.mask_mod) if mod is not None for array in mod.aux)
-        for array in (*read, problem.out, *aux):
-            if isinstance(array, DeviceArray):
-                stream.wait_for(array.memory)
-        _solve(problem, stream)
+        for array in made:
+            stream.make(array.memory, filled_with_zeros=array is problem.weights)
+        if problem.batch * problem.num_heads * problem.len_q > 0:
+            read = problem.query, problem.key, problem.value, problem.bias, problem.dense, problem.sinks
+            mods = (mod for mod in (problem.score_mod, problem.mask_mod) if mod is not None)
+            for array in (*read, problem.out, *(value for mod in mods for value in mod.aux)):
+                if isinstance(array, DeviceArray):
+                    stream.wait_for(array.memory)
+            _solve(problem, stream)
+        for array in made:
+            stream.hand_over(array.memory)
 
 
 def _solve(problem: Problem, stream: Stream) -> None:

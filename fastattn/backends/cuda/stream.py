@@ -132,17 +132,20 @@ class Stream:
         return value
 
     def make(self, memory: Memory, filled_with_zeros: bool = False) -> None:
-        """Makes the memory of a result, and of it what the caller gets: an array of the library that
-        ``memory.like`` belongs to, where that takes DLPack, or else Numba's."""
-        shape, dtype = memory.shape, np.dtype(memory.dtype)
-        nbytes = max(math.prod(shape), 1) * dtype.itemsize
-        memory.address, owner = self._allocate(nbytes, filled_with_zeros)
-        from_dlpack = _from_dlpack_of(memory.like)
+        """Makes the memory of a result."""
+        nbytes = max(math.prod(memory.shape), 1) * np.dtype(memory.dtype).itemsize
+        memory.address, memory.owner = self._allocate(nbytes, filled_with_zeros)
+
+    def hand_over(self, memory: Memory) -> None:
+        """Makes of the memory what the caller gets: an array of the library that ``memory.like`` belongs to,
+        where that takes DLPack, or else Numba's. All that fills it must be on the stream: the library's own
+        stream is made to wait for that."""
+        shape, dtype, from_dlpack = memory.shape, np.dtype(memory.dtype), _from_dlpack_of(memory.like)
         if from_dlpack is None:
             bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
-            memory.owner = self._array(memory.address, shape, dtype, owner, bound=bound)
+            memory.owner = self._array(memory.address or 0, shape, dtype, memory.owner, bound=bound)
         else:
-            memory.owner = from_dlpack(self._exported(owner, shape, dtype))
+            memory.owner = from_dlpack(self._exported(memory.owner, shape, dtype))
 
     def wait_for(self, memory: Memory) -> None:
         """Lets the stream go on when the memory's library has filled it; the host does not wait."""
@@ -180,6 +183,9 @@ class Stream:
             "stream": bound,
             "version": 3,
         }
+        return self._adopted(description, owner)
+
+    def _adopted(self, description: dict[str, Any], owner: Any) -> Any:
         return cuda.from_cuda_array_interface(description, owner=owner, sync=False)
 
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -220,24 +226,9 @@ class SimulatedStream(Stream):
         memory = np.full(nbytes, 0 if filled_with_zeros else 255, np.uint8)  # floats of such bytes are NaN
         return memory.ctypes.data, memory
 
-    def _array(
-        self,
-        address: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        owner: Any,
-        strides: tuple[int, ...] | None = None,
-        bound: int | None = None,
-    ) -> Any:
+    def _adopted(self, description: dict[str, Any], owner: Any) -> Any:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        description = {
-            "shape": shape,
-            "strides": strides,
-            "typestr": dtype.str,
-            "data": (address, False),
-            "version": 3,
-        }
         return FakeCUDAArray(np.asarray(SimpleNamespace(__array_interface__=description, owner=owner)))
 
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:

@@ -22,7 +22,9 @@ MERGE_THREADS = 4 if SIMULATED else 256
 def run(problem: Problem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
     results: tuple[Any, ...] = problem.out, problem.lse, problem.weights
-    made = [array for array in results if isinstance(array, DeviceArray) and array.memory.address is None]
+    made: list[Any] = [
+        array for array in results if isinstance(array, DeviceArray) and array.memory.address is None
+    ]
     with caller_stream(problem.query) as stream:
         for array in made:
             stream.make(array.memory, filled_with_zeros=array is problem.weights)

@@ -22,7 +22,7 @@ class Memory:
 
     device: int  #: which GPU
     address: int | None = None  #: None until the backend has made it
-    owner: Any = None  #: the caller's array; of a result what has the memory, and then the array that it gets
+    owner: Any = None  #: the caller's array; of a result what holds the memory, in the end what they get
     stream: int | None = None  #: the stream on which the array is being filled, where its library says so
     readonly: bool = False
     shape: tuple[int, ...] = ()  #: of a result: what is to be made, C-contiguous
@@ -35,7 +35,6 @@ class DeviceArray:
     """A view of memory on a GPU; it has what the edge asks an ndarray for, under the same names."""
 
     memory: Memory
-    offset: int  #: of the first element, in bytes
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: in bytes
     dtype: np.dtype  #: that its elements are read as
@@ -82,7 +81,7 @@ class DeviceArray:
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         """A result for the backend to make, on this array's GPU and of its library."""
         memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)
-        return DeviceArray(memory, 0, shape, _c_strides(shape, dtype.itemsize), dtype, dtype)
+        return DeviceArray(memory, shape, _c_strides(shape, dtype.itemsize), dtype, dtype)
 
     def addresses(self) -> np.ndarray:
         """An array of the same addresses, to ask NumPy about them: its elements are not there."""
@@ -95,7 +94,7 @@ class _AtAddress:
             "shape": array.shape,
             "strides": array.strides,
             "typestr": array.stored.str,
-            "data": ((array.memory.address or 0) + array.offset, True),
+            "data": (array.memory.address or 0, True),
             "version": 3,
         }
 
@@ -167,7 +166,7 @@ def _from_interface(value: Any, interface: dict[str, Any], device: int | None) -
     if device is None:
         device = _device_of(address)
     memory = Memory(device, int(address or 0), value, interface.get("stream"), bool(readonly))
-    return DeviceArray(memory, 0, shape, strides, stored, stored)
+    return DeviceArray(memory, shape, strides, stored, stored)
 
 
 def _from_dlpack(value: Any) -> DeviceArray:
@@ -183,7 +182,7 @@ def _from_dlpack(value: Any) -> DeviceArray:
     if steps is not None:
         strides = tuple(step * stored.itemsize for step in steps)
     memory = Memory(view.device_id, view.ptr, value, readonly=view.readonly)
-    return DeviceArray(memory, 0, shape, strides, stored, stored)
+    return DeviceArray(memory, shape, strides, stored, stored)
 
 
 def _device_of(address: int) -> int:

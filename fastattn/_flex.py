@@ -146,9 +146,12 @@ def flex_attention(
             _check_function(kind, function, names, values)
     if block_mask is not None and not isinstance(block_mask, Mask):
         raise TypeError(f"block_mask must be a fastattn.masks object, got {type(block_mask).__name__}")
-    on_gpu = as_device_array(query, "query") is not None
+    on_gpu = as_device_array(query, "query")
+    if score_mod is not None or mask_mod is not None:
+        arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
+        check_places(query=query if on_gpu is None else on_gpu, **arrays)
     mask = block_mask
-    if mask_mod is not None and not on_gpu:
+    if mask_mod is not None and on_gpu is None:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
         _compiler().mask_loop(mask_mod, values)
         said = _FunctionMask(mask_mod, tuple(values), threads)
@@ -171,12 +174,9 @@ def flex_attention(
         return_weights=return_weights,
     )
     problem = request.problem
-    named = (("score_mod", score_mod), ("mask_mod", mask_mod if on_gpu else None))
+    named = (("score_mod", score_mod), ("mask_mod", None if on_gpu is None else mask_mod))
     mods = {kind: function for kind, function in named if function is not None}
     if mods:
-        check_places(
-            query=problem.query, **{f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
-        )
         sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         for kind, function in mods.items():
             dtype = problem.query.dtype if kind == "score_mod" else np.dtype(np.int64)

@@ -117,15 +117,15 @@ class Stream:
         steps = [step // itemsize for step in array.strides]
         reaches = [step * (n - 1) for n, step in zip(array.shape, steps, strict=True)]
         before = -sum(min(0, reach) for reach in reaches)
-        lowest = (array.memory.address or 0) + array.offset - before * itemsize
+        lowest = (array.memory.address or 0) - before * itemsize
         flat = self._array(lowest, (sum(map(abs, reaches)) + 1,), stored, array.memory.owner)
         return View(flat, before, array.shape, tuple(steps))
 
     def argument(self, value: Any) -> Any:
         """What a caller's function reads, with its axes: an array on the device, or a number as it is."""
         if isinstance(value, DeviceArray):
-            address = (value.memory.address or 0) + value.offset
-            return self._array(address, value.shape, value.stored, value.memory.owner, value.strides)
+            memory = value.memory
+            return self._array(memory.address or 0, value.shape, value.stored, memory.owner, value.strides)
         if isinstance(value, np.ndarray):
             flat = self.upload(np.ascontiguousarray(value), value.dtype).flat
             return flat[: value.size].reshape(value.shape)

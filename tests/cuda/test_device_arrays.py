@@ -40,6 +40,7 @@ def test_cases_as_from_the_host(engine, library, case):
 
 VIEWS = {
     "steps": lambda x: x[..., ::2, 1::2],
+    "every other": lambda x: x[..., ::2],
     "offset": lambda x: x[..., 3:, 1:],
     "backwards": lambda x: x[..., ::-1, ::-1],
 }

@@ -62,7 +62,7 @@ def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int)
 @cache
 def combine_kernel() -> Any:
     """``combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns)``: a thread for each column
-    of three axes of rows."""
+    of three axes of rows. What has been combined already is a, and a piece b."""
     EMPTY = -math.inf
 
     def combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns):
@@ -86,10 +86,8 @@ def combine_kernel() -> Any:
         weight_a, weight_b = math.exp(a - base), math.exp(b - base)
         total = weight_a + weight_b
         if columns > 0:
-            # A piece without keys has nothing to say, whatever its out holds.
-            acc = 0.0
-            if a != EMPTY:
-                acc += weight_a * out_a[U(at_a + column * views[0][4])]
+            acc = weight_a * out_a[U(at_a + column * views[0][4])]
+            # A piece without keys has nothing to say, whatever its out holds; what comes of it is 0.
             if b != EMPTY:
                 acc += weight_b * out_b[U(at_b + column * views[2][4])]
             out[U(at_out + column * views[4][4])] = acc if total == 0.0 else acc / total

@@ -400,7 +400,8 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     -----
     With ``w = exp(lses)`` this is ``out = sum(w * outs) / sum(w)`` and ``lse = log(sum(w))``, relative to
     the largest lse and accumulated in float64. The order of the pieces matters to rounding only. A sink
-    belongs to one piece: given to several it is counted several times.
+    belongs to one piece: given to several it is counted several times. Pieces on a GPU are combined there,
+    one after another, into arrays of their library.
 
     Examples
     --------

@@ -51,7 +51,8 @@ show(
     (reals, reals, reals, masks, flat(getattr(types, bias)), reals, types.Tuple(aux), *[reals] * 4, sizes,
      cut, types.UniTuple(view, 11), real, real),
 )
-show(merge_kernel(form), (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64))
+merge = merge_kernel(dtype, form.is_natural, form.has_sinks)
+show(merge, (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64))
 f64s = flat(types.float64)
 words = types.UniTuple(view, 6), types.UniTuple(types.int64, 3), types.int64
 show(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words))
@@ -75,6 +76,11 @@ for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         device = device_function(kind, Mod(function, tuple(aux)), dtype)
         show(device, (*score, *[types.int64] * 4, *map(kind_of, aux)), device=True)
         print(name, dtype)
+
+mod = Mod(lambda s, b, h, i, j: 0.5 * s + 1.25, ())
+print("NUMBERS IN THE CODE")
+numbers = device_function("score_mod", mod, np.dtype(np.float32))
+show(numbers, (types.float32, *[types.int64] * 4), device=True)
 """
 
 PLAIN = (False,) * 8 + (True, True)
@@ -135,9 +141,11 @@ def test_kernels(device, form):
 
 @pytest.mark.slow
 def test_functions_of_the_gallery():
-    """In those of float32 nothing but integers beside it makes a score wider."""
+    """Numbers that stand in the code do not make a score of float32 wider."""
     ptx = compiled((8, 0), FUNCTIONS)
     assert len(re.findall(r"^\w+ float(32|64)$", ptx, re.MULTILINE)) == 26
+    numbers = ptx.split("NUMBERS IN THE CODE")[1]
+    assert ".f32" in numbers and ".f64" not in numbers
 
 
 @pytest.mark.slow

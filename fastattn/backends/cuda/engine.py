@@ -119,7 +119,8 @@ def _solve(problem: Problem, stream: Stream) -> None:
         else:
             attend(form, cut, (*inputs, *to_results), parts, maxima, sums)
             blocks = -(-n_rows * max(E, 1) // MERGE_THREADS)
-            merge_kernel(form)[blocks, MERGE_THREADS, stream.launch](
+            merge = merge_kernel(form.dtype, form.is_natural, form.has_sinks)
+            merge[blocks, MERGE_THREADS, stream.launch](
                 parts, maxima, sums, sinks.flat, out.flat, lse.flat, row_max, row_sum, sizes,
                 (inputs[-1], *to_results), n_splits,
             )  # fmt: skip

@@ -23,22 +23,22 @@ from fastattn.backends.cuda.tiles import U, layout, tile_functions
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
 
 
-def _power(form: Form) -> Any:
+def _power(dtype: str, is_natural: bool) -> Any:
     """The device function that makes a weight of a score below the largest one: 2^x, or e^x."""
-    LOG2E, IS_NATURAL = form.real(math.log2(math.e)), form.is_natural
-    exp2 = power_of_two(form.dtype)
+    LOG2E = np.dtype(dtype).type(math.log2(math.e))
+    exp2 = power_of_two(dtype)
 
     @cuda.jit(device=True)
     def power(x):
-        return exp2(x * LOG2E if IS_NATURAL else x)
+        return exp2(x * LOG2E if is_natural else x)
 
     return power
 
 
-def _units(form: Form) -> tuple[Any, Any]:
+def _units(dtype: str, is_natural: bool) -> tuple[Any, Any]:
     """What turns natural logarithms into the unit of the scores, and back."""
-    into, back = (1, 1) if form.is_natural else (math.log2(math.e), math.log(2))
-    return form.real(into), form.real(back)
+    into, back = (1, 1) if is_natural else (math.log2(math.e), math.log(2))
+    return np.dtype(dtype).type(into), np.dtype(dtype).type(back)
 
 
 @cache
@@ -71,7 +71,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
-    INTO, BACK = _units(form)
+    INTO, BACK = _units(form.dtype, form.is_natural)
 
     Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, _, SHARED = layout(shape)
     tile = tile_functions(form)
@@ -80,7 +80,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     fetch_values, put_values, add_values = tile.fetch_values, tile.put_values, tile.add_values
     STAGED_SCORES, STAGED_VALUES = tile.score_registers, tile.value_registers
 
-    power, larger_one = _power(form), larger(form.dtype)
+    power, larger_one = _power(form.dtype, form.is_natural), larger(form.dtype)
 
     @cuda.jit(device=True)
     def softmax_base(top):
@@ -390,17 +390,17 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
 
 
 @cache
-def merge_kernel(form: Form) -> Any:
+def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
     """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits)``: what
     `attend` left of the splits together, divided by the sum of its weights, with the sinks.
 
     A thread for each column of each row ``(B, H, L)``. views: of sinks, out and lse; all else is as `attend`
     has it.
     """
-    real = form.real
-    ZERO, MASKED, HAS_SINKS = real(0), real(-math.inf), form.has_sinks
-    INTO, BACK = _units(form)
-    power = _power(form)
+    real = np.dtype(dtype).type
+    ZERO, MASKED = real(0), real(-math.inf)
+    INTO, BACK = _units(dtype, is_natural)
+    power = _power(dtype, is_natural)
 
     def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
@@ -412,7 +412,7 @@ def merge_kernel(form: Form) -> Any:
             return
         item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
         sink = MASKED
-        if HAS_SINKS:
+        if has_sinks:
             sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
         top = sink
         for split in range(n_splits):

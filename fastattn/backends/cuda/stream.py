@@ -43,7 +43,7 @@ class View(NamedTuple):
         rows = (self.start, *self.strides[:-1])
         return (
             self.flat.dtype == dtype
-            and (self.strides[-1] == 1 or self.shape[-1] == 1)
+            and self.strides[-1] == 1
             and not any(step % span for step in rows)
             and _address(self.flat) % (span * dtype.itemsize) == 0
         )

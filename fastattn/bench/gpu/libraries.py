@@ -71,16 +71,14 @@ def _torch() -> Iterator[Way]:
 
     def make(case: Case, inputs: Inputs) -> Callable[[], Any]:
         query, key, value = (put(x) for x in inputs.bhsd(case))
-        is_causal = case.causal and case.len_q == case.len_k
-        mask = inputs.score_mask(case, causal=False if is_causal else None)
+        # It takes its flag or a mask, not both; the flag counts from the top left.
+        is_causal = case.causal and case.len_q == case.len_k and inputs.score_mask(case, causal=False) is None
+        mask = None if is_causal else inputs.score_mask(case)
         options = {
             "attn_mask": None if mask is None else put(mask),
-            "is_causal": is_causal and mask is None,
+            "is_causal": is_causal,
             "enable_gqa": case.heads != case.kv_heads,
         }
-        if is_causal and mask is not None:
-            whole = inputs.score_mask(case)
-            options["attn_mask"] = None if whole is None else put(whole)
         if case.softcap is not None:
             raise NotImplementedError("no soft-cap")
         return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ def milliseconds(run: Callable[[], object], calls: int = 1) -> float:
     return start.elapsed_time(stop) / calls
 
 
+@cache
 def fma_kernel(dtype: str) -> Any:
     """``chains(out, x, y)``: multiply-adds in registers, `CHAINS` of them side by side."""
     real = np.dtype(dtype).type

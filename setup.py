@@ -95,7 +95,7 @@ setup(
         [
             Extension(
                 "fastattn.backends.cython.driver",
-                [str(SOURCE / "driver.pyx"), str(SOURCE / "dispatch.c")],
+                [str(SOURCE / name) for name in ("driver.pyx", "dispatch.c", "spread.c", "blas.c")],
                 include_dirs=[np.get_include(), str(SOURCE)],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],

@@ -13,6 +13,7 @@ A call goes one way, and each line imports only what stands above it:
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_api``             `attention` and its relatives: normalise, select, plan, run
 ``_flex``            `flex_attention`: scores and masks as Python functions
+``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
 
 Kernels know no mask by name: they see one interval of keys per query row (whole tiles outside it are
@@ -34,6 +35,7 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
+from fastattn._blas import share_threads_with_blas
 from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
@@ -51,6 +53,7 @@ __all__ = [
     "merge_attention",
     "scaled_dot_product_attention",
     "set_num_threads",
+    "share_threads_with_blas",
     "show_config",
     "varlen_attention",
 ]

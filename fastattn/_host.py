@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from contextlib import contextmanager
 from functools import cache
 from math import ceil
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 ISAS = ("avx512", "avx2", "neon", "portable")  #: instruction sets that kernels exist for, best first
 
+_CPUS = "/sys/devices/system/cpu"
 _CGROUP_ROOT = "/sys/fs/cgroup"
-_CACHES = "/sys/devices/system/cpu/cpu0/cache"
+_CACHES = f"{_CPUS}/cpu0/cache"
 
 _num_threads: int | None = None  # set by set_num_threads
 _forked = False
@@ -47,6 +49,23 @@ def available_cores() -> int:
         cores = os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, ceil(quota)))
+
+
+def cores_of_cpus() -> list[int]:
+    """The core that each CPU belongs to, by the lowest number among the core's CPUs: hyper-threads share one.
+    Empty where the system does not say."""
+    try:
+        last = int(re.split("[,-]", _read(f"{_CPUS}/possible"))[-1])
+    except (OSError, ValueError):
+        return []
+    return [_core_of(cpu) for cpu in range(last + 1)]
+
+
+def _core_of(cpu: int) -> int:
+    try:
+        return int(re.split("[,-]", _read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list"))[0])
+    except (OSError, ValueError):  # it is offline
+        return cpu
 
 
 @cache
@@ -144,6 +163,15 @@ def check_num_threads(value: object, name: str) -> int:
 def default_backend() -> str | None:
     """FASTATTN_BACKEND, or None."""
     return os.environ.get("FASTATTN_BACKEND") or None
+
+
+def blas_timeout() -> int | None:
+    """OPENBLAS_THREAD_TIMEOUT as OpenBLAS takes it, None where it is not set."""
+    try:
+        timeout = int(os.environ.get("OPENBLAS_THREAD_TIMEOUT", "0"))
+    except ValueError:
+        return None
+    return min(max(timeout, 4), 30) if timeout > 0 else None
 
 
 def environment_without(names: Iterable[str]) -> dict[str, str]:

@@ -8,12 +8,15 @@ from functools import partial
 
 import numpy as np
 
-from fastattn import _host, _registry
+from fastattn import _blas, _host, _registry
 from fastattn._version import __version__
+
+#: With this as OPENBLAS_THREAD_TIMEOUT idle threads spin for half a millisecond.
+_BRIEF_TIMEOUT = 20
 
 
 def show_config() -> None:
-    """Print version, CPU, instruction set, threads, and why each backend is or is not usable.
+    """Print version, CPU, instruction set, threads, NumPy's BLAS, and why each backend is or is not usable.
 
     Examples
     --------
@@ -28,6 +31,8 @@ def show_config() -> None:
     print(f"isa       {_or_error(_isa)}")
     print(f"cores     {_host.available_cores()} usable, CPU quota {'none' if quota is None else quota}")
     print(f"threads   {_or_error(_host.get_num_threads)}")
+    for label, text in _blas_lines().items():
+        print(f"{label:<9} {text}")
     preferred = f"the first of {', '.join(_registry.PREFERRED)} that can take a problem"
     print(f"backend   {_or_error(_registry.requested) or preferred}")
     for name in _registry.MODULES:
@@ -39,6 +44,25 @@ def _isa() -> str:
 
     forced = " (FASTATTN_ISA)" if _host.forced_isa() else ""
     return f"{cython_cpu.isa()}{forced}, of {', '.join(cython_cpu.available_isas()) or 'none that is built'}"
+
+
+def _blas_lines() -> dict[str, str]:
+    """Which BLAS NumPy has, and whether its threads and fastattn's are in each other's way."""
+    blas = _blas.numpy_blas()
+    threads = "" if blas.num_threads is None else f", {blas.num_threads} threads"
+    timeout = blas.timeout
+    if timeout is not None and blas.num_threads != 1 and not _blas.is_shared():
+        threads += f", idle ones spin for 2**{timeout} clock ticks after a product (OPENBLAS_THREAD_TIMEOUT)"
+    reason = blas.reason_not_shared()
+    if _blas.is_shared():
+        shared = "products run on fastattn's threads"
+    elif reason is not None:
+        shared = f"not possible: {reason}"
+    else:
+        shared = "possible, by fastattn.share_threads_with_blas()"
+        if timeout is not None and timeout > _BRIEF_TIMEOUT:
+            shared += f"; OPENBLAS_THREAD_TIMEOUT={_BRIEF_TIMEOUT} in the environment would help as well"
+    return {"blas": f"{blas.name}{threads}", "  sharing": shared}
 
 
 def _usable(name: str) -> str:

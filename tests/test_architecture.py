@@ -45,7 +45,7 @@ LAYERS = [
     {"backends.numba.kernels", "backends.numba.rows_kernels"},
     {"backends.numba.blocks"},
     {"backends.numba.scores"},
-    {"backends.numba.sweep", "backends.numba.rows"},
+    {"backends.numba.sweep", "backends.numba.rows", "backends.numba.spread"},
     {
         "backends.numba.work",
         "backends.numba.threads",
@@ -74,6 +74,7 @@ LAYERS = [
     {"_registry"},
     {"_api"},
     {"_flex"},
+    {"_blas"},
     {"_info"},
     {""},
     {"demo", "bench"},

@@ -1,4 +1,5 @@
-"""The micro-kernels alone, in C: on every instruction set, under the sanitizers, and as a NEON build.
+"""What is written in C alone: the micro-kernels on every instruction set, under the sanitizers and as a NEON
+build; threads on cores, and the jobs of a BLAS on threads.
 
 `tests/kernels/run` does the work and can be run by itself.
 """
@@ -23,8 +24,8 @@ COMPILER = os.environ.get("CC", "gcc")
 CROSS_TOOLS = (os.environ.get("CROSS_CC", "aarch64-linux-gnu-gcc"), os.environ.get("QEMU", "qemu-aarch64"))
 
 
-def passed(mode: str) -> set[tuple[str, str]]:
-    """Run a mode of the script; the instruction sets and float types whose checks all passed."""
+def printed(mode: str) -> str:
+    """Run a mode of the script; what it prints."""
     done = subprocess.run(
         [RUN, mode],
         env=os.environ | {"PYTHON": sys.executable},
@@ -34,7 +35,12 @@ def passed(mode: str) -> set[tuple[str, str]]:
         timeout=900,  # seconds of work, but a busy machine can take many times that
     )
     assert done.returncode == 0, done.stdout
-    found = re.findall(r"^(\w+) (float\d+): [1-9]\d* checks, 0 failed", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def passed(mode: str) -> set[tuple[str, str]]:
+    """The instruction sets and float types whose checks in this mode all passed."""
+    found = re.findall(r"^(\w+) (float\d+): [1-9]\d* checks, 0 failed", printed(mode), re.MULTILINE)
     return {(isa, dtype) for isa, dtype in found}
 
 
@@ -66,3 +72,9 @@ def test_sanitizers(tmp_path: Path) -> None:
 def test_neon_under_qemu() -> None:
     require(*CROSS_TOOLS)
     assert passed("neon") == both_types("neon")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have no affinity elsewhere")
+def test_threads() -> None:
+    require(COMPILER)
+    assert re.findall(r"^(\w+): [1-9]\d* checks, 0 failed", printed("threads"), re.M) == ["spread", "blas"]

@@ -23,6 +23,7 @@ except ImportError as error:
     )
 else:
     driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
+    driver.set_cores(_host.cores_of_cpus())
 
 
 #: What `read_bandwidth` reads: larger than any cache, 260 MB on some; and how many pieces of it at a time.

@@ -27,6 +27,8 @@ cimport numpy as cnp
 
 import os
 
+import numpy as np
+
 include "job.pxi"    # what is worked on: arrays, options, blocks, a thread's own tiles
 include "tiles.pxi"  # one tile of keys: masks, bias, scores
 include "tasks.pxi"  # one block of query rows, and all of them on all threads
@@ -97,6 +99,54 @@ def tile_rows(Py_ssize_t itemsize):
     """Query rows in the widest block of the instruction set in use, and in one vector, for elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     return kernels.lanes * kernels.max_vectors, kernels.lanes
+
+
+def set_cores(cores):
+    """Which core each CPU belongs to, for threads that move to one of their own; see spread.h."""
+    cdef cnp.ndarray numbers = np.asarray(cores, np.int32)
+    fastattn_set_cores(<const int32_t *>cnp.PyArray_DATA(numbers), <int>numbers.shape[0])
+
+
+cdef extern from "blas.h":
+    ctypedef struct fastattn_blas:
+        void (*set_callback)(void *) noexcept nogil
+        int (*num_threads)() noexcept nogil
+        void (*set_num_threads)(int) noexcept nogil
+        int max_threads
+    enum: FASTATTN_BLAS_MAX_THREADS
+    int fastattn_blas_is_supported()
+    int fastattn_blas_share(const fastattn_blas *) nogil
+    int fastattn_blas_is_shared()
+
+
+def can_share_threads():
+    """Whether the products of a BLAS can run on the threads of this extension: it needs OpenMP and POSIX."""
+    return bool(fastattn_blas_is_supported())
+
+
+def share_threads(size_t set_callback, size_t num_threads, size_t set_num_threads, int max_threads):
+    """Has the products of the OpenBLAS with these functions run on this extension's threads; see blas.h."""
+    cdef fastattn_blas blas
+    cdef int failed
+    blas.set_callback = <void (*)(void *) noexcept nogil><void *>set_callback
+    blas.num_threads = <int (*)() noexcept nogil><void *>num_threads
+    blas.set_num_threads = <void (*)(int) noexcept nogil><void *>set_num_threads
+    blas.max_threads = min(max_threads, <int>FASTATTN_BLAS_MAX_THREADS)
+    with nogil:
+        failed = fastattn_blas_share(&blas)
+    if failed:
+        raise MemoryError("no memory for the handlers of forks")
+
+
+def stop_sharing_threads():
+    """Undoes `share_threads`."""
+    with nogil:
+        fastattn_blas_share(NULL)
+
+
+def shares_threads():
+    """Whether products of a BLAS run on this extension's threads now."""
+    return bool(fastattn_blas_is_shared())
 
 
 def thread_limit(int num_threads):

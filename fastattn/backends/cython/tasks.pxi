@@ -274,6 +274,15 @@ cdef extern from * nogil:
     Py_ssize_t fetch_sub "__atomic_fetch_sub"(Py_ssize_t *, Py_ssize_t, int)
 
 
+cdef extern from "spread.h" nogil:
+    ctypedef struct fastattn_spread:
+        pass
+    void fastattn_set_cores(const int32_t *, int)
+    void fastattn_spread_start(fastattn_spread *)
+    void fastattn_spread_enter(fastattn_spread *, int)
+    void fastattn_spread_leave(fastattn_spread *, int)
+
+
 cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept nogil:
     """What one thread does: the tasks of its own share, then what the others have not begun."""
     cdef Scratch *w = <Scratch *>malloc(sizeof(Scratch))
@@ -310,6 +319,8 @@ cdef void run_job(Job *job, int num_threads) noexcept nogil:
     """
     cdef Share alone
     cdef Share *shares = &alone
+    cdef fastattn_spread room
+    cdef fastattn_spread *spread = &room
     cdef int thread
     if num_threads > 1:
         shares = <Share *>malloc(num_threads * sizeof(Share))
@@ -320,8 +331,11 @@ cdef void run_job(Job *job, int num_threads) noexcept nogil:
         shares[thread].next = job.n_tasks * thread // num_threads
         shares[thread].stop = job.n_tasks * (thread + 1) // num_threads
     if num_threads > 1:
+        fastattn_spread_start(spread)
         with parallel(num_threads=num_threads):
+            fastattn_spread_enter(spread, threadid())
             work(job, shares, threadid(), num_threads)
+            fastattn_spread_leave(spread, threadid())
         free(shares)
     else:
         work(job, shares, 0, 1)

@@ -12,6 +12,7 @@
     blocks        where a block of rows finds everything
     scores        one tile of keys: masks, bias, scores
     sweep, rows   the driver over the key tiles: with rows as lanes, and for few rows
+    spread        each thread on a core of its own
     work          all tasks on all threads
     form          all of a call but its addresses, remembered for calls that are alike
     job           a `Problem` as the record of a call

@@ -12,6 +12,7 @@ from fastattn._problem import Problem
 from fastattn.backends.numba.calls import reached, table
 from fastattn.backends.numba.emit import LOG2E
 from fastattn.backends.numba.layout import ADDRESS, BLOCK, JOB, LEAD, PART, SCRATCH, SHARE, WORD
+from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
 from fastattn.backends.numba.target import TARGET
 
 LINE_NBYTES = 64
@@ -34,6 +35,7 @@ _CONDITIONS = {
     "has_weights": ("write_weights", "write_row_weights"),
     "has_copies": ("copy_new",),
     "has_last": ("accumulate_last",),
+    "is_spread": ("spread_start", "spread_enter", "spread_leave"),
     "is_isolated": ("clean_values", "add_wild_values", "clear_masked"),
 }
 
@@ -86,7 +88,7 @@ class Form:
         self._plan = plan
         self.table = table(problem.query.dtype.name)
         self._values: dict[str, Any] = dict.fromkeys(JOB.names or (), 0)
-        self._values["calls"] = self.table.address
+        self._values.update(calls=self.table.address, cores=CORES.ctypes.data, n_cpus=len(CORES))
         self._set_arrays(problem)
         self._set_options(problem)
         self._set_tiles(problem)
@@ -105,7 +107,8 @@ class Form:
         self.needed = self._needed(is_isolated=False)
         self.needed_isolated = self._needed(is_isolated=True)
 
-        # The words of a call: its record, the table of views, the leading axes, and the threads' shares.
+        # The words of a call: its record, the table of views, the leading axes, the threads' shares, and what
+        # they have claimed of the cores.
         record = np.array([tuple(values.values())], dtype=JOB).view(np.int64)
         n_lead = values["n_lead"]
         arrays = arrays_of(problem)
@@ -115,7 +118,10 @@ class Form:
         self.lead_shape = self.views + views.size
         self.shares = self.lead_shape + n_lead
         shares = np.zeros(self.num_threads * SHARE.itemsize // 8, dtype=np.int64)
-        self.words = np.concatenate([record, views.ravel(), np.array(problem.lead, dtype=np.int64), shares])
+        self.spread = self.shares + len(shares)
+        spread = np.zeros(SPREAD_WORDS, dtype=np.int64)
+        lead_shape = np.array(problem.lead, dtype=np.int64)
+        self.words = np.concatenate([record, views.ravel(), lead_shape, shares, spread])
         #: Where the addresses of those arrays go that are there, with their places in `arrays_of`.
         self.addresses = [
             (view, self.views + view * views.shape[1] + ADDRESS)
@@ -125,12 +131,13 @@ class Form:
 
     def share_out(self, words: np.ndarray, num_threads: int) -> None:
         """Gives each of so many threads its share of the tasks: some that follow each other, so that not
-        every thread brings every head's keys and values into its cache."""
+        every thread brings every head's keys and values into its cache. No core is claimed."""
         step = SHARE.itemsize // 8
         for thread in range(num_threads):
             at = self.shares + thread * step
             words[at] = self.n_tasks * thread // num_threads
             words[at + 1] = self.n_tasks * (thread + 1) // num_threads
+        words[self.spread :] = 0
 
     def _needed(self, is_isolated: bool) -> frozenset[str]:
         """The functions that the call reaches; one that no call ever needed is not compiled."""
@@ -142,9 +149,11 @@ class Form:
             "has_last": values["value_dim"] % TARGET.tile_rows != 0,
             "is_fetched": values["has_bias"] or values["has_dense"],
             "is_isolated": is_isolated,
+            "is_spread": IS_LINUX and self.num_threads > 1,
         }
         without = [name for flag, names in _CONDITIONS.items() if not holds[flag] for name in names]
-        return reached("work", frozenset(without))
+        roots = ("spread_start", "work")  # that Python calls
+        return frozenset().union(*(reached(root, frozenset(without)) for root in roots))
 
     def _set_arrays(self, problem: Problem) -> None:
         values, bias, tiles, itemsize = self._values, problem.bias, problem.tiles, problem.query.itemsize
@@ -292,6 +301,8 @@ class Form:
             block=BLOCK.itemsize,
             fetch=2 * pointers + 8 * block_k,
             stack=MAX_PARTS * PART.itemsize if by_rows else 0,
+            allowed=CPU_SET_NBYTES,
+            chosen=CPU_SET_NBYTES,
         )
         at = 0
         for name in SCRATCH:

@@ -11,16 +11,20 @@ from fastattn._plan import Plan
 from fastattn._problem import Problem
 from fastattn.backends.numba.form import LINE_NBYTES, PLACE, Form, arrays_of, form_of, lines
 from fastattn.backends.numba.layout import PART
-from fastattn.backends.numba.threads import on_pool
+from fastattn.backends.numba.spread import IS_LINUX
+from fastattn.backends.numba.threads import caller_takes_part, on_pool
 from fastattn.backends.numba.work import run_work
 
-_VIEWS, _LEAD_SHAPE, _SCRATCH, _SAW_NAN, _IS_ISOLATED = (
-    PLACE[name] for name in ("views", "lead_shape", "scratch", "saw_nan", "is_isolated")
+_VIEWS, _LEAD_SHAPE, _SPREAD, _SCRATCH, _SAW_NAN, _IS_ISOLATED = (
+    PLACE[name] for name in ("views", "lead_shape", "spread", "scratch", "saw_nan", "is_isolated")
 )
 
 #: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
 #: of NumPy's binary interface, on which compiled extensions rely.
 _AT_DATA = object.__basicsize__
+
+
+_START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 def address_of(array: np.ndarray) -> int:
@@ -58,12 +62,14 @@ class Job:
         form.table.need(form.needed)
         self._form = form
         self._work = form.table.address_of("work")
+        self._start_spread = _START(form.table.address_of("spread_start"))
         self.words = words = form.words.copy()
         self._scratch = np.empty(form.scratch_nbytes, np.uint8)
         self._address = address_of(words)
         self._shares = self._address + 8 * form.shares
         words[_VIEWS] = self._address + 8 * form.views
         words[_LEAD_SHAPE] = self._address + 8 * form.lead_shape
+        words[_SPREAD] = self._address + 8 * form.spread
         words[_SCRATCH] = lines(address_of(self._scratch))
         for name, field in (fields or {}).items():
             words[PLACE[name]] = field
@@ -95,4 +101,6 @@ class Job:
         if form.n_parts:
             self._left[:] = form.n_chunks
         form.share_out(self.words, num_threads)
+        if IS_LINUX and num_threads > 1 and caller_takes_part():
+            self._start_spread(self._address)
         run_work(self._work, self._address, self._shares, num_threads)

@@ -21,7 +21,7 @@ ADDRESS, HEAD, ROW, COL, LEAD = range(5)
 SCRATCH = (
     "query", "scores", "acc", "tile_max", "spare", "row_max", "row_sum", "rescale", "inverse", "lse",
     "words", "rows", "out_rows", "bias_rows", "start", "stop", "stops", "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy", "block", "stack", "fetch",
+    "converted", "clean", "key_copy", "value_copy", "block", "stack", "fetch", "allowed", "chosen",
 )  # fmt: skip
 
 _COUNTS = (
@@ -39,6 +39,7 @@ _COUNTS = (
     "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "chunk_leaves", "n_chunks",
     "n_parts", "part_nbytes", "parts", "left",
     "scratch", "scratch_nbytes",
+    "spread", "cores", "n_cpus",  # addresses of the region's record and of the CPUs' cores, see `spread`
     "copies_keys", "packs_values",  # a thread has one head's keys without gaps, or its values in panels
 )  # fmt: skip
 _REALS = (

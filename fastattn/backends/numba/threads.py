@@ -55,9 +55,14 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
             numba.set_num_threads(before)
 
 
+def caller_takes_part() -> bool:
+    """Whether the thread that uses the pool is one of those that do the work."""
+    return not _is_exclusive()
+
+
 @cache
 def _is_exclusive() -> bool:
-    """Whether the pool ends the process when two threads use it at once."""
+    """Whether the pool ends the process when two threads use it at once; its user waits for it."""
     return numba.threading_layer() == "workqueue"
 
 

@@ -13,6 +13,7 @@ from fastattn.backends.numba.calls import OPTIONS, routine
 from fastattn.backends.numba.intrinsics import call_work, fetch_add, record_at
 from fastattn.backends.numba.layout import BLOCK, SHARE
 from fastattn.backends.numba.rows import run_row_task
+from fastattn.backends.numba.spread import IS_LINUX, spread_enter, spread_leave
 from fastattn.backends.numba.sweep import run_task
 
 SHARE_NBYTES = SHARE.itemsize
@@ -27,6 +28,8 @@ def work(job, shares, thread, num_threads):
     w = job.scratch + thread * job.scratch_nbytes
     block = _block_at(w + job.to_block)
     block.seen_key = block.seen_value = 0
+    if IS_LINUX and num_threads > 1:
+        spread_enter(job, w)
     # Small tasks are taken a few at a time.
     chunk = job.n_tasks if num_threads == 1 else max(1, job.n_tasks // (num_threads * 32))
     for turn in range(num_threads):
@@ -41,6 +44,8 @@ def work(job, shares, thread, num_threads):
                     run_row_task(job, w, block, task)
                 else:
                     run_task(job, w, block, task)
+    if IS_LINUX and num_threads > 1:
+        spread_leave(job, w)
     return 0
 
 

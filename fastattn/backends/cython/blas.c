@@ -1,0 +1,165 @@
+/* See blas.h.
+ *
+ * The jobs of one product wait for each other's packed panels in busy loops, so all of them must run at once, whatever
+ * number of threads a parallel region gives. They run on the region's threads, and where those are fewer (within
+ * another parallel region, under a limit on OpenMP's threads), on threads made for this one product.
+ *
+ * What OpenBLAS says of `thread_num` is not enough: it is an index into the buffers and the states of its own workers,
+ * which go on to exist. With the number of the job, as in its example,
+ *   - products of two callers would share buffers: so a lock lets one product in at a time (the level-3 routines take
+ *     turns anyway, by a lock of OpenBLAS's);
+ *   - a product beside an LU factorisation, which uses the workers directly, would clear their states and share their
+ *     buffers: so numbers start behind those of the workers.
+ * (OpenBLAS 0.3.31, driver/others/blas_server.c.)
+ */
+
+#include "blas.h"
+
+#if defined(_OPENMP) && !defined(_WIN32)
+
+#include <omp.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "spread.h"
+
+static fastattn_blas shared;                                /* set_callback NULL: nothing is shared */
+static pthread_mutex_t product = PTHREAD_MUTEX_INITIALIZER; /* held while a product is under way */
+static pthread_t caller;                                    /* the first thread that had a product */
+static enum { NOBODY, ONE_THREAD, SEVERAL_THREADS } callers = NOBODY;
+
+typedef struct {
+    fastattn_blas_job run;
+    int n_jobs, first, argument;
+    size_t nbytes;
+    char *jobs;
+} jobs_of_product;
+
+typedef struct {
+    pthread_t thread;
+    const jobs_of_product *jobs;
+    int number;
+} extra_thread;
+
+static void run_job(const jobs_of_product *jobs, int number) {
+    jobs->run(jobs->first + number, jobs->jobs + number * jobs->nbytes, jobs->argument);
+}
+
+static void *run_extra(void *extra) {
+    run_job(((extra_thread *)extra)->jobs, ((extra_thread *)extra)->number);
+    return NULL;
+}
+
+/* The other jobs are waiting already, so there is no way back: the thread must come. Like OpenMP and OpenBLAS themselves
+ * this gives the process up where it does not, after 10 s. */
+static void start_extra(extra_thread *extra, const jobs_of_product *jobs, int number) {
+    const struct timespec pause = {0, 1000000};
+    extra->jobs = jobs;
+    extra->number = number;
+    for (int attempt = 0; attempt < 10000; attempt++) {
+        if (pthread_create(&extra->thread, NULL, run_extra, extra) == 0)
+            return;
+        nanosleep(&pause, NULL);
+    }
+    fputs("fastattn: no thread can be created for a product of OpenBLAS\n", stderr);
+    abort();
+}
+
+static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbytes, void *data, int argument) {
+    jobs_of_product jobs = {run, n_jobs, 0, argument, nbytes, data};
+    fastattn_spread spread;
+    extra_thread extras[FASTATTN_BLAS_MAX_THREADS];
+    /* OpenMP ends the threads that a smaller region leaves out, so this is as large as those of attention. */
+    int num_threads = n_jobs > omp_get_max_threads() ? n_jobs : omp_get_max_threads();
+    int in_region = 1;
+    (void)sync; /* always true: OpenBLAS goes on when this returns */
+
+    pthread_mutex_lock(&product);
+    if (callers == NOBODY) {
+        callers = ONE_THREAD;
+        caller = pthread_self();
+    } else if (!pthread_equal(caller, pthread_self())) {
+        callers = SEVERAL_THREADS;
+    }
+    if (shared.set_callback != NULL) {
+        jobs.first = shared.num_threads() - 1;
+        if (jobs.first + n_jobs > shared.max_threads) {
+            /* Its threads have become too many since: from the next product on it has its own. */
+            jobs.first = shared.max_threads - n_jobs;
+            shared.set_callback(NULL);
+            shared.set_callback = NULL;
+        }
+    }
+    fastattn_spread_start(&spread);
+#pragma omp parallel num_threads(num_threads)
+    {
+        int thread = omp_get_thread_num();
+        if (thread == 0) {
+            in_region = omp_get_num_threads();
+            for (int n = in_region; n < n_jobs; n++)
+                start_extra(&extras[n], &jobs, n);
+        }
+        if (thread < n_jobs) {
+            fastattn_spread_enter(&spread, thread);
+            run_job(&jobs, thread);
+            fastattn_spread_leave(&spread, thread);
+        }
+    }
+    for (int n = in_region; n < n_jobs; n++)
+        pthread_join(extras[n].thread, NULL);
+    pthread_mutex_unlock(&product);
+}
+
+/* No fork amid a product: the child would inherit its lock and half of its buffers. */
+static void before_fork(void) { pthread_mutex_lock(&product); }
+
+static void in_parent(void) { pthread_mutex_unlock(&product); }
+
+/* The threads are the parent's: OpenBLAS makes its own again. Another thread may just have been about to start or end a
+ * product; then it holds a lock of OpenBLAS's that nobody opens in the child, and that a product on one thread does not
+ * take. */
+static void in_child(void) {
+    pthread_mutex_init(&product, NULL);
+    if (shared.set_callback != NULL) {
+        shared.set_callback(NULL);
+        if (callers == SEVERAL_THREADS || (callers == ONE_THREAD && !pthread_equal(caller, pthread_self())))
+            shared.set_num_threads(1);
+    }
+    shared.set_callback = NULL;
+}
+
+int fastattn_blas_is_supported(void) { return 1; }
+
+int fastattn_blas_share(const fastattn_blas *blas) {
+    static int handles_forks = 0;
+    pthread_mutex_lock(&product);
+    if (!handles_forks && pthread_atfork(before_fork, in_parent, in_child) != 0) {
+        pthread_mutex_unlock(&product);
+        return -1;
+    }
+    handles_forks = 1;
+    if (shared.set_callback != NULL)
+        shared.set_callback(NULL);
+    memset(&shared, 0, sizeof shared);
+    if (blas != NULL) {
+        shared = *blas;
+        shared.set_callback(run_product);
+    }
+    pthread_mutex_unlock(&product);
+    return 0;
+}
+
+int fastattn_blas_is_shared(void) { return shared.set_callback != NULL; }
+
+#else
+
+int fastattn_blas_is_supported(void) { return 0; }
+
+int fastattn_blas_share(const fastattn_blas *blas) { return blas == NULL ? 0 : -1; }
+
+int fastattn_blas_is_shared(void) { return 0; }
+
+#endif

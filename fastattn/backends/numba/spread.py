@@ -1,0 +1,111 @@
+"""Keeps the threads of a parallel region apart: each on a core of its own, as far as there are some.
+
+The same as ``backends/cython/spread.h``, which says why. Here a region's caller may be any of its threads,
+or none where the pool has others do all the work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numba import types
+
+from fastattn import _host
+from fastattn.backends.numba.calls import routine
+from fastattn.backends.numba.intrinsics import fetch_add, int32s, int64s, uint8s
+
+IS_LINUX = sys.platform.startswith("linux")  #: elsewhere there is nothing to call, and nobody moves
+
+CPU_SET_NBYTES = 128  #: of a cpu_set_t, for 1024 CPUs
+CORES = np.array(_host.cores_of_cpus()[: 8 * CPU_SET_NBYTES] if IS_LINUX else [], np.int32)
+
+#: Words of a region's record: who moved, who started it; then how often each core was claimed, and each CPU.
+MOVED, CALLER, CLAIMED = range(3)
+SPREAD_WORDS = CLAIMED + 2 * len(CORES)
+
+_pthread_self = types.ExternalFunction("pthread_self", types.intp())
+_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_affinity = types.int32(types.intp, types.intp, types.intp)
+_getaffinity = types.ExternalFunction("pthread_getaffinity_np", _affinity)
+_setaffinity = types.ExternalFunction("pthread_setaffinity_np", _affinity)
+
+
+@routine
+def claim_free(job, w, cpu):
+    """A CPU that is allowed, claimed for the thread that runs on `cpu`: of a core that is free, or else its
+    own, or else any that is free; -1 where there are more threads than CPUs."""
+    cores, allowed = int32s(job.cores), uint8s(w + job.to_allowed)
+    claimed = job.spread + 8 * CLAIMED
+    for step in range(1, job.n_cpus):
+        other = (cpu + step) % job.n_cpus
+        if allowed[other // 8] >> other % 8 & 1 and fetch_add(claimed + 8 * cores[other], 1) == 0:
+            fetch_add(claimed + 8 * (job.n_cpus + other), 1)
+            return other
+    for step in range(job.n_cpus):
+        other = (cpu + step) % job.n_cpus
+        if allowed[other // 8] >> other % 8 & 1 and fetch_add(claimed + 8 * (job.n_cpus + other), 1) == 0:
+            return other
+    return -1
+
+
+@routine
+def move(job, w, thread, cpu):
+    """Moves a thread to the CPU, if it is in the scratch memory's set; afterwards it may run on all of those.
+    Whether it moved."""
+    allowed, chosen = uint8s(w + job.to_allowed), uint8s(w + job.to_chosen)
+    if not allowed[cpu // 8] >> cpu % 8 & 1:
+        return 0
+    for at in range(CPU_SET_NBYTES):
+        chosen[at] = 0
+    chosen[cpu // 8] = 1 << cpu % 8
+    if _setaffinity(thread, CPU_SET_NBYTES, w + job.to_chosen) != 0:
+        return 0
+    _setaffinity(thread, CPU_SET_NBYTES, w + job.to_allowed)
+    return 1
+
+
+@routine
+def spread_start(job):
+    """Ahead of the region, by the thread that starts it, where that takes part in it."""
+    cpu = _sched_getcpu()
+    int64s(job.spread)[CALLER] = _pthread_self()
+    if cpu >= 0 and cpu < job.n_cpus:
+        claimed = job.spread + 8 * CLAIMED
+        fetch_add(claimed + 8 * int32s(job.cores)[cpu], 1)
+        fetch_add(claimed + 8 * (job.n_cpus + cpu), 1)
+    return 0
+
+
+@routine
+def spread_enter(job, w):
+    """By every thread of the region, before its work: a worker that finds its core taken goes to another."""
+    cpu, thread, claimed = _sched_getcpu(), _pthread_self(), job.spread + 8 * CLAIMED
+    if thread == int64s(job.spread)[CALLER] or cpu < 0 or cpu >= job.n_cpus:
+        return 0
+    if fetch_add(claimed + 8 * int32s(job.cores)[cpu], 1) == 0:
+        fetch_add(claimed + 8 * (job.n_cpus + cpu), 1)
+        return 0
+    if _getaffinity(thread, CPU_SET_NBYTES, w + job.to_allowed) != 0:
+        return 0
+    other = claim_free(job, w, cpu)
+    if other >= 0 and other != cpu and move(job, w, thread, other) != 0:
+        int64s(job.spread)[MOVED] = thread
+    return 0
+
+
+@routine
+def spread_leave(job, w):
+    """By every thread of the region, after its work: the caller's core goes to a worker that has moved and is
+    still at work."""
+    spread = int64s(job.spread)
+    worker = spread[MOVED]
+    if worker == 0:
+        return 0
+    if _pthread_self() == worker:
+        spread[MOVED] = 0
+    elif _pthread_self() == spread[CALLER]:
+        cpu = _sched_getcpu()
+        if 0 <= cpu < job.n_cpus and _getaffinity(worker, CPU_SET_NBYTES, w + job.to_allowed) == 0:
+            move(job, w, worker, cpu)
+    return 0

@@ -78,6 +78,12 @@ class DeviceArray:
         """The same memory, its elements converted when they are read."""
         return replace(self, dtype=dtype)
 
+    def same_view(self, other: DeviceArray) -> bool:
+        """Whether both read the same memory alike; libraries describe an array anew each time."""
+        same_memory = (self.device, self.memory.address) == (other.device, other.memory.address)
+        names = ("shape", "strides", "dtype", "stored")
+        return same_memory and all(getattr(self, name) == getattr(other, name) for name in names)
+
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         """A result for the backend to make, on this array's GPU and of its library."""
         memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)

@@ -118,12 +118,15 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
     Raises
     ------
     TypeError
-        The array is not one of plain numbers that may be read as it is.
+        The array is not one of plain numbers that may be read as it is, or a tensor that records gradients,
+        wherever it is.
     ValueError
         Its elements are not aligned.
     """
     if isinstance(value, (DeviceArray, np.ndarray)):
         return value if isinstance(value, DeviceArray) else None
+    if getattr(value, "requires_grad", False) is True:
+        raise TypeError(f"{name} requires grad, and gradients are not computed here: pass {name}.detach()")
     try:
         where = _where(value)
         if where is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -59,6 +59,8 @@ __all__ = [
     "Segments",
     "Window",
 ]
+
+Align = Literal["top_left", "bottom_right"]
 
 
 class Mask:
@@ -199,7 +201,7 @@ class Causal(Mask):
         x x x . .     x x x x x
     """
 
-    align: str | None = None
+    align: Align | None = None
     offset: Any = None
 
     def __post_init__(self) -> None:
@@ -248,7 +250,7 @@ class Window(Mask):
 
     left: int | None
     right: int | None
-    align: str = "bottom_right"
+    align: Align = "bottom_right"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", window_bound(self.left, "Window: left"))
@@ -668,18 +670,23 @@ def _check_operand(sign: str, other: Any) -> None:
 
 
 def _not_a_mask(sign: str, other: Any) -> TypeError:
-    """What to say of an operand of ``&`` or ``|``."""
-    got, hint = f"an object of type {type(other).__name__}", ""
-    if isinstance(other, type):
-        got = f"the class {other.__name__}"
-        hint = f": make a mask of it first, {other.__name__}(...)" if issubclass(other, Mask) else ""
-    elif other is None:
-        got, hint = "None", ": leave it out, or say Window(None, None), which allows every key"
-    elif hasattr(other, "shape") or isinstance(other, (list, tuple)):
-        hint = ": to combine an array with masks say Dense(array)"
-    elif callable(other):
-        got, hint = "a function", ": fastattn.create_block_mask makes a mask of it"
-    return TypeError(f"{sign} combines two masks, got {got}{hint}")
+    return TypeError(f"{sign} combines two masks, got {describe(other)}")
+
+
+def describe(value: Any) -> str:
+    """What stands in the place of a mask, and how to make one of it."""
+    if isinstance(value, type):
+        hint = f": make a mask of it, {value.__name__}(...)" if issubclass(value, Mask) else ""
+        return f"the class {value.__name__}{hint}"
+    if value is None:
+        return "None: leave it out, or say Window(None, None), which allows every key"
+    if callable(value):
+        return (
+            "a function: fastattn.create_block_mask makes a mask of it, "
+            "and fastattn.flex_attention takes it as mask_mod="
+        )
+    is_array = hasattr(value, "shape") or isinstance(value, (list, tuple))
+    return f"{type(value).__name__}{': make a mask of it, Dense(array)' if is_array else ''}"
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -743,3 +750,7 @@ def _check_fit(mask: Mask, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
         raise ValueError(
             f"mask {mask!r} of shape {shape} does not broadcast to the leading batch axes {lead}"
         )
+
+
+def __dir__() -> list[str]:
+    return [name for name in globals() if name in __all__ or name.startswith("__")]

@@ -65,6 +65,12 @@ INTERVAL_MASKS = [
 ]
 
 
+FUNCTION = (
+    "got a function: fastattn.create_block_mask makes a mask of it, "
+    "and fastattn.flex_attention takes it as mask_mod="
+)
+
+
 def spread(array, batch, heads, len_q, len_k):
     return np.broadcast_to(array, (batch, heads, len_q, len_k))
 
@@ -179,17 +185,17 @@ class TestAlgebra:
     @pytest.mark.parametrize(
         ("other", "words"),
         [
-            (3, "got an object of type int"),
-            ("x", "got an object of type str"),
+            (3, "got int"),
+            ("x", "got str"),
             (
                 np.ones((3, 3), bool),
-                "got an object of type ndarray: to combine an array with masks say Dense(array)",
+                "got ndarray: make a mask of it, Dense(array)",
             ),
-            ([[True]], "got an object of type list: to combine an array with masks say Dense(array)"),
+            ([[True]], "got list: make a mask of it, Dense(array)"),
             (None, "got None: leave it out, or say Window(None, None), which allows every key"),
-            (Window, "got the class Window: make a mask of it first, Window(...)"),
+            (Window, "got the class Window: make a mask of it, Window(...)"),
             (int, "got the class int"),
-            (lambda b, h, i, j: True, "got a function: fastattn.create_block_mask makes a mask of it"),
+            (lambda b, h, i, j: True, FUNCTION),
         ],
         ids=lambda item: item if isinstance(item, str) else "",
     )

@@ -20,7 +20,7 @@ from fastattn._normalize import check_places, normalize, overlap
 from fastattn._problem import Mod
 from fastattn._registry import usable
 from fastattn._tiles import Node, Size, Tiles
-from fastattn.masks import BlockMask, Mask
+from fastattn.masks import BlockMask, Mask, describe
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -145,22 +145,22 @@ def flex_attention(
         if function is not None:
             _check_function(kind, function, names, values)
     if block_mask is not None and not isinstance(block_mask, Mask):
-        raise TypeError(f"block_mask must be a fastattn.masks object, got {type(block_mask).__name__}")
+        raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
     on_gpu = as_device_array(query, "query")
     if score_mod is not None or mask_mod is not None:
         arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
         check_places(query=query if on_gpu is None else on_gpu, **arrays)
-    mask = block_mask
+    function_mask = None
     if mask_mod is not None and on_gpu is None:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
         _compiler().mask_loop(mask_mod, values)
-        said = _FunctionMask(mask_mod, tuple(values), threads)
-        mask = said if mask is None else said & mask
+        function_mask = _FunctionMask(mask_mod, tuple(values), threads)
     request = normalize(
         query,
         key,
         value,
-        mask=mask,
+        mask=block_mask,
+        function_mask=function_mask,
         bias=bias,
         causal=causal,
         window=window,

@@ -10,12 +10,13 @@ here.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from math import gcd, isfinite, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 Arguments = ParamSpec("Arguments")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -93,6 +95,23 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return tuple(np.shape(value))
     except (TypeError, ValueError):
         return None
+
+
+def refuse_arguments(
+    function: Callable[..., Any], extra: tuple[Any, ...], unknown: dict[str, Any]
+) -> NoReturn:
+    """Raises on arguments that a public function does not have."""
+    from fastattn._hints import refusal  # what only a message needs is no part of an import
+
+    raise TypeError(refusal(function, extra, unknown))
+
+
+def clean_signature(function: Function) -> Function:
+    """The function itself, which `help` shows without the ``*extra`` and ``**unknown`` that it refuses."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 @_naming_shapes

@@ -189,7 +189,7 @@ class Intervals(Node):
         empty, first = self.start >= self.stop, self.start == 0
         if not (empty | first | (self.stop == S)).all():
             return Not(self)
-        start = np.where(first & ~empty, self.stop, 0)
+        start = np.where(first, self.stop, 0)
         return make_intervals(start, np.where(first | empty, S, self.start), S)
 
     def _rows(self, L: int) -> tuple[np.ndarray, np.ndarray]:

@@ -274,6 +274,11 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             ~(real & documents),
         ),
         (
+            "not_and_nothing",  # of the first item nothing is left, at places in the middle
+            ~(masks.Window(0, None) & masks.KeyLengths(np.arange(batch) % 2 * len_k)),
+            ~((j >= i + shift) & (j < (np.arange(batch) % 2 * len_k)[per_item])),
+        ),
+        (
             "not_or_intervals",
             ~(masks.KeyLengths(lengths) | masks.Causal("bottom_right")),
             ~(real | decoder),

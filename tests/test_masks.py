@@ -61,6 +61,7 @@ INTERVAL_MASKS = [
     "not_causal_per_item",
     "not_key_lengths",
     "not_window_right_open",
+    "not_and_nothing",
     "not_or_intervals",
 ]
 

@@ -5,6 +5,8 @@ A call goes one way, and each line imports only what stands above it:
 ===================  =================================================================================
 ``_tiles``           masks bound to a problem size: key intervals per row, or tiles with bits
 `fastattn.masks`     mask objects, which lower to those
+``_options``         the options of the public functions as types, for checkers and editors
+``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
@@ -57,3 +59,7 @@ __all__ = [
     "show_config",
     "varlen_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    return [name for name in globals() if name in __all__ or name.startswith("__")]

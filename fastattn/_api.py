@@ -3,40 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._device import DeviceArray
 from fastattn._host import check_num_threads, get_num_threads
-from fastattn._normalize import Request, as_pieces, normalize, normalize_sdpa, normalize_varlen
+from fastattn._normalize import (
+    Request,
+    as_pieces,
+    clean_signature,
+    normalize,
+    normalize_sdpa,
+    normalize_varlen,
+    refuse_arguments,
+)
 from fastattn._registry import select, short_way, usable
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from numpy.typing import ArrayLike
 
+    from fastattn._options import (
+        AttentionOptions,
+        BackendName,
+        CausalRule,
+        LayoutName,
+        SharedOptions,
+        WindowBounds,
+    )
     from fastattn.masks import Mask
 
 
+@overload
 def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> np.ndarray: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: bool = ...,
+    return_weights: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> np.ndarray | tuple[np.ndarray, ...]: ...
+@clean_signature
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *extra: Any,
     mask: Mask | ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    causal: CausalRule = False,
+    window: WindowBounds | None = None,
     key_lengths: ArrayLike | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
-    layout: str = "bhsd",
+    layout: LayoutName = "bhsd",
     out: np.ndarray | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     num_threads: int | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
+    **unknown: Any,
 ) -> Any:
     """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
 
@@ -56,8 +126,8 @@ def attention(
     value : array_like, shape (..., K, S, E)
         ``E`` need not be ``D``.
     mask : fastattn.masks.Mask or array_like of bool or int, optional
-        Which keys each query may attend to: a mask object, or an array, non-zero = may attend, that
-        broadcasts to ``(..., H, L, S)``.
+        Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
+        an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
     bias : array_like of float16, float32 or float64, optional
         Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
         ``(..., H, L, S)``. ``-inf`` masks.
@@ -109,12 +179,14 @@ def attention(
     ------
     TypeError
         A dtype that is not supported (complex, object, string, longdouble, float16), a float mask, a bias
-        that is not float, a masked array, an `out` of another dtype, an option of the wrong kind.
+        that is not float, a masked array, a tensor that requires grad, an `out` of another dtype, an option
+        of the wrong kind, or one that there is not (for PyTorch's the message says what takes its place).
     ValueError
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
         read-only or overlaps itself, an unknown layout or backend; arrays in different places; on a GPU an
-        `out` that shares memory with what is read.
+        `out` that shares memory with what is read. Where the shapes would fit in the other `layout`, or look
+        as if all heads were in the last axis, the message says so.
     BackendError
         No backend, or not the one named, can take the problem.
 
@@ -188,6 +260,8 @@ def attention(
            [1, 0, 0, 0, 0, 0, 1, 1, 1],
            [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     """
+    if extra or unknown:
+        refuse_arguments(attention, extra, unknown)
     if (
         mask is bias is window is key_lengths is softcap is sinks is out is num_threads is backend is None  # type: ignore[comparison-overlap]
         and layout == "bhsd"
@@ -280,6 +354,7 @@ def scaled_dot_product_attention(
     return solve(request, None, None)
 
 
+@overload
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -287,15 +362,49 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[SharedOptions],
+) -> np.ndarray: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SharedOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[SharedOptions],
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
+@clean_signature
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *extra: Any,
+    causal: CausalRule = False,
+    window: WindowBounds | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
     out: np.ndarray | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
+    **unknown: Any,
 ) -> Any:
     """Attention within each of several documents that are packed one after another, without padding.
 
@@ -355,6 +464,8 @@ def varlen_attention(
     >>> np.allclose(out[3:8], alone)
     True
     """
+    if extra or unknown:
+        refuse_arguments(varlen_attention, extra, unknown)
     request = normalize_varlen(
         query,
         key,

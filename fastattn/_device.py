@@ -78,6 +78,12 @@ class DeviceArray:
         """The same memory, its elements converted when they are read."""
         return replace(self, dtype=dtype)
 
+    def same_view(self, other: DeviceArray) -> bool:
+        """Whether both read the same memory alike; libraries describe an array anew each time."""
+        same_memory = (self.device, self.memory.address) == (other.device, other.memory.address)
+        names = ("shape", "strides", "dtype", "stored")
+        return same_memory and all(getattr(self, name) == getattr(other, name) for name in names)
+
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         """A result for the backend to make, on this array's GPU and of its library."""
         memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)
@@ -112,12 +118,15 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
     Raises
     ------
     TypeError
-        The array is not one of plain numbers that may be read as it is.
+        The array is not one of plain numbers that may be read as it is, or a tensor that records gradients,
+        wherever it is.
     ValueError
         Its elements are not aligned.
     """
     if isinstance(value, (DeviceArray, np.ndarray)):
         return value if isinstance(value, DeviceArray) else None
+    if getattr(value, "requires_grad", False) is True:
+        raise TypeError(f"{name} requires grad, and gradients are not computed here: pass {name}.detach()")
     try:
         where = _where(value)
         if where is None:

@@ -9,48 +9,104 @@ from dataclasses import dataclass, replace
 from dis import get_instructions
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._api import solve
 from fastattn._device import DeviceArray, as_device_array, host_array
 from fastattn._host import check_num_threads, get_num_threads
-from fastattn._normalize import check_places, normalize, overlap
+from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
 from fastattn._problem import Mod
 from fastattn._registry import usable
 from fastattn._tiles import Node, Size, Tiles
-from fastattn.masks import BlockMask, Mask
+from fastattn.masks import BlockMask, Mask, describe
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from numpy.typing import ArrayLike
+
+    from fastattn._options import BackendName, CausalRule, FlexOptions, LayoutName, WindowBounds
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
 
+@overload
 def flex_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
+    **options: Unpack[FlexOptions],
+) -> np.ndarray: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = ...,
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[True],
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: bool = ...,
+    return_weights: bool = ...,
+    **options: Unpack[FlexOptions],
+) -> np.ndarray | tuple[np.ndarray, ...]: ...
+@clean_signature
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *extra: Any,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     block_mask: Mask | None = None,
     aux: Sequence[Any] = (),
     bias: ArrayLike | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
+    causal: CausalRule = False,
+    window: WindowBounds | None = None,
     key_lengths: ArrayLike | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
-    layout: str = "bhsd",
+    layout: LayoutName = "bhsd",
     out: np.ndarray | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     num_threads: int | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
+    **unknown: Any,
 ) -> Any:
     """Attention whose scores a Python function changes, and whose mask a Python function says.
 
@@ -72,7 +128,7 @@ def flex_attention(
         ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key. It is
         evaluated for all of them at each call; `create_block_mask` does that once for many calls.
     block_mask : fastattn.masks.Mask, optional
-        A mask from `create_block_mask`, or any other, or several joined by ``&`` and ``|``.
+        A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
     aux : sequence of array_like, optional
         What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
         They are read when called: others of the same dtypes and numbers of axes need no compilation. Indices
@@ -140,27 +196,29 @@ def flex_attention(
     >>> np.allclose(out, fastattn.attention(x, x, x, bias=bias), atol=1e-5)
     True
     """
+    if extra or unknown:
+        refuse_arguments(flex_attention, extra, unknown)
     values = _aux(aux)
     for kind, function, names in (("score_mod", score_mod, _SCORE_MOD), ("mask_mod", mask_mod, _MASK_MOD)):
         if function is not None:
             _check_function(kind, function, names, values)
     if block_mask is not None and not isinstance(block_mask, Mask):
-        raise TypeError(f"block_mask must be a fastattn.masks object, got {type(block_mask).__name__}")
+        raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
     on_gpu = as_device_array(query, "query")
     if score_mod is not None or mask_mod is not None:
         arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
         check_places(query=query if on_gpu is None else on_gpu, **arrays)
-    mask = block_mask
+    function_mask = None
     if mask_mod is not None and on_gpu is None:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
         _compiler().mask_loop(mask_mod, values)
-        said = _FunctionMask(mask_mod, tuple(values), threads)
-        mask = said if mask is None else said & mask
+        function_mask = _FunctionMask(mask_mod, tuple(values), threads)
     request = normalize(
         query,
         key,
         value,
-        mask=mask,
+        mask=block_mask,
+        function_mask=function_mask,
         bias=bias,
         causal=causal,
         window=window,
@@ -218,8 +276,8 @@ def create_block_mask(
     Returns
     -------
     fastattn.masks.BlockMask
-        For `flex_attention`, or as ``mask=`` of `attention`. It combines with other masks by ``&`` and ``|``,
-        and prints as a drawing.
+        For `flex_attention`, or as ``mask=`` of `attention`. It combines with other masks by ``&``, ``|``
+        and ``~``, and prints as a drawing.
 
     Raises
     ------

@@ -10,19 +10,20 @@ here.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from math import isfinite, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from math import gcd, isfinite, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._problem import Problem
-from fastattn._tiles import make_intervals
+from fastattn._tiles import Size, make_intervals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 Arguments = ParamSpec("Arguments")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
+_AXES = {"bhsd": "(..., heads, length, dim)", "bshd": "(..., length, heads, dim)"}
+_HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
 _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
 
 
@@ -69,7 +73,7 @@ class _Inputs(NamedTuple):
 
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
-    """Ends every complaint about arguments with the shapes of query, key and value."""
+    """Ends every complaint about arguments with the shapes of query, key and value, and hints."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Request:
@@ -77,18 +81,37 @@ def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Argument
             return normalize(*args, **kwargs)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            named = zip(("query", "key", "value"), args, strict=False)
-            shapes = ", ".join(f"{name} {_shape(array)}" for name, array in named)
-            raise kind(f"{error}; {shapes}") from None
+            shapes = [_shape(array) for array in args[:3]]
+            named = zip(("query", "key", "value"), shapes, strict=False)
+            listed = ", ".join(f"{name} {'of no shape' if shape is None else shape}" for name, shape in named)
+            hints = _shape_hints(shapes, kwargs) if "layout" in kwargs else []
+            raise kind("; ".join([str(error), listed, *hints])) from None
 
     return naming
 
 
-def _shape(value: Any) -> str:
+def _shape(value: Any) -> tuple[int, ...] | None:
     try:
-        return str(tuple(np.shape(value)))
+        return tuple(np.shape(value))
     except (TypeError, ValueError):
-        return "of no shape"
+        return None
+
+
+def refuse_arguments(
+    function: Callable[..., Any], extra: tuple[Any, ...], unknown: dict[str, Any]
+) -> NoReturn:
+    """Raises on arguments that a public function does not have."""
+    from fastattn._hints import refusal  # what only a message needs is no part of an import
+
+    raise TypeError(refusal(function, extra, unknown))
+
+
+def clean_signature(function: Function) -> Function:
+    """The function itself, which `help` shows without the ``*extra`` and ``**unknown`` that it refuses."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 @_naming_shapes
@@ -98,6 +121,7 @@ def normalize(
     value: ArrayLike,
     *,
     mask: masks.Mask | ArrayLike | None,
+    function_mask: masks.Mask | None = None,
     bias: ArrayLike | None,
     causal: bool | str,
     window: tuple[int | None, int | None] | None,
@@ -110,7 +134,10 @@ def normalize(
     return_lse: bool,
     return_weights: bool,
 ) -> Request:
-    """The arguments of `attention` as a `Request`; see there for what they mean and what is raised."""
+    """The arguments of `attention` as a `Request`; see there for what they mean and what is raised.
+
+    `function_mask` is one more mask. It fits any size, and evaluating it takes long.
+    """
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
     inputs = _inputs(query, key, value, swapped=layout == "bshd")
@@ -118,6 +145,8 @@ def normalize(
     bounds = _row_intervals(inputs, causal, window, key_lengths)
     if mask is not None:
         mask = _mask(mask, inputs.flat)
+    if function_mask is not None:
+        mask = function_mask if mask is None else function_mask & mask
     lowered = _NO_MASK if mask is None and bounds is None else masks.lower(mask, *inputs.sizes, bounds)
     if bias is not None:
         bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
@@ -240,6 +269,69 @@ def as_pieces(
     check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
     check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
     return list(zip(pieces, sums, strict=True)), _promote(*pieces), _promote(*sums)
+
+
+# What shapes that do not fit may be ----------------------------------------------------------------
+
+
+def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) -> list[str]:
+    """How query, key and value may be meant, where they do not fit together or with the options as read."""
+    ranks = {0 if shape is None else len(shape) for shape in shapes}
+    layout = options["layout"]
+    if min(ranks) < 3 or not isinstance(layout, str) or layout not in _AXES:
+        return []
+    hints = []
+    wrong = not _fits(shapes, options)
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    if wrong and _fits(shapes, options | {"layout": other}):
+        hints.append(f'where the arrays are {_AXES[other]}, say layout="{other}"')
+    if ranks == {3} and (_is_wide(shapes) or (wrong and _fits_unsplit(shapes, options))):
+        hints.append(
+            "where the last axis holds all heads, (B, L, H * D), reshape to (B, L, H, D) "
+            'and say layout="bshd"'
+        )
+    return hints
+
+
+def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether arrays of these shapes fit together, and with the options whose shapes depend on them."""
+    mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
+    stand_ins = (np.broadcast_to(np.float32(0), shape) for shape in shapes)
+    try:
+        inputs = _inputs(*stand_ins, swapped=options["layout"] == "bshd")
+        lead, H, L, S = inputs.sizes
+        _row_intervals(inputs, options["causal"], options["window"], options["key_lengths"])
+        if mask is not None:
+            _mask(mask, inputs.flat)._bind(Size(*inputs.sizes))
+        if bias is not None:
+            _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+        if sinks is not None:
+            _sinks(sinks, H, _FLOAT32)
+    except Exception:  # of any kind: a hint must not put an error of its own in the place of the first
+        return False
+    return True
+
+
+def _is_wide(shapes: Sequence[Any]) -> bool:
+    """Whether the last axis is more than one head is likely to have, and whole heads."""
+    head_dim = shapes[0][-1]
+    return head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
+
+
+def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether the arrays fit as ``(B, L, H * D)``, for a usual D or the widest possible."""
+    q_dim, k_dim, v_dim = (shape[-1] for shape in shapes)
+    if not q_dim or not k_dim:
+        return False
+    for head_dim in (gcd(q_dim, k_dim), *_HEAD_DIMS):
+        num_heads, num_kv_heads = q_dim // head_dim, k_dim // head_dim
+        if q_dim % head_dim or k_dim % head_dim or v_dim % num_kv_heads:
+            continue
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        split = [(*shape[:2], n, shape[2] // n) for shape, n in zip(shapes, heads, strict=True)]
+        if _fits(split, options | {"layout": "bshd"}):
+            return True
+    return False
 
 
 # Query, key and value ------------------------------------------------------------------------------
@@ -370,6 +462,10 @@ _NO_MASK = masks.Lowered(None, None, None, None)
 def _mask(mask: Any, flat: bool) -> masks.Mask:
     if isinstance(mask, masks.Mask):
         return mask
+    if callable(mask):
+        raise TypeError(
+            f"mask must be a fastattn.masks object or a bool or integer array, got {masks.describe(mask)}"
+        )
     dense = masks.Dense(_array(mask, "mask"))
     if flat and dense.array.ndim > 2:
         raise ValueError(f"mask must broadcast to (L, S), got shape {dense.array.shape}")

@@ -150,6 +150,10 @@ class Node:
         """The bits of some tiles, ``(n, TILE_Q, TILE_K // 32)``, with any bits past the end."""
         raise NotImplementedError
 
+    def complement(self, S: int) -> Node:
+        """What this does not allow."""
+        return Not(self)
+
 
 class Intervals(Node):
     """One interval of keys per row; `start` and `stop` broadcast to ``(*lead, L)``."""
@@ -179,6 +183,14 @@ class Intervals(Node):
         return interval_words(
             chunk.per_batch(start, chunk.row) - key_start, chunk.per_batch(stop, chunk.row) - key_start
         )
+
+    def complement(self, S: int) -> Node:
+        """Intervals again where each row's keys reach an end of the row; two pieces have no such form."""
+        empty, first = self.start >= self.stop, self.start == 0
+        if not (empty | first | (self.stop == S)).all():
+            return Not(self)
+        start = np.where(first, self.stop, 0)
+        return make_intervals(start, np.where(first | empty, S, self.start), S)
 
     def _rows(self, L: int) -> tuple[np.ndarray, np.ndarray]:
         shape = (*self.outer[:-1], L)
@@ -247,7 +259,7 @@ class DenseArray(Node):
         if isinstance(self.array, DeviceArray):
             raise ValueError(
                 f"a mask array on {self.array.device} stays there: it combines by & with masks that are not "
-                f"arrays, not by |"
+                f"arrays, not by | or ~"
             )
         return np.full(grid.shape, SOME, dtype=np.int8)
 
@@ -321,6 +333,36 @@ class AnyOf(Node):
         for part in self.parts[1:]:
             result = result | part.words(chunk)
         return result
+
+    def complement(self, S: int) -> Node:
+        """By De Morgan, so that parts which are intervals still bound the tiles, or are the whole answer."""
+        return all_of([part.complement(S) for part in self.parts], S)
+
+
+class Not(Node):
+    """What the part does not allow."""
+
+    def __init__(self, part: Node) -> None:
+        self.part = part
+        self.outer = part.outer
+
+    def classes(self, grid: Grid) -> np.ndarray:
+        return np.int8(EVERY) - self.part.classes(grid)
+
+    def words(self, chunk: Chunk) -> np.ndarray:
+        return ~self.part.words(chunk)
+
+    def complement(self, S: int) -> Node:
+        return self.part
+
+
+def all_of(nodes: list[Node], S: int) -> Node:
+    """What every node allows, side by side, and intervals as one."""
+    parts = [part for node in nodes for part in (node.parts if isinstance(node, All) else [node])]
+    intervals = [part for part in parts if isinstance(part, Intervals)]
+    others = [part for part in parts if not isinstance(part, Intervals)]
+    merged = [intersect(intervals, S)] if intervals else []
+    return All([*merged, *others]) if others else merged[0]
 
 
 def build_tiles(node: Node, outer: tuple[int, ...], L: int, S: int, band: Intervals | None) -> Tiles:

@@ -1,6 +1,6 @@
 """Mask objects: which key each query may attend to.
 
-Small frozen objects that say what they mean, combine with ``&`` and ``|``, and know no backend.
+Small frozen objects that say what they mean, combine with ``&``, ``|`` and ``~``, and know no backend.
 `lower` turns one into the two forms that kernels understand:
 
 - **intervals**: one ``[key_start, key_stop)`` per query row. Causal, window, lengths, contiguous
@@ -19,11 +19,11 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from fastattn._device import as_device_array, broadcast_to, host_array
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, host_array
 from fastattn._tiles import (
     EMPTY,
     FULL,
@@ -37,6 +37,7 @@ from fastattn._tiles import (
     SameId,
     Size,
     Tiles,
+    all_of,
     build_tiles,
     intersect,
     intervals_of,
@@ -59,22 +60,70 @@ __all__ = [
     "Window",
 ]
 
+Align = Literal["top_left", "bottom_right"]
+
 
 class Mask:
-    """What all masks share: ``&``, ``|`` and `materialize`."""
+    """What all masks share: ``&``, ``|``, ``~``, ``==`` and `materialize`.
+
+    Notes
+    -----
+    ``&`` allows what both masks allow, ``|`` what either allows, ``~`` what the mask does not. A mask has no
+    truth value, since Python's ``and`` and ``or`` would keep one mask and drop the other.
+
+    Masks are equal when they are written alike: of the same kind, with the same arguments (arrays by shape
+    and values), and with the same parts in the same order. ``Window(0, 0) & Causal()`` and ``Causal() &
+    Window(0, 0)`` allow the same and yet are different. Equal masks have equal hashes; a hash looks at no
+    more than a few numbers of an array.
+
+    Examples
+    --------
+    >>> from fastattn.masks import Causal, Window
+    >>> Causal() & Window(1, 1) == Causal() & Window(1, 1)
+    True
+    >>> (~Causal()).materialize(1, 3, 3).astype(int)
+    array([[[0, 1, 1],
+            [0, 0, 1],
+            [0, 0, 0]]])
+    """
 
     __slots__ = ()
-    __array_ufunc__ = None  # so that `array & mask` is a TypeError, not an object array
+    __array_ufunc__ = None  # so that `array & mask` comes here, and is no object array
 
     def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
+        _check_operand("&", other)
         return _And((*_parts(self, _And), *_parts(other, _And)))
 
     def __or__(self, other: Mask) -> Mask:
+        _check_operand("|", other)
+        return _Or((*_parts(self, _Or), *_parts(other, _Or)))
+
+    def __rand__(self, other: Any) -> NoReturn:
+        raise _not_a_mask("&", other)
+
+    def __ror__(self, other: Any) -> NoReturn:
+        raise _not_a_mask("|", other)
+
+    def __invert__(self) -> Mask:
+        return _Not(self)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"mask {self!r} has no truth value, so `and`, `or` and `not` do not combine masks: "
+            f"use & (both), | (either) and ~ (not)"
+        )
+
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
-        return _Or((*_parts(self, _Or), *_parts(other, _Or)))
+        return self is other or (type(self) is type(other) and _same(self._values(), other._values()))
+
+    def __hash__(self) -> int:
+        return hash((type(self), *map(_hashable, self._values())))
+
+    def _values(self) -> tuple[Any, ...]:
+        """What two equal masks have in common."""
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
@@ -152,7 +201,7 @@ class Causal(Mask):
         x x x . .     x x x x x
     """
 
-    align: str | None = None
+    align: Align | None = None
     offset: Any = None
 
     def __post_init__(self) -> None:
@@ -201,7 +250,7 @@ class Window(Mask):
 
     left: int | None
     right: int | None
-    align: str = "bottom_right"
+    align: Align = "bottom_right"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", window_bound(self.left, "Window: left"))
@@ -365,10 +414,20 @@ class Dense(Mask):
     ----------
     array : array_like of bool or integer
         Broadcast to ``(..., H, L, S)`` by NumPy's rules. An ndarray is not copied, so what is written into
-        it later is seen. One on a GPU stays there: it combines with other masks by ``&``, not by ``|``.
+        it later is seen. One on a GPU stays there: it combines with other masks by ``&``, not by ``|`` or
+        ``~``.
+
+    Notes
+    -----
+    Two are equal when their arrays have equal shapes and, at that moment, equal values; arrays on a GPU are
+    not read for that, and are equal when they are the same memory. The hash is that of the shape alone, so
+    that writing into the array does not change it.
     """
 
     array: Any
+
+    def __hash__(self) -> int:
+        return hash((Dense, self.array.shape))
 
     def __post_init__(self) -> None:
         array: Any = as_device_array(self.array, "mask")
@@ -441,6 +500,9 @@ class BlockMask(Mask):
             else repr(self)
         )
 
+    def _values(self) -> tuple[Any, ...]:
+        return (self.B, self.H, self.L, self.S, self.tiles.index, self.tiles.bits)
+
     @property
     def _lead(self) -> tuple[int, ...]:
         return () if self.B == 1 else (self.B,)
@@ -474,11 +536,7 @@ class _And(Mask):
         return np.broadcast_shapes(*(part._lead for part in self.parts))
 
     def _bind(self, size: Size) -> Node:
-        nodes = [part._bind(size) for part in self.parts]
-        intervals = [node for node in nodes if isinstance(node, Intervals)]
-        others = [node for node in nodes if not isinstance(node, Intervals)]
-        merged = [intersect(intervals, size.S)] if intervals else []
-        return All([*merged, *others]) if others else merged[0]
+        return all_of([part._bind(size) for part in self.parts], size.S)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -496,6 +554,26 @@ class _Or(Mask):
 
     def _bind(self, size: Size) -> Node:
         return AnyOf([part._bind(size) for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Not(Mask):
+    """What the part does not allow."""
+
+    part: Mask
+
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if isinstance(self.part, (_And, _Or)) else f"~{self.part!r}"
+
+    def __invert__(self) -> Mask:
+        return self.part
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return self.part._lead
+
+    def _bind(self, size: Size) -> Node:
+        return self.part._bind(size).complement(size.S)
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -586,6 +664,47 @@ def _parts(mask: Mask, kind: type[_And] | type[_Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
 
 
+def _check_operand(sign: str, other: Any) -> None:
+    if not isinstance(other, Mask):
+        raise _not_a_mask(sign, other)
+
+
+def _not_a_mask(sign: str, other: Any) -> TypeError:
+    return TypeError(f"{sign} combines two masks, got {describe(other)}")
+
+
+def describe(value: Any) -> str:
+    """What stands in the place of a mask, and how to make one of it."""
+    if isinstance(value, type):
+        hint = f": make a mask of it, {value.__name__}(...)" if issubclass(value, Mask) else ""
+        return f"the class {value.__name__}{hint}"
+    if value is None:
+        return "None: leave it out, or say Window(None, None), which allows every key"
+    if callable(value):
+        return (
+            "a function: fastattn.create_block_mask makes a mask of it, "
+            "and fastattn.flex_attention takes it as mask_mod="
+        )
+    is_array = hasattr(value, "shape") or isinstance(value, (list, tuple))
+    return f"{type(value).__name__}{': make a mask of it, Dense(array)' if is_array else ''}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments of masks are equal: arrays by shape and values, and tuples of such."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and (a is b or np.array_equal(a, b))
+    if isinstance(a, DeviceArray) and isinstance(b, DeviceArray):
+        return a.same_view(b)
+    return bool(a == b)
+
+
+def _hashable(value: Any) -> Any:
+    """What stands for an argument in a hash: of an array its shape and first numbers."""
+    return (value.shape, value.flat[:8].tobytes()) if isinstance(value, np.ndarray) else value
+
+
 def _show(value: Any) -> str:
     if not isinstance(value, np.ndarray):
         return repr(value)
@@ -631,3 +750,7 @@ def _check_fit(mask: Mask, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
         raise ValueError(
             f"mask {mask!r} of shape {shape} does not broadcast to the leading batch axes {lead}"
         )
+
+
+def __dir__() -> list[str]:
+    return [name for name in globals() if name in __all__ or name.startswith("__")]

@@ -196,7 +196,7 @@ class MaskPair:
 
 
 def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> list[MaskPair]:
-    """Every kind of mask, and their unions and intersections, for one problem size (one batch axis)."""
+    """Every kind of mask and what they combine to, for one problem size (one batch axis)."""
     rng = np.random.default_rng(seed)
     i = np.arange(len_q)[:, None]
     j = np.arange(len_k)[None, :]
@@ -257,11 +257,43 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             (masks.Window(3, 2) | masks.Dense(dense)) & masks.KeyLengths(lengths),
             (window | dense) & real,
         ),
+        ("not_causal", ~masks.Causal("bottom_right"), ~decoder),
+        ("not_causal_per_item", ~masks.Causal(offset=offsets), ~(j <= i + offsets[per_item])),
+        ("not_key_lengths", ~masks.KeyLengths(lengths), ~real),
+        ("not_window_right_open", ~masks.Window(2, None), ~(j >= i + shift - 2)),
+        ("not_window", ~masks.Window(3, 2), ~window),
+        (
+            "not_segments",
+            ~masks.Segments(q_ids_per_item, k_ids_per_item),
+            q_ids_per_item[:, None, :, None] != k_ids_per_item[:, None, None, :],
+        ),
+        ("not_dense_integer_per_head", ~masks.Dense(dense_per_head * np.int16(256)), ~dense_per_head),
+        (
+            "not_and",
+            ~(masks.KeyLengths(lengths) & masks.Segments(documents_q, documents_k)),
+            ~(real & documents),
+        ),
+        (
+            "not_and_nothing",  # of the first item nothing is left, at places in the middle
+            ~(masks.Window(0, None) & masks.KeyLengths(np.arange(batch) % 2 * len_k)),
+            ~((j >= i + shift) & (j < (np.arange(batch) % 2 * len_k)[per_item])),
+        ),
+        (
+            "not_or_intervals",
+            ~(masks.KeyLengths(lengths) | masks.Causal("bottom_right")),
+            ~(real | decoder),
+        ),
+        (
+            "and_not_or",
+            masks.Window(3, 2) & ~(~masks.Dense(dense) | masks.Causal(offset=-2)),
+            window & dense & ~(j <= i - 2),
+        ),
     ]
     if len_k:
         pairs += [
             ("global_tokens", masks.GlobalTokens(tokens), anchored),
             ("longformer", masks.Window(3, 2) | masks.GlobalTokens(tokens), window | anchored),
+            ("not_longformer", ~(masks.Window(3, 2) | masks.GlobalTokens(tokens)), ~(window | anchored)),
         ]
     shape = (batch, heads, len_q, len_k)
     return [MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs]

@@ -30,6 +30,7 @@ LAYERS = [
     {"_device"},
     {"_tiles"},
     {"masks"},
+    {"_options", "_hints"},
     {"_problem"},
     {"_normalize"},
     {"_host"},
@@ -188,7 +189,8 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "torch", "
 def test_import_does_little_work():
     """Counted in calls, of Python functions and of C's: a time would depend on what else the machine does.
 
-    An import of 6,800 calls took 10 ms over NumPy's own import, with bytecode on disk (2026-11).
+    An import of 6,800 calls took 10 ms over NumPy's own import, with bytecode on disk (2026-11). Of 10,500
+    calls since then 900 are the signatures that `help` shows of the functions with options: 0.2 ms.
     """
     code = """
 import sys
@@ -202,7 +204,7 @@ import fastattn
 sys.setprofile(None)
 print(calls)
 """
-    assert 100 < int(python(code)) < 10_000
+    assert 100 < int(python(code)) < 12_000
 
 
 def test_numpy_is_the_only_hard_dependency():
@@ -325,6 +327,13 @@ def test_public_names():
     assert {"Causal", "Window", "KeyLengths", "Segments", "PrefixLM", "GlobalTokens", "Dense"} <= set(
         masks.__all__
     )
+
+
+@pytest.mark.parametrize("module", [fastattn, masks], ids=["fastattn", "masks"])
+def test_completion_shows_what_is_public(module):
+    shown = {name for name in dir(module) if not re.fullmatch(r"__\w+__", name)}
+    assert shown == set(module.__all__) - {"__version__"}
+    assert {"__name__", "__doc__", "__file__"} <= set(dir(module))
 
 
 def test_the_signature_is_the_contract():

@@ -131,6 +131,17 @@ def test_a_mask_on_a_gpu_is_not_materialized():
         mask.materialize(1, 2, 3)
 
 
+@pytest.mark.parametrize("combine", ["|", "~"])
+def test_a_mask_on_a_gpu_does_not_become_tiles(combine):
+    x, mask = FakeArray(np.zeros((1, 2, 3))), fastattn.masks.Dense(FakeArray(np.ones((2, 2), bool)))
+    mask = ~mask if combine == "~" else mask | fastattn.masks.Causal()
+    with pytest.raises(ValueError) as caught:
+        fastattn.attention(x, x, x, mask=mask)
+    assert str(caught.value).startswith(
+        "a mask array on cuda:0 stays there: it combines by & with masks that are not arrays, not by | or ~; "
+    )
+
+
 def test_without_a_gpu_the_reason_is_said():
     if not fastattn._registry.load("cuda").unavailable_reasons():
         pytest.skip("a GPU is here")

@@ -318,6 +318,7 @@ class TestBlockMask:
         block_mask = fastattn.create_block_mask(odd, 2, 3, *shape, aux=(40,))
         expected = in_python(odd, (40,), 2, 3, *shape)
         np.testing.assert_array_equal(block_mask.materialize(3, *shape), expected)
+        np.testing.assert_array_equal((~block_mask).materialize(3, *shape), ~expected)
         tiles = block_mask.tiles
         assert (tiles.index[1] == -1).all()
 
@@ -383,6 +384,7 @@ class TestBlockMask:
         for mask, wanted in (
             (window & documents, allowed["window"] & allowed["documents"]),
             (window | masks.GlobalTokens([0, 3]), allowed["window"] | allowed["tokens"]),
+            (~(window & documents), ~(allowed["window"] & allowed["documents"])),
             (documents & masks.KeyLengths([30, 60]), None),
         ):
             if wanted is None:

@@ -14,6 +14,7 @@ import fastattn
 from fastattn import masks
 from fastattn._tiles import EMPTY, FULL, TILE_K, TILE_Q
 from fastattn.masks import (
+    BlockMask,
     Causal,
     Dense,
     GlobalTokens,
@@ -23,6 +24,7 @@ from fastattn.masks import (
     Window,
 )
 from tests.cases import MASK_NAMES, mask_pair, mask_pairs, random_arrays
+from tests.fake_gpu import FakeArray
 from tests.tolerances import assert_attention
 
 SIZES = [
@@ -55,7 +57,19 @@ INTERVAL_MASKS = [
     "prefix",
     "and_intervals",
     "and_documents_causal",
+    "not_causal",
+    "not_causal_per_item",
+    "not_key_lengths",
+    "not_window_right_open",
+    "not_and_nothing",
+    "not_or_intervals",
 ]
+
+
+FUNCTION = (
+    "got a function: fastattn.create_block_mask makes a mask of it, "
+    "and fastattn.flex_attention takes it as mask_mod="
+)
 
 
 def spread(array, batch, heads, len_q, len_k):
@@ -147,7 +161,7 @@ class TestDefinitions:
 
 
 class TestAlgebra:
-    """`&` intersects and `|` unites, however they are nested."""
+    """`&` intersects, `|` unites and `~` complements, however they are nested."""
 
     @given(st.data())
     def test_any_expression(self, data):
@@ -157,25 +171,71 @@ class TestAlgebra:
         np.testing.assert_array_equal(spread(mask.materialize(2, *sizes), 2, 2, *sizes), allowed)
 
     def expression(self, data, leaves, depth):
-        kind = data.draw(st.sampled_from(["leaf", "and", "or"])) if depth else "leaf"
+        kind = data.draw(st.sampled_from(["leaf", "and", "or", "not"])) if depth else "leaf"
         if kind == "leaf":
             pair = data.draw(st.sampled_from(leaves))
             return pair.mask, pair.allowed
+        if kind == "not":
+            mask, allowed = self.expression(data, leaves, depth - 1)
+            return ~mask, ~allowed
         left, right = (self.expression(data, leaves, depth - 1) for _ in range(2))
         if kind == "and":
             return left[0] & right[0], left[1] & right[1]
         return left[0] | right[0], left[1] | right[1]
 
-    @pytest.mark.parametrize("other", [3, "x", np.ones((3, 3), bool), None], ids=repr)
-    def test_only_masks_combine(self, other):
-        for combine in (
-            lambda: Causal() & other,
-            lambda: Causal() | other,
-            lambda: other & Causal(),
-            lambda: other | Causal(),
-        ):
-            with pytest.raises(TypeError):
+    @pytest.mark.parametrize(
+        ("other", "words"),
+        [
+            (3, "got int"),
+            ("x", "got str"),
+            (
+                np.ones((3, 3), bool),
+                "got ndarray: make a mask of it, Dense(array)",
+            ),
+            ([[True]], "got list: make a mask of it, Dense(array)"),
+            (None, "got None: leave it out, or say Window(None, None), which allows every key"),
+            (Window, "got the class Window: make a mask of it, Window(...)"),
+            (int, "got the class int"),
+            (lambda b, h, i, j: True, FUNCTION),
+        ],
+        ids=lambda item: item if isinstance(item, str) else "",
+    )
+    def test_only_masks_combine(self, other, words):
+        for sign, combine in [
+            ("&", lambda: Causal() & other),
+            ("|", lambda: Causal() | other),
+            ("&", lambda: other & Causal()),
+            ("|", lambda: other | Causal()),
+        ]:
+            with pytest.raises(TypeError) as caught:
                 combine()
+            assert str(caught.value) == f"{sign} combines two masks, {words}"
+
+    @pytest.mark.parametrize(
+        "combine",
+        [
+            lambda: Causal() and Window(1, 1),
+            lambda: Causal() or Window(1, 1),
+            lambda: not Causal(),
+            lambda: bool(Causal()),
+        ],
+        ids=["and", "or", "not", "bool"],
+    )
+    def test_a_mask_has_no_truth_value(self, combine):
+        """`and` would answer with the second mask alone, without a word."""
+        with pytest.raises(TypeError) as caught:
+            combine()
+        assert str(caught.value) == (
+            "mask Causal() has no truth value, so `and`, `or` and `not` do not combine masks: "
+            "use & (both), | (either) and ~ (not)"
+        )
+
+    def test_twice_not_is_the_mask_itself(self):
+        for pair in mask_pairs(2, 2, 5, 9):
+            assert (~~pair.mask) == pair.mask
+            assert repr(~~pair.mask) == repr(pair.mask)
+        causal = Causal()
+        assert ~~causal is causal
 
     def test_operands_are_left_alone(self):
         window, causal = Window(2, 2), Causal("top_left")
@@ -217,7 +277,18 @@ class TestLowering:
         np.testing.assert_array_equal(allowed, pair.allowed)
 
     @pytest.mark.parametrize(
-        "name", ["or_intervals", "or_dense", "segments_any_order", "global_tokens", "longformer"]
+        "name",
+        [
+            "or_intervals",
+            "or_dense",
+            "segments_any_order",
+            "global_tokens",
+            "longformer",
+            "not_window",
+            "not_segments",
+            "not_and",
+            "not_longformer",
+        ],
     )
     @pytest.mark.parametrize("sizes", [(64, 128), (65, 129), (300, 700), (700, 300)], ids=str)
     def test_tiles_are_classed_exactly(self, name, sizes):
@@ -245,6 +316,14 @@ class TestLowering:
         assert tiles.index[0, 1, 1] >= 0
         corner = np.unpackbits(tiles.bits[tiles.index[0, 1, 1]].view(np.uint8))
         assert corner.sum() == 1
+
+    def test_parts_of_a_complement_keep_their_forms(self):
+        """Not (not array, or causal) is the array and an interval, as kernels stream them without a copy."""
+        array = np.ones((300, 200), bool)
+        lowered = masks.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
+        assert np.shares_memory(lowered.dense, array)
+        assert lowered.tiles is None
+        np.testing.assert_array_equal(lowered.key_start, np.minimum(np.arange(300) + 1, 200))
 
     def test_a_lone_array_is_not_copied(self):
         array = np.ones((300, 200), bool)
@@ -286,13 +365,17 @@ class TestMemory:
             PrefixLM(100),
             Segments(documents) & Causal(),
             KeyLengths(1000),
+            ~Causal(),
+            ~(KeyLengths(1000) | Causal()),
         ):
             peak, lowered = self.peak(mask)
             assert lowered.tiles is None
             assert peak < 128 * self.LENGTH, f"{mask}: {peak} bytes"
 
-    def test_longformer(self):
-        peak, lowered = self.peak(Window(256, 256) | GlobalTokens([0, 5]))
+    @pytest.mark.parametrize("complement", [False, True])
+    def test_longformer(self, complement):
+        mask = Window(256, 256) | GlobalTokens([0, 5])
+        peak, lowered = self.peak(~mask if complement else mask)
         one_bit_per_score = self.LENGTH**2 // 8
         assert lowered.tiles.bits.nbytes < one_bit_per_score // 16
         assert peak < one_bit_per_score // 4, f"{peak} bytes"
@@ -337,11 +420,15 @@ class TestObjects:
             Window(1, 1) | GlobalTokens([0]),
             (Window(1, 1) | Causal()) & KeyLengths([3, 4]),
             Window(1, 1) | (Causal() & KeyLengths([3, 4])),
+            ~Causal(),
+            ~(Window(1, 1) | Causal()),
+            ~(Window(1, 1) & Causal()) & ~KeyLengths([3, 4]),
         ],
         ids=repr,
     )
     def test_repr_says_it_all(self, mask):
         again = eval(repr(mask), vars(masks).copy())
+        assert again == mask
         np.testing.assert_array_equal(again.materialize(2, 4, 4), mask.materialize(2, 4, 4))
 
     def test_repr_of_large_arrays_is_short(self):
@@ -352,6 +439,95 @@ class TestObjects:
         ):
             assert len(repr(mask)) < 100
             assert type(mask).__name__ in repr(mask)
+
+
+def equal_masks():
+    """Masks that are all different, each built anew by every call."""
+    ids, dense = np.array([0, 0, 1, 1]), np.tri(4, dtype=bool)
+    return [
+        Causal(),
+        Causal("top_left"),
+        Causal("bottom_right"),
+        Causal(offset=0),
+        Causal(offset=[0, 0]),
+        Causal(offset=[0, 1]),
+        Window(1, 1),
+        Window(1, None),
+        Window(1, 1, "top_left"),
+        KeyLengths(3),
+        KeyLengths([3]),
+        KeyLengths(np.r_[np.full(20, 3), 4]),
+        KeyLengths(np.r_[np.full(20, 3), 5]),
+        PrefixLM(3),
+        Segments(ids),
+        Segments(ids, ids),
+        GlobalTokens([0, 1]),
+        Dense(dense),
+        Dense(~dense),
+        Dense(dense[None]),
+        Dense(FakeArray(DENSE_ON_GPU)),
+        Dense(FakeArray(DENSE_ON_GPU[:2])),
+        Dense(FakeArray(DENSE_ON_GPU, device=1)),
+        block_mask(Causal()),
+        block_mask(Window(1, 1)),
+        Causal() & Window(1, 1),
+        Window(1, 1) & Causal(),
+        Causal() | Window(1, 1),
+        Causal() & Window(1, 1) & KeyLengths(3),
+        ~Causal(),
+        ~(Causal() & Window(1, 1)),
+    ]
+
+
+DENSE_ON_GPU = np.ones((4, 4), bool)
+
+
+def block_mask(mask):
+    tiles = masks.lower(mask, (1,), 1, 70, 70).tiles
+    return BlockMask(
+        masks.lower(mask | mask, (1,), 1, 70, 70).tiles if tiles is None else tiles, 1, 1, 70, 70
+    )
+
+
+class TestEquality:
+    def test_by_value(self):
+        for n, mask in enumerate(equal_masks()):
+            for m, other in enumerate(equal_masks()):
+                assert (mask == other) is (n == m), f"{mask!r} and {other!r}"
+                assert (mask != other) is (n != m)
+                assert n != m or hash(mask) == hash(other)
+
+    def test_masks_are_keys_of_a_dict(self):
+        places = {mask: n for n, mask in enumerate(equal_masks())}
+        assert [places[mask] for mask in equal_masks()] == list(range(len(places)))
+
+    def test_hashes_tell_small_arguments_apart(self):
+        """Else a dict of many masks would compare each of them with each."""
+        hashes = {hash(Causal(offset=n)) for n in range(100)} | {hash(KeyLengths([n])) for n in range(100)}
+        assert len(hashes) > 190
+
+    def test_with_what_is_no_mask(self):
+        assert Causal().__eq__(3) is NotImplemented
+        for other in (3, None, "Causal()", Causal, np.ones((3, 3), bool)):
+            assert (Causal() == other) is False
+            assert (other == Causal()) is False
+        assert Causal() in [Window(1, 1), Causal()]
+
+    def test_an_array_that_is_written_into(self):
+        """A dense mask sees what is written later; so does ==, and its hash does not change."""
+        array = np.zeros((3, 3), bool)
+        mask, before = Dense(array), Dense(array.copy())
+        code = hash(mask)
+        assert mask == before
+        array[1] = True
+        assert mask != before
+        assert hash(mask) == code
+
+    def test_a_hash_does_not_read_a_large_array(self):
+        """An array of 16 TB: a view, whose elements nobody could read."""
+        mask = Dense(np.broadcast_to(np.True_, (2**22, 2**22)))
+        assert hash(mask) == hash(Dense(mask.array))
+        assert mask == Dense(mask.array)
 
 
 class TestRefused:

@@ -176,6 +176,188 @@ def test_masked_arrays_are_not_silently_unmasked():
         fastattn.attention(**arguments)
 
 
+BSHD = 'where the arrays are (..., length, heads, dim), say layout="bshd"'
+BHSD = 'where the arrays are (..., heads, length, dim), say layout="bhsd"'
+UNSPLIT = 'where the last axis holds all heads, (B, L, H * D), reshape to (B, L, H, D) and say layout="bshd"'
+
+
+def hints_of(query, key, function=fastattn.attention, **options):
+    """What stands behind the shapes in the message of a call that fails."""
+    arrays = floats(*query), floats(*key), floats(*key)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        function(*arrays, **options)
+    return str(caught.value).partition(f"value {tuple(key)}")[2].removeprefix("; ")
+
+
+class TestOtherReadings:
+    """An error says in what other layout the shapes would fit, and only then."""
+
+    #: In the other layout 128 queries and keys, or 100 keys, and 8 heads for the query.
+    QUERY, KEY, CROSS = (2, 128, 8, 64), (2, 128, 8, 64), (2, 100, 2, 64)
+
+    @pytest.mark.parametrize(
+        ("key", "options"),
+        [
+            (CROSS, {}),
+            (KEY, {"mask": np.ones((128, 128), bool)}),
+            (KEY, {"mask": np.ones((2, 1, 1, 128), bool), "causal": True}),
+            (KEY, {"bias": floats(8, 1, 128)}),
+            (KEY, {"sinks": floats(8)}),
+            (KEY, {"key_lengths": [100, 128]}),
+            (KEY, {"mask": masks.Segments(np.zeros(128, int)) & masks.Causal()}),
+            ((2, 128, 2, 64), {"causal": True}),
+            ((2, 128, 2, 64), {"mask": masks.Causal()}),
+        ],
+        ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
+    )
+    def test_the_other_layout(self, key, options):
+        assert hints_of(self.QUERY, key, **options) == BSHD
+
+    def test_heads_outside_are_named_as_well(self):
+        assert hints_of((2, 8, 128, 64), (2, 2, 100, 64), layout="bshd") == BHSD
+
+    def test_one_item(self):
+        assert hints_of((128, 8, 64), (100, 2, 64)) == BSHD
+
+    def test_the_hint_is_right(self):
+        fastattn.attention(floats(*self.QUERY), floats(*self.CROSS), floats(*self.CROSS), layout="bshd")
+
+    @pytest.mark.parametrize(
+        ("key", "options"),
+        [
+            (CROSS, {"layout": "sbhd"}),
+            (CROSS, {"layout": ["bshd"]}),
+            (CROSS, {"mask": np.ones((5, 5), bool)}),
+            (CROSS, {"sinks": floats(5)}),
+            (KEY, {"scale": np.nan}),
+            (KEY, {"mask": floats(128, 128)}),
+            (KEY, {"out": floats(3)}),
+            (KEY, {"mask": np.ones((5, 5), bool)}),
+            ((2, 128, 8, 63), {}),
+            ((2, 3, 5, 64), {}),
+        ],
+        ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
+    )
+    def test_none_where_it_does_not_fit_either(self, key, options):
+        assert hints_of(self.QUERY, key, **options) == ""
+
+    @pytest.mark.parametrize(
+        ("query", "key", "options"),
+        [
+            ((2, 10, 48), (2, 10, 16), {}),
+            ((1, 10, 32), (4, 12, 32), {}),
+            ((2, 10, 32), (2, 10, 32), {"mask": np.ones((2, 1, 10, 10), bool)}),
+            ((2, 10, 32), (2, 10, 32), {"key_lengths": [3, 4]}),
+            ((2, 10, 192), (2, 10, 192), {"sinks": floats(3)}),
+            ((2, 10, 512), (2, 10, 512), {"mask": np.ones((2, 8, 10, 10), bool)}),
+            ((2, 10, 512), (2, 12, 512), {"causal": True}),
+            ((2, 10, 768), (2, 10, 768), {"scale": np.nan}),
+        ],
+        ids=str,
+    )
+    def test_heads_that_are_not_split(self, query, key, options):
+        assert hints_of(query, key, **options) == UNSPLIT
+
+    @pytest.mark.parametrize(
+        ("query", "key", "options"),
+        [
+            ((4, 10, 64), (3, 12, 64), {}),
+            ((4, 10, 64), (4, 12, 64), {"causal": True}),
+            ((4, 10, 64), (4, 10, 64), {"scale": np.nan}),
+            ((4, 10, 300), (4, 10, 300), {"scale": np.nan}),
+            ((4, 10, 0), (4, 10, 0), {}),
+            ((2, 4, 10, 512), (2, 4, 10, 512), {"scale": np.nan}),
+            ((10, 512), (10, 512), {"scale": np.nan}),
+        ],
+        ids=str,
+    )
+    def test_heads_that_are(self, query, key, options):
+        assert hints_of(query, key, **options) == ""
+
+    def test_functions_for_masks_are_not_evaluated(self, monkeypatch):
+        """That would take long, and they fit any size."""
+        pytest.importorskip("numba")
+        evaluated = []
+        monkeypatch.setattr(fastattn._flex, "_evaluate", lambda *arguments: evaluated.append(arguments))
+        hints = hints_of(
+            self.QUERY,
+            self.CROSS,
+            fastattn.flex_attention,
+            mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx,
+        )
+        assert hints == BSHD
+        assert not evaluated
+
+
+class TestNotMasks:
+    OBJECT = "mask must be a fastattn.masks object or a bool or integer array, got "
+
+    @pytest.mark.parametrize(
+        ("mask", "words"),
+        [
+            (masks.Causal, "the class Causal: make a mask of it, Causal(...); "),
+            (masks.GlobalTokens, "the class GlobalTokens: make a mask of it, GlobalTokens(...); "),
+            (
+                lambda b, h, q_idx, kv_idx: kv_idx <= q_idx,
+                "a function: fastattn.create_block_mask makes a mask of it, "
+                "and fastattn.flex_attention takes it as mask_mod=; ",
+            ),
+        ],
+        ids=["class", "class_with_arguments", "function"],
+    )
+    def test_mask(self, mask, words):
+        with pytest.raises(TypeError) as caught:
+            fastattn.attention(**good(), mask=mask)
+        assert str(caught.value).startswith(self.OBJECT + words)
+
+    def test_block_mask(self):
+        for mask, words in [
+            (masks.Causal, "the class Causal: make a mask of it, Causal(...)"),
+            (np.ones((5, 9), bool), "ndarray: make a mask of it, Dense(array)"),
+        ]:
+            with pytest.raises(TypeError) as caught:
+                fastattn.flex_attention(**good(), block_mask=mask)
+            assert str(caught.value) == f"block_mask must be a fastattn.masks object, got {words}"
+
+
+class TestTensorsThatRecordGradients:
+    """PyTorch would say "Use tensor.detach().numpy()" of an argument that it does not name."""
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "sinks", "out"])
+    def test_attention(self, name):
+        torch = pytest.importorskip("torch")
+        shapes = {"bias": (LEN_Q, LEN_K), "sinks": (HEADS,), "out": (LEAD, HEADS, LEN_Q, VALUE_DIM)}
+        arrays = good()
+        shape = shapes.get(name) or arrays[name].shape
+        tensor = torch.zeros(shape, requires_grad=True)
+        with pytest.raises(TypeError) as caught:
+            fastattn.attention(**arrays | {name: tensor})
+        said = f"{name} requires grad, and gradients are not computed here: pass {name}.detach(); query "
+        assert str(caught.value).startswith(said)
+        if name != "out":
+            assert_same_bits(
+                fastattn.attention(**arrays | {name: tensor.detach()}),
+                fastattn.attention(**arrays | {name: tensor.detach().numpy()}),
+            )
+
+    def test_its_relatives(self):
+        torch = pytest.importorskip("torch")
+        parameter = torch.nn.Parameter(torch.zeros(1, 2, 3))
+        x = floats(1, 2, 3)
+        for name, call in [
+            ("query", lambda: fastattn.scaled_dot_product_attention(parameter, x, x)),
+            ("attn_mask", lambda: fastattn.scaled_dot_product_attention(x, x, x, parameter)),
+            ("key", lambda: fastattn.varlen_attention(x, parameter, x, [0, 1])),
+            ("value", lambda: fastattn.flex_attention(x, x, parameter)),
+            ("aux[0]", lambda: fastattn.flex_attention(x, x, x, aux=(parameter,))),
+            ("outs[0]", lambda: fastattn.merge_attention([parameter], [floats(1, 2)])),
+        ]:
+            with pytest.raises(TypeError) as caught:
+                call()
+            said = f"{name} requires grad, and gradients are not computed here: pass {name}.detach()"
+            assert str(caught.value).startswith(said)
+
+
 class TestBackendChoice:
     @pytest.mark.parametrize("name", ["fast", "", "Cython"])
     def test_unknown_name_lists_the_names(self, name):

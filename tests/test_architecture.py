@@ -76,6 +76,7 @@ LAYERS = [
     {"_flex"},
     {"_info"},
     {""},
+    {"_quiet"},
     {"demo", "bench"},
     {"__main__"},
 ]

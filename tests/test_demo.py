@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from matplotlib.image import imread
 from tokenizers import processors
 
 from fastattn.demo import cli, loading, main, timing
+from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
 from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
 from fastattn.demo.picture import draw_attention
 from fastattn.demo.text import Line, read_lines
@@ -84,17 +86,40 @@ class TestCommand:
         assert "attention alone" in out and "the whole model" in out
         assert Path("fastattn-demo.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_built_in_sentences_and_queries(self, run) -> None:
+    def test_built_in_texts_and_queries(self, run) -> None:
         status, out, _ = run()
         assert status == 0
-        for query in cli.QUERIES:
+        for query in QUERIES:
             assert f"\n{query}\n" in out
+        for kind, texts in (("sentences", SENTENCES), ("passages", PASSAGES)):
+            assert f"\n{len(texts)} {kind} of " in out
 
-    def test_query_with_the_built_in_sentences(self, run) -> None:
+    def test_query_with_the_built_in_texts(self, run) -> None:
         status, out, _ = run("--query", "the dog sleeps")
         assert status == 0
         assert "\nthe dog sleeps\n" in out
-        assert cli.QUERIES[0] not in out
+        assert QUERIES[0] not in out
+
+    def test_each_kind_of_text_is_timed(self, run) -> None:
+        _, out, _ = run()
+        table = out[out.index("Times are medians") :].splitlines()
+        tokenizer = word_piece_tokenizer()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        for kind, texts in (("sentences", SENTENCES), ("passages", PASSAGES)):
+            number = next(n for n, line in enumerate(table) if f"{len(texts)} {kind}" in line)
+            tokens = sum(min(len(it.ids), MAX_TOKENS) for it in tokenizer.encode_batch(texts))
+            assert table[number].split()[2] == str(tokens)
+            for line, name in zip(table[number:], ("attention alone", "the whole model"), strict=False):
+                assert re.search(rf"{name} +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\d\d *$", line)
+
+    def test_a_long_text_is_shown_by_its_beginning(self, run) -> None:
+        long = " ".join(TEXTS * 9)
+        Path("notes.txt").write_text(f"{long}\nit rains\n", encoding="utf-8")
+        _, out, _ = run("--file", "notes.txt", "--query", "a dog")
+        (shown,) = (line for line in out.splitlines() if "line 1 of" in line)
+        assert len(shown) == cli.SHOWN_CHARACTERS and shown.endswith("...")
+        assert f"notes.txt: {long[:60]}" in shown
 
     def test_file_alone_compares_its_first_line_with_the_others(self, run) -> None:
         Path("notes.txt").write_text("\n".join([*TEXTS, TEXTS[0]]), encoding="utf-8")
@@ -135,7 +160,14 @@ class TestCommand:
         status, out, _ = run("--file", "notes.txt", "--query", TEXTS[1])
         assert status == 0
         step = math.ceil(sum(len(token_ids(text)) for text in lines) / 50)
-        assert f"{math.ceil(len(lines) / step)} of the {len(lines)} sentences" in out
+        assert f"{math.ceil(len(lines) / step)} of the {len(lines)} lines" in out
+
+    def test_picture_is_of_the_best_of_the_sentences(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[str] = []
+        monkeypatch.setattr("fastattn.demo.picture.draw_attention", lambda *args: drawn.append(args[2]))
+        _, out, _ = run("--query", PASSAGES[0], "--top", "1")
+        assert f"1.000  {PASSAGES[0][:60]}" in out
+        assert len(drawn) == 1 and drawn[0] in SENTENCES
 
     @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
     def test_picture_of_awkward_tokens(self, run, tiny: Path, ending: str) -> None:
@@ -185,8 +217,8 @@ class TestComplaints:
         ("content", "said"),
         [
             (None, ["No such file"]),
-            (b"", ["no sentence"]),
-            (b"\n \r\n\t\n", ["no sentence"]),
+            (b"", ["no text in it"]),
+            (b"\n \r\n\t\n", ["no text in it"]),
             (b"caf\xe9\n", ["not UTF-8", "0xe9", "position 3"]),
             ("hello".encode("utf-16"), ["not UTF-8"]),
             (b"a\0b\n", ["NUL"]),
@@ -332,7 +364,8 @@ class TestComplaints:
 
 
 @needs_real_model
-def test_whole_run(run) -> None:
+def test_whole_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "TIMED_TOKENS", 600)  # or it takes a minute on a busy machine
     status, out, err = run("--top", "1", model_folder=None)
     assert (status, err) == (0, "")
     assert "6 layers of 12 heads, 384 numbers" in out
@@ -358,10 +391,13 @@ def test_timing_counts_attention_within_the_model(tiny: Path, monkeypatch: pytes
     encoder = loading.load_model(tiny)
     ids = [encoder.cut(encoding) for encoding in encoder.tokenize(TEXTS)]
     tracked: list[int] = []
-    result = timing.compare(encoder, [ids[:4], ids[4:]], lambda rounds: tracked.extend(rounds) or rounds)
+    sets = {"both": [ids[:4], ids[4:]], "one": [ids[:1]]}
+    result = timing.compare(encoder, sets, lambda rounds: tracked.extend(rounds) or rounds)
     assert result.rounds == len(tracked) == timing.MIN_ROUNDS
-    assert 0 < result.fast_attention < result.fast_model
-    assert 0 < result.plain_attention < result.plain_model
+    assert list(result.times) == list(sets)
+    for times in result.times.values():
+        assert 0 < times.fast_attention < times.fast_model
+        assert 0 < times.plain_attention < times.plain_model
     assert result.largest_difference < 2e-6
 
 

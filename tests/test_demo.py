@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 from matplotlib.image import imread
 from tokenizers import processors
 
+from fastattn import _host, _quiet
+from fastattn.backends import cython_cpu
 from fastattn.demo import cli, loading, main, timing
 from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
 from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
@@ -50,6 +53,7 @@ def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr(timing, "SECONDS", 0.0)
+    probe(monkeypatch, [100.0])
 
     def call(*arguments: str, model_folder: Path | None = tiny) -> tuple[int, str, str]:
         try:
@@ -60,6 +64,21 @@ def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return status, captured.out, captured.err
 
     return call
+
+
+def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
+    """Have the probes of the cores find `peaks`, over and over; gives the list of the threads they run on."""
+    threads: list[int] = []
+    turn = cycle(np.repeat(peaks, _quiet.PROBE_TRIES).tolist())
+
+    def integer_peak(num_threads: int, seconds: float) -> float:
+        threads.append(num_threads)
+        return next(turn)
+
+    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", list)
+    monkeypatch.setattr(cython_cpu, "integer_peak", integer_peak)
+    monkeypatch.setattr(_quiet, "SETTLE_SECONDS", 0.0)
+    return threads
 
 
 def complaint(result: tuple[int, str, str]) -> str:
@@ -210,6 +229,40 @@ class TestCommand:
             check=True,
         )
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+class TestBusyMachine:
+    """A warning stands beside the times where the probes of the cores differ, and only there."""
+
+    WARNING = "times are disturbed and the ratios may be off"
+
+    @pytest.mark.parametrize(
+        ("peaks", "disturbed"),
+        [([100.0], 0), ([100.0, 91.0], 0), ([100.0, 100.0, 100.0, 89.0], 1), ([50.0, 100.0], 2)],
+    )
+    def test_warning(self, run, monkeypatch: pytest.MonkeyPatch, peaks: list[float], disturbed: int) -> None:
+        threads = probe(monkeypatch, peaks)
+        status, out, err = run("--query", "the dog sleeps", "--threads", "1")
+        assert status == 0
+        # Before each round and after the last; on all cores, which NumPy uses whatever --threads says.
+        assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (timing.MIN_ROUNDS + 1)
+        assert (self.WARNING in out) == bool(disturbed)
+        if disturbed:
+            assert f"{disturbed} of {timing.MIN_ROUNDS + 1} probes" in out
+        assert "disturbed" not in err
+
+    def test_one_short_interruption_is_no_neighbour(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe(monkeypatch, [100.0])
+        once = iter([10.0])
+        monkeypatch.setattr(cython_cpu, "integer_peak", lambda *_: next(once, 100.0))
+        assert self.WARNING not in run("--query", "the dog sleeps")[1]
+
+    def test_no_probe_without_the_compiled_backend(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = probe(monkeypatch, [100.0, 10.0])
+        monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["not built"])
+        status, out, _ = run("--query", "the dog sleeps")
+        assert (status, threads) == (0, [])
+        assert self.WARNING not in out
 
 
 class TestComplaints:

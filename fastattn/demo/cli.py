@@ -234,6 +234,8 @@ def _print_timing(model: SentenceEncoder, ids: Mapping[str, Sequence[Ints]], bat
         f"(threads of fastattn: {fastattn.get_num_threads()}):"
     )
     _print_times(samples, ids, result.times)
+    if result.warning is not None:
+        print(result.warning)
     print(
         f"Attention alone is its {len(model.layers)} calls in each batch of up to {batch_size} texts; "
         "the rest of the model is the same NumPy code in both.\n"

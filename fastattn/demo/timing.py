@@ -9,6 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
+from fastattn._quiet import CoreProbes
 from fastattn.demo.attention import Attend, Floats, Ints, fast_attention, plain_attention
 from fastattn.demo.model import SentenceEncoder
 
@@ -58,6 +59,7 @@ class Comparison:
     rounds: int
     times: dict[str, Times]  #: of each set of texts
     largest_difference: float  #: between the two, in any number of any embedding
+    warning: str | None  #: that the machine was too busy to be timed
 
 
 def compare(
@@ -68,7 +70,7 @@ def compare(
     """Run both on every set, turn and turn about.
 
     The first round warms up and compares the results; it is not counted. `track` may show the progress of
-    the others.
+    the others. The cores are probed before each round and after the last.
     """
     pairs = {name: (Contender(fast_attention), Contender(plain_attention)) for name in sets}
     differences = [
@@ -77,15 +79,19 @@ def compare(
     ]
     one_round = sum(contender.model_seconds[0] for pair in pairs.values() for contender in pair)
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS / one_round)))
+    probes = CoreProbes()
     for number in track(range(rounds)):
+        probes.take()
         for name, (fast, plain) in pairs.items():
             # Whoever goes first changes from round to round, so that neither always has the warmer cache.
             for contender in (fast, plain) if number % 2 else (plain, fast):
                 contender.run(model, sets[name])
+    probes.take()
     return Comparison(
         rounds=rounds,
         times={name: _medians(fast, plain) for name, (fast, plain) in pairs.items()},
         largest_difference=max(differences),
+        warning=probes.warning(),
     )
 
 

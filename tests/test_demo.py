@@ -21,10 +21,12 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 from matplotlib.image import imread
 from tokenizers import processors
 
+import fastattn
 from fastattn import _host, _quiet
 from fastattn.backends import cython_cpu
 from fastattn.demo import cli, loading, main, timing
 from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo.model import SentenceEncoder
 from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
 from fastattn.demo.picture import draw_attention
 from fastattn.demo.text import Line, read_lines
@@ -263,6 +265,40 @@ class TestBusyMachine:
         status, out, _ = run("--query", "the dog sleeps")
         assert (status, threads) == (0, [])
         assert self.WARNING not in out
+
+
+class TestShareThreads:
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """In order: each call of `share_threads_with_blas`, which is not possible here, and of the model."""
+        calls: list[str] = []
+        encode = SentenceEncoder.encode
+
+        def share_threads_with_blas(enable: bool = True) -> bool:
+            calls.append(f"share {enable}")
+            return False
+
+        def noted(*args: object) -> np.ndarray:
+            calls.append("encode")
+            return encode(*args)
+
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", share_threads_with_blas, raising=False)
+        monkeypatch.setattr(SentenceEncoder, "encode", noted)
+        return calls
+
+    def test_before_the_model_runs_and_told_where_impossible(self, run, calls: list[str]) -> None:
+        status, out, err = run("--share-threads", "--query", "dog")
+        assert status == 0 and "the whole model" in out
+        assert calls[:2] == ["share True", "encode"] and calls.count("share True") == 1
+        assert "threads of their own" in err and "python -m fastattn info" in err
+
+    def test_nothing_is_told_where_possible(self, run, calls, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: True, raising=False)
+        assert "threads of their own" not in run("--share-threads", "--query", "dog")[2]
+
+    def test_not_unless_asked_for(self, run, calls: list[str]) -> None:
+        run("--query", "dog")
+        assert set(calls) == {"encode"}
 
 
 class TestComplaints:

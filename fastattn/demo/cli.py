@@ -108,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         help="texts computed together (default: 16)",
     )
     add("--threads", type=_positive, metavar="N", help="threads for fastattn (default: all cores it may use)")
+    add(
+        "--share-threads",
+        action="store_true",
+        help="have NumPy's products run on fastattn's threads (fastattn.share_threads_with_blas)",
+    )
     return parser
 
 
@@ -128,6 +133,8 @@ def _run(args: argparse.Namespace) -> None:
     model = load_model(folder)
     if args.threads is not None:
         fastattn.set_num_threads(args.threads)
+    if args.share_threads and not fastattn.share_threads_with_blas():  # type: ignore[attr-defined, unused-ignore]
+        _warn("NumPy's products keep threads of their own; python -m fastattn info says why")
 
     ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}
     query_ids = _tokenize(model, queries)

@@ -139,7 +139,7 @@ class TestCommand:
         Path("notes.txt").write_text(f"{long}\nit rains\n", encoding="utf-8")
         _, out, _ = run("--file", "notes.txt", "--query", "a dog")
         (shown,) = (line for line in out.splitlines() if "line 1 of" in line)
-        assert len(shown) == cli.SHOWN_CHARACTERS and shown.endswith("...")
+        assert len(shown) == cli.COLUMNS and shown.endswith("...")
         assert f"notes.txt: {long[:60]}" in shown
 
     def test_file_alone_compares_its_first_line_with_the_others(self, run) -> None:
@@ -244,11 +244,13 @@ class TestBusyMachine:
     )
     def test_warning(self, run, monkeypatch: pytest.MonkeyPatch, peaks: list[float], disturbed: int) -> None:
         threads = probe(monkeypatch, peaks)
-        status, out, err = run("--query", "the dog sleeps", "--threads", "1")
+        monkeypatch.setattr(_host, "_num_threads", 1)  # what --threads sets
+        status, out, err = run("--query", "the dog sleeps")
         assert status == 0
         # Before each round and after the last; on all cores, which NumPy uses whatever --threads says.
         assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (timing.MIN_ROUNDS + 1)
         assert (self.WARNING in out) == bool(disturbed)
+        assert "None" not in out
         if disturbed:
             assert f"{disturbed} of {timing.MIN_ROUNDS + 1} probes" in out
         assert "disturbed" not in err

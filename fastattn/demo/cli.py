@@ -35,8 +35,8 @@ TIMED_TOKENS = 4096
 # So many lines are tokenized at a time: the tokens take far more memory than the text.
 TOKENIZED_TOGETHER = 1000
 
-# Of a long text, so many characters are shown; and so many columns in all where there is no terminal.
-SHOWN_CHARACTERS = FILE_COLUMNS = 110
+# A text is shown by its beginning, on one line of so many columns; of fewer on a narrow terminal.
+COLUMNS = 110
 
 # So many texts that are too long get a warning each; the others are counted.
 WARNINGS_SHOWN = 5
@@ -276,10 +276,7 @@ def _print_times(
         )
         table.add_row("", "", "the whole model", *_cells(it.fast_model, it.plain_model))
         table.add_section()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_COLUMNS)
-    console.print(table)
+    Console(width=_columns()).print(table)
 
 
 def _cells(fast: float, plain: float) -> tuple[str, str, str]:
@@ -303,7 +300,9 @@ def _warn(message: str) -> None:
 def _fit(text: str) -> str:
     """The beginning of `text`, on one line of the terminal, without characters that command it."""
     text = "".join(character if character.isprintable() else " " for character in text)
-    width = SHOWN_CHARACTERS
-    if sys.stdout.isatty():
-        width = min(width, shutil.get_terminal_size().columns)
+    width = _columns()
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _columns() -> int:
+    return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS

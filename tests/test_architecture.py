@@ -78,6 +78,7 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
+    {"_quiet"},
     {"demo", "bench"},
     {"__main__"},
 ]

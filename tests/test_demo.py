@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,12 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 from matplotlib.image import imread
 from tokenizers import processors
 
+import fastattn
+from fastattn import _host, _quiet
+from fastattn.backends import cython_cpu
 from fastattn.demo import cli, loading, main, timing
+from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo.model import SentenceEncoder
 from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
 from fastattn.demo.picture import draw_attention
 from fastattn.demo.text import Line, read_lines
@@ -48,6 +55,7 @@ def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr(timing, "SECONDS", 0.0)
+    probe(monkeypatch, [100.0])
 
     def call(*arguments: str, model_folder: Path | None = tiny) -> tuple[int, str, str]:
         try:
@@ -58,6 +66,21 @@ def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return status, captured.out, captured.err
 
     return call
+
+
+def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
+    """Have the probes of the cores find `peaks`, over and over; gives the list of the threads they run on."""
+    threads: list[int] = []
+    turn = cycle(np.repeat(peaks, _quiet.PROBE_TRIES).tolist())
+
+    def integer_peak(num_threads: int, seconds: float) -> float:
+        threads.append(num_threads)
+        return next(turn)
+
+    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", list)
+    monkeypatch.setattr(cython_cpu, "integer_peak", integer_peak)
+    monkeypatch.setattr(_quiet, "SETTLE_SECONDS", 0.0)
+    return threads
 
 
 def complaint(result: tuple[int, str, str]) -> str:
@@ -84,17 +107,40 @@ class TestCommand:
         assert "attention alone" in out and "the whole model" in out
         assert Path("fastattn-demo.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_built_in_sentences_and_queries(self, run) -> None:
+    def test_built_in_texts_and_queries(self, run) -> None:
         status, out, _ = run()
         assert status == 0
-        for query in cli.QUERIES:
+        for query in QUERIES:
             assert f"\n{query}\n" in out
+        for kind, texts in (("sentences", SENTENCES), ("passages", PASSAGES)):
+            assert f"\n{len(texts)} {kind} of " in out
 
-    def test_query_with_the_built_in_sentences(self, run) -> None:
+    def test_query_with_the_built_in_texts(self, run) -> None:
         status, out, _ = run("--query", "the dog sleeps")
         assert status == 0
         assert "\nthe dog sleeps\n" in out
-        assert cli.QUERIES[0] not in out
+        assert QUERIES[0] not in out
+
+    def test_each_kind_of_text_is_timed(self, run) -> None:
+        _, out, _ = run()
+        table = out[out.index("Times are medians") :].splitlines()
+        tokenizer = word_piece_tokenizer()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        for kind, texts in (("sentences", SENTENCES), ("passages", PASSAGES)):
+            number = next(n for n, line in enumerate(table) if f"{len(texts)} {kind}" in line)
+            tokens = sum(min(len(it.ids), MAX_TOKENS) for it in tokenizer.encode_batch(texts))
+            assert table[number].split()[2] == str(tokens)
+            for line, name in zip(table[number:], ("attention alone", "the whole model"), strict=False):
+                assert re.search(rf"{name} +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\d\d *$", line)
+
+    def test_a_long_text_is_shown_by_its_beginning(self, run) -> None:
+        long = " ".join(TEXTS * 9)
+        Path("notes.txt").write_text(f"{long}\nit rains\n", encoding="utf-8")
+        _, out, _ = run("--file", "notes.txt", "--query", "a dog")
+        (shown,) = (line for line in out.splitlines() if "line 1 of" in line)
+        assert len(shown) == cli.COLUMNS and shown.endswith("...")
+        assert f"notes.txt: {long[:60]}" in shown
 
     def test_file_alone_compares_its_first_line_with_the_others(self, run) -> None:
         Path("notes.txt").write_text("\n".join([*TEXTS, TEXTS[0]]), encoding="utf-8")
@@ -135,7 +181,14 @@ class TestCommand:
         status, out, _ = run("--file", "notes.txt", "--query", TEXTS[1])
         assert status == 0
         step = math.ceil(sum(len(token_ids(text)) for text in lines) / 50)
-        assert f"{math.ceil(len(lines) / step)} of the {len(lines)} sentences" in out
+        assert f"{math.ceil(len(lines) / step)} of the {len(lines)} lines" in out
+
+    def test_picture_is_of_the_best_of_the_sentences(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[str] = []
+        monkeypatch.setattr("fastattn.demo.picture.draw_attention", lambda *args: drawn.append(args[2]))
+        _, out, _ = run("--query", PASSAGES[0], "--top", "1")
+        assert f"1.000  {PASSAGES[0][:60]}" in out
+        assert len(drawn) == 1 and drawn[0] in SENTENCES
 
     @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
     def test_picture_of_awkward_tokens(self, run, tiny: Path, ending: str) -> None:
@@ -180,13 +233,83 @@ class TestCommand:
         assert done.stdout.splitlines()[-1] == "[]"
 
 
+class TestBusyMachine:
+    """A warning stands beside the times where the probes of the cores differ, and only there."""
+
+    WARNING = "times are disturbed and the ratios may be off"
+
+    @pytest.mark.parametrize(
+        ("peaks", "disturbed"),
+        [([100.0], 0), ([100.0, 91.0], 0), ([100.0, 100.0, 100.0, 89.0], 1), ([50.0, 100.0], 2)],
+    )
+    def test_warning(self, run, monkeypatch: pytest.MonkeyPatch, peaks: list[float], disturbed: int) -> None:
+        threads = probe(monkeypatch, peaks)
+        monkeypatch.setattr(_host, "_num_threads", 1)  # what --threads sets
+        status, out, err = run("--query", "the dog sleeps")
+        assert status == 0
+        # Before each round and after the last; on all cores, which NumPy uses whatever --threads says.
+        assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (timing.MIN_ROUNDS + 1)
+        assert (self.WARNING in out) == bool(disturbed)
+        assert "None" not in out
+        if disturbed:
+            assert f"{disturbed} of {timing.MIN_ROUNDS + 1} probes" in out
+        assert "disturbed" not in err
+
+    def test_one_short_interruption_is_no_neighbour(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe(monkeypatch, [100.0])
+        once = iter([10.0])
+        monkeypatch.setattr(cython_cpu, "integer_peak", lambda *_: next(once, 100.0))
+        assert self.WARNING not in run("--query", "the dog sleeps")[1]
+
+    def test_no_probe_without_the_compiled_backend(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = probe(monkeypatch, [100.0, 10.0])
+        monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["not built"])
+        status, out, _ = run("--query", "the dog sleeps")
+        assert (status, threads) == (0, [])
+        assert self.WARNING not in out
+
+
+class TestShareThreads:
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """In order: each call of `share_threads_with_blas`, which is not possible here, and of the model."""
+        calls: list[str] = []
+        encode = SentenceEncoder.encode
+
+        def share_threads_with_blas(enable: bool = True) -> bool:
+            calls.append(f"share {enable}")
+            return False
+
+        def noted(*args: object) -> np.ndarray:
+            calls.append("encode")
+            return encode(*args)
+
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", share_threads_with_blas, raising=False)
+        monkeypatch.setattr(SentenceEncoder, "encode", noted)
+        return calls
+
+    def test_before_the_model_runs_and_told_where_impossible(self, run, calls: list[str]) -> None:
+        status, out, err = run("--share-threads", "--query", "dog")
+        assert status == 0 and "the whole model" in out
+        assert calls[:2] == ["share True", "encode"] and calls.count("share True") == 1
+        assert "threads of their own" in err and "python -m fastattn info" in err
+
+    def test_nothing_is_told_where_possible(self, run, calls, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: True, raising=False)
+        assert "threads of their own" not in run("--share-threads", "--query", "dog")[2]
+
+    def test_not_unless_asked_for(self, run, calls: list[str]) -> None:
+        run("--query", "dog")
+        assert set(calls) == {"encode"}
+
+
 class TestComplaints:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
             (None, ["No such file"]),
-            (b"", ["no sentence"]),
-            (b"\n \r\n\t\n", ["no sentence"]),
+            (b"", ["no text in it"]),
+            (b"\n \r\n\t\n", ["no text in it"]),
             (b"caf\xe9\n", ["not UTF-8", "0xe9", "position 3"]),
             ("hello".encode("utf-16"), ["not UTF-8"]),
             (b"a\0b\n", ["NUL"]),
@@ -332,7 +455,8 @@ class TestComplaints:
 
 
 @needs_real_model
-def test_whole_run(run) -> None:
+def test_whole_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "TIMED_TOKENS", 600)  # or it takes a minute on a busy machine
     status, out, err = run("--top", "1", model_folder=None)
     assert (status, err) == (0, "")
     assert "6 layers of 12 heads, 384 numbers" in out
@@ -358,10 +482,13 @@ def test_timing_counts_attention_within_the_model(tiny: Path, monkeypatch: pytes
     encoder = loading.load_model(tiny)
     ids = [encoder.cut(encoding) for encoding in encoder.tokenize(TEXTS)]
     tracked: list[int] = []
-    result = timing.compare(encoder, [ids[:4], ids[4:]], lambda rounds: tracked.extend(rounds) or rounds)
+    sets = {"both": [ids[:4], ids[4:]], "one": [ids[:1]]}
+    result = timing.compare(encoder, sets, lambda rounds: tracked.extend(rounds) or rounds)
     assert result.rounds == len(tracked) == timing.MIN_ROUNDS
-    assert 0 < result.fast_attention < result.fast_model
-    assert 0 < result.plain_attention < result.plain_model
+    assert list(result.times) == list(sets)
+    for times in result.times.values():
+        assert 0 < times.fast_attention < times.fast_model
+        assert 0 < times.plain_attention < times.plain_model
     assert result.largest_difference < 2e-6
 
 

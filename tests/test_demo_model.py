@@ -6,6 +6,7 @@ any of the demo's code.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -26,6 +27,8 @@ from tokenizers import Tokenizer, normalizers
 
 from fastattn.demo import cli, loading, model
 from fastattn.demo.attention import fast_attention, plain_attention
+from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
 from tests.demo_models import (
     EPS,
     HEADS,
@@ -247,15 +250,22 @@ def embed() -> Callable[[list[str]], np.ndarray]:
     return lambda texts: cli._encode(encoder, [encoder.cut(text) for text in encoder.tokenize(texts)], 16)
 
 
+@pytest.fixture(scope="module")
+def nearest(embed) -> Callable[[tuple[str, ...], str], str]:
+    """Of `texts`, which are embedded once, the one that is nearest in meaning to a query."""
+    embedded = functools.cache(embed)
+    return lambda texts, query: texts[int(np.argmax(embedded(texts) @ embed([query])[0]))]
+
+
 @needs_real_model
 class TestRealModel:
     @pytest.mark.parametrize(
         ("query", "expected"),
         [
-            (cli.QUERIES[0], "leaves turn water"),
-            (cli.QUERIES[1], "plays the violin"),
-            (cli.QUERIES[2], "inflation"),
-            (cli.QUERIES[3], "good for the heart"),
+            (QUERIES[0], "leaves turn water"),
+            (QUERIES[1], "plays the violin"),
+            (QUERIES[2], "inflation"),
+            (QUERIES[3], "good for the heart"),
             ("the first men on the Moon", "two astronauts"),
             ("How can I protect my data?", "backup"),
             ("famous paintings in museums", "Mona Lisa"),
@@ -266,10 +276,35 @@ class TestRealModel:
             ("desert climate", "Sahara"),
         ],
     )
-    def test_the_sensible_sentence_wins(self, embed, query: str, expected: str) -> None:
-        sentences = [line.text for line in cli.built_in_sentences()]
-        winner = sentences[int(np.argmax(embed(sentences) @ embed([query])[0]))]
-        assert expected in winner
+    def test_the_sensible_sentence_wins(self, nearest, query: str, expected: str) -> None:
+        assert expected in nearest(SENTENCES, query)
+
+    @pytest.mark.parametrize(
+        ("query", "expected"),
+        [
+            (QUERIES[0], "Green plants"),
+            (QUERIES[1], "A violin"),
+            (QUERIES[2], "Inflation"),
+            (QUERIES[3], "There is no secret to good health"),
+            (QUERIES[4], "A refrigerator"),
+            ("How do I make bread?", "To bake a simple loaf"),
+            ("the stolen painting", "Leonardo da Vinci"),
+            ("What makes the ground shake?", "The surface of the Earth"),
+            ("an epidemic caused by dirty water", "In the summer of 1854"),
+            ("dreams", "During sleep"),
+        ],
+    )
+    def test_the_sensible_passage_wins(self, nearest, query: str, expected: str) -> None:
+        assert nearest(PASSAGES, query).startswith(expected)
+
+    def test_passages_are_as_long_as_what_people_embed(self) -> None:
+        encoder = loading.load_model(loading.find_model(None))
+        counts = [len(encoding.ids) for encoding in encoder.tokenize(PASSAGES)]
+        assert 24 <= len(counts) <= 32
+        assert 100 <= min(counts) <= max(counts) <= 250 < encoder.max_tokens
+        assert sum(counts) <= cli.TIMED_TOKENS  # all of them are timed
+        longest_sentence = max(len(encoding.ids) for encoding in encoder.tokenize(SENTENCES))
+        assert longest_sentence < MAX_PICTURE_TOKENS
 
     def test_same_meaning_is_nearer_than_same_words(self, embed) -> None:
         anchor, paraphrase, lookalike = embed(
@@ -289,12 +324,12 @@ class TestRealModel:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.enable_truncation(256)
         tokenizer.enable_padding()
-        sentences = [line.text for line in cli.built_in_sentences()]
         texts = [
-            *sentences[::4],
+            *SENTENCES[::4],
+            *PASSAGES[::9],
             "",
             "na\u00efve \u6771\u4eac 12,345.67 $ [SEP] \U0001f642",
-            " ".join(sentences),
+            " ".join(SENTENCES),
         ]
         encodings = tokenizer.encode_batch(texts)
         ids = torch.tensor([encoding.ids for encoding in encodings])

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastattn._quiet import QUIET
 from fastattn.bench.case import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
 from fastattn.bench.document import MemoryResults
@@ -18,7 +19,6 @@ from fastattn.bench.intervals import ENOUGH, Estimate
 from fastattn.bench.peers import OURS
 from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import (
-    QUIET,
     CaseSummary,
     Share,
     disturbed_probes,

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastattn._quiet import count_disturbed
 from fastattn.bench.intervals import Estimate, median_interval
 from fastattn.bench.limits import Kind, bounds, medians
 from fastattn.bench.peers import OURS
 from fastattn.bench.records import CaseRun, LibraryRun
-
-#: A machine that nothing else uses keeps its peak to within this share of the best probe.
-QUIET = 0.9
 
 #: A call is undisturbed when both probes beside it are at least this share of the best ones of the case; a
 #: neighbour on a core leaves 50 to 80 % of the integer peak.
@@ -181,14 +179,13 @@ def geometric_means(summaries: Sequence[CaseSummary]) -> dict[str, tuple[float, 
 
 
 def disturbed_probes(runs: Sequence[CaseRun]) -> tuple[int, int]:
-    """How many probes of the float32 peak fell below `QUIET` of the best one, and how many there are."""
+    """How many probes of the float32 peak were disturbed, and how many there are."""
     probes: dict[int, list[float]] = {}
     for run in runs:
         for probe in run.limits:
             if "float32" in probe["fma"]:
                 probes.setdefault(run.threads, []).append(probe["fma"]["float32"][str(run.threads)])
-    disturbed = sum(peak < QUIET * max(peaks) for peaks in probes.values() for peak in peaks)
-    return disturbed, sum(map(len, probes.values()))
+    return sum(map(count_disturbed, probes.values())), sum(map(len, probes.values()))
 
 
 def error_ratios(libraries: dict[str, LibraryRun]) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""The command ``python -m fastattn demo``: find the sentences that are nearest in meaning to a query."""
+"""The command ``python -m fastattn demo``: find the texts that are nearest in meaning to a query."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,19 +21,22 @@ from fastattn.demo._errors import DemoError
 from fastattn.demo.attention import Floats, Ints, WeightRecorder, fast_attention
 from fastattn.demo.loading import find_model, load_model
 from fastattn.demo.model import SentenceEncoder, batches_by_length
-from fastattn.demo.text import QUERIES, Line, built_in_sentences, read_lines
-from fastattn.demo.timing import compare
+from fastattn.demo.text import Line, built_in_queries, built_in_texts, read_lines
+from fastattn.demo.timing import Times, compare
 
 T = TypeVar("T")
 
 # What the demo needs beyond NumPy; imported only after all have been looked for.
 EXTRAS = ("matplotlib", "rich", "safetensors", "tokenizers")
 
-# A long text is timed by a sample of its sentences with about so many tokens, spread evenly over the lengths.
+# A long file is timed by a sample of its lines with about so many tokens, spread evenly over the lengths.
 TIMED_TOKENS = 4096
 
 # So many lines are tokenized at a time: the tokens take far more memory than the text.
 TOKENIZED_TOGETHER = 1000
+
+# A text is shown by its beginning, on one line of so many columns; of fewer on a narrow terminal.
+COLUMNS = 110
 
 # So many texts that are too long get a warning each; the others are counted.
 WARNINGS_SHOWN = 5
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn demo",
-        description="Find the sentences nearest in meaning to a query, with a real transformer in NumPy\n"
+        description="Find the texts nearest in meaning to a query, with a real transformer in NumPy\n"
         "whose attention is fastattn.attention; time it against the plain formula; draw its attention.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--file",
         type=Path,
         metavar="TEXT",
-        help="a UTF-8 text file, one sentence per line (default: built-in)",
+        help="a UTF-8 text file, one sentence or passage per line (default: built-in)",
     )
     add(
         "--query",
@@ -101,9 +105,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=16,
         metavar="N",
-        help="sentences computed together (default: 16)",
+        help="texts computed together (default: 16)",
     )
     add("--threads", type=_positive, metavar="N", help="threads for fastattn (default: all cores it may use)")
+    add(
+        "--share-threads",
+        action="store_true",
+        help="have NumPy's products run on fastattn's threads (fastattn.share_threads_with_blas)",
+    )
     return parser
 
 
@@ -119,29 +128,34 @@ def _run(args: argparse.Namespace) -> None:
     from fastattn.demo.picture import check_picture_path
 
     check_picture_path(args.picture)
-    sentences, queries = _choose_texts(args.file, args.query)
+    texts, queries = _choose_texts(args.file, args.query)
     folder = find_model(args.model)
     model = load_model(folder)
     if args.threads is not None:
         fastattn.set_num_threads(args.threads)
+    if args.share_threads and not fastattn.share_threads_with_blas():  # type: ignore[attr-defined, unused-ignore]
+        _warn("NumPy's products keep threads of their own; python -m fastattn info says why")
 
-    sentence_ids = _tokenize(model, sentences)
+    ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}
     query_ids = _tokenize(model, queries)
-    lengths = [len(ids) for ids in sentence_ids]
     print(f"Model {folder}")
     print(
         f"{len(model.layers)} layers of {model.num_heads} heads, {model.words.shape[1]} numbers per embedding"
     )
-    print(f"{len(sentences)} sentences of {min(lengths)} to {max(lengths)} tokens")
+    for kind, some in ids.items():
+        lengths = [len(text) for text in some]
+        print(f"{len(some)} {kind} of {min(lengths)} to {max(lengths)} tokens")
 
-    embeddings = _encode(model, sentence_ids, args.batch_size)
+    lines, line_ids = list(chain(*texts.values())), list(chain(*ids.values()))
+    embeddings = _encode(model, line_ids, args.batch_size)
     query_embeddings = _encode(model, query_ids, args.batch_size)
     scores = query_embeddings @ embeddings.T  # cosines: the embeddings have length 1
-    ranking = np.argsort(-scores, axis=1, kind="stable")[:, : args.top]
-    _print_matches(queries, sentences, scores, ranking, numbered=args.file is not None)
-    _print_timing(model, sentence_ids, args.batch_size)
-    best = ranking[0, 0]
-    _save_picture(model, sentence_ids[best], sentences[best], args.picture)
+    ranking = np.argsort(-scores, axis=1, kind="stable")
+    _print_matches(queries, lines, scores, ranking[:, : args.top], numbered=args.file is not None)
+    _print_timing(model, ids, args.batch_size)
+    # Of the first kind, because the tokens of a passage are too many for a picture.
+    best = next(index for index in ranking[0] if index < len(next(iter(ids.values()))))
+    _save_picture(model, line_ids[best], lines[best], args.picture)
 
 
 def _check_extras() -> None:
@@ -151,18 +165,19 @@ def _check_extras() -> None:
         )
 
 
-def _choose_texts(file: Path | None, query: list[str] | None) -> tuple[list[Line], list[Line]]:
-    """The sentences to search, and the queries to search them for."""
+def _choose_texts(file: Path | None, query: list[str] | None) -> tuple[dict[str, list[Line]], list[Line]]:
+    """The texts to search, by kind, and the queries to search them for."""
     if query is not None and not all(text.strip() for text in query):
         raise DemoError("--query is empty: give it the words to look for")
-    sentences = built_in_sentences() if file is None else read_lines(file)
+    texts = built_in_texts() if file is None else {"lines": read_lines(file)}
     if query is not None:
-        return sentences, [Line(text.strip(), f"--query {text.strip()[:30]!r}") for text in query]
+        return texts, [Line(text.strip(), f"--query {text.strip()[:30]!r}") for text in query]
     if file is None:
-        return sentences, [Line(text, f"built-in query {number}") for number, text in enumerate(QUERIES, 1)]
-    if len(sentences) == 1:
-        raise DemoError(f"--file {file} has a single sentence: give a --query to compare it with")
-    return sentences[1:], sentences[:1]
+        return texts, built_in_queries()
+    first, *others = texts["lines"]
+    if not others:
+        raise DemoError(f"--file {file} has a single line: give a --query to compare it with")
+    return {"lines": others}, [first]
 
 
 def _tokenize(model: SentenceEncoder, lines: Sequence[Line]) -> list[Ints]:
@@ -204,48 +219,77 @@ def _track(steps: Sequence[T], description: str) -> Iterable[T]:
 
 
 def _print_matches(
-    queries: Sequence[Line], sentences: Sequence[Line], scores: Floats, ranking: Ints, *, numbered: bool
+    queries: Sequence[Line], lines: Sequence[Line], scores: Floats, ranking: Ints, *, numbered: bool
 ) -> None:
     for query, row, best in zip(queries, scores, ranking, strict=True):
         print(f"\n{_fit(query.text)}")
         for index in best:
-            where = f"{sentences[index].source}: " if numbered else ""
-            print(_fit(f"  {row[index]:6.3f}  {where}{sentences[index].text}"))
+            where = f"{lines[index].source}: " if numbered else ""
+            print(_fit(f"  {row[index]:6.3f}  {where}{lines[index].text}"))
 
 
-def _print_timing(model: SentenceEncoder, texts: Sequence[Ints], batch_size: int) -> None:
-    by_length = sorted(texts, key=len)
-    sample = by_length[:: math.ceil(sum(map(len, texts)) / TIMED_TOKENS)]
-    batches = [[sample[index] for index in batch] for batch in batches_by_length(sample, batch_size)]
+def _print_timing(model: SentenceEncoder, ids: Mapping[str, Sequence[Ints]], batch_size: int) -> None:
+    samples = {kind: _sample(some) for kind, some in ids.items()}
+    batches = {
+        kind: [[sample[index] for index in batch] for batch in batches_by_length(sample, batch_size)]
+        for kind, sample in samples.items()
+    }
     result = compare(model, batches, lambda rounds: _track(rounds, "timing"))
 
-    which = "all" if len(sample) == len(texts) else f"{len(sample)} of the"
     print(
-        f"\nTime for {which} {len(texts)} sentences, the median of {result.rounds} runs of each, in turns "
+        f"\nTimes are medians of {result.rounds} runs of each, in turns "
         f"(threads of fastattn: {fastattn.get_num_threads()}):"
     )
-    print("                      fastattn     plain NumPy")
-    for name, fast, plain in (
-        ("attention alone", result.fast_attention, result.plain_attention),
-        ("the whole model", result.fast_model, result.plain_model),
-    ):
-        print(
-            f"  {name}  {1000 * fast:9.2f} ms    {1000 * plain:9.2f} ms    {plain / fast:.2f} times as fast"
-        )
+    _print_times(samples, ids, result.times)
+    if result.warning is not None:
+        print(result.warning)
     print(
-        f"Attention alone is its {len(batches) * len(model.layers)} calls in {len(batches)} batches; "
+        f"Attention alone is its {len(model.layers)} calls in each batch of up to {batch_size} texts; "
         "the rest of the model is the same NumPy code in both.\n"
         f"Largest difference between the two, in any number of any embedding: {result.largest_difference:.1e}"
     )
 
 
-def _save_picture(model: SentenceEncoder, ids: Ints, sentence: Line, path: Path) -> None:
+def _sample(texts: Sequence[Ints]) -> list[Ints]:
+    """Of `texts` those that are timed: all, or some with about `TIMED_TOKENS` tokens."""
+    return sorted(texts, key=len)[:: math.ceil(sum(map(len, texts)) / TIMED_TOKENS)]
+
+
+def _print_times(
+    samples: Mapping[str, Sequence[Ints]], ids: Mapping[str, Sequence[Ints]], times: Mapping[str, Times]
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("texts", "tokens", "time of", "fastattn", "plain NumPy", "times as fast"):
+        table.add_column(column, justify="left" if column in ("texts", "time of") else "right", no_wrap=True)
+    for kind, sample in samples.items():
+        which = "" if len(sample) == len(ids[kind]) else f" of the {len(ids[kind])}"
+        it = times[kind]
+        table.add_row(
+            f"{len(sample)}{which} {kind}",
+            str(sum(map(len, sample))),
+            "attention alone",
+            *_cells(it.fast_attention, it.plain_attention),
+        )
+        table.add_row("", "", "the whole model", *_cells(it.fast_model, it.plain_model))
+        table.add_section()
+    Console(width=_columns()).print(table)
+
+
+def _cells(fast: float, plain: float) -> tuple[str, str, str]:
+    return f"{1000 * fast:.2f} ms", f"{1000 * plain:.2f} ms", f"{plain / fast:.2f}"
+
+
+def _save_picture(model: SentenceEncoder, ids: Ints, line: Line, path: Path) -> None:
     from fastattn.demo.picture import draw_attention
 
     recorder = WeightRecorder()
     model.encode([ids], recorder)
     layer = len(recorder.weights)
-    draw_attention(recorder.weights[layer - 1][0], model.token_names(ids), sentence.text, layer, path)
+    draw_attention(recorder.weights[layer - 1][0], model.token_names(ids), line.text, layer, path)
     print(f"Picture of the attention in layer {layer} saved to {path}")
 
 
@@ -254,7 +298,11 @@ def _warn(message: str) -> None:
 
 
 def _fit(text: str) -> str:
-    """`text` without characters that command a terminal, and on one line of it where there is one."""
+    """The beginning of `text`, on one line of the terminal, without characters that command it."""
     text = "".join(character if character.isprintable() else " " for character in text)
-    width = shutil.get_terminal_size().columns
-    return text if len(text) <= width or not sys.stdout.isatty() else text[: width - 3] + "..."
+    width = _columns()
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _columns() -> int:
+    return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS

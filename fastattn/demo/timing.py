@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
+from fastattn._quiet import CoreProbes
 from fastattn.demo.attention import Attend, Floats, Ints, fast_attention, plain_attention
 from fastattn.demo.model import SentenceEncoder
 
 # As many rounds as fit into the time, within these bounds: medians of fewer are not worth printing.
-MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 6.0
+MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 10.0
+
+Batches = Sequence[Sequence[Ints]]
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Contender:
         self.attention_seconds[-1] += perf_counter() - start
         return out
 
-    def run(self, model: SentenceEncoder, batches: Sequence[Sequence[Ints]]) -> Floats:
+    def run(self, model: SentenceEncoder, batches: Batches) -> Floats:
         """Encode all the batches, and note the time that attention took and the time that all of it took."""
         self.attention_seconds.append(0.0)
         start = perf_counter()
@@ -40,39 +43,62 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Median seconds over the rounds, and how far apart the embeddings are."""
+class Times:
+    """Median seconds over the rounds, of one set of texts."""
 
-    rounds: int
     fast_attention: float
     fast_model: float
     plain_attention: float
     plain_model: float
-    largest_difference: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the rounds gave."""
+
+    rounds: int
+    times: dict[str, Times]  #: of each set of texts
+    largest_difference: float  #: between the two, in any number of any embedding
+    warning: str | None  #: that the machine was too busy to be timed
 
 
 def compare(
     model: SentenceEncoder,
-    batches: Sequence[Sequence[Ints]],
+    sets: Mapping[str, Batches],
     track: Callable[[Sequence[int]], Iterable[int]],
 ) -> Comparison:
-    """Run both, turn and turn about. The first round warms up and compares the results; it is not counted.
+    """Run both on every set, turn and turn about.
 
-    `track` may show the progress of the rounds.
+    The first round warms up and compares the results; it is not counted. `track` may show the progress of
+    the others. The cores are probed before each round and after the last.
     """
-    fast, plain = Contender(fast_attention), Contender(plain_attention)
-    difference = np.abs(fast.run(model, batches) - plain.run(model, batches)).max()
-    one_round = fast.model_seconds[0] + plain.model_seconds[0]
+    pairs = {name: (Contender(fast_attention), Contender(plain_attention)) for name in sets}
+    differences = [
+        float(np.abs(fast.run(model, sets[name]) - plain.run(model, sets[name])).max())
+        for name, (fast, plain) in pairs.items()
+    ]
+    one_round = sum(contender.model_seconds[0] for pair in pairs.values() for contender in pair)
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS / one_round)))
+    probes = CoreProbes()
     for number in track(range(rounds)):
-        # Whoever goes first changes from round to round, so that neither always has the warmer cache.
-        for contender in (fast, plain) if number % 2 else (plain, fast):
-            contender.run(model, batches)
+        probes.take()
+        for name, (fast, plain) in pairs.items():
+            # Whoever goes first changes from round to round, so that neither always has the warmer cache.
+            for contender in (fast, plain) if number % 2 else (plain, fast):
+                contender.run(model, sets[name])
+    probes.take()
     return Comparison(
         rounds=rounds,
+        times={name: _medians(fast, plain) for name, (fast, plain) in pairs.items()},
+        largest_difference=max(differences),
+        warning=probes.warning(),
+    )
+
+
+def _medians(fast: Contender, plain: Contender) -> Times:
+    return Times(
         fast_attention=median(fast.attention_seconds[1:]),
         fast_model=median(fast.model_seconds[1:]),
         plain_attention=median(plain.attention_seconds[1:]),
         plain_model=median(plain.model_seconds[1:]),
-        largest_difference=float(difference),
     )

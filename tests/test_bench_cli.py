@@ -194,6 +194,34 @@ def test_the_command_line_measures_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert "fastattn was not timed in the earlier run" in capsys.readouterr().out
 
 
+def columns(printed: str, title: str) -> list[str]:
+    """The heads of the table whose first column is called `title`; none where there is no such table."""
+    heads = [line.split(title)[1].split() for line in printed.splitlines() if line.strip().startswith(title)]
+    return heads[0] if heads else []
+
+
+def test_a_library_has_a_column_where_it_took_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(case: Case) -> CaseRun:
+        names = ["fastattn", "torch"] if case.model_dim is None else ["fastattn", "fastattn-shared", "torch"]
+        found = replace(case_run(**{name: [1.0] * 5 for name in names}), case=case)
+        for library in found.libraries.values():
+            library.products = [] if case.model_dim is None else [0.02] * 5
+        return found
+
+    fake_runs(monkeypatch, run)
+    assert cli.main(["--cases", "tiny-4"]) == 0
+    printed = capsys.readouterr().out
+    assert columns(printed, "time of one call") == ["fastattn", "torch"]
+    assert columns(printed, "time of the products around it") == []
+    assert cli.main(["--cases", "tiny-4", "vit-197-in-model"]) == 0
+    printed = capsys.readouterr().out
+    assert columns(printed, "time of one call") == ["fastattn", "fastattn-shared", "torch"]
+    assert columns(printed, "time of the products around it") == ["fastattn", "fastattn-shared", "torch"]
+    assert "20.0 ms" in printed
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
 def test_memory_stands_beside_the_times(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"

@@ -20,10 +20,10 @@ pytest.importorskip("rich")
 
 from fastattn.backends import cython_cpu
 from fastattn.bench import worker
-from fastattn.bench.case import Case, Inputs, make_inputs
+from fastattn.bench.case import Case, Inputs, Layer, make_inputs
 from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import expected_output
-from fastattn.bench.peers import Call, Unable
+from fastattn.bench.peers import Call, Peer, Products, Unable
 from fastattn.bench.process import ROOT, Crew, Worker, WorkerError
 from tests.bench_runs import CASE
 
@@ -33,7 +33,7 @@ needs_kernels = pytest.mark.skipif(
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 
-class FourWays:
+class FourWays(Peer):
     """A library with a slow right way, a fast wrong one, one that refuses and one that gives NaN."""
 
     version = "1"
@@ -85,7 +85,7 @@ def test_only_right_ways_are_timed(prepare: Callable[..., Any]) -> None:
     assert [label for label, way in ways.items() if "seconds" in way] == ["right"]
 
 
-class Recording:
+class Recording(Peer):
     """A library that notes the address of the keys in each call."""
 
     version = "1"
@@ -115,6 +115,76 @@ def test_cold_calls_cycle_through_enough_bytes(
     timed = peer.keys
     assert len(set(timed)) == copies
     assert timed[copies:] == timed[:-copies]  # each is used again only after all the others
+
+
+class InModel(Peer):
+    """A library that notes what it does and moves the clock: 5 s and 2 s of products, 1 s of attention."""
+
+    version = "1"
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.seconds = 0.0
+        self.error = 0.0  #: of the product before attention
+        self.ways = {"way": self._way}
+
+    def _do(self, what: str, seconds: float) -> None:
+        self.done.append(what)
+        self.seconds += seconds
+
+    def _way(self, case: Case, inputs: Inputs) -> Call:
+        out = expected_output(case, inputs).astype(np.float32)
+
+        def result() -> np.ndarray:
+            self._do("result", 1.0)
+            return out
+
+        return Call(lambda: self._do("attention", 1.0), result)
+
+    def products(self, layer: Layer) -> Products:
+        def before() -> np.ndarray:
+            self._do("before", 5.0)
+            return layer.rows @ layer.w_qkv + np.float32(self.error)
+
+        return Products(before, lambda: self._do("after", 2.0))
+
+
+IN_MODEL = replace(CASE, model_dim=48)
+
+
+def test_in_a_model_attention_alone_is_timed_between_products(
+    prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = InModel()
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: peer.seconds)
+    held, found = prepare(IN_MODEL, peer)
+    assert "before result" in " ".join(peer.done)  # checked where it is timed
+    assert found["ways"]["way"]["seconds"] == 1.0
+    assert found["ways"]["way"]["products"] == 7.0
+    peer.done.clear()
+    took = held.time(IN_MODEL.name, calls=4, seconds=1e-6)  # so short that alone it would be timed in blocks
+    assert took == {"median": 1.0, "min": 1.0, "products": 7.0}
+    rounds = len(peer.done) // 3
+    assert rounds > 4, "it was not warmed up"
+    assert peer.done == ["before", "attention", "after"] * rounds
+
+
+def test_alone_there_are_no_products(prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = InModel()
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: peer.seconds)
+    held, found = prepare(CASE, peer)
+    assert held.time(CASE.name, calls=4, seconds=1.0) == {"median": 1.0, "min": 1.0, "products": None}
+    assert found["ways"]["way"]["products"] == 0.0
+    assert set(peer.done) == {"result", "attention"}
+
+
+@pytest.mark.parametrize("error", [1e-2, np.nan])
+def test_attention_beside_a_wrong_product_is_not_timed(error: float, prepare: Callable[..., Any]) -> None:
+    peer = InModel()
+    peer.error = error
+    _, found = prepare(IN_MODEL, peer)
+    assert found["chosen"] is None
+    assert found["ways"]["way"]["reason"] == "wrong: the product before attention"
 
 
 def test_cold_copies_leave_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Shapes are ``(B, H, L, S, D)``: batch, query heads, query length, key length, he
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastattn.bench.case import PADDING_KEPT, Case, Targets
@@ -30,7 +31,7 @@ def _case(name: str, group: str, shape: tuple[int, int, int, int, int], origin: 
     )
 
 
-_ALL = (
+_ALONE = (
     _case(
         "square-512-64",
         "square",
@@ -121,6 +122,13 @@ _ALL = (
         "ViT-B/16 at 224 pixels",
         quick=True,
         targets=Targets(best=1.05),
+    ),
+    _case(
+        "minilm-short",
+        "batch",
+        (16, 12, 30, 30, 32),
+        "MiniLM-L6, 16 sentences of 4 to 30 tokens",
+        key_lengths="ragged",
     ),
     _case("vit-197-batch", "batch", (8, 12, 197, 197, 64), "ViT-B/16 at 224 pixels, eight images"),
     _case("vit-577", "batch", (1, 12, 577, 577, 64), "ViT-B/16 at 384 pixels"),
@@ -487,6 +495,33 @@ _ALL = (
             threads=threads,
         )
         for threads in (1, 2, 4, 8, 16, 32, 64)
+    ),
+)
+
+#: Those of them that are timed in a layer of their model, too, and how wide its rows are.
+_MODEL_DIMS = {
+    "gpt2-1024": 768,
+    "bert-batch": 768,
+    "vit-197": 768,
+    "vit-577": 768,
+    "minilm-short": 384,
+    "gpt2-decode": 768,
+}
+
+_ALL = (
+    *_ALONE,
+    *(
+        replace(
+            case,
+            name=f"{case.name}-in-model",
+            group="in-model",
+            origin=f"{case.origin}, between the products of its layer",
+            model_dim=_MODEL_DIMS[case.name],
+            baseline=case.name,
+            targets=Targets(),
+        )
+        for case in _ALONE
+        if case.name in _MODEL_DIMS
     ),
 )
 

@@ -25,7 +25,7 @@ from fastattn.bench.case import Case
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
-from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, taking_part
 from fastattn.bench.process import Crew
 from fastattn.bench.records import CaseRun
 
@@ -189,7 +189,8 @@ def _measure(options: argparse.Namespace) -> _Measured:
     cases, memory = _selected(options)
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _progress(Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(cases) + len(memory) * len(options.peers))
+        memory_peers = {name: taking_part(options.peers, MEMORY_CASES[name]) for name in memory}
+        task = progress.add_task("", total=len(cases) + sum(map(len, memory_peers.values())))
 
         def notifier(name: str) -> Notify:
             return lambda text: _draw(progress, task, f"{name}: {text}")
@@ -202,8 +203,8 @@ def _measure(options: argparse.Namespace) -> _Measured:
 
         try:
             _measure_cases(options, cases, found, notifier, done)
-            for name in memory:
-                for peer in options.peers:
+            for name, peers in memory_peers.items():
+                for peer in peers:
                     notifier(name)(peer)
                     taken = measure_memory(MEMORY_CASES[name], peer, options.threads)
                     found.memory.setdefault(name, {})[peer] = taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -95,6 +95,7 @@ def print_speed(console: Console, runs: Sequence[CaseRun], names: Sequence[str])
         table.add_section()
     console.print(table)
     _print_times(console, runs, names)
+    _print_products(console, runs, names)
     _print_means(console, runs)
     _print_limits(console, runs)
     _print_ways(console, runs)
@@ -156,14 +157,36 @@ def _time_cell(run: CaseRun, summary: CaseSummary, name: str) -> str:
 
 
 def _why(run: CaseRun, name: str) -> str:
+    if name not in run.libraries:
+        return "-"
     return "wrong" if run.libraries[name].wrong else "unable"
 
 
+def _took_part(names: Sequence[str], found: Iterable[Mapping[str, object]]) -> list[str]:
+    """Those of the libraries `names` that are in any of `found`: the columns of a table."""
+    there = {name for libraries in found for name in libraries}
+    return [name for name in names if name in there]
+
+
 def _print_times(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
+    names = _took_part(names, (run.libraries for run in runs))
     table = _table("time of one call", right=names)
     for run in runs:
         summary = summarise(run)
         table.add_row(run.case.name, *(_time_cell(run, summary, name) for name in names))
+    console.print(table)
+
+
+def _print_products(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
+    """The neighbours of attention in a model: do they suffer from it?"""
+    timed = [run for run in runs if any(it.products for it in run.libraries.values())]
+    if not timed:
+        return
+    names = _took_part(names, (run.libraries for run in timed))
+    table = _table("time of the products around it", right=names)
+    for run in timed:
+        products = (run.libraries.get(name, LibraryRun()).products for name in names)
+        table.add_row(run.case.name, *(time_text(np.median(it)) if it else "-" for it in products))
     console.print(table)
 
 
@@ -233,12 +256,13 @@ def _print_reasons(console: Console, runs: Sequence[CaseRun]) -> None:
 
 def print_errors(console: Console, runs: Sequence[CaseRun], names: Sequence[str]) -> None:
     """The largest and the root-mean-square absolute error of each library on each case."""
+    names = _took_part(names, (run.libraries for run in runs))
     table = _table("case", "checked in", right=(*names, "allowed", "ours / torch's"))
     table.title = "absolute error: largest / root mean square"
     table.add_column("target")
     for run in runs:
         ratios = error_ratios(run.libraries)
-        cells = [_error_cell(run.libraries[name]) for name in names]
+        cells = [_error_cell(run, name) for name in names]
         cells.append("-" if run.tolerance is None else f"{run.tolerance:.1e}")
         if ratios is None:
             cells += ["-", "[yellow]none[/]"]
@@ -250,14 +274,16 @@ def print_errors(console: Console, runs: Sequence[CaseRun], names: Sequence[str]
     _print_reasons(console, runs)
 
 
-def _error_cell(library: LibraryRun) -> str:
+def _error_cell(run: CaseRun, name: str) -> str:
+    library = run.libraries.get(name, LibraryRun())
     if library.error is None or library.rms_error is None:
-        return "wrong" if library.wrong else "unable"
+        return _why(run, name)
     return f"{library.error:.1e} / {library.rms_error:.1e}{' wrong' if library.wrong else ''}"
 
 
 def print_memory(console: Console, results: MemoryResults, names: Sequence[str]) -> None:
     """Peak memory by case and library."""
+    names = _took_part(names, results.values())
     table = _table("MiB, first / after a tiny call", right=names)
     reasons: dict[tuple[str, str], list[str]] = {}
     for case, libraries in results.items():

@@ -126,7 +126,7 @@ class InModel(Peer):
         self.done: list[str] = []
         self.seconds = 0.0
         self.error = 0.0  #: of the product before attention
-        self.ways = {"way": self._way}
+        self.ways = {"way": self._way, "another": self._way}
 
     def _do(self, what: str, seconds: float) -> None:
         self.done.append(what)
@@ -158,7 +158,9 @@ def test_in_a_model_attention_alone_is_timed_between_products(
     peer = InModel()
     monkeypatch.setattr(worker.time, "perf_counter", lambda: peer.seconds)
     held, found = prepare(IN_MODEL, peer)
-    assert "before result" in " ".join(peer.done)  # checked where it is timed
+    # Every way is checked where it is timed.
+    checks = [place for place, what in enumerate(peer.done) if what == "result"]
+    assert [peer.done[place - 1] for place in checks] == ["before"] * 2
     assert found["ways"]["way"]["seconds"] == 1.0
     assert found["ways"]["way"]["products"] == 7.0
     peer.done.clear()

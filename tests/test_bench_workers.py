@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
     def prepared(case: Case, peer: Any) -> tuple[worker.LibraryWorker, dict[str, Any]]:
         path = str(tmp_path / "answer.npy")
         np.save(path, expected_output(case, make_inputs(case)))
-        monkeypatch.setitem(worker.CASES, case.name, case)
         monkeypatch.setattr(worker, "load_peer", lambda name, num_threads: peer)
         monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
         monkeypatch.setattr(worker, "WARM_UP_SECONDS", 0.0)
         held = worker.LibraryWorker("numpy", 1)
-        return held, held.prepare(case.name, path)
+        return held, held.prepare(asdict(case), path)
 
     return prepared
 
@@ -278,11 +277,13 @@ def test_a_case_with_threads_of_its_own_has_workers_of_its_own() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_worker_outlives_a_killed_parent(busy: bool, tmp_path: Path) -> None:
     script = (
+        "from dataclasses import asdict\n"
+        "from fastattn.bench.cases import CASES\n"
         "from fastattn.bench.process import Worker; import os, signal, threading, time\n"
         "held = Worker('oracle', 1)\n"
-        f"work = dict(case='long-64k', path={str(tmp_path / 'answer.npy')!r})\n"
+        f"work = dict(case=asdict(CASES['long-64k']), path={str(tmp_path / 'answer.npy')!r})\n"
         f"if {busy}: threading.Thread(target=lambda: held.ask('expected', **work), daemon=True).start()\n"
-        "else: held.ask('expected', **work | dict(case='tiny-4'))\n"
+        "else: held.ask('expected', **work | dict(case=asdict(CASES['tiny-4'])))\n"
         "print(held._process.pid, flush=True)\n"
         "time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -1,4 +1,4 @@
-"""A case: one attention call, what it costs at least, what we want of it, its inputs, and its neighbours.
+"""A case: one attention call, what it costs at least, its inputs, and its neighbours.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S`` key length,
 ``D`` head_dim, ``E`` value head_dim.
@@ -18,17 +18,6 @@ PADDING_KEPT = 0.75
 
 #: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
 SHORTEST = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What the project wants of a case; None where it asks for nothing."""
-
-    best: float | None = None  #: time of the fastest right peer over ours, at least
-    torch: float | None = None  #: time of torch over ours, at least
-    peak: float | None = None  #: share of the machine's FMA peak, at least
-    peak_avx2: float | None = None  #: the same for ``fastattn-avx2``
-    slowdown: float | None = None  #: our time over our time of the case's baseline, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +55,12 @@ class Case:
     threads: int | None = None  #: None: as many as the run was asked for
     quick: bool = False  #: part of ``--quick``
     baseline: str | None = None  #: our time is also given over our time of this case
-    targets: Targets = Targets()
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Case:
+        """The case whose `dataclasses.asdict` went through JSON."""
+        window = fields["window"]
+        return cls(**fields | {"window": None if window is None else tuple(window)})
 
     @property
     def shape(self) -> str:

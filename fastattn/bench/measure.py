@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -78,14 +78,14 @@ def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore)
     run = CaseRun(case, crew.threads(case), oracle)
     for name in taking_part(names, case):
         notify(f"checking {name}")
-        run.libraries[name] = _check_one(case.name, crew.worker(name, run.threads), path, run)
+        run.libraries[name] = _check_one(case, crew.worker(name, run.threads), path, run)
     crew.forget(path)
     return run
 
 
-def _check_one(case: str, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
+def _check_one(case: Case, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
     try:
-        found = worker.ask("prepare", case=case, expected=path)
+        found = worker.ask("prepare", case=asdict(case), expected=path)
     except WorkerError as problem:
         return LibraryRun(reason=str(problem))
     run.tolerance = found["tolerance"]
@@ -224,7 +224,7 @@ def _baseline(case: Case, crew: Crew, run: CaseRun, notify: Notify) -> _Contesta
     """fastattn on the baseline case, to be timed in the same rounds."""
     notify(f"preparing {case.name}")
     path, _ = crew.expected(case)
-    run.baseline = _check_one(case.name, crew.worker(OURS[0], run.threads), path, run)
+    run.baseline = _check_one(case, crew.worker(OURS[0], run.threads), path, run)
     crew.forget(path)
     return _contestant(crew, OURS[0], case, run.baseline, run)
 
@@ -255,7 +255,7 @@ def measure_memory(case: Case, name: str, num_threads: int) -> dict[str, dict[st
     for kind in ("first", "warm"):
         with Worker(name, num_threads) as worker:
             try:
-                found[kind] = worker.ask("memory", case=case.name, warm=kind == "warm")
+                found[kind] = worker.ask("memory", case=asdict(case), warm=kind == "warm")
             except WorkerError as problem:
                 found[kind] = {"reason": str(problem)}
     return found

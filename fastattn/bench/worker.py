@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from fastattn.bench.case import Case, Inputs, Layer, make_inputs, make_layer
-from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP
+from fastattn.bench.cases import MEMORY_WARM_UP
 from fastattn.bench.limits import Kind
 from fastattn.bench.memory import limit_memory, measure_call
 from fastattn.bench.oracle import checked_rows, expected_output
@@ -204,13 +204,13 @@ class LibraryWorker:
             self._peer = load_peer(self._name, self._threads)
         return self._peer
 
-    def prepare(self, case: str, expected: str) -> dict[str, Any]:
+    def prepare(self, case: dict[str, Any], expected: str) -> dict[str, Any]:
         """Make `case` ready every way the library has, check each, keep the fastest right one.
 
         Parameters
         ----------
         case
-            Its name.
+            Its fields.
         expected
             The `.npy` file with the right answer.
 
@@ -221,12 +221,12 @@ class LibraryWorker:
             and ``ways``: for each label its ``error`` (largest), ``rms_error``, ``seconds`` and those of the
             ``products`` around it, or the ``reason`` it cannot be used.
         """
-        named = CASES[case]
-        inputs = make_inputs(named)
+        wanted = Case.from_json(case)
+        inputs = make_inputs(wanted)
         answer = np.load(expected, mmap_mode="r")
-        tolerance = TOLERANCE_EPS * float(np.finfo(named.dtype).eps) * float(np.abs(inputs.value).max())
+        tolerance = TOLERANCE_EPS * float(np.finfo(wanted.dtype).eps) * float(np.abs(inputs.value).max())
         peer = self._load()
-        layer = make_layer(named)
+        layer = make_layer(wanted)
         products, right_products = None, True
         if layer is not None:
             products = peer.products(layer)
@@ -235,10 +235,10 @@ class LibraryWorker:
         calls: dict[str, _Ready] = {}
         for label, make in peer.ways.items():
             try:
-                call = make(named, inputs)
+                call = make(wanted, inputs)
                 if products is not None:  # checked where it is timed
                     products.before()
-                ways[label] = _errors(named, call.result(), answer)
+                ways[label] = _errors(wanted, call.result(), answer)
             except Redundant:
                 continue
             except Exception as problem:  # whatever a library raises is its reason
@@ -251,15 +251,15 @@ class LibraryWorker:
             elif not right_products:
                 ways[label]["reason"] = "wrong: the product before attention"
             else:
-                calls[label] = _Ready(named, call.run, products)
+                calls[label] = _Ready(wanted, call.run, products)
         _try_in_turn(calls, ways)
-        copies = _cold_copies(named, inputs) if calls else []
+        copies = _cold_copies(wanted, inputs) if calls else []
         if copies:
             # Some libraries take long to make each copy ready: only ways that may be the fastest get them.
             slowest = COLD_CHANCE * min(ways[label]["seconds"] for label in calls)
             calls = {label: it for label, it in calls.items() if ways[label]["seconds"] <= slowest}
             for label, ready in calls.items():
-                others = [peer.ways[label](named, it).run for it in copies]
+                others = [peer.ways[label](wanted, it).run for it in copies]
                 for other in others:
                     other()  # what a library does once for each, it does now
                 calls[label] = replace(ready, run=_in_turn([ready.run, *others]))
@@ -267,7 +267,7 @@ class LibraryWorker:
             _try_in_turn(calls, ways)
         chosen = min(calls, key=lambda label: ways[label]["seconds"], default=None)
         if chosen is not None:
-            self._ready[case] = calls[chosen]
+            self._ready[wanted.name] = calls[chosen]
         return {
             "version": peer.version,
             "chosen": chosen,
@@ -301,11 +301,11 @@ class LibraryWorker:
         from fastattn.backends.cython_cpu import integer_peak
 
         ready = self._ready[case]
-        named, run = ready.case, ready.run
+        timed, run = ready.case, ready.run
         if kind == "memory":
-            work, limit, length = float(named.nbytes), _read_bandwidth(), READ_SECONDS
+            work, limit, length = float(timed.nbytes), _read_bandwidth(), READ_SECONDS
         else:
-            work, limit, length = named.flops, _fma_peak(named.dtype), PROBE_SECONDS
+            work, limit, length = timed.flops, _fma_peak(timed.dtype), PROBE_SECONDS
 
         def probe() -> tuple[float, float]:
             integer = integer_peak(self._threads, PROBE_SECONDS / 4)
@@ -328,21 +328,21 @@ class LibraryWorker:
         self._ready.clear()
         gc.collect()
 
-    def memory(self, case: str, warm: bool) -> dict[str, Any]:
+    def memory(self, case: dict[str, Any], warm: bool) -> dict[str, Any]:
         """Peak memory of the first call of `case` over its inputs and its output, in bytes.
 
         Meant for a fresh process. With `warm` a tiny call comes first, so that what a library loads or
         allocates once, whatever the size, is left out. The first way that works is measured.
         """
-        named = MEMORY_CASES[case]
-        inputs = make_inputs(named)
+        wanted = Case.from_json(case)
+        inputs = make_inputs(wanted)
         peer = self._load()
         reasons = []
         for label, make in peer.ways.items():
             try:
                 if warm:
                     make(MEMORY_WARM_UP, make_inputs(MEMORY_WARM_UP)).run()
-                return {"version": peer.version, "way": label, **measure_call(make, named, inputs)}
+                return {"version": peer.version, "way": label, **measure_call(make, wanted, inputs)}
             except Exception as problem:  # whatever a library raises is its reason
                 reasons.append(f"{label}: {_reason(problem)}")
         raise MemoryError("; ".join(reasons))
@@ -374,9 +374,10 @@ def _errors(case: Case, result: np.ndarray, answer: np.ndarray) -> dict[str, flo
 class OracleWorker:
     """The command of the worker that computes the right answers."""
 
-    def expected(self, case: str, path: str) -> dict[str, str]:
+    def expected(self, case: dict[str, Any], path: str) -> dict[str, str]:
         """Save the right answer of `case` at `path`."""
-        answer = expected_output(CASES[case], make_inputs(CASES[case]))
+        wanted = Case.from_json(case)
+        answer = expected_output(wanted, make_inputs(wanted))
         np.save(path, answer)
         return {"dtype": str(answer.dtype)}
 

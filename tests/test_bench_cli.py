@@ -58,6 +58,7 @@ def test_bad_names_list_the_valid_ones(
         (["--errors", "--compare", "foreign.json"], "--compare needs times"),
         (["--shape", "1,8,512,64"], "a shape is B,H[/K],L,S,D[/E], all of them at least 1, got 1,8,512,64"),
         (["--shape", "1,8,0,4,4"], "all of them at least 1, got 1,8,0,4,4"),
+        (["--shape", "1,8/00,4,4,4"], "all of them at least 1, got 1,8/00,4,4,4"),
         (["--shape", "1,8/3,4,4,4"], "8 query heads cannot share 3 key/value heads evenly"),
         (["--shape", "1,1,4,4,4", "--cases", "tiny-4"], "in place of --cases and --group"),
         (["--key-lengths", "ragged"], "--key-lengths is about a --shape, and none is given"),

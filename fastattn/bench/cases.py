@@ -470,7 +470,8 @@ _ALONE = (
     ),
 )
 
-#: Those of them that are timed in a layer of their model, too, and how wide its rows are.
+#: Those of them that are timed in a layer of their model, too, and how wide its rows are. The quick ones of
+#: them are quick there as well.
 _MODEL_DIMS = {
     "gpt2-1024": 768,
     "bert-batch": 768,
@@ -546,9 +547,9 @@ def case_of_shape(shape: str, **options: Any) -> Case:
         There is no such shape, or the options do not suit it.
     """
     found = _SHAPE.fullmatch(shape)
-    if found is None or "0" in found.groups():
+    sizes = {number: int(text) for number, text in enumerate(found.groups() if found else "0") if text}
+    if 0 in sizes.values():
         raise ValueError(f"a shape is B,H[/K],L,S,D[/E], all of them at least 1, got {shape}")
-    sizes = {number: int(text) for number, text in enumerate(found.groups()) if text is not None}
     batch, heads, len_q, len_k, head_dim = (sizes[number] for number in (0, 1, 3, 4, 5))
     kv_heads, value_dim = sizes.get(2, heads), sizes.get(6, head_dim)
     if heads % kv_heads:

@@ -68,7 +68,17 @@ CASE_FIELDS = (
     "errors_over_torch",
     "summary",
 )
-LIBRARY_FIELDS = ("reason", "wrong", "version", "chosen", "error", "rms_error", "copies", "medians")
+LIBRARY_FIELDS = (
+    "reason",
+    "wrong",
+    "version",
+    "chosen",
+    "error",
+    "rms_error",
+    "copies",
+    "medians",
+    "products",
+)
 
 #: Digits of every kept figure: a hundred times finer than what one run repeats of another.
 DIGITS = 5

@@ -33,8 +33,9 @@ def _parameter(case: Case) -> Any:
     return pytest.param(case.name, marks=pytest.mark.slow if slow else ())
 
 
-#: Not those with a thread count of their own: NumPy's is fixed when it is loaded.
-NAMES = [_parameter(case) for case in CASES.values() if case.threads is None]
+#: Not those with a thread count of their own, as NumPy's is fixed when it is loaded, nor those in a model, as
+#: only calls of attention are timed here.
+NAMES = [_parameter(case) for case in CASES.values() if case.threads is None and case.model_dim is None]
 
 
 @lru_cache(maxsize=1)  # the libraries of a case come one after the other

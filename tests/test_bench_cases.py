@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import fastattn
 from fastattn.bench import oracle, peers
-from fastattn.bench.case import PADDING_KEPT, SHORTEST, Case, Inputs, make_inputs
+from fastattn.bench.case import PADDING_KEPT, SHORTEST, Case, Inputs, make_inputs, make_layer
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
 from fastattn.bench.oracle import checked_rows, expected_output, oracle_dtype
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base
@@ -65,6 +66,7 @@ KINDS = {
         "grouped": replace(SMALL, kv_heads=2, causal=True),
         "cross": replace(SMALL, len_k=3),
         "softcap": replace(SMALL, softcap=2.0, causal=True),
+        "in-model": replace(SMALL, kv_heads=2, value_dim=16, model_dim=24),
     }.items()
 }
 
@@ -218,6 +220,13 @@ def test_allowed_is_what_the_options_say(kind: str) -> None:
         assert np.array_equal(np.broadcast_to(added, full), np.where(expected, bias, -np.inf))
 
 
+def test_a_case_survives_the_pipe_to_a_worker() -> None:
+    for case in CASES.values():
+        sent = Case.from_json(json.loads(json.dumps(asdict(case))))
+        assert sent == case
+        assert hash(sent) == hash(case)
+
+
 def test_ragged_lengths_reach_from_the_shortest_to_all_keys() -> None:
     lengths = CASES["bert-ragged"].lengths
     assert lengths is not None
@@ -246,7 +255,6 @@ def test_cases_are_consistent() -> None:
     for name, case in CASES.items():
         assert case.name == name
         assert case.group in GROUPS
-        assert (case.baseline is not None) == (case.targets.slowdown is not None)
         assert case.baseline is None or CASES[case.baseline].shape == case.shape
         assert case.heads % case.kv_heads == 0
         assert case.nbytes < 1e9, "several libraries hold the inputs at the same time"
@@ -255,6 +263,33 @@ def test_cases_are_consistent() -> None:
         assert case.document_length is None or (case.len_q == case.len_k and case.lengths is None)
         assert not case.strided or (case.layout == "bhsd" and case.rank == 4)
         assert case.rank == 4 or (case.batch == 1 and case.layout == "bhsd")
+
+
+def test_a_case_in_a_model_differs_from_its_baseline_in_the_products_alone() -> None:
+    in_model = [case for case in CASES.values() if case.model_dim is not None]
+    assert in_model == [case for case in CASES.values() if case.group == "in-model"]
+    for case in in_model:
+        alone = CASES[case.baseline or ""]
+        named = {field: getattr(case, field) for field in ("name", "group", "origin", "baseline")}
+        assert replace(alone, **named, model_dim=case.model_dim) == case
+        assert alone.model_dim is None
+        assert case.model_dim == case.heads * case.head_dim
+        assert (case.flops, case.nbytes) == (alone.flops, alone.nbytes)
+
+
+def test_a_layer_has_the_shapes_of_the_attention_that_it_is_around() -> None:
+    case = KINDS["in-model"]
+    layer, again = make_layer(case), make_layer(case)
+    assert layer is not None
+    assert again is not None
+    query, key, value = make_inputs(case).bhsd(case)
+    assert (layer.rows @ layer.w_qkv).size == query.size + key.size + value.size
+    out = expected_output(case, make_inputs(case))
+    assert layer.attended.size == out.size
+    assert (layer.attended @ layer.w_o).shape == layer.rows.shape == (case.batch * case.len_q, case.model_dim)
+    assert {it.dtype for it in (layer.rows, layer.w_qkv, layer.attended, layer.w_o)} == {np.dtype(case.dtype)}
+    assert layer.w_qkv.tobytes() == again.w_qkv.tobytes()
+    assert make_layer(KINDS["plain"]) is None
 
 
 def test_groups_stand_together() -> None:
@@ -292,9 +327,31 @@ def test_cases_for_more_threads_than_cores_are_left_out() -> None:
 
 
 def test_peers_have_their_places() -> None:
-    assert OURS == ("fastattn", "fastattn-avx2", "fastattn-numba", "fastattn-reference")
-    assert set(DEFAULT_PEERS) & set(OURS) == {"fastattn"}
-    assert set(PEERS) - set(DEFAULT_PEERS) == {*OURS, "torch-flex"} - {"fastattn"}
+    assert tuple(name for name in PEERS if name.startswith("fastattn")) == OURS
+    assert OURS[:2] == ("fastattn", "fastattn-avx2")
+    assert set(DEFAULT_PEERS) & set(OURS) == {"fastattn", "fastattn-shared"}
+    assert set(PEERS) - set(DEFAULT_PEERS) == {*OURS, "torch-flex"} - {"fastattn", "fastattn-shared"}
+
+
+def test_shared_threads_take_part_beside_products_alone() -> None:
+    assert peers.taking_part([*PEERS], KINDS["in-model"]) == [*PEERS]
+    assert set(PEERS) - set(peers.taking_part([*PEERS], SMALL)) == {"fastattn-shared"}
+    assert peers.taking_part(["torch", "fastattn"], SMALL) == ["torch", "fastattn"]
+
+
+def test_shared_threads_are_shared_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "share_threads_with_blas"
+    loaded, shared = object(), []
+    monkeypatch.setattr("fastattn.bench.peers.fastattn_api.load", lambda num_threads: loaded)
+    monkeypatch.setattr(fastattn, name, lambda: shared.append(True) or True, raising=False)
+    assert peers.load_peer("fastattn-shared", 1) is loaded
+    assert shared == [True]
+    monkeypatch.setattr(fastattn, name, lambda: False)
+    with pytest.raises(Unable, match="not possible here"):
+        peers.load_peer("fastattn-shared", 1)
+    monkeypatch.delattr(fastattn, name)
+    with pytest.raises(Unable, match="has no share_threads_with_blas"):
+        peers.load_peer("fastattn-shared", 1)
 
 
 def test_scores_that_would_fill_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,23 +424,28 @@ RUN_KINDS = """
 import json
 from fastattn.bench import worker
 from fastattn.bench.case import make_inputs
-from fastattn.bench.cases import CASES
+from dataclasses import asdict
 from fastattn.bench.oracle import expected_output
 import numpy as np
 from pathlib import Path
 from tests.test_bench_cases import KINDS
 
-CASES.update(KINDS)
 worker.SETTLE_SECONDS = worker.WARM_UP_SECONDS = 0.0
 held = worker.LibraryWorker({name!r}, 2)
 found = {{}}
 for kind in {kinds!r}:
     file = str(Path({folder!r}) / kind) + ".npy"
     np.save(file, expected_output(KINDS[kind], make_inputs(KINDS[kind])))
-    found[kind] = held.prepare(kind, file)
+    found[kind] = held.prepare(json.loads(json.dumps(asdict(KINDS[kind]))), file)
     held.release()
 print("ANSWER" + json.dumps(found))
 """
+
+
+def shares_threads() -> bool:
+    """Whether `fastattn.share_threads_with_blas` is there and possible, in a process of its own."""
+    code = "import fastattn; print(getattr(fastattn, 'share_threads_with_blas', lambda: False)())"
+    return python(code).strip() == "True"
 
 
 @pytest.mark.parametrize(
@@ -400,6 +462,8 @@ def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None
 
         if "avx2" not in cython_cpu.available_isas():
             pytest.skip("no AVX2 here")
+    if name == "fastattn-shared" and not shares_threads():
+        pytest.skip("NumPy's threads cannot be shared here")
     printed = python(code, env=PEERS[name].environment, timeout=600)
     found: dict[str, dict[str, Any]] = json.loads(printed.rpartition("ANSWER")[2])
     assert list(found) == kinds

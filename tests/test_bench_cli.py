@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,7 +20,9 @@ pytest.importorskip("rich")
 from fastattn import _host
 from fastattn.bench import cli, document
 from fastattn.bench.case import Case
-from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, possible_cases
+from fastattn.bench.intervals import ENOUGH
+from fastattn.bench.measure import Patience
 from fastattn.bench.peers import OURS, PEERS
 from fastattn.bench.records import CaseRun, LibraryRun
 from tests.bench_runs import case_run
@@ -51,6 +56,19 @@ def test_bad_names_list_the_valid_ones(
         (["--compare", "absent.json"], "absent.json cannot be read"),
         (["--compare", "foreign.json"], "was not written by this benchmark"),
         (["--errors", "--compare", "foreign.json"], "--compare needs times"),
+        (["--shape", "1,8,512,64"], "a shape is B,H[/K],L,S,D[/E], all of them at least 1, got 1,8,512,64"),
+        (["--shape", "1,8,0,4,4"], "all of them at least 1, got 1,8,0,4,4"),
+        (["--shape", "1,8/00,4,4,4"], "all of them at least 1, got 1,8/00,4,4,4"),
+        (["--shape", "1,8/3,4,4,4"], "8 query heads cannot share 3 key/value heads evenly"),
+        (["--shape", "1,1,4,4,4", "--cases", "tiny-4"], "in place of --cases and --group"),
+        (["--key-lengths", "ragged"], "--key-lengths is about a --shape, and none is given"),
+        (["--shape", "1,1,4,4,4", "--softcap", "0"], "--softcap is a positive number, got 0.0"),
+        (["--shape", "1,1,4,4,4", "--window", "-1", "0"], "--window is two counts of keys, got -1 0"),
+        (["--shape", "1,1,4,4,4", "--model-dim", "0"], "--model-dim is at least 1, got 0"),
+        (["--shape", "1,1,4,8,4", "--document-length", "2"], "as many queries as keys"),
+        (["--shape", "1,1,8,4,4", "--causal"], "some query has no key"),
+        (["--shape", "1,1,8,8,4", "--mask", "padding", "--window", "0", "0"], "some query has no key"),
+        (["--shape", "1,1,1,900000000000,4"], "has arrays of 28800.0 GB in each of 7 libraries"),
     ],
 )
 def test_bad_arguments_end_it_before_any_work(
@@ -88,8 +106,61 @@ def test_cases_are_chosen_by_name_group_speed_and_memory() -> None:
     assert chosen("--quick", "--cases", "tiny-4", "--group", "causal")[0] < quick | {"tiny-4"}
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_shape_is_read_as_it_is_printed(name: str) -> None:
+    case, sizes = CASES[name], ("batch", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim")
+    own = case_of_shape(case.shape)
+    assert [getattr(own, size) for size in sizes] == [getattr(case, size) for size in sizes]
+    assert own.name == own.shape == case.shape
+
+
+#: Options of a case of one's own, and what they mean.
+OWN = {
+    "--causal": {"causal": True},
+    "--window 3 0": {"window": (3, 0)},
+    "--key-lengths ragged": {"key_lengths": "ragged"},
+    "--document-length 4": {"document_length": 4},
+    "--mask random": {"mask": "random"},
+    "--bias per_head": {"bias": "per_head"},
+    "--softcap 2.5": {"softcap": 2.5},
+    "--dtype float64": {"dtype": "float64"},
+    "--layout bshd": {"layout": "bshd"},
+    "--cold": {"cold": True},
+    "--model-dim 48": {"model_dim": 48},
+    "--causal --softcap 3 --bias shared": {"causal": True, "softcap": 3.0, "bias": "shared"},
+}
+
+
+@pytest.mark.parametrize("words", OWN)
+def test_options_beside_a_shape_are_fields_of_the_case(words: str) -> None:
+    shapes = ["2,4/2,16,16,8", "3,4,16,16,8/4"]
+    timed, memory = cli._selected(cli._arguments(["--shape", *shapes, *words.split()]))
+    assert timed == [case_of_shape(shape, **OWN[words]) for shape in shapes]
+    assert all(getattr(case, field) == value for case in timed for field, value in OWN[words].items())
+    assert memory == []
+
+
+def test_every_option_of_a_shape_is_tried() -> None:
+    assert {field for fields in OWN.values() for field in fields} == set(cli._SHAPE_FIELDS)
+
+
 def fake_runs(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], CaseRun]) -> None:
     monkeypatch.setattr(cli, "measure", lambda case, *_: make(case))
+
+
+def test_quick_runs_have_the_rounds_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Patience] = []
+
+    def run(case: Case, crew: Any, names: Any, patience: Patience, notify: Any) -> CaseRun:
+        asked.append(patience)
+        return replace(case_run(fastattn=[1.0]), case=case)
+
+    monkeypatch.setattr(cli, "measure", run)
+    monkeypatch.setattr(cli, "QUICK_SECONDS", 0.0)  # there is no time left, as on a slow machine
+    assert cli.main(["--quick", "--peers", "fastattn"]) == 0
+    assert len(asked) > 5
+    assert all(not it.ended(ENOUGH - 1, 100.0, 1000.0, 0.0) for it in asked)
+    assert all(it.ended(ENOUGH, 1.0, 10.0, 1.0) for it in asked)
 
 
 def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,6 +263,68 @@ def test_the_command_line_measures_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert all(0 < low <= median for low, median in zip(library["mins"], library["medians"], strict=True))
     assert cli.main(["--cases", "tiny-4", "--peers", "numpy", "--rounds", "2", "--compare", str(path)]) == 0
     assert "fastattn was not timed in the earlier run" in capsys.readouterr().out
+
+
+def columns(printed: str, title: str) -> list[str]:
+    """The heads of the table whose first column is called `title`; none where there is no such table."""
+    heads = [line.split(title)[1].split() for line in printed.splitlines() if line.strip().startswith(title)]
+    return heads[0] if heads else []
+
+
+def test_a_library_has_a_column_where_it_took_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(case: Case) -> CaseRun:
+        names = ["fastattn", "torch"] if case.model_dim is None else ["fastattn", "fastattn-shared", "torch"]
+        found = replace(case_run(**{name: [1.0] * 5 for name in names}), case=case)
+        for library in found.libraries.values():
+            library.products = [] if case.model_dim is None else [0.02] * 5
+        return found
+
+    fake_runs(monkeypatch, run)
+    assert cli.main(["--cases", "tiny-4"]) == 0
+    printed = capsys.readouterr().out
+    assert columns(printed, "time of one call") == ["fastattn", "torch"]
+    assert columns(printed, "time of the products around it") == []
+    assert cli.main(["--cases", "tiny-4", "vit-197-in-model"]) == 0
+    printed = capsys.readouterr().out
+    assert columns(printed, "time of one call") == ["fastattn", "fastattn-shared", "torch"]
+    assert columns(printed, "time of the products around it") == ["fastattn", "fastattn-shared", "torch"]
+    assert "20.0 ms" in printed
+
+
+def test_a_shape_of_ones_own_goes_to_stdout_as_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, shape = tmp_path / "run.json", "2,4/2,5,9,8/4"
+    arguments = ["--shape", shape, "--causal", "--softcap", "3", "--peers", "numpy,fastattn-reference"]
+    wanted = [*arguments, "--rounds", "2", "--format", "csv", "--json", str(path)]
+    assert cli.main(wanted) == 0
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    cases = document.read(path)["cases"]
+    assert [(row["case"], row["options"]) for row in found] == [(shape, "causal, soft-cap 3")] * 2
+    assert {row["library"]: float(row["seconds"]) for row in found} == cases[shape]["summary"]["seconds"]
+    assert {row["reason"] for row in found} == {""}
+    assert cli.main([*wanted, "--compare", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert len(list(csv.DictReader(io.StringIO(printed.out)))) == 2  # and nothing else
+    assert "fastattn was not timed" in printed.err
+
+
+def test_nobody_is_told_what_the_project_wants(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_runs(monkeypatch, lambda case: replace(case_run(fastattn=[1.0] * 5, torch=[0.5] * 5), case=case))
+    monkeypatch.setattr(cli, "check", lambda case, *_: replace(case_run(fastattn=[], torch=[]), case=case))
+    printed = ""
+    for arguments in ([], ["--errors"], ["--list"], ["--format", "markdown"]):
+        assert cli.main([*arguments, "--cases", "square-512-64", "mask-random"]) == 0
+        printed += capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    printed += capsys.readouterr().out
+    assert "square-512-64" in printed
+    assert not re.search(r"target|goal|≥|≤|\bpass\b|\bfail", printed, re.IGNORECASE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("rich")
 
 from fastattn.bench import document
-from fastattn.bench.compare import ALL_CASES, MIN_CHANGE, compare
+from fastattn.bench.compare import ALL_CASES, MIN_CHANGE, CaseChange, compare
 from fastattn.bench.intervals import ENOUGH
 from tests.bench_runs import CASE, case_run, limits
 
@@ -134,7 +134,7 @@ def test_a_little_slower_everywhere_shows_in_all_cases_together() -> None:
     assert ALL_CASES not in compare(many(1.0), many(1.0)).slower
 
 
-def judgements(*factors: float, rounds: int = 8) -> list[str]:
+def changes(*factors: float, rounds: int = 8) -> list[CaseChange]:
     """Of cases without noise whose times change by these factors, and then of all of them."""
     rng = np.random.default_rng(11)
     before, after = {}, {}
@@ -148,7 +148,11 @@ def judgements(*factors: float, rounds: int = 8) -> list[str]:
     document_then = synthetic(rng) | {"cases": before}
     comparison = compare(document_then, document_then | {"cases": after})
     assert comparison.overall is not None
-    return [it.judgement for it in (*comparison.changes, comparison.overall)]
+    return [*comparison.changes, comparison.overall]
+
+
+def judgements(*factors: float, rounds: int = 8) -> list[str]:
+    return [it.judgement for it in changes(*factors, rounds=rounds)]
 
 
 def test_a_case_that_stands_out_of_the_scatter_is_judged() -> None:
@@ -162,6 +166,20 @@ def test_few_rounds_are_no_verdict_but_many_cases_are() -> None:
     assert judgements(1.3, 1.3, rounds=ENOUGH - 1) == ["unsure"] * 3
     many = judgements(*[1.3] * ENOUGH, rounds=ENOUGH - 1)
     assert many == ["unsure"] * ENOUGH + ["slower"]
+    assert judgements(1.3, 1.0, 1.0, rounds=ENOUGH)[0] == "slower"
+
+
+def test_what_decided_is_told_in_words() -> None:
+    slower, same, *_ = changes(1.3, 1.0, 1.01)
+    assert slower.reason == (
+        "our time over that of torch, onnxruntime, openvino: +30%; "
+        "our time over the least that the machine allowed: +30%, which agrees"
+    )
+    assert same.reason == ""
+    unsure, _, both = changes(1.3, 1.3, rounds=ENOUGH - 1)
+    assert unsure.reason.endswith(f"a verdict takes {ENOUGH} rounds in each run")
+    assert both.reason.startswith("our time over that of the peers of each case: +30%")
+    assert both.reason.endswith(f"a verdict takes {ENOUGH} cases")
 
 
 def test_faster_is_no_alarm() -> None:
@@ -192,12 +210,17 @@ def test_the_limit_may_contradict_the_peers_and_judges_without_them() -> None:
     contradicted["cases"]["case"]["libraries"]["fastattn"]["limit_shares"] = shares[1]
     assert compare(then, slow).slower
     assert not compare(then, contradicted).slower
+    agreed, denied = (compare(then, now).changes[0] for now in (slow, contradicted))
+    peers = "our time over that of torch, onnxruntime, openvino: +"
+    assert agreed.reason.startswith(peers) and agreed.reason.endswith("which agrees")
+    assert denied.reason.startswith(peers) and denied.reason.endswith("which contradicts")
     for run in (then, slow):
         for peer in ("torch", "onnxruntime", "openvino"):
             run["cases"]["case"]["libraries"][peer]["version"] = str(id(run))
     comparison = compare(then, slow)
     assert comparison.slower
     assert comparison.changes[0].peers is None
+    assert comparison.changes[0].reason.startswith("the runs share no peer; our time over the least that")
     assert set(comparison.peers_left_out) == {"torch", "onnxruntime", "openvino"}
 
 

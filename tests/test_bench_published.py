@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+from benchmarks import targets
 from benchmarks.publish import (
     BEGIN,
     END,
@@ -30,8 +31,11 @@ from benchmarks.publish import (
     section,
 )
 from fastattn.bench.cases import CASES
+from fastattn.bench.document import build
 from fastattn.bench.plots import pictures
+from fastattn.bench.records import LibraryRun
 from tests.bench_results import make_document
+from tests.bench_runs import case_run
 from tests.process import ROOT
 
 #: Some of the catalogue and a curve: enough for every picture but the roofline of all.
@@ -206,6 +210,30 @@ def test_a_note_comes_first() -> None:
     assert text.split("\n")[2].startswith(
         "**The clock was not steady.** A made-up CPU, 2 threads on 2 cores, 2026-11-21"
     )
+
+
+def test_what_the_project_wants_is_of_cases_that_there_are() -> None:
+    assert set(targets.TARGETS) <= set(CASES)
+    assert all(CASES[name].baseline for name, wanted in targets.TARGETS.items() if "slowdown" in wanted)
+
+
+def test_a_missed_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = case_run(fastattn=[1.0] * 5, torch=[1.5] * 5, numpy=[1.2] * 5)
+    run.baseline = LibraryRun(chosen="way", medians=[0.5] * 5)
+    measured = build(2, [run], {})
+
+    def missed(**wanted: float) -> list[str]:
+        monkeypatch.setattr(targets, "TARGETS", {"case": wanted, "absent": wanted})
+        return list(targets.missed(measured))
+
+    assert missed(best=1.2, torch=1.5, peak=0.25, slowdown=2.0) == []
+    assert missed(best=1.3, torch=1.6, peak=0.3, peak_avx2=0.1, slowdown=1.9) == [
+        "case: best is 1.2, not 1.3",
+        "case: torch is 1.5, not 1.6",
+        "case: peak is 0.25, not 0.3",
+        "case: peak_avx2 was not measured",
+        "case: slowdown is 2, not 1.9",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--check", "result.json"], ["--note", "Quiet."]])

@@ -82,10 +82,11 @@ def collected(*arguments: str) -> set[str]:
 
 def test_long_cases_run_only_when_asked_for() -> None:
     usual, every, slow = collected(), collected("--slow"), collected("-m", "slow")
-    assert every == {case.name for case in CASES.values() if case.threads is None}
+    timed = [case for case in CASES.values() if case.threads is None and case.model_dim is None]
+    assert every == {case.name for case in timed}
     assert usual | slow == every
     assert not usual & slow
-    assert {case.name for case in CASES.values() if case.flops > SLOW_FLOPS and case.threads is None} <= slow
+    assert {case.name for case in timed if case.flops > SLOW_FLOPS} <= slow
     assert {"tiny-4", "square-512-64"} <= usual
 
 

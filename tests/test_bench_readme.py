@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +69,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker.LibraryWo
     for name, spec in eval(f"{{{line.group(1)}}}", vars(peers)).items():
         monkeypatch.setitem(peers.PEERS, name, spec)
     monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
-    for name, case in (ABLE | UNABLE).items():
-        monkeypatch.setitem(CASES, name, replace(case, name=name))
     return worker.LibraryWorker(line.group(2), 1)
 
 
 def prepared(library: worker.LibraryWorker, name: str, folder: Path) -> dict[str, object]:
     path = folder / "answer.npy"
-    np.save(path, expected_output(CASES[name], make_inputs(CASES[name])))
-    return library.prepare(name, str(path))
+    case = replace((ABLE | UNABLE)[name], name=name)
+    np.save(path, expected_output(case, make_inputs(case)))
+    return library.prepare(asdict(case), str(path))
 
 
 @pytest.mark.parametrize("name", ABLE)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ pytest.importorskip("rich")
 
 from fastattn.backends import cython_cpu
 from fastattn.bench import worker
-from fastattn.bench.case import Case, Inputs, make_inputs
+from fastattn.bench.case import Case, Inputs, Layer, make_inputs
 from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import expected_output
-from fastattn.bench.peers import Call, Unable
+from fastattn.bench.peers import Call, Peer, Products, Unable
 from fastattn.bench.process import ROOT, Crew, Worker, WorkerError
 from tests.bench_runs import CASE
 
@@ -33,7 +33,7 @@ needs_kernels = pytest.mark.skipif(
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 
-class FourWays:
+class FourWays(Peer):
     """A library with a slow right way, a fast wrong one, one that refuses and one that gives NaN."""
 
     version = "1"
@@ -63,12 +63,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
     def prepared(case: Case, peer: Any) -> tuple[worker.LibraryWorker, dict[str, Any]]:
         path = str(tmp_path / "answer.npy")
         np.save(path, expected_output(case, make_inputs(case)))
-        monkeypatch.setitem(worker.CASES, case.name, case)
         monkeypatch.setattr(worker, "load_peer", lambda name, num_threads: peer)
         monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
         monkeypatch.setattr(worker, "WARM_UP_SECONDS", 0.0)
         held = worker.LibraryWorker("numpy", 1)
-        return held, held.prepare(case.name, path)
+        return held, held.prepare(asdict(case), path)
 
     return prepared
 
@@ -85,7 +84,7 @@ def test_only_right_ways_are_timed(prepare: Callable[..., Any]) -> None:
     assert [label for label, way in ways.items() if "seconds" in way] == ["right"]
 
 
-class Recording:
+class Recording(Peer):
     """A library that notes the address of the keys in each call."""
 
     version = "1"
@@ -115,6 +114,78 @@ def test_cold_calls_cycle_through_enough_bytes(
     timed = peer.keys
     assert len(set(timed)) == copies
     assert timed[copies:] == timed[:-copies]  # each is used again only after all the others
+
+
+class InModel(Peer):
+    """A library that notes what it does and moves the clock: 5 s and 2 s of products, 1 s of attention."""
+
+    version = "1"
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.seconds = 0.0
+        self.error = 0.0  #: of the product before attention
+        self.ways = {"way": self._way, "another": self._way}
+
+    def _do(self, what: str, seconds: float) -> None:
+        self.done.append(what)
+        self.seconds += seconds
+
+    def _way(self, case: Case, inputs: Inputs) -> Call:
+        out = expected_output(case, inputs).astype(np.float32)
+
+        def result() -> np.ndarray:
+            self._do("result", 1.0)
+            return out
+
+        return Call(lambda: self._do("attention", 1.0), result)
+
+    def products(self, layer: Layer) -> Products:
+        def before() -> np.ndarray:
+            self._do("before", 5.0)
+            return layer.rows @ layer.w_qkv + np.float32(self.error)
+
+        return Products(before, lambda: self._do("after", 2.0))
+
+
+IN_MODEL = replace(CASE, model_dim=48)
+
+
+def test_in_a_model_attention_alone_is_timed_between_products(
+    prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = InModel()
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: peer.seconds)
+    held, found = prepare(IN_MODEL, peer)
+    # Every way is checked where it is timed.
+    checks = [place for place, what in enumerate(peer.done) if what == "result"]
+    assert [peer.done[place - 1] for place in checks] == ["before"] * 2
+    assert found["ways"]["way"]["seconds"] == 1.0
+    assert found["ways"]["way"]["products"] == 7.0
+    peer.done.clear()
+    took = held.time(IN_MODEL.name, calls=4, seconds=1e-6)  # so short that alone it would be timed in blocks
+    assert took == {"median": 1.0, "min": 1.0, "products": 7.0}
+    rounds = len(peer.done) // 3
+    assert rounds > 4, "it was not warmed up"
+    assert peer.done == ["before", "attention", "after"] * rounds
+
+
+def test_alone_there_are_no_products(prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = InModel()
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: peer.seconds)
+    held, found = prepare(CASE, peer)
+    assert held.time(CASE.name, calls=4, seconds=1.0) == {"median": 1.0, "min": 1.0, "products": None}
+    assert found["ways"]["way"]["products"] == 0.0
+    assert set(peer.done) == {"result", "attention"}
+
+
+@pytest.mark.parametrize("error", [1e-2, np.nan])
+def test_attention_beside_a_wrong_product_is_not_timed(error: float, prepare: Callable[..., Any]) -> None:
+    peer = InModel()
+    peer.error = error
+    _, found = prepare(IN_MODEL, peer)
+    assert found["chosen"] is None
+    assert found["ways"]["way"]["reason"] == "wrong: the product before attention"
 
 
 def test_cold_copies_leave_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +277,13 @@ def test_a_case_with_threads_of_its_own_has_workers_of_its_own() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_worker_outlives_a_killed_parent(busy: bool, tmp_path: Path) -> None:
     script = (
+        "from dataclasses import asdict\n"
+        "from fastattn.bench.cases import CASES\n"
         "from fastattn.bench.process import Worker; import os, signal, threading, time\n"
         "held = Worker('oracle', 1)\n"
-        f"work = dict(case='long-64k', path={str(tmp_path / 'answer.npy')!r})\n"
+        f"work = dict(case=asdict(CASES['long-64k']), path={str(tmp_path / 'answer.npy')!r})\n"
         f"if {busy}: threading.Thread(target=lambda: held.ask('expected', **work), daemon=True).start()\n"
-        "else: held.ask('expected', **work | dict(case='tiny-4'))\n"
+        "else: held.ask('expected', **work | dict(case=asdict(CASES['tiny-4'])))\n"
         "print(held._process.pid, flush=True)\n"
         "time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -1,4 +1,4 @@
-"""A case: one attention call, what it costs at least, what we want of it, and its inputs.
+"""A case: one attention call, what it costs at least, its inputs, and its neighbours.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S`` key length,
 ``D`` head_dim, ``E`` value head_dim.
@@ -18,17 +18,6 @@ PADDING_KEPT = 0.75
 
 #: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
 SHORTEST = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What the project wants of a case; None where it asks for nothing."""
-
-    best: float | None = None  #: time of the fastest right peer over ours, at least
-    torch: float | None = None  #: time of torch over ours, at least
-    peak: float | None = None  #: share of the machine's FMA peak, at least
-    peak_avx2: float | None = None  #: the same for ``fastattn-avx2``
-    slowdown: float | None = None  #: our time over our time of the case's baseline, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +51,16 @@ class Case:
     rank: int = 4  #: 3 drops the batch axis
     strided: bool = False  #: every second element of the last axis of wider arrays; rank 4 "bhsd" only
     cold: bool = False  #: keys and values shall come from memory: time it over copies that no cache holds
+    model_dim: int | None = None  #: timed between the products of a model whose rows are so wide, see `Layer`
     threads: int | None = None  #: None: as many as the run was asked for
     quick: bool = False  #: part of ``--quick``
     baseline: str | None = None  #: our time is also given over our time of this case
-    targets: Targets = Targets()
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Case:
+        """The case whose `dataclasses.asdict` went through JSON."""
+        window = fields["window"]
+        return cls(**fields | {"window": None if window is None else tuple(window)})
 
     @property
     def shape(self) -> str:
@@ -159,6 +154,7 @@ class Case:
         words += [f"rank {self.rank}"] if self.rank != 4 else []
         words += ["strided"] if self.strided else []
         words += ["cold"] if self.cold else []
+        words += [f"in a model of {self.model_dim}"] if self.model_dim else []
         words += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
         return ", ".join(words)
 
@@ -291,3 +287,29 @@ def make_inputs(case: Case) -> Inputs:
         heads = (case.heads,) if case.bias == "per_head" else ()
         bias = rng.standard_normal((*heads, case.len_q, case.len_k), dtype=dtype)
     return Inputs(query, key, value, mask, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the products around attention multiply in a layer of a model; the same in every process.
+
+    They are there as neighbours only: attention does not read what the first one gives, so that a case has
+    the same inputs and the same right answer in a model and alone.
+    """
+
+    rows: np.ndarray  #: (B · L, model_dim): what becomes queries, keys and values
+    w_qkv: np.ndarray  #: (model_dim, H · D + K · (D + E))
+    attended: np.ndarray  #: (B · L, H · E): as attention leaves it
+    w_o: np.ndarray  #: (H · E, model_dim)
+
+
+def make_layer(case: Case) -> Layer | None:
+    """The layer around `case`; None where it is not timed in a model."""
+    if case.model_dim is None:
+        return None
+    rng = np.random.default_rng(0)
+    count, width = case.batch * case.len_q, case.heads * case.value_dim
+    projected = case.heads * case.head_dim + case.kv_heads * (case.head_dim + case.value_dim)
+    shapes = (count, case.model_dim), (case.model_dim, projected), (count, width), (width, case.model_dim)
+    dtype: Any = np.dtype(case.dtype).type
+    return Layer(*(rng.standard_normal(shape, dtype=dtype) for shape in shapes))

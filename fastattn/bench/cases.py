@@ -1,13 +1,15 @@
-"""The catalogue: every case by its name, where it comes from and what we want of it.
+"""The catalogue: every case by its name, and where it comes from.
 
 Shapes are ``(B, H, L, S, D)``: batch, query heads, query length, key length, head_dim.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
-from fastattn.bench.case import PADDING_KEPT, Case, Targets
+from fastattn.bench.case import PADDING_KEPT, Case, make_inputs
 
 #: Tokens in all of each case of the length family.
 TOKENS = 32768
@@ -30,28 +32,25 @@ def _case(name: str, group: str, shape: tuple[int, int, int, int, int], origin: 
     )
 
 
-_ALL = (
+_ALONE = (
     _case(
         "square-512-64",
         "square",
         (1, 8, 512, 512, 64),
         "the common head at a common length",
         quick=True,
-        targets=Targets(best=1.05, peak=0.88, peak_avx2=0.82),
     ),
     _case(
         "square-2048-64",
         "square",
         (1, 8, 2048, 2048, 64),
         "the same, with the softmax at its largest share",
-        targets=Targets(best=1.05, peak=0.90, peak_avx2=0.82),
     ),
     _case(
         "square-2048-128",
         "square",
         (1, 8, 2048, 2048, 128),
         "the head of Llama and most language models",
-        targets=Targets(best=1.08, peak=0.93),
     ),
     _case(
         "causal-512-64",
@@ -60,7 +59,6 @@ _ALL = (
         "GPT-2 prefill, short",
         causal=True,
         quick=True,
-        targets=Targets(best=2.0, peak=0.80),
     ),
     _case(
         "causal-2048-64",
@@ -68,7 +66,6 @@ _ALL = (
         (1, 8, 2048, 2048, 64),
         "GPT-2 prefill, long",
         causal=True,
-        targets=Targets(best=1.5, peak=0.87),
     ),
     _case(
         "causal-2048-128",
@@ -76,7 +73,6 @@ _ALL = (
         (1, 8, 2048, 2048, 128),
         "language model prefill",
         causal=True,
-        targets=Targets(best=1.45, peak=0.90),
     ),
     _case(
         "gpt2-1024",
@@ -90,7 +86,6 @@ _ALL = (
         "batch",
         (32, 12, 128, 128, 64),
         "BERT-base, a batch of 32 short texts",
-        targets=Targets(best=1.3),
     ),
     _case(
         "bert-ragged",
@@ -120,7 +115,13 @@ _ALL = (
         (1, 12, 197, 197, 64),
         "ViT-B/16 at 224 pixels",
         quick=True,
-        targets=Targets(best=1.05),
+    ),
+    _case(
+        "minilm-short",
+        "batch",
+        (16, 12, 30, 30, 32),
+        "MiniLM-L6, 16 sentences of 4 to 30 tokens",
+        key_lengths="ragged",
     ),
     _case("vit-197-batch", "batch", (8, 12, 197, 197, 64), "ViT-B/16 at 224 pixels, eight images"),
     _case("vit-577", "batch", (1, 12, 577, 577, 64), "ViT-B/16 at 384 pixels"),
@@ -129,19 +130,15 @@ _ALL = (
         "small",
         (32, 8, 10, 10, 64),
         "a batch of very short sentences",
-        targets=Targets(best=1.0),
     ),
-    _case(
-        "tiny-4", "small", (1, 1, 4, 4, 8), "the overhead of one call", quick=True, targets=Targets(torch=1.4)
-    ),
-    _case("tiny-16", "small", (2, 4, 16, 16, 64), "a call of a few microseconds", targets=Targets(torch=1.4)),
+    _case("tiny-4", "small", (1, 1, 4, 4, 8), "the overhead of one call", quick=True),
+    _case("tiny-16", "small", (2, 4, 16, 16, 64), "a call of a few microseconds"),
     _case("tiny-decode", "small", (1, 8, 1, 64, 64), "one more token after a short prompt"),
     _case(
         "dim-40",
         "head-dim",
         (2, 8, 1024, 1024, 40),
         "Stable Diffusion, self-attention at 32 x 32",
-        targets=Targets(best=1.05),
     ),
     _case(
         "dim-40-cross",
@@ -149,28 +146,24 @@ _ALL = (
         (2, 8, 4096, 77, 40),
         "Stable Diffusion, cross-attention on 77 text tokens",
         quick=True,
-        targets=Targets(best=1.05),
     ),
     _case(
         "dim-80",
         "head-dim",
         (1, 16, 577, 577, 80),
         "ViT-H at 336 pixels",
-        targets=Targets(best=1.05),
     ),
     _case(
         "dim-96",
         "head-dim",
         (1, 8, 1024, 1024, 96),
         "the head of Phi-3-mini, without its mask",
-        targets=Targets(best=1.05),
     ),
     _case(
         "dim-256",
         "head-dim",
         (1, 8, 1024, 1024, 256),
         "the head of Gemma, without its mask",
-        targets=Targets(best=1.05),
     ),
     _case(
         "mla-192-128",
@@ -187,7 +180,6 @@ _ALL = (
         "a bool mask with no structure, half of it True, shared by the heads",
         mask="random",
         baseline="square-2048-64",
-        targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
         "mask-padding",
@@ -196,7 +188,6 @@ _ALL = (
         f"a (B, 1, 1, S) bool mask that keeps the first {PADDING_KEPT:.0%} of the keys",
         mask="padding",
         baseline="square-2048-64",
-        targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
         "bias-shared",
@@ -205,7 +196,6 @@ _ALL = (
         "a float bias (L, S), shared by the heads",
         bias="shared",
         baseline="square-2048-64",
-        targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
         "bias-per-head",
@@ -214,7 +204,6 @@ _ALL = (
         "a float bias (H, L, S), as the pair bias of AlphaFold or T5's relative positions",
         bias="per_head",
         baseline="square-2048-64",
-        targets=Targets(best=1.1, torch=1.4, slowdown=1.12),
     ),
     _case(
         "alphafold-rows",
@@ -244,7 +233,6 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "sliding window over the last 256 tokens, as Mistral's",
         window=(256, 0),
-        targets=Targets(best=20.0),
     ),
     _case(
         "modernbert-window",
@@ -276,7 +264,6 @@ _ALL = (
         (1, 2, 8192, 8192, 64),
         "16 documents of 512 tokens packed in one row",
         document_length=512,
-        targets=Targets(best=10.0),
     ),
     _case(
         "documents-causal-8192",
@@ -293,7 +280,6 @@ _ALL = (
         "double precision, for science",
         dtype="float64",
         quick=True,
-        targets=Targets(best=1.5, peak=0.85),
     ),
     _case(
         "float64-causal-1024",
@@ -302,7 +288,6 @@ _ALL = (
         "the same, causal",
         dtype="float64",
         causal=True,
-        targets=Targets(best=2.0, peak=0.85),
     ),
     _case(
         "kernel-regression",
@@ -325,7 +310,6 @@ _ALL = (
         (1, 8, 1024, 1024, 64),
         "(H, L, D) without a batch axis",
         rank=3,
-        targets=Targets(best=1.05, torch=1.5),
     ),
     _case(
         "wide-value",
@@ -333,7 +317,6 @@ _ALL = (
         (1, 8, 1024, 1024, 64),
         "value head_dim 128 over a head_dim of 64",
         value_dim=128,
-        targets=Targets(best=1.05, torch=1.5),
     ),
     _case(
         "bshd",
@@ -341,7 +324,6 @@ _ALL = (
         (1, 8, 1024, 1024, 64),
         "(B, L, H, D) as a linear layer leaves it, untransposed",
         layout="bshd",
-        targets=Targets(best=1.05),
     ),
     _case(
         "bshd-causal",
@@ -350,7 +332,6 @@ _ALL = (
         "the same, causal",
         layout="bshd",
         causal=True,
-        targets=Targets(best=1.5),
     ),
     _case(
         "strided",
@@ -366,7 +347,6 @@ _ALL = (
         "Llama-3-8B prefill: 32 query heads on 8 key/value heads",
         kv_heads=8,
         causal=True,
-        targets=Targets(best=1.5),
     ),
     _case(
         "chunked-prefill",
@@ -490,6 +470,33 @@ _ALL = (
     ),
 )
 
+#: Those of them that are timed in a layer of their model, too, and how wide its rows are. The quick ones of
+#: them are quick there as well.
+_MODEL_DIMS = {
+    "gpt2-1024": 768,
+    "bert-batch": 768,
+    "vit-197": 768,
+    "vit-577": 768,
+    "minilm-short": 384,
+    "gpt2-decode": 768,
+}
+
+_ALL = (
+    *_ALONE,
+    *(
+        replace(
+            case,
+            name=f"{case.name}-in-model",
+            group="in-model",
+            origin=f"{case.origin}, between the products of its layer",
+            model_dim=_MODEL_DIMS[case.name],
+            baseline=case.name,
+        )
+        for case in _ALONE
+        if case.name in _MODEL_DIMS
+    ),
+)
+
 #: Every case by its name, in the order of the tables.
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
 
@@ -519,3 +526,46 @@ MEMORY_CASES: dict[str, Case] = {
 
 #: A call that loads what a library loads lazily, before `MEMORY_CASES` are measured a second time.
 MEMORY_WARM_UP = _case("memory-warm-up", "memory", (1, 1, 16, 16, 64), "a tiny call")
+
+#: ``B,H[/K],L,S,D[/E]``, as `Case.shape` gives it.
+_SHAPE = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(\d+)(?:/(\d+))?")
+
+
+def case_of_shape(shape: str, **options: Any) -> Case:
+    """A case that is not in the catalogue, named after its shape.
+
+    Parameters
+    ----------
+    shape
+        ``B,H[/K],L,S,D[/E]``.
+    **options
+        Fields of `Case`.
+
+    Raises
+    ------
+    ValueError
+        There is no such shape, or the options do not suit it.
+    """
+    found = _SHAPE.fullmatch(shape)
+    sizes = {number: int(text) for number, text in enumerate(found.groups() if found else "0") if text}
+    if 0 in sizes.values():
+        raise ValueError(f"a shape is B,H[/K],L,S,D[/E], all of them at least 1, got {shape}")
+    batch, heads, len_q, len_k, head_dim = (sizes[number] for number in (0, 1, 3, 4, 5))
+    kv_heads, value_dim = sizes.get(2, heads), sizes.get(6, head_dim)
+    if heads % kv_heads:
+        raise ValueError(f"{shape}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+    options = {"kv_heads": kv_heads, "value_dim": value_dim, "quick": True, **options}
+    case = _case(shape, "shape", (batch, heads, len_q, len_k, head_dim), "given as --shape", **options)
+    if case.document_length is not None and (len_q != len_k or case.lengths is not None):
+        raise ValueError(f"{shape}: documents in a row have as many queries as keys, and no key lengths")
+    return case
+
+
+def check_keys(case: Case) -> None:
+    """Raise ValueError where a query of `case` would have no key, by which most libraries divide."""
+    start, stop = case.intervals()
+    allowed = None if case.mask is None else make_inputs(case).allowed(case)
+    if (start >= stop).any() or (allowed is not None and not allowed.any(axis=-1).all()):
+        raise ValueError(
+            f"{case.name}, {case.options}: some query has no key, which most libraries cannot take"
+        )

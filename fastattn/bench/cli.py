@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,12 +23,13 @@ except ImportError:
     sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
 
 from fastattn import _host
-from fastattn.bench import document, report
+from fastattn.bench import document, flat, report
 from fastattn.bench.case import Case
-from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
+from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
-from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, taking_part
+from fastattn.bench.peers._base import available_memory
 from fastattn.bench.process import Crew
 from fastattn.bench.records import CaseRun
 
@@ -38,12 +42,36 @@ WRONG, SLOWER, INTERRUPTED = 1, 3, 130
 #: A case takes about so long at most; all cases of ``--quick`` together.
 CASE_SECONDS, QUICK_SECONDS = 25.0, 80.0
 
-#: And there, so few rounds may do, and so long per round go into the share of the limit.
-QUICK_ROUNDS, QUICK_SHARE_SECONDS = 3, 0.15
+#: And there so long per round goes into the share of the limit.
+QUICK_SHARE_SECONDS = 0.15
 
 #: Every case that can be named, and every group.
 _NAMES = {**CASES, **MEMORY_CASES}
 _GROUPS = (*GROUPS, *dict.fromkeys(case.group for case in MEMORY_CASES.values()))
+
+
+#: Fields of `Case` that ``--shape`` may be given with, each by an option of its name.
+_SHAPE_FIELDS: dict[str, dict[str, Any]] = {
+    "causal": {
+        "action": "store_true",
+        "help": "no key after a query's own, the last's being the last",
+    },
+    "window": {
+        "nargs": 2,
+        "type": int,
+        "metavar": ("LEFT", "RIGHT"),
+        "help": "so many keys to both sides of a query's own",
+    },
+    "key_lengths": {"choices": ["ragged"], "help": "items end early, at an eighth of S to all of it"},
+    "document_length": {"type": int, "metavar": "N", "help": "texts of N tokens in a row, each for itself"},
+    "mask": {"choices": ["random", "padding"], "help": "a bool mask: (L, S), half True, or (B, 1, 1, S)"},
+    "bias": {"choices": ["shared", "per_head"], "help": "a float bias (L, S) or (H, L, S)"},
+    "softcap": {"type": float, "metavar": "C", "help": "scores become c · tanh(x / c)"},
+    "dtype": {"choices": ["float32", "float64"], "help": "float32 by default"},
+    "layout": {"choices": ["bhsd", "bshd"], "help": "bshd: arrays (B, L, H, D)"},
+    "cold": {"action": "store_true", "help": "keys and values come from memory, not from the caches"},
+    "model_dim": {"type": int, "metavar": "N", "help": "between the products of a model with rows of N"},
+}
 
 
 def _names(text: str) -> list[str]:
@@ -62,7 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these cases; see --list")
     what.add_argument("--group", nargs="+", default=[], metavar="GROUP", help=f"of {', '.join(_GROUPS)}")
     what.add_argument(
-        "--quick", action="store_true", help="a few cases of every kind and fewer rounds: about two minutes"
+        "--quick", action="store_true", help="a few cases of every kind and few rounds: two to three minutes"
     )
     what.add_argument(
         "--memory", action="store_true", help="peak memory at growing lengths, too; alone: --group memory"
@@ -86,7 +114,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds", type=int, metavar="N", help=f"at most N rounds per case, {Patience(0.0).most}"
     )
     what.add_argument("--errors", action="store_true", help="check only: the largest error of each library")
+    own = parser.add_argument_group("a case of your own, with options named like the arguments of attention")
+    own.add_argument(
+        "--shape", nargs="+", default=[], metavar="B,H[/K],L,S,D[/E]", help="these instead of the catalogue"
+    )
+    for field_name, settings in _SHAPE_FIELDS.items():
+        own.add_argument(f"--{field_name.replace('_', '-')}", **settings)
     result = parser.add_argument_group("what becomes of it")
+    result.add_argument(
+        "--format",
+        choices=["table", "markdown", "csv"],
+        default="table",
+        help="of the results on stdout, %(default)s by default; with the others all else goes to stderr",
+    )
     result.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     result.add_argument("--plots", type=Path, metavar="DIR", help="draw it; needs matplotlib")
     result.add_argument("--compare", type=Path, metavar="OLD.json", help="did fastattn become slower since?")
@@ -96,6 +136,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         _check_names(options)
         _check_numbers(options)
         _check_files(options)
+        options.shape = _own_cases(options)
         options.then = document.read(options.compare) if options.compare is not None else None
     except ValueError as problem:
         parser.error(str(problem))
@@ -116,10 +157,49 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name in ("threads", "rounds"):
+    for name in ("threads", "rounds", "document_length", "model_dim"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} is at least 1, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} is at least 1, got {value}")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise ValueError(f"--softcap is a positive number, got {options.softcap}")
+    if options.window is not None and min(options.window) < 0:
+        raise ValueError(f"--window is two counts of keys, got {' '.join(map(str, options.window))}")
+
+
+def _own_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases that ``--shape`` and the options beside it describe."""
+    fields = {name: getattr(options, name) for name in _SHAPE_FIELDS}
+    given = {name: value for name, value in fields.items() if value is not None and value is not False}
+    if options.shape and (options.cases or options.group):
+        raise ValueError("--shape stands in place of --cases and --group")
+    if given and not options.shape:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} is about a --shape, and none is given")
+    if options.window is not None:
+        given["window"] = tuple(options.window)
+    cases = [case_of_shape(shape, **given) for shape in dict.fromkeys(options.shape)]
+    for case in cases:
+        _check_fits(case, len(options.peers))
+        check_keys(case)
+    return cases
+
+
+def _check_fits(case: Case, libraries: int) -> None:
+    """Every library's process has arrays of its own, and the machine shall survive."""
+    try:
+        free = available_memory()
+    except OSError:  # not on Linux: nobody knows how much there is
+        return
+    rows = case.batch * (case.heads * case.len_q + case.kv_heads * case.len_k)
+    pairs = case.len_q * case.len_k
+    bias = pairs * {None: 0, "shared": 1, "per_head": case.heads}[case.bias]
+    needed = np.dtype(case.dtype).itemsize * (rows * (case.head_dim + case.value_dim) + bias)
+    needed += pairs if case.mask == "random" else 0
+    if needed * libraries > free / 2:
+        raise ValueError(
+            f"--shape: {case.name} has arrays of {needed / 1e9:.1f} GB in each of {libraries} libraries, "
+            f"and {free / 1e9:.1f} GB are free"
+        )
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -156,8 +236,8 @@ def _drawing() -> Callable[[dict[str, Any], Path], list[Path]]:
 def _selected(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """The cases to time and those of which to take the memory.
 
-    Those asked for by name or by group, or else all to time; with ``--quick`` only the quick ones of them,
-    and with ``--memory`` all the memory ones.
+    Those of ``--shape``; else those asked for by name or by group, or else all to time; with ``--quick`` only
+    the quick ones of them, and with ``--memory`` all the memory ones.
     """
     possible = {it.name for it in possible_cases(_host.available_cores())} | set(MEMORY_CASES)
     named = [
@@ -165,9 +245,11 @@ def _selected(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
         for it in _NAMES.values()
         if it.name in options.cases or (it.group in options.group and it.name in possible)
     ]
-    if not options.cases and not options.group:
+    if options.shape:
+        named = options.shape
+    elif not options.cases and not options.group:
         named = possible_cases(_host.available_cores())
-    timed = [it for it in named if it.name in CASES and (it.quick or not options.quick)]
+    timed = [it for it in named if it.name not in MEMORY_CASES and (it.quick or not options.quick)]
     return timed, [name for name, it in MEMORY_CASES.items() if options.memory or it in named]
 
 
@@ -189,7 +271,8 @@ def _measure(options: argparse.Namespace) -> _Measured:
     cases, memory = _selected(options)
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _progress(Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(cases) + len(memory) * len(options.peers))
+        memory_peers = {name: taking_part(options.peers, MEMORY_CASES[name]) for name in memory}
+        task = progress.add_task("", total=len(cases) + sum(map(len, memory_peers.values())))
 
         def notifier(name: str) -> Notify:
             return lambda text: _draw(progress, task, f"{name}: {text}")
@@ -202,8 +285,8 @@ def _measure(options: argparse.Namespace) -> _Measured:
 
         try:
             _measure_cases(options, cases, found, notifier, done)
-            for name in memory:
-                for peer in options.peers:
+            for name, peers in memory_peers.items():
+                for peer in peers:
                     notifier(name)(peer)
                     taken = measure_memory(MEMORY_CASES[name], peer, options.threads)
                     found.memory.setdefault(name, {})[peer] = taken
@@ -225,7 +308,7 @@ def _measure_cases(
 ) -> None:
     patience = Patience(CASE_SECONDS)
     if options.quick:
-        patience = replace(patience, least=QUICK_ROUNDS, share_seconds=QUICK_SHARE_SECONDS)
+        patience = replace(patience, share_seconds=QUICK_SHARE_SECONDS)
     if options.rounds is not None:
         patience = replace(patience, most=options.rounds)
     end = time.monotonic() + QUICK_SECONDS
@@ -266,22 +349,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return on_gpu([word for word in argv if word != "--gpu"])
     options = _arguments(argv)
-    console = Console()
+    in_tables = options.format == "table"
+    console = Console(stderr=not in_tables)
     if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+        console = Console(width=FILE_WIDTH, stderr=not in_tables)
     if options.list:
         timed, memory = _selected(options)
         report.print_case_list(console, [*timed, *(MEMORY_CASES[name] for name in memory)])
         return 0
 
     found = _measure(options)
+    if in_tables:
+        _print_tables(options, console, found)
+    return _finish(options, console, found)
+
+
+def _print_tables(options: argparse.Namespace, console: Console, found: _Measured) -> None:
     if options.errors:
         report.print_errors(console, found.runs, options.peers)
     elif found.runs or not found.memory:
         report.print_speed(console, found.runs, options.peers)
     if found.memory:
         report.print_memory(console, found.memory, options.peers)
-    return _finish(options, console, found)
 
 
 def _write(options: argparse.Namespace, found: _Measured) -> dict[str, Any]:
@@ -295,6 +384,8 @@ def _write(options: argparse.Namespace, found: _Measured) -> dict[str, Any]:
 def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> int:
     """Write, draw and compare; the exit status."""
     result = _write(options, found)
+    if options.format != "table":
+        print(flat.FORMATS[options.format](result), end="")
     slower: list[str] = []
     if options.then is not None:
         comparison = compare(options.then, result)

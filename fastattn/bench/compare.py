@@ -33,7 +33,7 @@ MIN_CHANGE = 0.05
 SCATTER_FACTOR = 2.0
 
 #: Fields of a case that change nothing of what is computed.
-IRRELEVANT = frozenset({"group", "origin", "quick", "targets", "baseline", "options", "shape"})
+IRRELEVANT = frozenset({"group", "origin", "quick", "baseline", "options", "shape"})
 
 Judgement = Literal["slower", "same", "faster", "unsure"]
 
@@ -84,15 +84,47 @@ class CaseChange:
         A neighbour that hurts us more than the peers makes us look slower than them, but it takes the probes
         of the limit along; a change of ours moves both.
         """
-        first, second = (self.peers, self.limit) if self.peers is not None else (self.limit, None)
-        found: Judgement = "same"
-        if first is None:
-            return found
-        if first.slower and (second is None or second.ratio.median > 1 + MIN_CHANGE):
-            found = "slower"
-        if first.faster and (second is None or second.ratio.median < 1 / (1 + MIN_CHANGE)):
-            found = "faster"
-        return found if found == "same" or self.samples >= ENOUGH else "unsure"
+        found = self._first_judgement
+        if found == "same" or not self._confirmed:
+            return "same"
+        return found if self.samples >= ENOUGH else "unsure"
+
+    @property
+    def reason(self) -> str:
+        """What the judgement rests on, in words; empty where no yardstick sees a change."""
+        found = self._first_judgement
+        if found == "same":
+            return ""
+        if self.peers is not None:
+            peers = ", ".join(self.used) or "the peers of each case"
+            words = [f"our time over that of {peers}: {_percent(self.peers)}"]
+        else:
+            words = ["the runs share no peer"]
+        if self.limit is not None:
+            verdict = "which agrees" if self._confirmed else "which contradicts"
+            limit = f"our time over the least that the machine allowed: {_percent(self.limit)}"
+            words.append(limit if self.peers is None else f"{limit}, {verdict}")
+        if self.judgement == "unsure":
+            samples = "cases" if self.name == ALL_CASES else "rounds in each run"
+            words.append(f"a verdict takes {ENOUGH} {samples}")
+        return "; ".join(words)
+
+    @property
+    def _first_judgement(self) -> Judgement:
+        """That of the peers, or of the limit where there are none."""
+        first = self.peers if self.peers is not None else self.limit
+        if first is None or not (first.slower or first.faster):
+            return "same"
+        return "slower" if first.slower else "faster"
+
+    @property
+    def _confirmed(self) -> bool:
+        """Whether the limit does not contradict the peers."""
+        if self.peers is None or self.limit is None:
+            return True
+        least = 1 + MIN_CHANGE
+        median = self.limit.ratio.median
+        return median > least if self._first_judgement == "slower" else median < 1 / least
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +253,10 @@ def _with_scatter(changes: Sequence[CaseChange]) -> list[CaseChange]:
         )
         for it in changes
     ]
+
+
+def _percent(change: Change) -> str:
+    return f"{change.ratio.median - 1:+.0%}"
 
 
 def _scatter(changes: Sequence[Change | None]) -> tuple[float, float]:

@@ -67,12 +67,11 @@ def _case(case: Case) -> dict[str, Any]:
 
 
 def _case_run(run: CaseRun) -> dict[str, Any]:
-    summary = summarise(run)
     return {
         **asdict(run),
         "case": _case(run.case),
         "errors_over_torch": error_ratios(run.libraries),
-        "summary": asdict(summary) | {"verdicts": [asdict(it) | {"met": it.met} for it in summary.verdicts]},
+        "summary": asdict(summarise(run)),
     }
 
 

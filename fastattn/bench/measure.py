@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,14 @@ from fastattn.bench.case import Case
 from fastattn.bench.cases import CASES
 from fastattn.bench.intervals import ENOUGH, median_interval
 from fastattn.bench.limits import Kind, Limits, bounds
-from fastattn.bench.peers import OURS
+from fastattn.bench.peers import OURS, taking_part
 from fastattn.bench.process import Crew, Worker, WorkerError
 from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import best_peer, ratios_to_ours
 from fastattn.bench.worker import LIMITS, LONG_CALL_SECONDS
 
-#: A burst of one library takes about this long: many clock ticks, and short beside the drift of the machine.
+#: A burst of one library takes about this long, with the products of a model where it stands in one: many
+#: clock ticks, and short beside the drift of the machine.
 BURST_SECONDS = 0.08
 
 #: A burst has at least this many calls, but for those of `LONG_CALL_SECONDS` and more, which are called once.
@@ -75,16 +76,16 @@ def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore)
     notify("computing the right answer")
     path, oracle = crew.expected(case)
     run = CaseRun(case, crew.threads(case), oracle)
-    for name in names:
+    for name in taking_part(names, case):
         notify(f"checking {name}")
-        run.libraries[name] = _check_one(case.name, crew.worker(name, run.threads), path, run)
+        run.libraries[name] = _check_one(case, crew.worker(name, run.threads), path, run)
     crew.forget(path)
     return run
 
 
-def _check_one(case: str, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
+def _check_one(case: Case, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
     try:
-        found = worker.ask("prepare", case=case, expected=path)
+        found = worker.ask("prepare", case=asdict(case), expected=path)
     except WorkerError as problem:
         return LibraryRun(reason=str(problem))
     run.tolerance = found["tolerance"]
@@ -109,16 +110,19 @@ class _Contestant:
     case: str
     library: LibraryRun
     seconds: float
-    kind: Kind | None  #: the limit of which it is asked for its share
+    products: float  #: seconds of the products around a call, in a model
+    kind: Kind | None  #: the limit of which it is asked for its share, if it is
 
     def burst(self, share_seconds: float) -> None:
         fewest = MIN_CALLS if self.seconds < LONG_CALL_SECONDS else 1
-        calls = max(fewest, round(BURST_SECONDS / self.seconds))
+        calls = max(fewest, round(BURST_SECONDS / (self.seconds + self.products)))
         try:
             took = self.worker.ask("time", case=self.case, calls=calls, seconds=self.seconds)
             self.seconds = took["median"]
             self.library.medians.append(took["median"])
             self.library.mins.append(took["min"])
+            if took["products"] is not None:
+                self.library.products.append(took["products"])
             if self.kind is not None:
                 shares = self.worker.ask(
                     "limit_shares", case=self.case, kind=self.kind, seconds=share_seconds
@@ -161,7 +165,7 @@ def measure(
         crew.release()
     # What the last round left undone is dropped: figures of one round stand side by side.
     for library in filter(None, (*run.libraries.values(), run.baseline)):
-        del library.medians[run.rounds :], library.mins[run.rounds :]
+        del library.medians[run.rounds :], library.mins[run.rounds :], library.products[run.rounds :]
     return run
 
 
@@ -207,16 +211,20 @@ def _precision(run: CaseRun) -> float:
 
 
 def _contestant(crew: Crew, name: str, case: Case, library: LibraryRun, run: CaseRun) -> _Contestant:
-    seconds = library.ways[library.chosen]["seconds"] if library.chosen is not None else 1.0
-    kind = run.kind if name in OURS and case is run.case else None
-    return _Contestant(crew.worker(name, run.threads), case.name, library, seconds, kind)
+    way = library.ways[library.chosen] if library.chosen is not None else {"seconds": 1.0, "products": 0.0}
+    # None is taken in a model: threads that spin after a product would slow the probes down, too.
+    asked = name in OURS and case is run.case and case.model_dim is None
+    kind = run.kind if asked else None
+    return _Contestant(
+        crew.worker(name, run.threads), case.name, library, way["seconds"], way["products"], kind
+    )
 
 
 def _baseline(case: Case, crew: Crew, run: CaseRun, notify: Notify) -> _Contestant:
     """fastattn on the baseline case, to be timed in the same rounds."""
     notify(f"preparing {case.name}")
     path, _ = crew.expected(case)
-    run.baseline = _check_one(case.name, crew.worker(OURS[0], run.threads), path, run)
+    run.baseline = _check_one(case, crew.worker(OURS[0], run.threads), path, run)
     crew.forget(path)
     return _contestant(crew, OURS[0], case, run.baseline, run)
 
@@ -247,7 +255,7 @@ def measure_memory(case: Case, name: str, num_threads: int) -> dict[str, dict[st
     for kind in ("first", "warm"):
         with Worker(name, num_threads) as worker:
             try:
-                found[kind] = worker.ask("memory", case=case.name, warm=kind == "warm")
+                found[kind] = worker.ask("memory", case=asdict(case), warm=kind == "warm")
             except WorkerError as problem:
                 found[kind] = {"reason": str(problem)}
     return found

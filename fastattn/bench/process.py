@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
@@ -178,11 +179,11 @@ class Crew:
         return worker
 
     def expected(self, case: Case) -> tuple[str, str]:
-        """The file with the right answer of `case`, and the precision it is in."""
-        path = str(Path(self._answers.name) / f"{case.name}.npy")
+        """The file with the right answer of `case` until the next one's, and the precision it is in."""
+        path = str(Path(self._answers.name) / "answer.npy")
         # A worker for each answer: its memory is given back, and the long double ones are few.
         with Worker(ORACLE, self._threads) as oracle:
-            return path, oracle.ask("expected", case=case.name, path=path)["dtype"]
+            return path, oracle.ask("expected", case=asdict(case), path=path)["dtype"]
 
     def forget(self, path: str) -> None:
         """Delete the right answer at `path`."""

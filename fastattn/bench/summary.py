@@ -1,4 +1,4 @@
-"""What the rounds say: ratios with intervals, shares of the limit, verdicts against the targets."""
+"""What the rounds say: ratios with intervals, shares of the limit."""
 
 from __future__ import annotations
 
@@ -43,22 +43,6 @@ class CaseLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """One target of a case, and whether it was met."""
-
-    name: str
-    value: float | None  #: None when it could not be measured
-    bound: float
-    at_least: bool
-
-    @property
-    def met(self) -> bool:
-        if self.value is None:
-            return False
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
-
-
-@dataclass(frozen=True, slots=True)
 class CaseSummary:
     """The figures of one case, as the table prints them."""
 
@@ -68,7 +52,6 @@ class CaseSummary:
     limit: CaseLimit | None
     shares: dict[str, Share]  #: of the limit, of each build of fastattn
     slowdown: Estimate | None  #: our time over our time of the baseline
-    verdicts: tuple[Verdict, ...]
 
 
 def _timed(run: CaseRun) -> dict[str, np.ndarray]:
@@ -114,7 +97,6 @@ def summarise(run: CaseRun) -> CaseSummary:
         limit=limit,
         shares=shares,
         slowdown=slowdown,
-        verdicts=_verdicts(run, ratios, best, shares, slowdown),
     )
 
 
@@ -138,28 +120,6 @@ def _shares(run: CaseRun) -> dict[str, Share]:
         estimate = median_interval(shares)
         found[name] = Share(estimate.median, estimate.low, estimate.high, undisturbed, len(samples[name]))
     return found
-
-
-def _verdicts(
-    run: CaseRun,
-    ratios: dict[str, Estimate],
-    best: str | None,
-    shares: dict[str, Share],
-    slowdown: Estimate | None,
-) -> tuple[Verdict, ...]:
-    targets = run.case.targets
-    rows = (
-        ("best peer", ratios.get(best) if best else None, targets.best, True),
-        ("torch", ratios.get("torch"), targets.torch, True),
-        ("of limit", shares.get(OURS[0]), targets.peak, True),
-        ("of limit, AVX2", shares.get(OURS[1]), targets.peak_avx2, True),
-        ("over baseline", slowdown, targets.slowdown, False),
-    )
-    return tuple(
-        Verdict(name, None if estimate is None else estimate.median, bound, at_least)
-        for name, estimate, bound, at_least in rows
-        if bound is not None
-    )
 
 
 def geometric_means(summaries: Sequence[CaseSummary]) -> dict[str, tuple[float, int, int]]:

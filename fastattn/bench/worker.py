@@ -17,18 +17,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs, make_inputs
-from fastattn.bench.cases import CASES, MEMORY_CASES, MEMORY_WARM_UP
+from fastattn.bench.case import Case, Inputs, Layer, make_inputs, make_layer
+from fastattn.bench.cases import MEMORY_WARM_UP
 from fastattn.bench.limits import Kind
 from fastattn.bench.memory import limit_memory, measure_call
 from fastattn.bench.oracle import checked_rows, expected_output
-from fastattn.bench.peers import Peer, Redundant, Unable, load_peer
+from fastattn.bench.peers import Peer, Products, Redundant, Unable, load_peer
 from fastattn.bench.peers._base import available_memory
 
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
@@ -46,6 +47,9 @@ WARM_UP_SECONDS, LONG_CALL_SECONDS = 0.02, 0.25
 #: Ways of one library are tried this far apart: each may have a pool of its own, which spins for a while.
 #: Of the libraries that have several ways onnxruntime's does so for the longest, 45 ms.
 SETTLE_SECONDS = 0.06
+
+#: So many rows of a product in a model are checked.
+PRODUCT_ROWS = 8
 
 #: Calls are timed in blocks of at least this length, so that reading the clock costs below 1 %.
 BLOCK_SECONDS = 50e-6
@@ -95,18 +99,53 @@ def _time_blocks(run: Callable[[], object], calls: int, block: int) -> list[floa
     return times
 
 
-def _warm_up(run: Callable[[], object]) -> float:
-    """Call for `WARM_UP_SECONDS`; the seconds of the fastest call."""
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A case as it is timed: attention alone, or between the products of a model."""
+
+    case: Case
+    run: Callable[[], object]
+    products: Products | None
+
+    def times(self, calls: int, seconds: float) -> tuple[list[float], list[float]]:
+        """Seconds of attention in `calls` calls that take about `seconds` each, and of the products around.
+
+        Alone the calls are timed in blocks, in a model one by one; there are no products alone.
+        """
+        if self.products is None:
+            return _time_blocks(self.run, calls, _block_size(seconds)), []
+        return _time_in_model(self.run, self.products, calls)
+
+    def warm_up(self) -> tuple[float, float]:
+        """Call for `WARM_UP_SECONDS`; the least seconds of attention, and of the products around it or 0."""
+        attention = products = float("inf")
+        end = time.perf_counter() + WARM_UP_SECONDS
+        while True:
+            (took,), around = self.times(1, LONG_CALL_SECONDS)
+            attention, products = min(attention, took), min([products, *around])
+            if time.perf_counter() >= end:
+                return attention, products if self.products is not None else 0.0
+
+
+def _time_in_model(
+    run: Callable[[], object], products: Products, calls: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each call, and of the two products around it."""
     clock = time.perf_counter
-    fastest = float("inf")
-    end = clock() + WARM_UP_SECONDS
-    while True:
+    attention, around = [], []
+    gc.disable()
+    for _ in range(calls):
         start = clock()
+        products.before()
+        before = clock()
         run()
-        now = clock()
-        fastest = min(fastest, now - start)
-        if now >= end:
-            return fastest
+        after = clock()
+        products.after()
+        end = clock()
+        attention.append(after - before)
+        around.append(before - start + end - after)
+    gc.enable()
+    return attention, around
 
 
 def _in_turn(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
@@ -117,14 +156,15 @@ def _in_turn(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turn)()
 
 
-def _try_in_turn(calls: dict[str, Callable[[], object]], ways: dict[str, dict[str, Any]]) -> None:
-    """Leave in `ways` the seconds of the fastest of a few calls of each."""
+def _try_in_turn(calls: dict[str, _Ready], ways: dict[str, dict[str, Any]]) -> None:
+    """Leave in `ways` the seconds of the fastest of a few calls of each, and of the products around them."""
     for label in calls if len(calls) == 1 else [*calls, *calls]:
         if ways[label].get("seconds", 0.0) >= LONG_CALL_SECONDS:
             continue  # once is enough for these
         time.sleep(SETTLE_SECONDS)
-        seconds = _warm_up(calls[label])
+        seconds, products = calls[label].warm_up()
         ways[label]["seconds"] = min(seconds, ways[label].get("seconds", seconds))
+        ways[label]["products"] = min(products, ways[label].get("products", products))
 
 
 def _cold_copies(case: Case, inputs: Inputs) -> list[Inputs]:
@@ -157,20 +197,20 @@ class LibraryWorker:
         self._name = name
         self._threads = num_threads
         self._peer: Peer | None = None
-        self._ready: dict[str, Callable[[], object]] = {}
+        self._ready: dict[str, _Ready] = {}
 
     def _load(self) -> Peer:
         if self._peer is None:
             self._peer = load_peer(self._name, self._threads)
         return self._peer
 
-    def prepare(self, case: str, expected: str) -> dict[str, Any]:
+    def prepare(self, case: dict[str, Any], expected: str) -> dict[str, Any]:
         """Make `case` ready every way the library has, check each, keep the fastest right one.
 
         Parameters
         ----------
         case
-            Its name.
+            Its fields.
         expected
             The `.npy` file with the right answer.
 
@@ -178,20 +218,27 @@ class LibraryWorker:
         -------
         dict
             ``version`` of the library, ``chosen`` (label or None), ``tolerance``, ``copies`` of the inputs,
-            and ``ways``: for each label its ``error`` (largest), ``rms_error`` and ``seconds``, or the
-            ``reason`` it cannot be used.
+            and ``ways``: for each label its ``error`` (largest), ``rms_error``, ``seconds`` and those of the
+            ``products`` around it, or the ``reason`` it cannot be used.
         """
-        named = CASES[case]
-        inputs = make_inputs(named)
+        wanted = Case.from_json(case)
+        inputs = make_inputs(wanted)
         answer = np.load(expected, mmap_mode="r")
-        tolerance = TOLERANCE_EPS * float(np.finfo(named.dtype).eps) * float(np.abs(inputs.value).max())
+        tolerance = TOLERANCE_EPS * float(np.finfo(wanted.dtype).eps) * float(np.abs(inputs.value).max())
         peer = self._load()
+        layer = make_layer(wanted)
+        products, right_products = None, True
+        if layer is not None:
+            products = peer.products(layer)
+            right_products = _is_right(products, layer)
         ways: dict[str, dict[str, Any]] = {}
-        calls: dict[str, Callable[[], object]] = {}
+        calls: dict[str, _Ready] = {}
         for label, make in peer.ways.items():
             try:
-                call = make(named, inputs)
-                ways[label] = _errors(named, call.result(), answer)
+                call = make(wanted, inputs)
+                if products is not None:  # checked where it is timed
+                    products.before()
+                ways[label] = _errors(wanted, call.result(), answer)
             except Redundant:
                 continue
             except Exception as problem:  # whatever a library raises is its reason
@@ -201,24 +248,26 @@ class LibraryWorker:
             if error is None or error > tolerance:
                 found = "NaN or inf" if error is None else f"largest error {error:.1e}"
                 ways[label]["reason"] = f"wrong: {found}, allowed {tolerance:.1e}"
+            elif not right_products:
+                ways[label]["reason"] = "wrong: the product before attention"
             else:
-                calls[label] = call.run
+                calls[label] = _Ready(wanted, call.run, products)
         _try_in_turn(calls, ways)
-        copies = _cold_copies(named, inputs) if calls else []
+        copies = _cold_copies(wanted, inputs) if calls else []
         if copies:
             # Some libraries take long to make each copy ready: only ways that may be the fastest get them.
             slowest = COLD_CHANCE * min(ways[label]["seconds"] for label in calls)
-            calls = {label: run for label, run in calls.items() if ways[label]["seconds"] <= slowest}
-            for label, run in calls.items():
-                others = [peer.ways[label](named, it).run for it in copies]
+            calls = {label: it for label, it in calls.items() if ways[label]["seconds"] <= slowest}
+            for label, ready in calls.items():
+                others = [peer.ways[label](wanted, it).run for it in copies]
                 for other in others:
                     other()  # what a library does once for each, it does now
-                calls[label] = _in_turn([run, *others])
+                calls[label] = replace(ready, run=_in_turn([ready.run, *others]))
                 del ways[label]["seconds"]
             _try_in_turn(calls, ways)
         chosen = min(calls, key=lambda label: ways[label]["seconds"], default=None)
         if chosen is not None:
-            self._ready[case] = calls[chosen]
+            self._ready[wanted.name] = calls[chosen]
         return {
             "version": peer.version,
             "chosen": chosen,
@@ -227,13 +276,20 @@ class LibraryWorker:
             "ways": ways,
         }
 
-    def time(self, case: str, calls: int, seconds: float) -> dict[str, float]:
-        """One burst of `case`: warm up, then `calls` calls that take about `seconds` each."""
-        run = self._ready[case]
+    def time(self, case: str, calls: int, seconds: float) -> dict[str, float | None]:
+        """One burst of `case`: warm up, then `calls` calls that take about `seconds` each.
+
+        Of a case in a model the seconds are those of attention alone, and ``products`` those of the products.
+        """
+        ready = self._ready[case]
         if seconds < LONG_CALL_SECONDS:
-            _warm_up(run)
-        times = _time_blocks(run, calls, _block_size(seconds))
-        return {"median": float(np.median(times)), "min": min(times), "samples": len(times)}
+            ready.warm_up()
+        times, products = ready.times(calls, seconds)
+        return {
+            "median": float(np.median(times)),
+            "min": min(times),
+            "products": float(np.median(products)) if products else None,
+        }
 
     def limit_shares(self, case: str, kind: Kind, seconds: float) -> list[tuple[float, float, float]]:
         """The share of the machine's limit that `case` reaches: calls and probes in turn, for `seconds`.
@@ -244,17 +300,18 @@ class LibraryWorker:
         """
         from fastattn.backends.cython_cpu import integer_peak
 
-        named, run = CASES[case], self._ready[case]
+        ready = self._ready[case]
+        timed, run = ready.case, ready.run
         if kind == "memory":
-            work, limit, length = float(named.nbytes), _read_bandwidth(), READ_SECONDS
+            work, limit, length = float(timed.nbytes), _read_bandwidth(), READ_SECONDS
         else:
-            work, limit, length = named.flops, _fma_peak(named.dtype), PROBE_SECONDS
+            work, limit, length = timed.flops, _fma_peak(timed.dtype), PROBE_SECONDS
 
         def probe() -> tuple[float, float]:
             integer = integer_peak(self._threads, PROBE_SECONDS / 4)
             return limit(self._threads, length), integer
 
-        block = max(1, round(length / _warm_up(run)))
+        block = max(1, round(length / ready.warm_up()[0]))
         shares: list[tuple[float, float, float]] = []
         end = time.perf_counter() + seconds
         before = probe()
@@ -271,24 +328,37 @@ class LibraryWorker:
         self._ready.clear()
         gc.collect()
 
-    def memory(self, case: str, warm: bool) -> dict[str, Any]:
+    def memory(self, case: dict[str, Any], warm: bool) -> dict[str, Any]:
         """Peak memory of the first call of `case` over its inputs and its output, in bytes.
 
         Meant for a fresh process. With `warm` a tiny call comes first, so that what a library loads or
         allocates once, whatever the size, is left out. The first way that works is measured.
         """
-        named = MEMORY_CASES[case]
-        inputs = make_inputs(named)
+        wanted = Case.from_json(case)
+        inputs = make_inputs(wanted)
         peer = self._load()
         reasons = []
         for label, make in peer.ways.items():
             try:
                 if warm:
                     make(MEMORY_WARM_UP, make_inputs(MEMORY_WARM_UP)).run()
-                return {"version": peer.version, "way": label, **measure_call(make, named, inputs)}
+                return {"version": peer.version, "way": label, **measure_call(make, wanted, inputs)}
             except Exception as problem:  # whatever a library raises is its reason
                 reasons.append(f"{label}: {_reason(problem)}")
         raise MemoryError("; ".join(reasons))
+
+
+def _is_right(products: Products, layer: Layer) -> bool:
+    """Whether the first product is right in some rows; it may run on threads of ours.
+
+    It is held against the same in float64, computed without any BLAS. Each sum may be off by its length in
+    eps of its terms' absolute values: no honest error is larger.
+    """
+    rows = np.linspace(0, len(layer.rows) - 1, PRODUCT_ROWS).round().astype(np.int64)
+    exact = layer.rows[rows].astype(np.float64), layer.w_qkv.astype(np.float64)
+    expected, largest = (np.einsum("im,mn->in", *map(change, exact)) for change in (np.asarray, np.abs))
+    allowed = layer.rows.shape[1] * np.finfo(layer.rows.dtype).eps * largest
+    return bool(np.all(np.abs(np.asarray(products.before())[rows] - expected) <= allowed))
 
 
 def _errors(case: Case, result: np.ndarray, answer: np.ndarray) -> dict[str, float | None]:
@@ -304,9 +374,10 @@ def _errors(case: Case, result: np.ndarray, answer: np.ndarray) -> dict[str, flo
 class OracleWorker:
     """The command of the worker that computes the right answers."""
 
-    def expected(self, case: str, path: str) -> dict[str, str]:
+    def expected(self, case: dict[str, Any], path: str) -> dict[str, str]:
         """Save the right answer of `case` at `path`."""
-        answer = expected_output(CASES[case], make_inputs(CASES[case]))
+        wanted = Case.from_json(case)
+        answer = expected_output(wanted, make_inputs(wanted))
         np.save(path, answer)
         return {"dtype": str(answer.dtype)}
 

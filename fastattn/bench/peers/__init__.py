@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastattn.bench.peers._base import Call, Peer, Redundant, Unable
+from fastattn.bench.case import Case
+from fastattn.bench.peers._base import Call, Peer, Products, Redundant, Unable
 
-__all__ = ["DEFAULT_PEERS", "OURS", "PEERS", "Call", "Peer", "PeerSpec", "Redundant", "Unable", "load_peer"]
+__all__ = [
+    "DEFAULT_PEERS",
+    "OURS",
+    "PEERS",
+    "Call",
+    "Peer",
+    "PeerSpec",
+    "Products",
+    "Redundant",
+    "Unable",
+    "load_peer",
+    "taking_part",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +31,7 @@ class PeerSpec:
     module: str
     environment: dict[str, str] = field(default_factory=dict)
     default: bool = True  #: whether it takes part when nobody says which libraries should
+    in_models_only: bool = False  #: whether it differs from another one only beside products of a model
 
 
 def _ours(backend: str, *, default: bool = False, **environment: str) -> PeerSpec:
@@ -29,6 +44,7 @@ PEERS: dict[str, PeerSpec] = {
     "fastattn-avx2": _ours("cython", FASTATTN_ISA="avx2"),
     "fastattn-numba": _ours("numba"),
     "fastattn-reference": _ours("reference"),
+    "fastattn-shared": PeerSpec("fastattn_shared", {"FASTATTN_BACKEND": "cython"}, in_models_only=True),
     "numpy": PeerSpec("numpy_formula"),
     "torch": PeerSpec("torch_sdpa"),
     "torch-flex": PeerSpec("torch_flex", default=False),
@@ -38,10 +54,15 @@ PEERS: dict[str, PeerSpec] = {
 }
 
 #: Those that are this project; the ratios are the others' time over the first one's.
-OURS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.module == "fastattn_api")
+OURS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.module.startswith("fastattn_"))
 
 #: Those that take part when nobody says which libraries should.
 DEFAULT_PEERS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if spec.default)
+
+
+def taking_part(names: Sequence[str], case: Case) -> list[str]:
+    """Those of the libraries `names` that `case` is for."""
+    return [name for name in names if case.model_dim is not None or not PEERS[name].in_models_only]
 
 
 def load_peer(name: str, num_threads: int) -> Peer:

@@ -1,15 +1,14 @@
-"""What an adapter is: a version and the ways in which its library can compute a case."""
+"""What an adapter is: a version, the ways in which its library computes a case, and its matrix products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs
+from fastattn.bench.case import Case, Inputs, Layer
 from fastattn.bench.cases import MEMORY_CASES
 
 #: A library that stores the scores is refused when they would take more than this share of the machine's
@@ -42,11 +41,23 @@ class Call:
 Way = Callable[[Case, Inputs], Call]
 
 
-class Peer(Protocol):
-    """The interface that `worker` drives. The module has ``load(num_threads) -> Peer``."""
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The matrix products before and after attention in a model, made ready in one library."""
+
+    before: Callable[[], object]  #: ``rows @ w_qkv``; what it gives can be made a NumPy array
+    after: Callable[[], object]  #: ``attended @ w_o``
+
+
+class Peer:
+    """What `worker` drives. The module has ``load(num_threads) -> Peer``."""
 
     version: str
     ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
+
+    def products(self, layer: Layer) -> Products:
+        """The products of the process's NumPy, which a library without matrix products of its own meets."""
+        return Products(lambda: layer.rows @ layer.w_qkv, lambda: layer.attended @ layer.w_o)
 
 
 def available_memory() -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 import fastattn
 from fastattn.bench.case import Case, Inputs, document_ids
-from fastattn.bench.peers._base import Call
+from fastattn.bench.peers._base import Call, Peer
 
 
 def load(num_threads: int) -> Fastattn:
@@ -19,7 +19,7 @@ def load(num_threads: int) -> Fastattn:
     return Fastattn()
 
 
-class Fastattn:
+class Fastattn(Peer):
     """Plain NumPy arrays in; the output new each time, or given as ``out=``."""
 
     version = fastattn.__version__

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Block, Call, Unable, block_axis, blocks, check_scores_fit, folded
+from fastattn.bench.peers._base import Block, Call, Peer, Unable, block_axis, blocks, check_scores_fit, folded
 
 #: Attention of three arrays in one of the two layouts.
 Attention = Callable[..., jax.Array]
@@ -26,7 +26,7 @@ def load(num_threads: int) -> JaxXLA:
     return JaxXLA()
 
 
-class JaxXLA:
+class JaxXLA(Peer):
     """Arrays on the device before the call, and the result waited for inside it."""
 
     version = jax.__version__

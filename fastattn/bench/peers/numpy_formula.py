@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, added_mask, block_axis, blocks, check_scores_fit
+from fastattn.bench.peers._base import Call, Peer, added_mask, block_axis, blocks, check_scores_fit
 
 
 def load(num_threads: int) -> NumPyFormula:
     return NumPyFormula()
 
 
-class NumPyFormula:
+class NumPyFormula(Peer):
     """Threads come from the BLAS, which reads the worker's environment."""
 
     version = np.__version__

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable, added_mask, check_scores_fit, folded
+from fastattn.bench.peers._base import Call, Peer, Unable, added_mask, check_scores_fit, folded
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23
@@ -47,7 +47,7 @@ class Node:
     in_place: Mapping[str, str] = field(default_factory=dict)  #: outputs that share the memory of an input
 
 
-class OnnxRuntime:
+class OnnxRuntime(Peer):
     """Sessions with one pool of `num_threads` threads, the calling one included."""
 
     version = ort.__version__

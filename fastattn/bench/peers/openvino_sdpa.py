@@ -14,14 +14,14 @@ import openvino as ov
 from openvino import opset13
 
 from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable, check_scores_fit, folded
+from fastattn.bench.peers._base import Call, Peer, Unable, check_scores_fit, folded
 
 
 def load(num_threads: int) -> OpenVINO:
     return OpenVINO(num_threads)
 
 
-class OpenVINO:
+class OpenVINO(Peer):
     """One stream of `num_threads` threads, float32 kept float32 (the plugin may choose bfloat16)."""
 
     version = ov.__version__

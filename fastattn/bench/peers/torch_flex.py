@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, Unable
-from fastattn.bench.peers.torch_sdpa import own, tensors
+from fastattn.bench.case import Case, Inputs, Layer
+from fastattn.bench.peers._base import Call, Peer, Products, Unable
+from fastattn.bench.peers.torch_sdpa import linear_layers, own, tensors
 
 #: What `flex_attention` calls for each score or pair: batch item, head, query and key as index tensors.
 Modifier = Callable[..., Any]
@@ -26,7 +26,7 @@ def load(num_threads: int) -> TorchFlex:
     return TorchFlex()
 
 
-class TorchFlex:
+class TorchFlex(Peer):
     """Restrictions become a ``mask_mod``, biases and soft-caps a ``score_mod``."""
 
     version = torch.__version__
@@ -35,6 +35,9 @@ class TorchFlex:
         self._mode = ExitStack()
         self._mode.enter_context(torch.inference_mode())
         self.ways = {"flex_attention, compiled": self._flex}
+
+    def products(self, layer: Layer) -> Products:
+        return linear_layers(layer)
 
     def _flex(self, case: Case, inputs: Inputs) -> Call:
         if case.dtype != "float32":

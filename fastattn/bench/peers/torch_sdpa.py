@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastattn.bench.case import Case, Inputs
+from fastattn.bench.case import Case, Inputs, Layer
 from fastattn.bench.peers._base import (
     FEW_ROWS,
     Call,
+    Peer,
+    Products,
     Redundant,
     Unable,
     block_axis,
@@ -50,7 +52,13 @@ def tensors(case: Case, inputs: Inputs) -> Tensors:
     return query, key, value
 
 
-class TorchSDPA:
+def linear_layers(layer: Layer) -> Products:
+    """The products as torch's own linear layers, which keep their weights transposed."""
+    rows, w_qkv, attended, w_o = map(own, (layer.rows, layer.w_qkv.T, layer.attended, layer.w_o.T))
+    return Products(lambda: F.linear(rows, w_qkv), lambda: F.linear(attended, w_o))
+
+
+class TorchSDPA(Peer):
     """Each way keeps what it needs as tensors of torch's own."""
 
     version = torch.__version__
@@ -65,6 +73,9 @@ class TorchSDPA:
             "the same, block by block": self._by_blocks,
             "formula": self._formula,
         }
+
+    def products(self, layer: Layer) -> Products:
+        return linear_layers(layer)
 
     @staticmethod
     def _options(case: Case, inputs: Inputs) -> dict[str, Any]:

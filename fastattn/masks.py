@@ -105,7 +105,7 @@ class Mask:
         raise _not_a_mask("|", other)
 
     def __invert__(self) -> Mask:
-        return _Not(self)
+        return _Not((self,))
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -523,57 +523,54 @@ class BlockMask(Mask):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _And(Mask):
-    """What every part allows."""
+class _Combined(Mask):
+    """What `_And`, `_Or` and `_Not` share."""
 
     parts: tuple[Mask, ...]
-
-    def __repr__(self) -> str:
-        return " & ".join(f"({part})" if isinstance(part, _Or) else repr(part) for part in self.parts)
 
     @property
     def _lead(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(part._lead for part in self.parts))
+
+
+class _And(_Combined):
+    """What every part allows."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, _Or) else repr(part) for part in self.parts)
 
     def _bind(self, size: Size) -> Node:
         return all_of([part._bind(size) for part in self.parts], size.S)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Or(Mask):
+class _Or(_Combined):
     """What any part allows."""
 
-    parts: tuple[Mask, ...]
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
-
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return np.broadcast_shapes(*(part._lead for part in self.parts))
 
     def _bind(self, size: Size) -> Node:
         return AnyOf([part._bind(size) for part in self.parts])
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Not(Mask):
-    """What the part does not allow."""
+class _Not(_Combined):
+    """What its one part does not allow."""
 
-    part: Mask
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if isinstance(self.part, (_And, _Or)) else f"~{self.part!r}"
+        (part,) = self.parts
+        return f"~({part!r})" if isinstance(part, (_And, _Or)) else f"~{part!r}"
 
     def __invert__(self) -> Mask:
-        return self.part
-
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return self.part._lead
+        return self.parts[0]
 
     def _bind(self, size: Size) -> Node:
-        return self.part._bind(size).complement(size.S)
+        return self.parts[0]._bind(size).complement(size.S)
 
 
 # Lowering -----------------------------------------------------------------------------------------

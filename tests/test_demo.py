@@ -284,7 +284,7 @@ class TestShareThreads:
             calls.append("encode")
             return encode(*args)
 
-        monkeypatch.setattr(fastattn, "share_threads_with_blas", share_threads_with_blas, raising=False)
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", share_threads_with_blas)
         monkeypatch.setattr(SentenceEncoder, "encode", noted)
         return calls
 
@@ -295,7 +295,7 @@ class TestShareThreads:
         assert "threads of their own" in err and "python -m fastattn info" in err
 
     def test_nothing_is_told_where_possible(self, run, calls, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: True, raising=False)
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: True)
         assert "threads of their own" not in run("--share-threads", "--query", "dog")[2]
 
     def test_not_unless_asked_for(self, run, calls: list[str]) -> None:

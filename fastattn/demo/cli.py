@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace) -> None:
     model = load_model(folder)
     if args.threads is not None:
         fastattn.set_num_threads(args.threads)
-    if args.share_threads and not fastattn.share_threads_with_blas():  # type: ignore[attr-defined, unused-ignore]
+    if args.share_threads and not fastattn.share_threads_with_blas():
         _warn("NumPy's products keep threads of their own; python -m fastattn info says why")
 
     ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}

@@ -8,10 +8,7 @@ from fastattn.bench.peers._base import Unable
 
 
 def load(num_threads: int) -> fastattn_api.Fastattn:
-    share = getattr(fastattn, "share_threads_with_blas", None)
-    if share is None:
-        raise Unable("this fastattn has no share_threads_with_blas")
     peer = fastattn_api.load(num_threads)
-    if not share():
+    if not fastattn.share_threads_with_blas():
         raise Unable("share_threads_with_blas() is not possible here: python -m fastattn info says why")
     return peer

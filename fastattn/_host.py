@@ -63,7 +63,8 @@ def cores_of_cpus() -> list[int]:
 
 def _core_of(cpu: int) -> int:
     try:
-        return int(re.split("[,-]", _read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list"))[0])
+        first = int(re.split("[,-]", _read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list"))[0])
+        return min(first, cpu)
     except (OSError, ValueError):  # it is offline
         return cpu
 

@@ -110,8 +110,8 @@ def refuse_arguments(
 def clean_signature(function: Function) -> Function:
     """The function itself, which `help` shows without the ``*extra`` and ``**unknown`` that it refuses.
 
-    `inspect.signature` looks at what a function says that it wraps, only when it is asked: to make signatures
-    here would be a tenth of an import of the package.
+    `inspect.signature` looks at what a function says that it wraps, and only when it is asked: to make three
+    signatures here would be 900 of the 10,000 calls of an import of the package.
     """
     code = function.__code__
     shown = FunctionType(

@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
 SOURCE = Path("fastattn", "backends", "cython")
+KERNELS = SOURCE / "kernels"
 
 # No -ffast-math: -inf and NaN are data here. The flags about maths only drop errno and the FP status bits.
 # Python's own -fwrapv costs `score` up to 4 %: addresses that might wrap around are computed one by one.
@@ -67,7 +68,7 @@ class BuildKernels(build_ext):
         ext.define_macros += [(f"FASTATTN_HAVE_{isa.upper()}", "1") for isa in isas]
         for isa, flags in isas.items():
             ext.extra_objects += self.compiler.compile(
-                [str(SOURCE / "kernels.c")],
+                [str(KERNELS / "kernels.c")],
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("FASTATTN_ISA", isa)],
                 extra_preargs=[*KERNEL_FLAGS, "-fPIC", *flags],
@@ -95,11 +96,14 @@ setup(
         [
             Extension(
                 "fastattn.backends.cython.driver",
-                [str(SOURCE / name) for name in ("driver.pyx", "dispatch.c", "spread.c", "blas.c")],
-                include_dirs=[np.get_include(), str(SOURCE)],
+                [
+                    *(str(SOURCE / name) for name in ("driver.pyx", "spread.c", "blas.c")),
+                    str(KERNELS / "dispatch.c"),
+                ],
+                include_dirs=[np.get_include(), str(SOURCE), str(KERNELS)],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],
-                depends=sorted(str(path) for path in SOURCE.glob("*.[ch]") if path.name != "driver.c"),
+                depends=sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
             )
         ]
     ),

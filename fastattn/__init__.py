@@ -3,14 +3,14 @@
 A call goes one way, and each line imports only what stands above it:
 
 ===================  =================================================================================
-``_tiles``           masks bound to a problem size: key intervals per row, or tiles with bits
+``_mask_map``        masks bound to a problem size: key intervals per row, or tiles with bits
 `fastattn.masks`     mask objects, which lower to those
 ``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
-``_plan``            `Problem` to `Plan`: block sizes and threads, and every tuning constant
+``_schedule``        `Problem` to `Schedule`: block sizes and threads, and every tuning constant
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_api``             `attention` and its relatives: normalise, select, plan, run

@@ -16,10 +16,10 @@ import numpy as np
 from fastattn._api import solve
 from fastattn._device import DeviceArray, as_device_array, host_array
 from fastattn._host import check_num_threads, get_num_threads
+from fastattn._mask_map import MaskMap, Node, Size
 from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
 from fastattn._problem import Mod
 from fastattn._registry import usable
-from fastattn._tiles import Node, Size, Tiles
 from fastattn.masks import BlockMask, Mask, describe
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class _FunctionMask(Mask):
 
 def _evaluate(
     function: Callable[..., Any], aux: Sequence[Any], sizes: Sequence[int], num_threads: int
-) -> Tiles:
+) -> MaskMap:
     """The function's tile map; one plane for all items or heads where it does not look at them."""
     B, H, L, S = sizes
     planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
@@ -339,8 +339,8 @@ def _evaluate(
     compiler.mask_loop(function, aux)
     compiler.check_indices("mask_mod", function, aux, np.dtype(np.int64), sizes)
     evaluate = import_module("fastattn.backends.numba.mask_map").evaluate
-    tiles: Tiles = evaluate(function, aux, *planes, L, S, num_threads)
-    return tiles
+    mask_map: MaskMap = evaluate(function, aux, *planes, L, S, num_threads)
+    return mask_map
 
 
 def _reads(function: Any, place: int) -> bool:

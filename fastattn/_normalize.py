@@ -23,8 +23,8 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
+from fastattn._mask_map import Size, make_intervals
 from fastattn._problem import Problem
-from fastattn._tiles import Size, make_intervals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -641,7 +641,7 @@ def _assemble(
         key_start=lowered.key_start,
         key_stop=lowered.key_stop,
         dense=lowered.dense,
-        tiles=lowered.tiles,
+        mask_map=lowered.mask_map,
     )
     return Request(problem, results, staged)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn._tiles import Tiles
+    from fastattn._mask_map import MaskMap
 
 
 class Mod(NamedTuple):
@@ -54,7 +54,7 @@ class Problem:
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
-    tiles: Tiles | None  #: tile map with bits for the partial tiles
+    mask_map: MaskMap | None  #: tile map with bits for the partial tiles
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is among ``tiles`` or intervals
 

@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, host_array
-from fastattn._tiles import (
-    EMPTY,
-    FULL,
+from fastattn._mask_map import (
+    INDEX_EMPTY,
+    INDEX_FULL,
     All,
     AnyOf,
     Cross,
     DenseArray,
     Intervals,
     Mapped,
+    MaskMap,
     Node,
     SameId,
     Size,
-    Tiles,
     all_of,
-    build_tiles,
+    build_mask_map,
     intersect,
     intervals_of,
     make_intervals,
@@ -161,9 +161,9 @@ class Mask:
             allowed &= inside[..., None, :, :]
         if lowered.dense is not None:
             allowed &= host_array(lowered.dense, "the mask's array") != 0
-        if lowered.tiles is not None:
+        if lowered.mask_map is not None:
             for item in np.ndindex(*lead, H):
-                allowed[item] &= lowered.tiles.rows(item, 0, L, S)
+                allowed[item] &= lowered.mask_map.rows(item, 0, L, S)
         return allowed
 
     @property
@@ -461,7 +461,7 @@ class BlockMask(Mask):
 
     Parameters
     ----------
-    tiles : Tiles
+    mask_map : MaskMap
         The map of tiles, its index of shape ``(B or 1, H or 1, ...)``.
     B, H : int
         Batch items (the product of the leading batch axes) and query heads that it is for; 1: for any number.
@@ -476,7 +476,7 @@ class BlockMask(Mask):
     Where each query has one interval of keys, as in a window or documents, it costs what those masks do.
     """
 
-    tiles: Tiles
+    mask_map: MaskMap
     B: int
     H: int
     L: int
@@ -484,24 +484,24 @@ class BlockMask(Mask):
     _intervals: tuple[np.ndarray, np.ndarray] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_intervals", intervals_of(self.tiles, self.L, self.S))
+        object.__setattr__(self, "_intervals", intervals_of(self.mask_map, self.L, self.S))
 
     def __repr__(self) -> str:
-        index = self.tiles.index
-        share = 100 * np.count_nonzero(index == EMPTY) / max(1, index.size)
+        index = self.mask_map.index
+        share = 100 * np.count_nonzero(index == INDEX_EMPTY) / max(1, index.size)
         return (
             f"BlockMask(B={self.B}, H={self.H}, L={self.L}, S={self.S}: {share:.1f} % of the tiles are empty)"
         )
 
     def __str__(self) -> str:
         return (
-            "\n".join([repr(self), *_drawing(self.tiles.index[0, 0])])
-            if self.tiles.index.size
+            "\n".join([repr(self), *_drawing(self.mask_map.index[0, 0])])
+            if self.mask_map.index.size
             else repr(self)
         )
 
     def _values(self) -> tuple[Any, ...]:
-        return (self.B, self.H, self.L, self.S, self.tiles.index, self.tiles.bits)
+        return (self.B, self.H, self.L, self.S, self.mask_map.index, self.mask_map.bits)
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -514,12 +514,12 @@ class BlockMask(Mask):
             raise ValueError(
                 f"mask {self!r} does not fit B={items} batch items, H={size.H}, L={size.L} and S={size.S}"
             )
-        index = self.tiles.index
+        index = self.mask_map.index
         lead = size.lead if len(index) == items else (1,) * len(size.lead)
         if self._intervals is not None:
             start, stop = (bound.reshape(*lead, self.L) for bound in self._intervals)
             return make_intervals(start, stop, self.S)
-        return Mapped(Tiles(index.reshape(*lead, *index.shape[1:]), self.tiles.bits))
+        return Mapped(MaskMap(index.reshape(*lead, *index.shape[1:]), self.mask_map.bits))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -582,7 +582,7 @@ class Lowered(NamedTuple):
     key_start: np.ndarray | None  #: ``(*lead, L)`` int64 view, in 0..S
     key_stop: np.ndarray | None  #: ``(*lead, L)`` int64 view, ``key_start <= key_stop <= S``
     dense: Any  #: ``(*lead, H, L, S)`` view, or None; bool or integer, non-zero = allowed; also on a GPU
-    tiles: Tiles | None
+    mask_map: MaskMap | None
 
 
 def lower(
@@ -612,7 +612,7 @@ def lower(
     if bounds is not None:
         intervals.append(bounds)
 
-    key_start = key_stop = dense = tiles = band = None
+    key_start = key_stop = dense = mask_map = band = None
     if intervals:
         band = intervals[0] if len(intervals) == 1 else intersect(intervals, S)
         key_start = np.broadcast_to(band.start, (*lead, L))
@@ -622,11 +622,11 @@ def lower(
         dense = arrays[0].array
         others.remove(arrays[0])
     if len(others) == 1 and isinstance(others[0], Mapped):
-        there = others[0].tiles
-        tiles = Tiles(np.broadcast_to(there.index, (*lead, H, *there.index.shape[-2:])), there.bits)
+        there = others[0].mask_map
+        mask_map = MaskMap(np.broadcast_to(there.index, (*lead, H, *there.index.shape[-2:])), there.bits)
     elif others and L and S:
-        tiles = build_tiles(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, band)
-    return Lowered(key_start, key_stop, dense, tiles)
+        mask_map = build_mask_map(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, band)
+    return Lowered(key_start, key_stop, dense, mask_map)
 
 
 def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:
@@ -714,7 +714,10 @@ def _drawing(index: np.ndarray) -> list[str]:
     lines = []
     for row in range(0, index.shape[0], rows):
         parts = [index[row : row + rows, key : key + keys] for key in range(0, index.shape[1], keys)]
-        signs = ["#" if (part == FULL).all() else "." if (part == EMPTY).all() else "+" for part in parts]
+        signs = [
+            "#" if (part == INDEX_FULL).all() else "." if (part == INDEX_EMPTY).all() else "+"
+            for part in parts
+        ]
         lines.append("".join(signs))
     return lines
 

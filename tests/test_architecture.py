@@ -28,30 +28,30 @@ COMPILED_SOURCES = sorted(
 LAYERS = [
     {"_version"},
     {"_device"},
-    {"_tiles"},
+    {"_mask_map"},
     {"masks"},
     {"_options", "_hints"},
     {"_problem"},
     {"_normalize"},
     {"_host"},
-    {"_plan"},
+    {"_schedule"},
     {"backends._base"},
-    {"backends.numba.target"},
-    {"backends.numba.emit"},
-    {"backends.numba.intrinsics"},
-    {"backends.numba.tiles"},
-    {"backends.numba.rows_tiles"},
-    {"backends.numba.layout", "backends.numba.cache"},
-    {"backends.numba.calls"},
-    {"backends.numba.kernels", "backends.numba.rows_kernels"},
+    {"backends.numba.codegen.target"},
+    {"backends.numba.codegen.emit"},
+    {"backends.numba.codegen.intrinsics"},
+    {"backends.numba.codegen.register_tiles"},
+    {"backends.numba.codegen.row_tiles"},
+    {"backends.numba.layout", "backends.numba.codegen.cache"},
+    {"backends.numba.codegen.calls"},
+    {"backends.numba.kernels", "backends.numba.row_kernels"},
     {"backends.numba.blocks"},
-    {"backends.numba.scores"},
-    {"backends.numba.sweep", "backends.numba.rows", "backends.numba.spread"},
+    {"backends.numba.mask_tile"},
+    {"backends.numba.sweep", "backends.numba.splitkv", "backends.numba.spread"},
     {
         "backends.numba.work",
         "backends.numba.threads",
-        "backends.numba.vector_math",
-        "backends.numba.weak_numbers",
+        "backends.numba.codegen.vector_math",
+        "backends.numba.codegen.weak_numbers",
     },
     {"backends.numba.modify"},
     {"backends.numba.mask_map"},
@@ -258,8 +258,8 @@ def test_backends_name_no_mask():
 
 
 def test_only_the_edge_raises_on_arguments():
-    """`_problem`, `_plan` and the backends trust what they get."""
-    for path in [PACKAGE / "_problem.py", PACKAGE / "_plan.py", *(PACKAGE / "backends").glob("*.py")]:
+    """`_problem`, `_schedule` and the backends trust what they get."""
+    for path in [PACKAGE / "_problem.py", PACKAGE / "_schedule.py", *(PACKAGE / "backends").glob("*.py")]:
         raised = {
             node.exc.func.id
             for node in ast.walk(parsed(path))

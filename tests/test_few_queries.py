@@ -1,4 +1,4 @@
-"""Few query rows over many keys: the path of row tiles, see ``fastattn/backends/cython/rows.pxi``.
+"""Few query rows over many keys: the path of row tiles, see ``fastattn/backends/cython/splitkv.pxi``.
 
 Its keys are cut into leaves of 256, which threads share and a binary tree over all keys merges. So the sizes
 here lie around whole leaves and on both sides of what few is, and what is masked lies in leaves of its own.
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._plan import BLOCK_K, FEW_ROWS, LONG_HEAD, plan_tiles
+from fastattn._schedule import BLOCK_K, FEW_ROWS, LONG_HEAD, make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
@@ -62,16 +62,16 @@ def most_rows(dtype):
 def test_the_shapes_of_this_file_take_the_path():
     """Rows on both sides of the limit, and one call whose keys are many tasks."""
     for lanes, most in ((2, FEW_ROWS), (8, FEW_ROWS), (16, 15)):
-        assert plan_tiles(1, most, 2500, COLUMNS, 48, lanes, 3).by_rows
-        assert not plan_tiles(1, most + 1, 2500, COLUMNS, 48, lanes, 3).by_rows
+        assert make_schedule(1, most, 2500, COLUMNS, 48, lanes, 3).uses_split_kv
+        assert not make_schedule(1, most + 1, 2500, COLUMNS, 48, lanes, 3).uses_split_kv
     long = -(-LONG_HEAD // COLUMNS)
-    assert plan_tiles(1, 16, long, COLUMNS, 48, 16, 3).by_rows
-    assert not plan_tiles(1, 16, long - 1, COLUMNS, 48, 16, 3).by_rows
-    assert not plan_tiles(1, 17, long, COLUMNS, 48, 16, 3).by_rows
-    plan = plan_tiles(1, 6, 2500, COLUMNS, 48, 4, 3)
+    assert make_schedule(1, 16, long, COLUMNS, 48, 16, 3).uses_split_kv
+    assert not make_schedule(1, 16, long - 1, COLUMNS, 48, 16, 3).uses_split_kv
+    assert not make_schedule(1, 17, long, COLUMNS, 48, 16, 3).uses_split_kv
+    plan = make_schedule(1, 6, 2500, COLUMNS, 48, 4, 3)
     assert plan.num_threads == 3
     assert plan.block_k == BLOCK_K == 256
-    assert 3 < 2500 // BLOCK_K < plan.row_tasks * plan.num_threads
+    assert 3 < 2500 // BLOCK_K < plan.split_tasks * plan.num_threads
 
 
 # ---------------------------------------------------------------- the definition

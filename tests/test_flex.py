@@ -319,7 +319,7 @@ class TestBlockMask:
         expected = in_python(odd, (40,), 2, 3, *shape)
         np.testing.assert_array_equal(block_mask.materialize(3, *shape), expected)
         np.testing.assert_array_equal((~block_mask).materialize(3, *shape), ~expected)
-        tiles = block_mask.tiles
+        tiles = block_mask.mask_map
         assert (tiles.index[1] == -1).all()
 
     @pytest.mark.parametrize("shape", [(1, 1), (70, 70), (65, 129), (300, 500), (500, 300)])
@@ -341,7 +341,7 @@ class TestBlockMask:
         }[name]
         block_mask = fastattn.create_block_mask(function, 2, 3, *shape, aux=(ids,))
         lowered = masks.lower(block_mask, (2,), 3, *shape)
-        assert lowered.tiles is None
+        assert lowered.mask_map is None
         rng = np.random.default_rng(0)
         query, key = rng.standard_normal((2, 3, len_q, 8)), rng.standard_normal((2, 3, len_k, 8))
         got = fastattn.attention(query, key, key, mask=block_mask)
@@ -354,7 +354,7 @@ class TestBlockMask:
             lambda b, h, i, j: j <= i + h,
         ):
             block_mask = fastattn.create_block_mask(function, None, 2, 400, 400)
-            assert masks.lower(block_mask, (), 2, 400, 400).tiles is not None
+            assert masks.lower(block_mask, (), 2, 400, 400).mask_map is not None
 
     def test_same_for_any_number_of_threads(self):
         options = {"aux": aux_of("big_bird")}
@@ -362,14 +362,14 @@ class TestBlockMask:
             fastattn.create_block_mask(GALLERY["big_bird"], None, None, L, S, num_threads=n, **options)
             for n in (1, 3)
         )
-        assert_same_bits(one.tiles.index, three.tiles.index)
-        assert_same_bits(one.tiles.bits, three.tiles.bits)
+        assert_same_bits(one.mask_map.index, three.mask_map.index)
+        assert_same_bits(one.mask_map.bits, three.mask_map.bits)
 
     def test_one_plane_for_what_the_function_does_not_look_at(self):
         block_mask = fastattn.create_block_mask(GALLERY["sliding_window"], 4, 8, 300, 300, aux=(9,))
-        assert block_mask.tiles.index.shape[:2] == (1, 1)
+        assert block_mask.mask_map.index.shape[:2] == (1, 1)
         by_item = fastattn.create_block_mask(GALLERY["prefix_lm"], 2, 8, 300, 300, aux=(np.array([1, 2]),))
-        assert by_item.tiles.index.shape[:2] == (2, 1)
+        assert by_item.mask_map.index.shape[:2] == (2, 1)
 
     def test_combines(self, backend):
         """With mask objects, and with what else masks, on every backend."""
@@ -522,7 +522,7 @@ class TestRules:
         block_mask = fastattn.create_block_mask(
             GALLERY["sliding_window"], None, None, 16384, 16384, aux=(256,)
         )
-        assert block_mask.tiles.index.nbytes + block_mask.tiles.bits.nbytes < 2**21
+        assert block_mask.mask_map.index.nbytes + block_mask.mask_map.bits.nbytes < 2**21
 
     @pytest.mark.parametrize("name", ["alibi", "sliding_window"])
     def test_empty_sizes(self, name):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
-from fastattn._tiles import EMPTY, FULL, TILE_K, TILE_Q
+from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q
 from fastattn.masks import (
     BlockMask,
     Causal,
@@ -250,7 +250,7 @@ class TestLowering:
     def test_these_are_intervals_alone(self, name, sizes):
         pair = mask_pair(name, 2, 3, *sizes)
         lowered = masks.lower(pair.mask, (2,), 3, *sizes)
-        assert lowered.tiles is None
+        assert lowered.mask_map is None
         assert lowered.dense is None
         start, stop = lowered.key_start, lowered.key_stop
         assert start.dtype == stop.dtype == np.int64
@@ -272,8 +272,8 @@ class TestLowering:
             allowed &= inside[:, None]
         if lowered.dense is not None:
             allowed &= lowered.dense != 0
-        if lowered.tiles is not None:
-            allowed &= self.unpack(lowered.tiles, 2, 3, *sizes)
+        if lowered.mask_map is not None:
+            allowed &= self.unpack(lowered.mask_map, 2, 3, *sizes)
         np.testing.assert_array_equal(allowed, pair.allowed)
 
     @pytest.mark.parametrize(
@@ -292,27 +292,27 @@ class TestLowering:
     )
     @pytest.mark.parametrize("sizes", [(64, 128), (65, 129), (300, 700), (700, 300)], ids=str)
     def test_tiles_are_classed_exactly(self, name, sizes):
-        """EMPTY where nothing is allowed, FULL where everything is, and bits for nothing else."""
+        """Empty where nothing is allowed, full where everything is, and bits for nothing else."""
         pair = mask_pair(name, 2, 3, *sizes)
-        tiles = masks.lower(pair.mask, (2,), 3, *sizes).tiles
+        tiles = masks.lower(pair.mask, (2,), 3, *sizes).mask_map
         for (b, h, t, u), index in np.ndenumerate(tiles.index):
             tile = pair.allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
-            expected = FULL if tile.all() else "bits" if tile.any() else EMPTY
+            expected = INDEX_FULL if tile.all() else "bits" if tile.any() else INDEX_EMPTY
             assert (index if index < 0 else "bits") == expected, f"tile {(b, h, t, u)}"
 
     def test_planes_that_are_alike_share_their_bits(self):
         mask = Window(3, 2) | GlobalTokens([0])
-        alone = masks.lower(mask, (), 1, 300, 300).tiles
-        many = masks.lower(mask, (7,), 5, 300, 300).tiles
+        alone = masks.lower(mask, (), 1, 300, 300).mask_map
+        many = masks.lower(mask, (7,), 5, 300, 300).mask_map
         assert many.index.shape[:2] == (7, 5)
         assert many.bits.shape == alone.bits.shape
         assert many.index.strides[:2] == (0, 0)
 
     def test_bits_past_the_end_are_zero(self):
-        tiles = masks.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).tiles
-        assert (tiles.index == FULL).all()
+        tiles = masks.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).mask_map
+        assert (tiles.index == INDEX_FULL).all()
         # Two queries and one key reach into the last tile, and only the second of them sees the key.
-        tiles = masks.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).tiles
+        tiles = masks.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).mask_map
         assert tiles.index[0, 1, 1] >= 0
         corner = np.unpackbits(tiles.bits[tiles.index[0, 1, 1]].view(np.uint8))
         assert corner.sum() == 1
@@ -322,14 +322,14 @@ class TestLowering:
         array = np.ones((300, 200), bool)
         lowered = masks.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
-        assert lowered.tiles is None
+        assert lowered.mask_map is None
         np.testing.assert_array_equal(lowered.key_start, np.minimum(np.arange(300) + 1, 200))
 
     def test_a_lone_array_is_not_copied(self):
         array = np.ones((300, 200), bool)
         lowered = masks.lower(Dense(array), (2,), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
-        assert lowered.tiles is None
+        assert lowered.mask_map is None
 
     @staticmethod
     def unpack(tiles, batch, heads, len_q, len_k):
@@ -338,9 +338,9 @@ class TestLowering:
         bits = np.unpackbits(tiles.bits.astype("<u4").view(np.uint8), axis=-1, bitorder="little").astype(bool)
         for (b, h, t, u), index in np.ndenumerate(tiles.index):
             tile = allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
-            if index == FULL:
+            if index == INDEX_FULL:
                 tile[...] = True
-            elif index != EMPTY:
+            elif index != INDEX_EMPTY:
                 tile[...] = bits[index][: tile.shape[0], : tile.shape[1]]
         return allowed
 
@@ -369,7 +369,7 @@ class TestMemory:
             ~(KeyLengths(1000) | Causal()),
         ):
             peak, lowered = self.peak(mask)
-            assert lowered.tiles is None
+            assert lowered.mask_map is None
             assert peak < 128 * self.LENGTH, f"{mask}: {peak} bytes"
 
     @pytest.mark.parametrize("complement", [False, True])
@@ -377,13 +377,13 @@ class TestMemory:
         mask = Window(256, 256) | GlobalTokens([0, 5])
         peak, lowered = self.peak(~mask if complement else mask)
         one_bit_per_score = self.LENGTH**2 // 8
-        assert lowered.tiles.bits.nbytes < one_bit_per_score // 16
+        assert lowered.mask_map.bits.nbytes < one_bit_per_score // 16
         assert peak < one_bit_per_score // 4, f"{peak} bytes"
 
     def test_skipped_tiles_of_an_intersection_need_no_bits(self):
         ids = np.random.default_rng(0).integers(0, 3, self.LENGTH)
         peak, lowered = self.peak(Segments(ids) & Window(256, 0))
-        assert lowered.tiles.bits.nbytes < self.LENGTH**2 // 8 // 16
+        assert lowered.mask_map.bits.nbytes < self.LENGTH**2 // 8 // 16
         assert peak < self.LENGTH**2 // 8 // 4, f"{peak} bytes"
 
 
@@ -483,9 +483,9 @@ DENSE_ON_GPU = np.ones((4, 4), bool)
 
 
 def block_mask(mask):
-    tiles = masks.lower(mask, (1,), 1, 70, 70).tiles
+    tiles = masks.lower(mask, (1,), 1, 70, 70).mask_map
     return BlockMask(
-        masks.lower(mask | mask, (1,), 1, 70, 70).tiles if tiles is None else tiles, 1, 1, 70, 70
+        masks.lower(mask | mask, (1,), 1, 70, 70).mask_map if tiles is None else tiles, 1, 1, 70, 70
     )
 
 

@@ -15,7 +15,7 @@ LOAD = """
 import numpy as np
 from numba.core.ccallback import CFunc
 import fastattn.backends.numba.job
-from fastattn.backends.numba.calls import table
+from fastattn.backends.numba.codegen.calls import table
 
 compiled = []
 compile_uncached = CFunc._compile_uncached

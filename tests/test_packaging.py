@@ -20,7 +20,7 @@ for tool in ("Cython", "setuptools"):
 
 pytestmark = pytest.mark.slow
 
-KERNELS = "fastattn/backends/cython"
+SOURCES = "fastattn/backends/cython"
 NO_COMPILER = shutil.which("false") or "/bin/false"
 
 
@@ -48,13 +48,13 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tree)
     for name in ("driver.cpython-311-x86_64-linux-gnu.so", "kernels.o"):
-        (tree / KERNELS / name).touch()
+        (tree / SOURCES / name).touch()
     (tree / "build").mkdir()
     (tree / "build" / "junk.py").touch()
     into = tmp_path_factory.mktemp("dist")
     done = build("sdist", tree, into)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tree / KERNELS / "driver.c").exists()
+    assert (tree / SOURCES / "driver.c").exists()
     (archive,) = into.glob("*.tar.gz")
     return archive
 
@@ -85,9 +85,9 @@ def without_compiler(
 class TestSourceDistribution:
     def test_holds_every_source(self, unpacked):
         kinds = (
-            (KERNELS, "*.[ch]"),
-            (KERNELS, "*.pyx"),
-            (KERNELS, "*.pxi"),
+            (SOURCES, "*.[ch]"),
+            (SOURCES, "*.pyx"),
+            (SOURCES, "*.pxi"),
             ("fastattn", "*.py"),
             ("tests", "*"),
         )

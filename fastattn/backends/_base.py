@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule
 
 
 class Backend(Protocol):
@@ -25,10 +25,10 @@ class Backend(Protocol):
         """Why this backend cannot take `problem`; empty when it can."""
         ...
 
-    def plan(self, problem: Problem, num_threads: int) -> Plan:
+    def plan(self, problem: Problem, num_threads: int) -> Schedule:
         """Block sizes and threads for `problem`, given at most `num_threads` threads."""
         ...
 
-    def run(self, problem: Problem, plan: Plan) -> None:
+    def run(self, problem: Problem, plan: Schedule) -> None:
         """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
         ...

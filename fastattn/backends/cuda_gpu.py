@@ -7,8 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule
 
 
 class CudaBackend:
@@ -22,10 +22,10 @@ class CudaBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def plan(self, problem: Problem, num_threads: int) -> Plan:
-        return Plan(0, 0, num_threads)
+    def plan(self, problem: Problem, num_threads: int) -> Schedule:
+        return Schedule(0, 0, num_threads)
 
-    def run(self, problem: Problem, plan: Plan) -> None:
+    def run(self, problem: Problem, plan: Schedule) -> None:
         import_module("fastattn.backends.cuda.engine").run(problem)
 
     def combine(self, pieces: Any, out: Any, lse: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from fastattn import _host
-from fastattn._plan import Plan, is_small, plan_tiles
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule, is_small, make_schedule
 
 try:
     import fastattn.backends.cython.driver as driver
@@ -42,8 +42,8 @@ class CythonBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
-    def plan(self, problem: Problem, num_threads: int) -> Plan:
-        return plan_tiles(
+    def plan(self, problem: Problem, num_threads: int) -> Schedule:
+        return make_schedule(
             problem.batch * problem.num_kv_heads,
             problem.len_q * problem.group_size,
             problem.len_k,
@@ -52,7 +52,7 @@ class CythonBackend:
             driver.thread_limit(num_threads),
         )
 
-    def run(self, problem: Problem, plan: Plan) -> None:
+    def run(self, problem: Problem, plan: Schedule) -> None:
         driver.run(problem, plan)
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
@@ -63,11 +63,11 @@ class CythonBackend:
 backend = CythonBackend()
 
 
-def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Plan:
+def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:
     # Asking how many threads there may be takes longer than a small call.
     small = is_small(heads, head_rows, len_k, columns)
     num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
-    return plan_tiles(heads, head_rows, len_k, columns, *driver.tile_rows(itemsize), num_threads)
+    return make_schedule(heads, head_rows, len_k, columns, *driver.tile_rows(itemsize), num_threads)
 
 
 def available_isas() -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule
 
 
 class NumbaBackend:
@@ -24,10 +24,10 @@ class NumbaBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def plan(self, problem: Problem, num_threads: int) -> Plan:
+    def plan(self, problem: Problem, num_threads: int) -> Schedule:
         return _engine().plan(problem, num_threads)
 
-    def run(self, problem: Problem, plan: Plan) -> None:
+    def run(self, problem: Problem, plan: Schedule) -> None:
         _engine().run(problem, plan)
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:

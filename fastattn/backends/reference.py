@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
 _CHUNK_BYTES = 2**19  # keys or values that are copied at once
@@ -29,16 +29,16 @@ class ReferenceBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
-    def plan(self, problem: Problem, num_threads: int) -> Plan:
+    def plan(self, problem: Problem, num_threads: int) -> Schedule:
         row_bytes = max(1, problem.len_k) * problem.query.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
-        return Plan(
+        return Schedule(
             block_q=block_q,
             block_k=max(1, problem.len_k),
             num_threads=1,
         )
 
-    def run(self, problem: Problem, plan: Plan) -> None:
+    def run(self, problem: Problem, plan: Schedule) -> None:
         # inf - inf, 0 * inf and overflow are data here, not surprises.
         with np.errstate(all="ignore"):
             for item in np.ndindex(problem.lead):
@@ -58,14 +58,14 @@ class _Source:
     """Keys and values of one head, of which nothing outside `span` is read.
 
     A value row that holds NaN or inf would turn a weight of 0 into NaN: `values` gives zeros in its place,
-    and `wild` lists its position, for it to be added by hand to the rows that may read it.
+    and `nonfinite` lists its position, for it to be added by hand to the rows that may read it.
     """
 
     def __init__(self, key: np.ndarray, value: np.ndarray, span: slice) -> None:
         self.key, self.value = key, value
         row_bytes = max(1, key.shape[1], value.shape[1]) * key.itemsize
         self.chunk = max(1, _CHUNK_BYTES // row_bytes)
-        self.wild = [
+        self.nonfinite = [
             part.start + int(n)
             for part in self.parts(span)
             for n in np.flatnonzero(~np.isfinite(value[part]).all(axis=-1))
@@ -81,10 +81,10 @@ class _Source:
 
     def values(self, part: slice) -> np.ndarray:
         values = _contiguous(self.value[part])
-        wild = [j - part.start for j in self.wild if part.start <= j < part.stop]
-        if wild:
+        nonfinite = [j - part.start for j in self.nonfinite if part.start <= j < part.stop]
+        if nonfinite:
             values = values.copy()
-            values[wild] = 0
+            values[nonfinite] = 0
         return values
 
 
@@ -96,8 +96,8 @@ def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slic
         allowed &= (problem.key_start[item][rows, None] <= j) & (j < problem.key_stop[item][rows, None])
     if problem.dense is not None:
         allowed &= problem.dense[item][head, rows, keys] != 0
-    if problem.tiles is not None:
-        allowed &= problem.tiles.rows((*item, head), rows.start, rows.stop, problem.len_k)[:, keys]
+    if problem.mask_map is not None:
+        allowed &= problem.mask_map.rows((*item, head), rows.start, rows.stop, problem.len_k)[:, keys]
     return allowed
 
 
@@ -134,7 +134,7 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
     for part in source.parts(keys):
         here = slice(part.start - keys.start, part.stop - keys.start)
         acc += weights[:, here] @ source.values(part)
-    for j in source.wild:
+    for j in source.nonfinite:
         if keys.start <= j < keys.stop:
             readers = allowed[:, j - keys.start]
             acc[readers] += weights[readers, j - keys.start, None] * source.value[j]

@@ -47,7 +47,7 @@ static void attend_lanes(const int *rows_of, int n_rows, int isolated, double so
         const fastattn_values values = values_at(&value, key0);
         void *const scale = first ? NULL : rescale;
         if (isolated)
-            kernels->accumulate_isolated(acc, s, scale, ld, &values, stops_of, first_chunk, VALUE_DIM, bias, words, clean);
+            kernels->accumulate_nonfinite(acc, s, scale, ld, &values, stops_of, first_chunk, VALUE_DIM, bias, words, clean);
         else
             kernels->accumulate(acc, s, scale, ld, vectors, &values, stops_of, first_chunk, VALUE_DIM, NULL, 0, 0);
         first = 0;
@@ -97,7 +97,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
         kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, softcap, bias, words);
         kernels->softmax_rows(s, BLOCK_K, row_max[leaf], row_sum[leaf], n_rows, n_keys, LOG2E, 0);
         if (isolated)
-            kernels->accumulate_rows_isolated(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,
+            kernels->accumulate_rows_nonfinite(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,
                                               n_keys, VALUE_DIM, bias, words, clean);
         else
             kernels->accumulate_rows(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row, n_keys,

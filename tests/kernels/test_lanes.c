@@ -383,7 +383,7 @@ static void test_accumulate(void) {
 }
 
 /* NaN and inf in a value reach the lanes that may read it, and change no bit of the others. */
-static void test_accumulate_isolated(void) {
+static void test_accumulate_nonfinite(void) {
     for (int nth = 0; nth < 120; nth++) {
         const int vectors = 1 + nth % kernels->max_vectors;
         const ptrdiff_t ld = lanes * vectors, n_keys = 1 + below(100), value_dim = 1 + below(20);
@@ -411,7 +411,7 @@ static void test_accumulate_isolated(void) {
         const fastattn_values plain_values = values_at(&finite, 0), values = nth % 4 ? values_at(&v, 0) : packed(&v);
         kernels->accumulate(plain, p, rescale, ld, vectors, &plain_values, stops, FASTATTN_KEY_CHUNK, value_dim, NULL, 0,
                             0);
-        kernels->accumulate_isolated(acc, p, rescale, ld, &values, stops, FASTATTN_KEY_CHUNK, value_dim,
+        kernels->accumulate_nonfinite(acc, p, rescale, ld, &values, stops, FASTATTN_KEY_CHUNK, value_dim,
                                      (const char *const *)bias, words, clean);
         for (ptrdiff_t e = 0; e < value_dim; e++)
             for (ptrdiff_t lane = 0; lane < ld; lane++) {

@@ -297,7 +297,7 @@ static void test_accumulate_rows(void) {
 }
 
 /* NaN and inf in a value reach the rows that may read it, and change no bit of the others. */
-static void test_accumulate_rows_isolated(void) {
+static void test_accumulate_rows_nonfinite(void) {
     for (int nth = 0; nth < 240; nth++) {
         const int n_rows = 1 + nth % MAX_ROWS, n_keys = 1 + below(nth % 8 ? 100 : 256), value_dim = 1 + below(40);
         const ptrdiff_t ld = row_length(value_dim), p_ld = row_length(n_keys);
@@ -319,7 +319,7 @@ static void test_accumulate_rows_isolated(void) {
                 put(element(&finite, j, e), 0, isfinite(entry(&v, j, e)) ? entry(&v, j, e) : 0);
         seal(&v);
         kernels->accumulate_rows(plain, ld, p, p_ld, n_rows, finite.at, finite.row, n_keys, value_dim, ANY_DISTANCE);
-        kernels->accumulate_rows_isolated(acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim,
+        kernels->accumulate_rows_nonfinite(acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim,
                                           (const char *const *)bias, words, clean);
         for (int e = 0; e < value_dim; e++)
             for (int r = 0; r < n_rows; r++) {

@@ -54,7 +54,7 @@ def _solve(problem: Problem, stream: Stream) -> None:
         """Where it is written: in its place, or where the host fetches it from."""
         return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
 
-    tiles = problem.tiles
+    mask_map = problem.mask_map
     q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
     start, stop = (staged(array, np.int32) for array in (problem.key_start, problem.key_stop))
     dense, bias, sinks = (
@@ -62,8 +62,8 @@ def _solve(problem: Problem, stream: Stream) -> None:
         staged(problem.bias, dtype),
         staged(problem.sinks, dtype),
     )
-    index = staged(None if tiles is None else tiles.index, np.int32)
-    bits = staged(None if tiles is None else tiles.bits, np.uint32)
+    index = staged(None if mask_map is None else mask_map.index, np.int32)
+    bits = staged(None if mask_map is None else mask_map.bits, np.uint32)
     out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
 
     both = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
@@ -73,7 +73,7 @@ def _solve(problem: Problem, stream: Stream) -> None:
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     form = Form(
-        str(dtype), shape, problem.key_start is not None, problem.dense is not None, tiles is not None,
+        str(dtype), shape, problem.key_start is not None, problem.dense is not None, mask_map is not None,
         problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,

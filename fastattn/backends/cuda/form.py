@@ -46,7 +46,7 @@ class Form(NamedTuple):
     shape: Shape
     has_intervals: bool
     has_dense: bool
-    has_tiles: bool
+    has_mask_map: bool
     has_bias: bool
     has_softcap: bool
     has_sinks: bool

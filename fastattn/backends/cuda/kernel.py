@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import config, cuda
 
-from fastattn._tiles import FULL, TILE_K, TILE_Q, WORDS
+from fastattn._mask_map import INDEX_FULL, TILE_K, TILE_Q, WORDS
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import larger, power_of_two
 from fastattn.backends.cuda.tiles import U, layout, tile_functions
@@ -64,10 +64,10 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     THREADS_Q, THREADS_K, THREADS = shape.threads_q, shape.threads_k, shape.num_threads
     TILE_ROWS, TILE_KEYS, TILE_COLUMNS = shape.tile_q, shape.tile_k, shape.tile_columns
     DEPTH, VALUE_KEYS, BUFFERS = shape.depth, shape.value_keys, shape.buffers
-    HAS_INTERVALS, HAS_DENSE, HAS_TILES = form.has_intervals, form.has_dense, form.has_tiles
+    HAS_INTERVALS, HAS_DENSE, HAS_MASK_MAP = form.has_intervals, form.has_dense, form.has_mask_map
     HAS_BIAS, HAS_SOFTCAP = form.has_bias, form.has_softcap
     HAS_SINKS, HAS_SCORE_MOD, HAS_MASK_MOD = form.has_sinks, form.has_score_mod, form.has_mask_mod
-    HAS_BITS = HAS_DENSE or HAS_TILES or HAS_MASK_MOD  # beside intervals, which are known for a whole tile
+    HAS_BITS = HAS_DENSE or HAS_MASK_MAP or HAS_MASK_MOD  # beside intervals, which are known for a whole tile
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
@@ -94,9 +94,9 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         allowed = start <= key < stop
         if HAS_DENSE and allowed:
             allowed = dense[U(dense_at + key * dense_col)] != 0
-        if HAS_TILES and allowed:
+        if HAS_MASK_MAP and allowed:
             entry = tile_index[U(index_at + key // TILE_K * index_col)]
-            allowed = entry == FULL
+            allowed = entry == INDEX_FULL
             if entry >= 0:
                 word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
                 allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
@@ -197,13 +197,13 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             if HAS_BIAS or HAS_BITS:
                 is_whole = False
             allowed = ALL
-            if HAS_TILES:
+            if HAS_MASK_MAP:
                 some = np.int32(0)
                 for row in range(thread, TILE_ROWS, THREADS):
                     line = index_view[0] + item * index_view[1] + heads[row] * index_view[2]
                     line += queries[row] // TILE_Q * index_view[3]
                     for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
-                        if tile_index[U(line + key * index_view[4])] >= FULL:
+                        if tile_index[U(line + key * index_view[4])] >= INDEX_FULL:
                             some = np.int32(1)
                 if cuda.syncthreads_or(some) == 0:
                     continue

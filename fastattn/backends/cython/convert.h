@@ -57,11 +57,11 @@ static inline void fastattn_convert_row(char *to, int to_size, const char *from,
  * follow are asked for ahead of their use: they may be too far apart for the processor to guess them. */
 static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row, ptrdiff_t col, ptrdiff_t itemsize,
                                       ptrdiff_t n_rows, ptrdiff_t n_cols) {
-    enum { ROWS_AHEAD = 8 };
+    enum { PREFETCH_ROWS = 8 };
     const ptrdiff_t nbytes = n_cols * itemsize;
     for (ptrdiff_t i = 0; i < n_rows; i++, from += row, to += nbytes) {
         if (col == itemsize) {
-            for (ptrdiff_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + ROWS_AHEAD * row + at);
+            for (ptrdiff_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + PREFETCH_ROWS * row + at);
             memcpy(to, from, (size_t)nbytes);
         } else if (itemsize == 4) {
             for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 4, from + c * col, 4);

@@ -29,10 +29,12 @@ import os
 
 import numpy as np
 
-include "job.pxi"    # what is worked on: arrays, options, blocks, a thread's own tiles
-include "tiles.pxi"  # one tile of keys: masks, bias, scores
-include "tasks.pxi"  # one block of query rows, and all of them on all threads
-include "rows.pxi"   # the same for few query rows, over a tree of key tiles
+include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
+include "blocks.pxi"     # where a block of query rows finds everything
+include "mask_tile.pxi"  # one tile of keys: masks, bias, scores
+include "sweep.pxi"      # tiles of queries: one block of rows over the key tiles
+include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
+include "work.pxi"       # all tasks, on all threads
 
 cdef extern from *:
     """
@@ -229,7 +231,7 @@ cdef int set_arrays(Job *job, cnp.ndarray query, cnp.ndarray key, cnp.ndarray va
 
 
 def run(problem, plan):
-    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._plan.Plan`."""
+    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._schedule.Schedule`."""
     cdef Job job
     cdef cnp.ndarray bits
     set_arrays(&job, problem.query, problem.key, problem.value, problem.out)
@@ -251,9 +253,9 @@ def run(problem, plan):
     if problem.key_start is not None:
         set_view(&job.key_start, problem.key_start, n_lead)
         set_view(&job.key_stop, problem.key_stop, n_lead)
-    if problem.tiles is not None:
-        bits = problem.tiles.bits
-        set_view(&job.tile_index, problem.tiles.index, n_lead)
+    if problem.mask_map is not None:
+        bits = problem.mask_map.bits
+        set_view(&job.tile_index, problem.mask_map.index, n_lead)
         job.tile_bits = <const uint32_t *>cnp.PyArray_DATA(bits)
         job.tile_q = bits.shape[1]
         job.tile_k = bits.shape[2] * WORD
@@ -268,8 +270,8 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
         return 0
     set_options(job, scale, softcap)
     set_blocks(job, plan.block_q, plan.block_k)
-    job.by_rows = plan.by_rows
-    if job.by_rows:
+    job.uses_split_kv = plan.uses_split_kv
+    if job.uses_split_kv:
         set_rows(job, num_threads, plan)
     elif job.n_blocks > 1:
         set_copies(job, num_threads, plan)
@@ -293,7 +295,7 @@ cdef inline bint is_plain(object array) noexcept:
 def run_plain(query, key, value, causal, scale, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    plan is called with the size of an element, and the arguments of `fastattn._plan.is_small`. The short way for small
+    plan is called with the size of an element, and the arguments of `fastattn._schedule.is_small`. The short way for small
     arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
     is left to the general way, which gives the same bits.
     """
@@ -382,7 +384,7 @@ cdef inline bint has_gaps(const Job *job, const View *view, Py_ssize_t n_cols) n
 
 
 cdef int set_copies(Job *job, int num_threads, plan) except -1:
-    """Whether threads copy keys and pack values: where that pays, see `fastattn._plan`."""
+    """Whether threads copy keys and pack values: where that pays, see `fastattn._schedule`."""
     cdef Py_ssize_t blocks = min(job.n_blocks, job.n_tasks // num_threads), nbytes = plan.copy_nbytes
     job.panel = padded(job.len_k * job.kernels.panel_cols * job.itemsize)
     if (blocks >= (plan.gap_blocks if has_gaps(job, &job.value, job.value_dim) else plan.copy_blocks)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fastattn.backends.numba.calls import OPTIONS, routine
-from fastattn.backends.numba.emit import INTP
-from fastattn.backends.numba.intrinsics import int64s
+from fastattn.backends.numba.codegen.calls import OPTIONS, routine
+from fastattn.backends.numba.codegen.emit import INTP
+from fastattn.backends.numba.codegen.intrinsics import int64s
+from fastattn.backends.numba.codegen.register_tiles import TILE_ROWS
 from fastattn.backends.numba.layout import (
     ADDRESS,
     COL,
@@ -27,7 +28,6 @@ from fastattn.backends.numba.layout import (
     VALUE,
     WORD,
 )
-from fastattn.backends.numba.tiles import TILE_ROWS
 
 # In IR, as everything uses them and each Numba function costs its compilation wherever it is used.
 
@@ -117,7 +117,7 @@ def find_rows(job, view, block, byte, n_lanes, to):
 
 
 @njit(**OPTIONS)
-def place_of(job, task):
+def task_rows(job, task):
     """Which rows a task works on: batch item, key/value head, first row, vectors of lanes and rows."""
     number, head_item = task % job.n_blocks, task // job.n_blocks
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
@@ -132,10 +132,10 @@ def place_of(job, task):
 @routine
 def find_block(job, w, block, task):
     """The rows of a task: where they find keys and values, and each lane's row and head."""
-    item, kv, first_row, n_vectors, n_rows = place_of(job, task)
+    item, kv, first_row, n_vectors, n_rows = task_rows(job, task)
     block.item, block.kv, block.first_row = item, kv, first_row
     block.n_vectors, block.n_rows = n_vectors, n_rows
-    block.ld = n_rows if job.by_rows else n_vectors * job.lanes
+    block.ld = n_rows if job.uses_split_kv else n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)
     block.value = at_item(job, VALUE, item) + kv * stride_of(job, VALUE, HEAD)
     # Where the kernels read them: in place, or in the thread's copies.
@@ -159,7 +159,7 @@ def find_block(job, w, block, task):
 @routine
 def find_queries(job, task, to):
     """The addresses of a task's query rows, into the list at `to`; how many they are."""
-    item, kv, first_row, _, n_rows = place_of(job, task)
+    item, kv, first_row, _, n_rows = task_rows(job, task)
     head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
     start = at_item(job, QUERY, item) + kv * job.group_size * head
     list_rows(job, start, head, row, first_row, n_rows, n_rows, to)
@@ -184,6 +184,6 @@ def find_intervals(job, w, block):
             low, high = min(low, start[lane]), max(high, stop[lane])
         all_start, all_stop = max(all_start, start[lane]), min(all_stop, stop[lane])
     # Sums are cut at the same keys whichever rows share the block.
-    block.low = low - low % (WORD if job.has_tiles else KEY_STEP)
+    block.low = low - low % (WORD if job.has_mask_map else KEY_STEP)
     block.high, block.all_start, block.all_stop = high, all_start, all_stop
     return 0

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn import _host
-from fastattn._plan import Plan, is_small, plan_tiles
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule, is_small, make_schedule
+from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.backends.numba.form import Form, form_of
 from fastattn.backends.numba.job import Job, run_job
-from fastattn.backends.numba.target import TARGET
 from fastattn.backends.numba.threads import thread_limit
 
 # Neither bound was measured: they keep what stays between calls below some 32 MB.
@@ -24,10 +24,10 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _STARTS = np.zeros(1, np.int64)
 
 
-def plan(problem: Problem, num_threads: int) -> Plan:
+def plan(problem: Problem, num_threads: int) -> Schedule:
     """The plan of a problem for at most so many threads."""
     lanes = TARGET.vector_bytes // problem.query.itemsize
-    return plan_tiles(
+    return make_schedule(
         problem.batch * problem.num_kv_heads,
         problem.len_q * problem.group_size,
         problem.len_k,
@@ -38,7 +38,7 @@ def plan(problem: Problem, num_threads: int) -> Plan:
     )
 
 
-def run(problem: Problem, plan: Plan) -> None:
+def run(problem: Problem, plan: Schedule) -> None:
     """Fills the problem's outputs."""
     if problem.batch and problem.num_heads and problem.len_q:
         run_job(problem, plan)
@@ -139,5 +139,5 @@ def _problem(
         softcap=None, bias=None, sinks=None,
         key_start=None if stop is None else np.broadcast_to(_STARTS, rows),
         key_stop=None if stop is None else np.broadcast_to(stop, rows),
-        dense=None, tiles=None,
+        dense=None, mask_map=None,
     )  # fmt: skip

@@ -7,36 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
-from fastattn.backends.numba.calls import reached, table
-from fastattn.backends.numba.emit import LOG2E
-from fastattn.backends.numba.layout import ADDRESS, BLOCK, JOB, LEAD, PART, SCRATCH, SHARE, WORD
+from fastattn._schedule import Schedule
+from fastattn.backends.numba.codegen.calls import reached, table
+from fastattn.backends.numba.codegen.emit import LOG2E
+from fastattn.backends.numba.codegen.target import TARGET
+from fastattn.backends.numba.layout import ADDRESS, BLOCK, JOB, LEAD, PARTIAL, SCRATCH, SHARE, WORD
 from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
-from fastattn.backends.numba.target import TARGET
 
 LINE_NBYTES = 64
-MAX_PARTS = 64  #: deeper than the tree over any number of keys
+MAX_PARTIALS = 64  #: deeper than the tree over any number of keys
 MAX_FORMS = 1024  #: that are remembered
 
 #: Functions that not every call reaches, by what in its record says that it does.
 _CONDITIONS = {
-    "by_rows": ("run_row_task",),
+    "uses_split_kv": ("run_split_task",),
     "by_lanes": ("run_task",),
     "is_masked": ("find_intervals", "mask_tile"),
     "is_adjusted": ("adjusted_scores", "adjust_rows"),
     "has_score_mod": ("modify_scores", "note_masked"),
     "has_dense": ("read_dense",),
-    "has_tiles": ("read_tiles",),
+    "has_mask_map": ("read_mask_map",),
     "has_bias": ("find_bias_rows",),
-    "is_fetched": ("fetch_ahead",),
+    "prefetches_rows": ("prefetch_rows",),
     "convert_bias": ("convert_row",),
     "has_lse": ("scatter",),
     "has_weights": ("write_weights", "write_row_weights"),
     "has_copies": ("copy_new",),
     "has_last": ("accumulate_last",),
     "is_spread": ("spread_start", "spread_enter", "spread_leave"),
-    "is_isolated": ("clean_values", "add_wild_values", "clear_masked"),
+    "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
 }
 
 
@@ -46,9 +46,9 @@ PLACE = {name: place for place, name in enumerate(JOB.names or ())}
 _forms: dict[Any, Form] = {}
 
 
-def form_of(problem: Problem, plan: Plan) -> Form:
+def form_of(problem: Problem, plan: Schedule) -> Form:
     """The form of a call."""
-    bias, dense, tiles = problem.bias, problem.dense, problem.tiles
+    bias, dense, mask_map = problem.bias, problem.dense, problem.mask_map
     alike = (
         problem.query.dtype.char,
         plan,
@@ -61,7 +61,7 @@ def form_of(problem: Problem, plan: Plan) -> Form:
         problem.score_mod is None,
         None if bias is None else bias.dtype.str,
         None if dense is None else dense.itemsize,
-        None if tiles is None else tiles.bits.shape[1:],
+        None if mask_map is None else mask_map.bits.shape[1:],
         *[None if array is None else array.strides for array in arrays_of(problem)],
     )
     form = _forms.get(alike)
@@ -74,17 +74,17 @@ def form_of(problem: Problem, plan: Plan) -> Form:
 
 def arrays_of(problem: Problem) -> list[np.ndarray | None]:
     """The arrays in the order of the table of views."""
-    tiles = problem.tiles
+    mask_map = problem.mask_map
     return [
         problem.query, problem.key, problem.value, problem.out, problem.lse, problem.weights, problem.bias,
-        problem.dense, problem.key_start, problem.key_stop, None if tiles is None else tiles.index,
+        problem.dense, problem.key_start, problem.key_stop, None if mask_map is None else mask_map.index,
     ]  # fmt: skip
 
 
 class Form:
     """What calls that are alike share."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Schedule) -> None:
         self._plan = plan
         self.table = table(problem.query.dtype.name)
         self._values: dict[str, Any] = dict.fromkeys(JOB.names or (), 0)
@@ -92,7 +92,7 @@ class Form:
         self._set_arrays(problem)
         self._set_options(problem)
         self._set_tiles(problem)
-        if plan.by_rows:
+        if plan.uses_split_kv:
             self._set_rows(problem)
         else:
             self._set_copies(problem)
@@ -101,11 +101,11 @@ class Form:
         self.n_tasks: int = values["n_tasks"]
         self.num_threads = max(1, min(plan.num_threads, self.n_tasks))
         self.scratch_nbytes = self.num_threads * values["scratch_nbytes"] + LINE_NBYTES
-        self.n_parts: int = self.n_tasks if values["n_chunks"] > 1 else 0
-        self.n_chunks: int = values["n_chunks"]
-        self.part_nbytes: int = values["part_nbytes"]
-        self.needed = self._needed(is_isolated=False)
-        self.needed_isolated = self._needed(is_isolated=True)
+        self.n_partials: int = self.n_tasks if values["n_splits"] > 1 else 0
+        self.n_splits: int = values["n_splits"]
+        self.partial_nbytes: int = values["partial_nbytes"]
+        self.needed = self._needed(is_nonfinite_safe=False)
+        self.needed_nonfinite = self._needed(is_nonfinite_safe=True)
 
         # The words of a call: its record, the table of views, the leading axes, the threads' shares, and what
         # they have claimed of the cores.
@@ -139,16 +139,16 @@ class Form:
             words[at + 1] = self.n_tasks * (thread + 1) // num_threads
         words[self.spread :] = 0
 
-    def _needed(self, is_isolated: bool) -> frozenset[str]:
+    def _needed(self, is_nonfinite_safe: bool) -> frozenset[str]:
         """The functions that the call reaches; one that no call ever needed is not compiled."""
         values = self._values
         holds = values | {
-            "by_lanes": not values["by_rows"],
+            "by_lanes": not values["uses_split_kv"],
             "is_adjusted": values["is_masked"] or values["adjusts_all"],
             "has_copies": values["copies_keys"] or values["packs_values"],
             "has_last": values["value_dim"] % TARGET.tile_rows != 0,
-            "is_fetched": values["has_bias"] or values["has_dense"],
-            "is_isolated": is_isolated,
+            "prefetches_rows": values["has_bias"] or values["has_dense"],
+            "is_nonfinite_safe": is_nonfinite_safe,
             "is_spread": IS_LINUX and self.num_threads > 1,
         }
         without = [name for flag, names in _CONDITIONS.items() if not holds[flag] for name in names]
@@ -156,7 +156,12 @@ class Form:
         return frozenset().union(*(reached(root, frozenset(without)) for root in roots))
 
     def _set_arrays(self, problem: Problem) -> None:
-        values, bias, tiles, itemsize = self._values, problem.bias, problem.tiles, problem.query.itemsize
+        values, bias, mask_map, itemsize = (
+            self._values,
+            problem.bias,
+            problem.mask_map,
+            problem.query.itemsize,
+        )
         n_lead = len(problem.lead)
         values.update(
             view_size=LEAD + n_lead,
@@ -182,12 +187,14 @@ class Form:
             )
         if problem.dense is not None:
             values.update(has_dense=True, dense_size=problem.dense.itemsize)
-        if tiles is not None:
-            values.update(has_tiles=True, tile_q=tiles.bits.shape[1], tile_k=tiles.bits.shape[2] * WORD)
+        if mask_map is not None:
+            values.update(
+                has_mask_map=True, tile_q=mask_map.bits.shape[1], tile_k=mask_map.bits.shape[2] * WORD
+            )
         values["has_score_mod"] = problem.score_mod is not None
         values["may_mask"] = values["has_bias"] or values["has_score_mod"]
         values["adjusts_all"] = values["may_mask"] or problem.softcap is not None
-        values["is_masked"] = values["has_intervals"] or values["has_dense"] or values["has_tiles"]
+        values["is_masked"] = values["has_intervals"] or values["has_dense"] or values["has_mask_map"]
 
     def _set_options(self, problem: Problem) -> None:
         """The factor of the packed query, the soft-cap and the factor of the exponents.
@@ -224,41 +231,41 @@ class Form:
         )
 
     def _set_rows(self, problem: Problem) -> None:
-        """How the rows of each key/value head lie in tiles, and which leaves are a task; see
-        `fastattn._plan`."""
+        """How the rows of each key/value head lie in tiles, and which key tiles are a task; see
+        `fastattn._schedule`."""
         values, plan = self._values, self._plan
         itemsize, lanes = values["itemsize"], values["lanes"]
         heads, n_rows = problem.batch * problem.num_kv_heads, problem.len_q * problem.group_size
-        most = plan.row_tasks * plan.num_threads
+        most = plan.split_tasks * plan.num_threads
         max_lanes = -(-n_rows // lanes) * lanes
         acc_ld = -(-problem.value_dim // lanes) * lanes
-        n_leaves = -(-problem.len_k // values["block_k"])
-        chunk_leaves = 1
-        while chunk_leaves < n_leaves and (
-            plan.num_threads == 1 or heads * -(-n_leaves // chunk_leaves) > most
+        n_key_tiles = -(-problem.len_k // values["block_k"])
+        split_tiles = 1
+        while split_tiles < n_key_tiles and (
+            plan.num_threads == 1 or heads * -(-n_key_tiles // split_tiles) > most
         ):
-            chunk_leaves *= 2
-        n_chunks = max(1, -(-n_leaves // chunk_leaves))
-        part_nbytes = 2 * lines(max_lanes * itemsize) + lines(n_rows * acc_ld * itemsize)
+            split_tiles *= 2
+        n_splits = max(1, -(-n_key_tiles // split_tiles))
+        partial_nbytes = 2 * lines(max_lanes * itemsize) + lines(n_rows * acc_ld * itemsize)
         values.update(
-            by_rows=True,
+            uses_split_kv=True,
             n_blocks=1,
             max_lanes=max_lanes,
             query_ld=-(-problem.head_dim // lanes) * lanes,
             acc_ld=acc_ld,
-            chunk_leaves=chunk_leaves,
-            n_chunks=n_chunks,
-            n_tasks=heads * n_chunks,
-            n_parts=2 + max(0, n_leaves - 1).bit_length(),  # the deepest that the stack gets, and the sinks
-            part_nbytes=part_nbytes,
+            split_tiles=split_tiles,
+            n_splits=n_splits,
+            n_tasks=heads * n_splits,
+            n_partials=2 + max(0, n_key_tiles - 1).bit_length(),  # the depth of the stack, and the sinks
+            partial_nbytes=partial_nbytes,
         )
-        if heads * problem.len_k * (problem.head_dim + problem.value_dim) * itemsize >= plan.fetch_nbytes:
-            for name, array in (("key_ahead", problem.key), ("value_ahead", problem.value)):
+        if heads * problem.len_k * (problem.head_dim + problem.value_dim) * itemsize >= plan.uncached_nbytes:
+            for name, array in (("key_prefetch", problem.key), ("value_prefetch", problem.value)):
                 row_nbytes = max(1, array.shape[-1] * itemsize)
-                values[name] = array.strides[-2] * (plan.ahead_nbytes // row_nbytes + 1)
+                values[name] = array.strides[-2] * (plan.prefetch_distance // row_nbytes + 1)
 
     def _set_copies(self, problem: Problem) -> None:
-        """Whether threads copy keys and pack values: where that pays, see `fastattn._plan`."""
+        """Whether threads copy keys and pack values: where that pays, see `fastattn._schedule`."""
         values, plan = self._values, self._plan
         blocks = min(values["n_blocks"], values["n_tasks"] // plan.num_threads)
         panel_columns = values["acc_columns"]
@@ -274,7 +281,7 @@ class Form:
         """Places a thread's tiles in its scratch memory, each from a line of memory on."""
         values = self._values
         ld, block_k, itemsize = values["max_lanes"], values["block_k"], values["itemsize"]
-        line, pointers, by_rows = ld * itemsize, ld * 8, values["by_rows"]
+        line, pointers, uses_split_kv = ld * itemsize, ld * 8, values["uses_split_kv"]
         tile = block_k * itemsize
         # A tile where elements have gaps between them, or the whole head where that pays.
         key_copy = tile * problem.head_dim if problem.key.strides[-1] != itemsize else 0
@@ -288,10 +295,12 @@ class Form:
             pointers,
         )
         nbytes.update(
-            query=(values["query_ld"] if by_rows else values["head_dim"]) * line,
+            query=(values["query_ld"] if uses_split_kv else values["head_dim"]) * line,
             # Room for whole register tiles of keys.
             scores=(block_k + 2 * TARGET.score_rows) * line,
-            acc=values["n_parts"] * values["part_nbytes"] if by_rows else values["acc_columns"] * line,
+            acc=values["n_partials"] * values["partial_nbytes"]
+            if uses_split_kv
+            else values["acc_columns"] * line,
             inverse=2 * line,
             words=block_k // WORD * ld * 4,
             converted=block_k * line if values["convert_bias"] else 0,
@@ -299,8 +308,8 @@ class Form:
             key_copy=key_copy,
             value_copy=value_copy,
             block=BLOCK.itemsize,
-            fetch=2 * pointers + 8 * block_k,
-            stack=MAX_PARTS * PART.itemsize if by_rows else 0,
+            prefetch=2 * pointers + 8 * block_k,
+            stack=MAX_PARTIALS * PARTIAL.itemsize if uses_split_kv else 0,
             allowed=CPU_SET_NBYTES,
             chosen=CPU_SET_NBYTES,
         )

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fastattn._plan import Plan
 from fastattn._problem import Problem
+from fastattn._schedule import Schedule
 from fastattn.backends.numba.form import LINE_NBYTES, PLACE, Form, arrays_of, form_of, lines
-from fastattn.backends.numba.layout import PART
+from fastattn.backends.numba.layout import PARTIAL
 from fastattn.backends.numba.spread import IS_LINUX
 from fastattn.backends.numba.threads import caller_takes_part, on_pool
 from fastattn.backends.numba.work import run_work
 
-_VIEWS, _LEAD_SHAPE, _SPREAD, _SCRATCH, _SAW_NAN, _IS_ISOLATED = (
-    PLACE[name] for name in ("views", "lead_shape", "spread", "scratch", "saw_nan", "is_isolated")
+_VIEWS, _LEAD_SHAPE, _SPREAD, _SCRATCH, _SAW_NAN, _IS_NONFINITE_SAFE = (
+    PLACE[name] for name in ("views", "lead_shape", "spread", "scratch", "saw_nan", "is_nonfinite_safe")
 )
 
 #: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
@@ -33,7 +33,7 @@ def address_of(array: np.ndarray) -> int:
     return ctypes.c_int64.from_address(id(array) + _AT_DATA).value
 
 
-def run_job(problem: Problem, plan: Plan) -> None:
+def run_job(problem: Problem, plan: Schedule) -> None:
     """Fills the outputs of a problem with any options."""
     fields: dict[str, int] = {}
     if problem.score_mod is not None:
@@ -41,13 +41,13 @@ def run_job(problem: Problem, plan: Plan) -> None:
         from fastattn.backends.numba.modify import aux_words, score_loop
 
         is_grouped = problem.group_size > 1
-        loop = score_loop(problem.score_mod, problem.query.dtype, plan.by_rows, is_grouped)
+        loop = score_loop(problem.score_mod, problem.query.dtype, plan.uses_split_kv, is_grouped)
         aux = aux_words(problem.score_mod.aux)
         fields = {"score_mod": loop, "aux": address_of(aux)}
     if problem.sinks is not None:
         fields["sinks"] = address_of(problem.sinks)
-    if problem.tiles is not None:
-        fields["tile_bits"] = address_of(problem.tiles.bits)
+    if problem.mask_map is not None:
+        fields["tile_bits"] = address_of(problem.mask_map.bits)
     Job(form_of(problem, plan), fields).run(arrays_of(problem))
 
 
@@ -73,13 +73,13 @@ class Job:
         words[_SCRATCH] = lines(address_of(self._scratch))
         for name, field in (fields or {}).items():
             words[PLACE[name]] = field
-        if form.n_parts:
-            self._parts = np.zeros(form.n_parts, PART)
-            self._part_data = np.empty(form.n_parts * form.part_nbytes + LINE_NBYTES, np.uint8)
-            self._left = np.empty(form.n_parts // form.n_chunks, np.int64)
-            first = lines(address_of(self._part_data))
-            self._parts["data"] = np.arange(form.n_parts) * form.part_nbytes + first
-            words[PLACE["parts"]] = address_of(self._parts)
+        if form.n_partials:
+            self._partials = np.zeros(form.n_partials, PARTIAL)
+            self._partial_data = np.empty(form.n_partials * form.partial_nbytes + LINE_NBYTES, np.uint8)
+            self._left = np.empty(form.n_partials // form.n_splits, np.int64)
+            first = lines(address_of(self._partial_data))
+            self._partials["data"] = np.arange(form.n_partials) * form.partial_nbytes + first
+            words[PLACE["partials"]] = address_of(self._partials)
             words[PLACE["left"]] = address_of(self._left)
 
     def run(self, arrays: Sequence[np.ndarray | None]) -> None:
@@ -91,15 +91,15 @@ class Job:
         if words[_SAW_NAN]:
             # 0 * NaN of a value that the row may not read may be the cause: again, with such values kept
             # apart.
-            form.table.need(form.needed_isolated)
-            words[_IS_ISOLATED] = 1
+            form.table.need(form.needed_nonfinite)
+            words[_IS_NONFINITE_SAFE] = 1
             on_pool(form.num_threads, self._run)
-            words[_IS_ISOLATED] = words[_SAW_NAN] = 0
+            words[_IS_NONFINITE_SAFE] = words[_SAW_NAN] = 0
 
     def _run(self, num_threads: int) -> None:
         form = self._form
-        if form.n_parts:
-            self._left[:] = form.n_chunks
+        if form.n_partials:
+            self._left[:] = form.n_splits
         form.share_out(self.words, num_threads)
         if IS_LINUX and num_threads > 1 and caller_takes_part():
             self._start_spread(self._address)

@@ -1,4 +1,4 @@
-"""The kernels: what ``backends/cython/kernels.h`` promises, as functions of addresses and counts.
+"""The kernels: what ``backends/cython/kernels/kernels.h`` promises, as functions of addresses and counts.
 
 Tiles hold one lane per query row, tile[x * ld + lane]; all are given by their addresses, `ld` in elements,
 rows of the caller's as lists of addresses. `stops` has an entry for each vector of lanes: where its keys end
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from fastattn.backends.numba import calls, tiles
-from fastattn.backends.numba.intrinsics import (
+from fastattn.backends.numba.codegen import calls
+from fastattn.backends.numba.codegen import register_tiles as tiles
+from fastattn.backends.numba.codegen.intrinsics import (
     bits_to_float32,
     bits_to_float64,
     dense_word_1,
@@ -29,7 +30,7 @@ from fastattn.backends.numba.intrinsics import (
     uint8s,
     uint32s,
 )
-from fastattn.backends.numba.tiles import (
+from fastattn.backends.numba.codegen.register_tiles import (
     HAS_NARROW,
     LANE_BYTES,
     LAST_ROWS,
@@ -103,13 +104,14 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     nan |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
         return 1 if nan else 0
 
-    def score(s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row, fetch, fetch_row, fetch_nbytes):
+    def score(
+        s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row, prefetch, prefetch_row, prefetch_nbytes
+    ):
         """S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * size] * q[d][lane], as far as the stops
         go.
 
         `top` takes the scores in, maybe some past a vector's stop; `spare` is as long, and nobody's to read.
-        Along the way it asks memory for the first fetch_nbytes bytes of one row for each key, which nothing
-        reads yet: of key j at fetch + j * fetch_row.
+        For each key j it prefetches the first prefetch_nbytes bytes at prefetch + j * prefetch_row.
         """
         ends = int64s(stops)
         n_keys = ends[n_vectors - 1]
@@ -123,9 +125,9 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 if HAS_NARROW and n_vectors < SCORE_VECTORS:
                     while j + NARROW_ROWS <= min(stop, ends[0]):
                         to, key = s + j * ld * size, keys + j * k_row
-                        if fetch_nbytes > 0 and start == 0:
-                            tiles.fetch_rows(
-                                zero, fetch + j * fetch_row, fetch_row, NARROW_ROWS, fetch_nbytes
+                        if prefetch_nbytes > 0 and start == 0:
+                            tiles.prefetch_rows(
+                                zero, prefetch + j * prefetch_row, prefetch_row, NARROW_ROWS, prefetch_nbytes
                             )
                         if n_vectors == 2:
                             tiles.score_narrow_tile_2(zero, to, tops, columns, ld, key, k_row, n_cols,
@@ -139,9 +141,11 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     while ends[first] <= j:
                         first += 1
                     key, i, is_last = keys + j * k_row, first, stop - j <= LAST_ROWS
-                    if fetch_nbytes > 0 and start == 0:
-                        n_fetched = min(SCORE_ROWS, stop - j)
-                        tiles.fetch_rows(zero, fetch + j * fetch_row, fetch_row, n_fetched, fetch_nbytes)
+                    if prefetch_nbytes > 0 and start == 0:
+                        n_prefetched = min(SCORE_ROWS, stop - j)
+                        tiles.prefetch_rows(
+                            zero, prefetch + j * prefetch_row, prefetch_row, n_prefetched, prefetch_nbytes
+                        )
                     while i < n_vectors:
                         at = i * LANE_BYTES
                         to, column, top_at = s + j * ld * size + at, columns + at, tops + at
@@ -194,14 +198,14 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     def accumulate(acc, p, rescale, is_first, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim,
-                   fetch, n_fetch, fetch_nbytes):  # fmt: skip
+                   prefetch, n_prefetch, prefetch_nbytes):  # fmt: skip
         """O^T = rescale * O^T + V^T P^T, or the second part alone if it is_first, with sums over KEY_CHUNK
         keys at a time, the first over first_chunk.
 
         acc has room for whole register tiles of columns. There are `panel` bytes from one of them to the next
-        in the values: as many as the columns have, or as `pack_values` leaves them. Along the way it asks
-        memory for the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads
-        yet. What is left of value_dim behind whole register tiles it leaves to `accumulate_last`.
+        in the values: as many as the columns have, or as `pack_values` leaves them. It prefetches the first
+        prefetch_nbytes bytes at each of the n_prefetch addresses `prefetch`. What is left of value_dim
+        behind whole register tiles it leaves to `accumulate_last`.
         """
         is_packed = panel != TILE_ROWS * size
         i = 0
@@ -211,43 +215,43 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             while c + TILE_ROWS <= value_dim:
                 to, left = acc + c * ld * size + i * LANE_BYTES, value_dim - c
                 values = v + c // TILE_ROWS * panel
-                n = n_fetch if byte < fetch_nbytes else 0
+                n = n_prefetch if byte < prefetch_nbytes else 0
                 if TILE_VECTORS == 3 and group == 3:
                     tiles.accumulate_tile_3(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
-                                            first_chunk, fetch, n, byte)  # fmt: skip
+                                            first_chunk, prefetch, n, byte)  # fmt: skip
                 elif group == 2:
                     tiles.accumulate_tile_2(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
-                                            first_chunk, fetch, n, byte)  # fmt: skip
+                                            first_chunk, prefetch, n, byte)  # fmt: skip
                 elif WIDE_ROWS > TILE_ROWS and left >= WIDE_ROWS and not is_packed:
                     tiles.accumulate_wide_tile(zero, to, weights, scale, is_first, ld, values, v_row, left,
-                                               ends, first_chunk, fetch, n, byte)  # fmt: skip
+                                               ends, first_chunk, prefetch, n, byte)  # fmt: skip
                     c, byte = c + WIDE_ROWS - TILE_ROWS, byte + LINE_BYTES
                 else:
                     tiles.accumulate_tile_1(zero, to, weights, scale, is_first, ld, values, v_row, left, ends,
-                                            first_chunk, fetch, n, byte)  # fmt: skip
+                                            first_chunk, prefetch, n, byte)  # fmt: skip
                 c, byte = c + TILE_ROWS, byte + LINE_BYTES
-            i, n_fetch = i + group, 0
+            i, n_prefetch = i + group, 0
         return 0
 
     def accumulate_last(acc, p, rescale, is_first, ld, n_vectors, v, v_row, stops, first_chunk, n_cols,
-                        fetch, n_fetch, fetch_byte):  # fmt: skip
+                        prefetch, n_prefetch, prefetch_byte):  # fmt: skip
         """`accumulate` for the n_cols columns behind whole register tiles, all addresses being theirs."""
         i = 0
         while i < n_vectors:
             group, at = min(TILE_VECTORS, n_vectors - i), i * LANE_BYTES
             if TILE_VECTORS == 3 and group == 3:
                 tiles.accumulate_last_tile_3(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
-                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
-                                             fetch_byte)  # fmt: skip
+                                             n_cols, stops + i * 8, first_chunk, prefetch, n_prefetch,
+                                             prefetch_byte)  # fmt: skip
             elif group == 2:
                 tiles.accumulate_last_tile_2(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
-                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
-                                             fetch_byte)  # fmt: skip
+                                             n_cols, stops + i * 8, first_chunk, prefetch, n_prefetch,
+                                             prefetch_byte)  # fmt: skip
             else:
                 tiles.accumulate_last_tile_1(zero, acc + at, p + at, rescale + at, is_first, ld, v, v_row,
-                                             n_cols, stops + i * 8, first_chunk, fetch, n_fetch,
-                                             fetch_byte)  # fmt: skip
-            i, n_fetch = i + group, 0
+                                             n_cols, stops + i * 8, first_chunk, prefetch, n_prefetch,
+                                             prefetch_byte)  # fmt: skip
+            i, n_prefetch = i + group, 0
         return 0
 
     def pack_values(panels, panel, v, v_row, v_col, n_keys, value_dim):
@@ -275,14 +279,14 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         for j in range(n_keys):
             for c in range(value_dim):
                 x = load_real(zero, v + j * v_row + c * v_col)
-                wild = not math.isfinite(x)
-                to[j * value_dim + c] = zero if wild else x
-                if wild:
+                nonfinite = not math.isfinite(x)
+                to[j * value_dim + c] = zero if nonfinite else x
+                if nonfinite:
                     found = 1
         return found
 
-    def add_wild_values(acc, acc_col, acc_row, p, p_col, p_row, n_rows, v, v_row, v_col, n_keys, value_dim,
-                        bias_rows, words, words_ld):  # fmt: skip
+    def add_nonfinite_values(acc, acc_col, acc_row, p, p_col, p_row, n_rows, v, v_row, v_col, n_keys,
+                             value_dim, bias_rows, words, words_ld):  # fmt: skip
         """Values that are NaN or inf, to the rows that may read them as `adjust` says. Tiles of any layout:
         from a query row to the next there are acc_row and p_row bytes, from a column or key to the next
         acc_col and p_col."""
@@ -401,10 +405,10 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     return (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
-            clean_values, add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
-            convert_row, mask_words)  # fmt: skip
+            clean_values, add_nonfinite_values, clear_masked, start_rows, finish, scatter, fill_words,
+            clear_words, convert_row, mask_words)  # fmt: skip
 
 
 (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
- clean_values, add_wild_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
+ clean_values, add_nonfinite_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
  convert_row, mask_words) = calls.kernels(_define)  # fmt: skip

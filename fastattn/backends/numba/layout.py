@@ -21,23 +21,23 @@ ADDRESS, HEAD, ROW, COL, LEAD = range(5)
 SCRATCH = (
     "query", "scores", "acc", "tile_max", "spare", "row_max", "row_sum", "rescale", "inverse", "lse",
     "words", "rows", "out_rows", "bias_rows", "start", "stop", "stops", "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy", "block", "stack", "fetch", "allowed", "chosen",
+    "converted", "clean", "key_copy", "value_copy", "block", "stack", "prefetch", "allowed", "chosen",
 )  # fmt: skip
 
 _COUNTS = (
     "calls",  # address of the table of addresses, see `calls`
     "views", "view_size", "lead_shape", "n_lead",
     "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim",
-    "sinks", "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_tiles", "is_masked",
+    "sinks", "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "is_masked",
     "bias_size", "bias_swapped", "convert_bias", "dense_size", "tile_bits", "tile_q", "tile_k",
     "acc_columns", "block_k", "n_vectors", "n_blocks", "n_tasks", "max_lanes", "lanes", "itemsize",
     "has_score_mod", "score_mod", "aux",  # addresses of the user's function and its `aux`, see `modify`
     "adjusts_all",  # by soft-cap, score_mod or bias: every score is touched once more, masked or not
     "may_mask",  # bias or score_mod, where no words say so
     "saw_nan",  # set by a thread: NaN came out where some rows may not read every value
-    "is_isolated",  # NaN and inf in values are kept from rows that may not read them
-    "by_rows", "query_ld", "acc_ld", "key_ahead", "value_ahead", "chunk_leaves", "n_chunks",
-    "n_parts", "part_nbytes", "parts", "left",
+    "is_nonfinite_safe",  # NaN and inf in values are kept from rows that may not read them
+    "uses_split_kv", "query_ld", "acc_ld", "key_prefetch", "value_prefetch", "split_tiles", "n_splits",
+    "n_partials", "partial_nbytes", "partials", "left",
     "scratch", "scratch_nbytes",
     "spread", "cores", "n_cpus",  # addresses of the region's record and of the CPUs' cores, see `spread`
     "copies_keys", "packs_values",  # a thread has one head's keys without gaps, or its values in panels
@@ -64,17 +64,17 @@ BLOCK = np.dtype(
             "item", "kv", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop",
             "key", "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
             "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
-            "n_fetch", "fetch_nbytes",
+            "n_prefetch", "prefetch_nbytes",
         )
     ]
 )  # fmt: skip
 
-#: The softmax and the values of some leaves of keys, see `rows`.
-PART = np.dtype(
+#: The softmax and the values of some key tiles of keys, see `rows`.
+PARTIAL = np.dtype(
     [
         ("data", np.int64),  # address of row_max, row_sum and acc, each from a line of memory on
-        ("leaf", np.int64),  # one of those leaves; -1 where no row may attend a key of them
-        ("is_partial", np.int64),  # whether in any of them only some rows may read a key
+        ("key_tile", np.int64),  # one of those key tiles; -1 where no row may attend a key of them
+        ("has_masked", np.int64),  # whether in any of them only some rows may read a key
     ]
 )
 

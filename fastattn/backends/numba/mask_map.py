@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from fastattn._tiles import EMPTY, EVERY, FULL, NONE, SOME, TILE_K, TILE_Q, WORDS, Tiles
-from fastattn.backends.numba.calls import compile_function
-from fastattn.backends.numba.intrinsics import call_allowed, fetch_add, int8s, int64s, uint32s
+from fastattn._mask_map import EMPTY, FULL, INDEX_EMPTY, INDEX_FULL, PARTIAL, TILE_K, TILE_Q, WORDS, MaskMap
+from fastattn.backends.numba.codegen.calls import compile_function
+from fastattn.backends.numba.codegen.intrinsics import call_allowed, fetch_add, int8s, int64s, uint32s
+from fastattn.backends.numba.mask_tile import span_word
 from fastattn.backends.numba.modify import aux_words, mask_loop
-from fastattn.backends.numba.scores import span_word
 from fastattn.backends.numba.threads import on_pool, thread_limit
 from fastattn.backends.numba.work import run_work
 
-#: Tiles that are evaluated at a time: 4 MB of bits.
-CHUNK_TILES = 4096
+#: MaskMap that are evaluated at a time: 4 MB of bits.
+BATCH_TILES = 4096
 
 #: Places in the words that `_evaluate` works on.
 _LOOP, _AUX, _NEXT, _STOP, _HEADS, _GRID_Q, _GRID_K, _LEN_Q, _LEN_K, _FIRST, _BITS, _STATES, _FLAGS = range(
@@ -28,7 +28,7 @@ _LOOP, _AUX, _NEXT, _STOP, _HEADS, _GRID_Q, _GRID_K, _LEN_Q, _LEN_K, _FIRST, _BI
 
 def evaluate(
     function: Callable[..., Any], aux: Sequence[Any], B: int, H: int, L: int, S: int, num_threads: int
-) -> Tiles:
+) -> MaskMap:
     """The tile map of ``function(b, h, q_idx, kv_idx, *aux)``, of index ``(B, H, ...)``.
 
     Raises
@@ -39,7 +39,7 @@ def evaluate(
     grid = (-(-L // TILE_Q), -(-S // TILE_K))
     n_tiles = B * H * grid[0] * grid[1]
     index = np.empty(n_tiles, np.int32)
-    bits = np.empty((min(n_tiles, CHUNK_TILES), TILE_Q, WORDS), np.uint32)
+    bits = np.empty((min(n_tiles, BATCH_TILES), TILE_Q, WORDS), np.uint32)
     states = np.empty(len(bits), np.int8)
     values = aux_words(aux)
     wanted = max(1, min(thread_limit(num_threads), n_tiles))
@@ -50,19 +50,19 @@ def evaluate(
     words[_BITS], words[_STATES], words[_FLAGS] = (array.ctypes.data for array in (bits, states, flags))
     run = partial(run_work, _evaluate_address(), words.ctypes.data, 0)
     kept, count = [], 0
-    for first in range(0, n_tiles, CHUNK_TILES):
-        stop = min(n_tiles, first + CHUNK_TILES)
+    for first in range(0, n_tiles, BATCH_TILES):
+        stop = min(n_tiles, first + BATCH_TILES)
         words[_NEXT], words[_STOP], words[_FIRST] = first, stop, first
         on_pool(wanted, run)
         found = states[: stop - first]
         part = index[first:stop]
-        part[found == NONE], part[found == EVERY] = EMPTY, FULL
-        some = np.flatnonzero(found == SOME)
+        part[found == EMPTY], part[found == FULL] = INDEX_EMPTY, INDEX_FULL
+        some = np.flatnonzero(found == PARTIAL)
         part[some] = np.arange(count, count + len(some))
         kept.append(bits[some])
         count += len(some)
     together = np.concatenate(kept) if kept else bits[:0]
-    return Tiles(index.reshape(B, H, *grid), together)
+    return MaskMap(index.reshape(B, H, *grid), together)
 
 
 @cache
@@ -78,8 +78,8 @@ def _evaluate(words, shares, thread, num_threads):
         tile = fetch_add(words + 8 * _NEXT, 1)
         if tile >= job[_STOP]:
             return 0
-        place = tile - job[_FIRST]
-        to = job[_BITS] + place * TILE_Q * WORDS * 4
+        slot = tile - job[_FIRST]
+        to = job[_BITS] + slot * TILE_Q * WORDS * 4
         u, rest = tile % job[_GRID_K], tile // job[_GRID_K]
         t, plane = rest % job[_GRID_Q], rest // job[_GRID_Q]
         n_rows = min(TILE_Q, job[_LEN_Q] - t * TILE_Q)
@@ -94,4 +94,4 @@ def _evaluate(words, shares, thread, num_threads):
                 every &= one == span_word(0, n_keys - 32 * word)
         for i in range(n_rows * WORDS, TILE_Q * WORDS):
             bits[i] = 0
-        states[place] = EVERY if every else SOME if some else NONE
+        states[slot] = FULL if every else PARTIAL if some else EMPTY

@@ -25,11 +25,11 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
+from fastattn._mask_map import TILE_K, WORDS
 from fastattn._problem import Mod
-from fastattn._tiles import TILE_K, WORDS
-from fastattn.backends.numba import vector_math
-from fastattn.backends.numba.calls import OPTIONS, compile_function
-from fastattn.backends.numba.intrinsics import (
+from fastattn.backends.numba.codegen import vector_math
+from fastattn.backends.numba.codegen.calls import OPTIONS, compile_function
+from fastattn.backends.numba.codegen.intrinsics import (
     dense_word_1,
     int64s,
     prefer_whole_vectors,
@@ -37,8 +37,8 @@ from fastattn.backends.numba.intrinsics import (
     uint8s,
     uint32s,
 )
-from fastattn.backends.numba.tiles import LANE_BYTES, SCORE_KEYS, raise_top
-from fastattn.backends.numba.weak_numbers import WeakNumbers
+from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, SCORE_KEYS, raise_top
+from fastattn.backends.numba.codegen.weak_numbers import WeakNumbers
 
 #: Of a user's arithmetic: a product may be rounded with a sum, and a division may be a product.
 FASTMATH = {"contract", "arcp"}
@@ -61,7 +61,7 @@ def aux_words(aux: Sequence[Any]) -> np.ndarray:
     return np.array(words or [0], dtype=np.int64)
 
 
-def score_loop(mod: Mod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> int:
+def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> int:
     """The address of a score_mod over tiles of scores, by rows or by lanes of rows, which are of several
     heads if is_grouped; compiled if it was not yet.
 
@@ -70,7 +70,7 @@ def score_loop(mod: Mod, dtype: np.dtype, by_rows: bool, is_grouped: bool) -> in
     TypeError, ValueError
         The function cannot be compiled, or raises.
     """
-    define = _score_rows if by_rows else _score_grouped_lanes if is_grouped else _score_lanes
+    define = _score_rows if uses_split_kv else _score_grouped_lanes if is_grouped else _score_lanes
     return _address("score_mod", mod.function, mod.aux, dtype, define)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from numba import types
 
 from fastattn import _host
-from fastattn.backends.numba.calls import routine
-from fastattn.backends.numba.intrinsics import fetch_add, int32s, int64s, uint8s
+from fastattn.backends.numba.codegen.calls import routine
+from fastattn.backends.numba.codegen.intrinsics import fetch_add, int32s, int64s, uint8s
 
 IS_LINUX = sys.platform.startswith("linux")  #: elsewhere there is nothing to call, and nobody moves
 

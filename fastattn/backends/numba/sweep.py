@@ -12,13 +12,13 @@ import numpy as np
 
 from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_queries, find_rows, row_stride
-from fastattn.backends.numba.calls import routine
-from fastattn.backends.numba.intrinsics import int64s
+from fastattn.backends.numba.codegen.calls import routine
+from fastattn.backends.numba.codegen.intrinsics import int64s
+from fastattn.backends.numba.codegen.register_tiles import KEY_CHUNK, LINE_BYTES, TILE_ROWS
 from fastattn.backends.numba.layout import BIAS, DENSE, LSE, OUT, QUERY, VALUE, WEIGHTS
-from fastattn.backends.numba.scores import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
-from fastattn.backends.numba.tiles import KEY_CHUNK, LINE_BYTES, TILE_ROWS
+from fastattn.backends.numba.mask_tile import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
 
-FETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to ask for, per column of value
+PREFETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to ask for, per column of value
 
 
 @routine
@@ -26,54 +26,56 @@ def add_values(job, w, block, state, key0, n_keys, is_first):
     """Weights times values of one tile, to what is there unless it is_first."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
-    values, row, panel, wild = block.values + key0 * block.value_row, block.value_row, block.panel, 0
-    if job.is_isolated:
-        wild = kernels.clean_values(job, w + job.to_clean, at, value_row, value_col, n_keys, job.value_dim)
+    values, row, panel, nonfinite = block.values + key0 * block.value_row, block.value_row, block.panel, 0
+    if job.is_nonfinite_safe:
+        nonfinite = kernels.clean_values(
+            job, w + job.to_clean, at, value_row, value_col, n_keys, job.value_dim
+        )
         values = w + job.to_clean
     elif value_col != job.itemsize and not job.packs_values:
         kernels.copy_rows(job, w + job.to_value_copy, at, value_row, value_col, n_keys, job.value_dim)
         values = w + job.to_value_copy
-    if job.is_isolated or (value_col != job.itemsize and not job.packs_values):
+    if job.is_nonfinite_safe or (value_col != job.itemsize and not job.packs_values):
         row, panel = job.value_dim * job.itemsize, TILE_ROWS * job.itemsize
     first_chunk, n_tiles = KEY_CHUNK - key0 % KEY_CHUNK, job.value_dim // TILE_ROWS
     kernels.accumulate(job, w + job.to_acc, w + job.to_scores, w + job.to_rescale, is_first, block.ld,
                        block.n_vectors, values, row, panel, w + job.to_stops, first_chunk, job.value_dim,
-                       w + job.to_fetch, block.n_fetch, block.fetch_nbytes)  # fmt: skip
+                       w + job.to_prefetch, block.n_prefetch, block.prefetch_nbytes)  # fmt: skip
     n_left = job.value_dim - n_tiles * TILE_ROWS
     if n_left > 0:
         byte = n_tiles * LINE_BYTES
         kernels.accumulate_last(job, w + job.to_acc + n_tiles * TILE_ROWS * block.ld * job.itemsize,
                                 w + job.to_scores, w + job.to_rescale, is_first, block.ld, block.n_vectors,
                                 values + n_tiles * panel, row, w + job.to_stops, first_chunk, n_left,
-                                w + job.to_fetch, block.n_fetch if byte < block.fetch_nbytes else 0,
+                                w + job.to_prefetch, block.n_prefetch if byte < block.prefetch_nbytes else 0,
                                 byte)  # fmt: skip
-    block.n_fetch = 0
-    if wild != 0:
-        kernels.add_wild_values(job, w + job.to_acc, block.ld * job.itemsize, job.itemsize, w + job.to_scores,
-                                block.ld * job.itemsize, job.itemsize, block.ld, at, value_row, value_col,
-                                n_keys, job.value_dim, bias_rows_of(job, w), words_of(job, w, state),
-                                block.ld)  # fmt: skip
+    block.n_prefetch = 0
+    if nonfinite != 0:
+        kernels.add_nonfinite_values(job, w + job.to_acc, block.ld * job.itemsize, job.itemsize,
+                                     w + job.to_scores, block.ld * job.itemsize, job.itemsize, block.ld, at,
+                                     value_row, value_col, n_keys, job.value_dim, bias_rows_of(job, w),
+                                     words_of(job, w, state), block.ld)  # fmt: skip
     return 0
 
 
 @routine
-def fetch_ahead(job, w, block, view, itemsize, key0, n_keys):
+def prefetch_rows(job, w, block, view, itemsize, key0, n_keys):
     """Has memory asked for the keys key0 .. of the block's rows in a bias or mask, as far as the list
     reaches."""
-    nbytes, step = n_keys * itemsize, FETCH_PER_COLUMN * job.value_dim
+    nbytes, step = n_keys * itemsize, PREFETCH_PER_COLUMN * job.value_dim
     if column_stride(job, view) != itemsize or step == 0:
         return 0
-    block.fetch_nbytes = max(block.fetch_nbytes, min(step, nbytes))
+    block.prefetch_nbytes = max(block.prefetch_nbytes, min(step, nbytes))
     find_rows(job, view, block, key0 * itemsize, block.n_rows, w + job.to_rows)
-    fetch, rows, n = int64s(w + job.to_fetch), int64s(w + job.to_rows), block.n_fetch
+    prefetch, rows, n = int64s(w + job.to_prefetch), int64s(w + job.to_rows), block.n_prefetch
     for lane in range(block.n_rows):
         if lane > 0 and rows[lane] == rows[lane - 1]:
             continue
         for at in range(0, nbytes, step):
             if n < job.block_k:
-                fetch[n] = rows[lane] + at
+                prefetch[n] = rows[lane] + at
                 n += 1
-    block.n_fetch = n
+    block.n_prefetch = n
     return 0
 
 
@@ -90,7 +92,7 @@ def attend(job, w, block):
         key0 = max(tile, block.low)
         tile += job.block_k
         n_keys = min(tile, block.high) - key0
-        state = score_tile(job, w, block, key0, n_keys, job.is_isolated)
+        state = score_tile(job, w, block, key0, n_keys, job.is_nonfinite_safe)
         if state == TILE_EMPTY:
             continue
         if state == TILE_PARTIAL or job.may_mask:
@@ -100,9 +102,9 @@ def attend(job, w, block):
                         KEY_CHUNK - key0 % KEY_CHUNK, job.exponent_factor)  # fmt: skip
         n_next = min(tile + job.block_k, block.high) - tile
         if n_next > 0 and job.has_bias:
-            fetch_ahead(job, w, block, BIAS, job.bias_size, tile, n_next)
+            prefetch_rows(job, w, block, BIAS, job.bias_size, tile, n_next)
         if n_next > 0 and job.has_dense:
-            fetch_ahead(job, w, block, DENSE, job.dense_size, tile, n_next)
+            prefetch_rows(job, w, block, DENSE, job.dense_size, tile, n_next)
         add_values(job, w, block, state, key0, n_keys, is_first)
         is_first = 0
     if is_first:
@@ -143,27 +145,27 @@ def write_weights(job, w, block):
         ):
             if state == TILE_PARTIAL or job.may_mask:
                 nan = 1
-            if job.is_isolated:
+            if job.is_nonfinite_safe:
                 kernels.clear_masked(job, w + job.to_rows, block.n_rows, n_keys, bias_rows_of(job, w),
                                      words_of(job, w, state), ld)  # fmt: skip
     return nan
 
 
 @routine
-def find_fetches(job, w, block, task):
+def find_prefetches(job, w, block, task):
     """The rows that memory is asked for while the block is worked on: its outputs, and the next task's
     queries.
 
     Both are far apart and touched all at once, so that a core would only wait for them.
     """
-    fetch, n = w + job.to_fetch, 0
-    block.fetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
+    prefetch, n = w + job.to_prefetch, 0
+    block.prefetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
     if column_stride(job, OUT) == job.itemsize:
-        find_rows(job, OUT, block, 0, block.n_rows, fetch)
+        find_rows(job, OUT, block, 0, block.n_rows, prefetch)
         n = block.n_rows
     if column_stride(job, QUERY) == job.itemsize and task < job.n_tasks:
-        n += find_queries(job, task, fetch + n * 8)
-    block.n_fetch = n
+        n += find_queries(job, task, prefetch + n * 8)
+    block.n_prefetch = n
     return 0
 
 
@@ -175,7 +177,7 @@ def run_task(job, w, block, task):
     kernels.pack(job, w + job.to_query, block.ld, w + job.to_rows, column_stride(job, QUERY), job.head_dim,
                  job.query_high, job.query_low)  # fmt: skip
     find_rows(job, OUT, block, 0, block.ld, w + job.to_out_rows)
-    find_fetches(job, w, block, task + 1)
+    find_prefetches(job, w, block, task + 1)
     partial = attend(job, w, block)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, w + job.to_row_max,
                    w + job.to_row_sum, block.ld, job.exponent_factor)  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any
 
 from numba import njit, prange
 
-from fastattn.backends.numba.cache import cached
-from fastattn.backends.numba.calls import OPTIONS, routine
-from fastattn.backends.numba.intrinsics import call_work, fetch_add, record_at
+from fastattn.backends.numba.codegen.cache import cached
+from fastattn.backends.numba.codegen.calls import OPTIONS, routine
+from fastattn.backends.numba.codegen.intrinsics import call_work, fetch_add, record_at
 from fastattn.backends.numba.layout import BLOCK, SHARE
-from fastattn.backends.numba.rows import run_row_task
+from fastattn.backends.numba.splitkv import run_split_task
 from fastattn.backends.numba.spread import IS_LINUX, spread_enter, spread_leave
 from fastattn.backends.numba.sweep import run_task
 
@@ -31,17 +31,17 @@ def work(job, shares, thread, num_threads):
     if IS_LINUX and num_threads > 1:
         spread_enter(job, w)
     # Small tasks are taken a few at a time.
-    chunk = job.n_tasks if num_threads == 1 else max(1, job.n_tasks // (num_threads * 32))
+    grain = job.n_tasks if num_threads == 1 else max(1, job.n_tasks // (num_threads * 32))
     for turn in range(num_threads):
         at = shares + (thread + turn) % num_threads * SHARE_NBYTES
         stop = _share_at(at).stop
         while True:
-            first = fetch_add(at, chunk)  # of its `next`
+            first = fetch_add(at, grain)  # of its `next`
             if first >= stop:
                 break
-            for task in range(first, min(first + chunk, stop)):
-                if job.by_rows:
-                    run_row_task(job, w, block, task)
+            for task in range(first, min(first + grain, stop)):
+                if job.uses_split_kv:
+                    run_split_task(job, w, block, task)
                 else:
                     run_task(job, w, block, task)
     if IS_LINUX and num_threads > 1:

@@ -27,8 +27,8 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 
-from fastattn.backends.numba.cache import cached
-from fastattn.backends.numba.intrinsics import intrinsic_of
+from fastattn.backends.numba.codegen.cache import cached
+from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.layout import BLOCK, JOB
 
 #: Parameters that are reals, always double.

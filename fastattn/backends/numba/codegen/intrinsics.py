@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from fastattn.backends.numba.emit import INT32, INTP, Emitter
-from fastattn.backends.numba.target import TARGET
+from fastattn.backends.numba.codegen.emit import INT32, INTP, Emitter
+from fastattn.backends.numba.codegen.target import TARGET
 
 
 def intrinsic_of(definition: Callable[..., Any], name: str, parameters: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
 /* SCORE_TILE, for tiles of at most ROWS keys: one function for all sizes has one array for its sums, and where that has
- * room for NARROW_ROWS gcc 12 makes the usual tile of three vectors 3 % slower. Included by kernels_body.h only. */
+ * room for NARROW_ROWS gcc 12 makes the usual tile of three vectors 3 % slower. Included by body.h only. */
 
-#define AHEAD (ROWS > KEYS_AHEAD ? ROWS : KEYS_AHEAD)
+#define AHEAD (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)
 
 /* One register tile of `score`: R keys by V vectors of lanes, over n_cols columns, added to what s holds unless
  * is_first. Row r of K starts at k + r * k_row.

@@ -14,10 +14,10 @@ from typing import Any
 
 from numba import njit
 
-from fastattn.backends.numba import calls, rows_tiles
-from fastattn.backends.numba.intrinsics import int64s, load_real, reals, store_real
-from fastattn.backends.numba.rows_tiles import WIDE_1, WIDE_2, WIDE_4
-from fastattn.backends.numba.tiles import KEY_CHUNK, LANE_BYTES, LINE_BYTES
+from fastattn.backends.numba.codegen import calls, row_tiles
+from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals, store_real
+from fastattn.backends.numba.codegen.register_tiles import KEY_CHUNK, LANE_BYTES, LINE_BYTES
+from fastattn.backends.numba.codegen.row_tiles import WIDE_1, WIDE_2, WIDE_4
 
 # Not among the kernels: what a function finds in a closure is part of what the cache on disk knows it by, and
 # two of Numba's functions are never the same.
@@ -32,53 +32,53 @@ def lines_before(r, n_rows, row_nbytes):
 
 @njit(**calls.OPTIONS)
 def accumulate_some(
-    zero, size, count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, fetch, n_lines
+    zero, size, count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, prefetch, n_lines
 ):
     """`count` rows, 1, 2 or 4, over one chunk of keys, all columns."""
     lanes = LANE_BYTES // size
     wide = WIDE_4 if count == 4 else WIDE_2 if count == 2 else WIDE_1
-    c = fetched = 0
+    c = prefetched = 0
     while c < value_dim:
         left = value_dim - c
         vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
         stop = min(value_dim, c + vectors * lanes)
-        fetch_to = n_lines * stop // value_dim
+        prefetch_to = n_lines * stop // value_dim
         to, at, asked, lines = (
             acc + c * size,
             v + c * size,
-            fetch + fetched * LINE_BYTES,
-            fetch_to - fetched,
+            prefetch + prefetched * LINE_BYTES,
+            prefetch_to - prefetched,
         )
         if vectors == wide:
             if count == 4:
-                rows_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
             elif count == 2:
-                rows_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
             else:
-                rows_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
         elif vectors == wide // 2 and left >= vectors * lanes:
             if count == 4:
-                rows_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
             elif count == 2:
-                rows_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
             else:
-                rows_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
+                row_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
                                                   is_first, asked, lines)  # fmt: skip
         elif count == 4:
-            rows_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+            row_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
                                               asked, lines)  # fmt: skip
         elif count == 2:
-            rows_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+            row_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
                                               asked, lines)  # fmt: skip
         else:
-            rows_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
+            row_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
                                               asked, lines)  # fmt: skip
-        c, fetched = stop, fetch_to
+        c, prefetched = stop, prefetch_to
 
 
 def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
@@ -97,7 +97,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     store_real(zero, to + c * size, load_real(zero, row + c * stride))
                 row = to
             for c in range(0, n_cols, lanes):
-                rows_tiles.pack_row(zero, to + c * size, row + c * size, n_cols - c, real(high), real(low))
+                row_tiles.pack_row(zero, to + c * size, row + c * size, n_cols - c, real(high), real(low))
         return 0
 
     def unpack_rows(rows, stride, n_rows, tile, ld, n_cols, factors, factors_ld):
@@ -110,34 +110,34 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             for c in range(0, n_cols, lanes):
                 at, n = tile_row + c * size, n_cols - c
                 if stride == size:
-                    nan |= rows_tiles.unpack_row(zero, row + c * size, at, n, high, low)
+                    nan |= row_tiles.unpack_row(zero, row + c * size, at, n, high, low)
                 else:  # in the tile first
-                    nan |= rows_tiles.unpack_row(zero, at, at, n, high, low)
+                    nan |= row_tiles.unpack_row(zero, at, at, n, high, low)
                     for i in range(min(lanes, n)):
                         store_real(zero, row + (c + i) * stride, load_real(zero, at + i * size))
         return 1 if nan else 0
 
-    def score_rows(s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, ahead):
-        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `ahead` is 0, memory is asked for the row
-        so many bytes behind each key's along the way."""
+    def score_rows(s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance):
+        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless that is 0, the row `distance` bytes
+        behind each key's is prefetched."""
         # All rows for as many keys as one row takes at once, which stay in L1.
         for start in range(0, n_keys, dots):
-            stop, r, fetched = min(n_keys, start + dots), 0, 0
+            stop, r, prefetched = min(n_keys, start + dots), 0, 0
             while r < n_rows:
                 count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
-                fetch_to = lines_before(r + count, n_rows, head_dim * size) if ahead != 0 else 0
+                prefetch_to = lines_before(r + count, n_rows, head_dim * size) if distance != 0 else 0
                 for j in range(start, stop, dots // count):
                     to, at, key = s + (r * ld + j) * size, q + r * q_ld * size, k + j * k_row
                     if count == 4:
-                        rows_tiles.score_rows_tile_4(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     ahead, fetched, fetch_to)  # fmt: skip
+                        row_tiles.score_rows_tile_4(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     distance, prefetched, prefetch_to)  # fmt: skip
                     elif count == 2:
-                        rows_tiles.score_rows_tile_2(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     ahead, fetched, fetch_to)  # fmt: skip
+                        row_tiles.score_rows_tile_2(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     distance, prefetched, prefetch_to)  # fmt: skip
                     else:
-                        rows_tiles.score_rows_tile_1(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     ahead, fetched, fetch_to)  # fmt: skip
-                r, fetched = r + count, fetch_to
+                        row_tiles.score_rows_tile_1(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
+                                                     distance, prefetched, prefetch_to)  # fmt: skip
+                r, prefetched = r + count, prefetch_to
         return 0
 
     def adjust_rows(s, ld, n_rows, n_keys, softcap, bias_rows, words):
@@ -146,11 +146,11 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         for r in range(n_rows):
             row = s + r * ld * size
             if softcap > 0:
-                rows_tiles.cap_row(zero, row, n_vectors, real(softcap))
+                row_tiles.cap_row(zero, row, n_vectors, real(softcap))
             if bias_rows != 0:
-                rows_tiles.bias_row(zero, row, n_keys, int64s(bias_rows)[r])
+                row_tiles.bias_row(zero, row, n_keys, int64s(bias_rows)[r])
             if words != 0:
-                rows_tiles.mask_row(zero, row, n_vectors, words + r * 4, n_rows)
+                row_tiles.mask_row(zero, row, n_vectors, words + r * 4, n_rows)
         return 0
 
     def softmax_rows(s, ld, row_max, row_sum, n_rows, n_keys, factor, has_max):
@@ -160,30 +160,31 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             row = s + r * ld * size
             for j in range(n_keys, n_vectors * lanes):
                 reals(zero, row)[j] = real(-math.inf)
-            rows_tiles.softmax_row(
+            row_tiles.softmax_row(
                 zero, row, row_max + r * size, row_sum + r * size, n_vectors, real(factor), has_max
             )
         return 0
 
-    def accumulate_rows(acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, ahead):
-        """acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `ahead` as in `score_rows`."""
+    def accumulate_rows(acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, distance):
+        """acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `distance` as in `score_rows`."""
         for start in range(0, n_keys, KEY_CHUNK):
-            n, r, fetched = min(KEY_CHUNK, n_keys - start), 0, 0
+            n, r, prefetched = min(KEY_CHUNK, n_keys - start), 0, 0
             values, is_first = v + start * v_row, 1 if start == 0 else 0
             while r < n_rows:
                 count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
-                fetch_to = lines_before(r + count, n_rows, value_dim * size) if ahead != 0 else 0
+                prefetch_to = lines_before(r + count, n_rows, value_dim * size) if distance != 0 else 0
                 accumulate_some(zero, size, count, acc + r * ld * size, ld, p + (r * p_ld + start) * size,
                                 p_ld, values, v_row, n, value_dim, is_first,
-                                values + ahead + fetched * LINE_BYTES, fetch_to - fetched)  # fmt: skip
-                r, fetched = r + count, fetch_to
+                                values + distance + prefetched * LINE_BYTES,
+                                prefetch_to - prefetched)  # fmt: skip
+                r, prefetched = r + count, prefetch_to
         return 0
 
     def merge_rows(acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, factor):
         """acc, row_max and row_sum over some keys take in those over other keys; where a row has none of them
         this changes nothing."""
         for r in range(n_rows):
-            rows_tiles.merge_row(zero, acc + r * ld * size, row_max + r * size, row_sum + r * size,
+            row_tiles.merge_row(zero, acc + r * ld * size, row_max + r * size, row_sum + r * size,
                                  acc_2 + r * ld * size, row_max_2 + r * size, row_sum_2 + r * size,
                                  ld // lanes, real(factor))  # fmt: skip
         return 0

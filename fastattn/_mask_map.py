@@ -1,6 +1,6 @@
 """Masks bound to one problem size: intervals of keys per query, and maps of tiles.
 
-A node answers for tiles in two steps. `classes` says of every tile whether it allows no key, every key, or
+A node answers for tiles in two steps. `states` says of every tile whether it allows no key, every key, or
 perhaps some, from bounds alone. `words` gives the bits of the tiles that are left. Knows no mask object: they
 stand in `fastattn.masks` and make nodes.
 
@@ -18,23 +18,23 @@ from fastattn._device import DeviceArray
 
 TILE_Q = 64  #: query rows of a tile
 TILE_K = 128  #: keys of a tile, a multiple of 32
-EMPTY = -2  #: in `Tiles.index`: no key of the tile is allowed
-FULL = -1  #: in `Tiles.index`: every key of the tile is allowed
+INDEX_EMPTY = -2  #: in `MaskMap.index`: no key of the tile is allowed
+INDEX_FULL = -1  #: in `MaskMap.index`: every key of the tile is allowed
 
 WORDS = TILE_K // 32
-CHUNK_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
-NONE, SOME, EVERY = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
+BATCH_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
+EMPTY, PARTIAL, FULL = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
 LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # word with the n lowest bits set
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class MaskMap:
     """A tile map of ``(L, S)`` planes, with bits for the tiles that are neither empty nor full.
 
     The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
     """
 
-    #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32 view: EMPTY, FULL or a row of `bits`
+    #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32: INDEX_EMPTY, INDEX_FULL or a row of `bits`
     index: np.ndarray
     #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile, 0 past the end
     bits: np.ndarray
@@ -44,7 +44,7 @@ class Tiles:
         row = np.arange(start, stop)
         tile = self.index[item][row // TILE_Q]
         words = np.zeros((*tile.shape, WORDS), dtype="<u4")
-        words[tile == FULL] = LOW_BITS[32]
+        words[tile == INDEX_FULL] = LOW_BITS[32]
         at_row, at_tile = np.nonzero(tile >= 0)
         words[at_row, at_tile] = self.bits[tile[at_row, at_tile], row[at_row] % TILE_Q]
         bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
@@ -57,12 +57,12 @@ def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
     return Intervals(start, np.maximum(np.minimum(stop, S), start))
 
 
-def intervals_of(tiles: Tiles, L: int, S: int) -> tuple[np.ndarray, np.ndarray] | None:
+def intervals_of(mask_map: MaskMap, L: int, S: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Start and stop of each row's keys, ``(B, L)``, if each row of an index ``(B, 1, ...)`` has one.
 
     None where some row has more than one interval, or where heads differ.
     """
-    index = tiles.index
+    index = mask_map.index
     if index.shape[1] != 1:
         return None
     if 0 in (len(index), L, S):
@@ -70,16 +70,16 @@ def intervals_of(tiles: Tiles, L: int, S: int) -> tuple[np.ndarray, np.ndarray] 
     grid = Grid(L, S)
     rows = (len(index), len(grid.row_starts), TILE_Q)
     start, stop, count = (np.full(rows, n, dtype=np.int64) for n in (S, 0, 0))
-    full = index[:, 0] == FULL
+    full = index[:, 0] == INDEX_FULL
     first = np.where(full, grid.key_starts, S).min(axis=-1)
     last = np.where(full, grid.key_stops, 0).max(axis=-1)
     start[:], stop[:] = first[..., None], last[..., None]
     count[:] = np.where(full, grid.key_stops - grid.key_starts, 0).sum(axis=-1)[..., None]
     item, row, key = np.nonzero(index[:, 0] >= 0)
-    for at in range(0, len(item), CHUNK_TILES):
-        here = item[at : at + CHUNK_TILES], row[at : at + CHUNK_TILES]
-        key_start = grid.key_starts[key[at : at + CHUNK_TILES], None]
-        words = tiles.bits[index[:, 0][(*here, key[at : at + CHUNK_TILES])]].astype("<u4", copy=False)
+    for at in range(0, len(item), BATCH_TILES):
+        here = item[at : at + BATCH_TILES], row[at : at + BATCH_TILES]
+        key_start = grid.key_starts[key[at : at + BATCH_TILES], None]
+        words = mask_map.bits[index[:, 0][(*here, key[at : at + BATCH_TILES])]].astype("<u4", copy=False)
         bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").view(bool)
         some, n = bits.any(axis=-1), bits.sum(axis=-1)
         low = np.where(some, bits.argmax(axis=-1), 0)
@@ -113,7 +113,7 @@ class Grid:
         self.shape = (len(self.row_starts), len(self.key_starts))
 
 
-class Chunk:
+class TileBatch:
     """Some tiles, to be evaluated at once: tile n lies in plane ``item[:, n]`` of `outer`."""
 
     def __init__(self, flat: np.ndarray, outer: tuple[int, ...], grid: Grid) -> None:
@@ -142,11 +142,11 @@ class Node:
     #: shape that broadcasts to ``(*lead, H)``: the planes among which the mask varies
     outer: tuple[int, ...]
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        """``NONE``, ``SOME`` or ``EVERY`` of each tile, broadcastable to ``(*outer, *grid.shape)``."""
+    def states(self, grid: Grid) -> np.ndarray:
+        """``EMPTY``, ``PARTIAL`` or ``FULL`` of each tile, broadcastable to ``(*outer, *grid.shape)``."""
         raise NotImplementedError
 
-    def words(self, chunk: Chunk) -> np.ndarray:
+    def words(self, batch: TileBatch) -> np.ndarray:
         """The bits of some tiles, ``(n, TILE_Q, TILE_K // 32)``, with any bits past the end."""
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Intervals(Node):
     def outer(self) -> tuple[int, ...]:  # type: ignore[override]
         return (*np.broadcast_shapes(self.start.shape, self.stop.shape, (1,))[:-1], 1)
 
-    def classes(self, grid: Grid) -> np.ndarray:
+    def states(self, grid: Grid) -> np.ndarray:
         start, stop = self._rows(grid.L)
         empty = start >= stop
         # The smallest interval that holds all rows of the tile row, and the largest inside all of them.
@@ -175,13 +175,13 @@ class Intervals(Node):
         stop_min = np.minimum.reduceat(stop, grid.row_starts, axis=-1)[..., None]
         none = (start_min >= grid.key_stops) | (stop_max <= grid.key_starts)
         every = (start_max <= grid.key_starts) & (stop_min >= grid.key_stops)
-        return classes_of(none, every)[..., None, :, :]
+        return states_of(none, every)[..., None, :, :]
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        start, stop = self._rows(chunk.grid.L)
-        key_start = chunk.key_start[:, None]
+    def words(self, batch: TileBatch) -> np.ndarray:
+        start, stop = self._rows(batch.grid.L)
+        key_start = batch.key_start[:, None]
         return interval_words(
-            chunk.per_batch(start, chunk.row) - key_start, chunk.per_batch(stop, chunk.row) - key_start
+            batch.per_batch(start, batch.row) - key_start, batch.per_batch(stop, batch.row) - key_start
         )
 
     def complement(self, S: int) -> Node:
@@ -204,19 +204,19 @@ class SameId(Node):
         self.q_ids, self.k_ids = q_ids, k_ids
         self.outer = (*np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1]), 1)
 
-    def classes(self, grid: Grid) -> np.ndarray:
+    def states(self, grid: Grid) -> np.ndarray:
         q_min = np.minimum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
         q_max = np.maximum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
         k_min = np.minimum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
         k_max = np.maximum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
         none = (q_max < k_min) | (k_max < q_min)
         every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
-        return classes_of(none, every)[..., None, :, :]
+        return states_of(none, every)[..., None, :, :]
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        key = np.minimum(chunk.key_start[:, None] + np.arange(TILE_K), chunk.grid.S - 1)
-        q_ids = chunk.per_batch(self.q_ids, chunk.row)
-        k_ids = chunk.per_batch(self.k_ids, key)
+    def words(self, batch: TileBatch) -> np.ndarray:
+        key = np.minimum(batch.key_start[:, None] + np.arange(TILE_K), batch.grid.S - 1)
+        q_ids = batch.per_batch(self.q_ids, batch.row)
+        k_ids = batch.per_batch(self.k_ids, key)
         return pack_words(q_ids[:, :, None] == k_ids[:, None, :])
 
 
@@ -228,23 +228,23 @@ class Cross(Node):
     def __init__(self, rows: np.ndarray, keys: np.ndarray) -> None:
         self.rows, self.keys = rows, keys
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        rows = classes_of(
+    def states(self, grid: Grid) -> np.ndarray:
+        rows = states_of(
             ~np.logical_or.reduceat(self.rows, grid.row_starts),
             np.logical_and.reduceat(self.rows, grid.row_starts),
         )
-        keys = classes_of(
+        keys = states_of(
             ~np.logical_or.reduceat(self.keys, grid.key_starts),
             np.logical_and.reduceat(self.keys, grid.key_starts),
         )
         return np.maximum(rows[:, None], keys)
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        n_keys = chunk.grid.shape[1]
+    def words(self, batch: TileBatch) -> np.ndarray:
+        n_keys = batch.grid.shape[1]
         padded = np.zeros(n_keys * TILE_K, dtype=bool)
-        padded[: chunk.grid.S] = self.keys
-        key_words = pack_words(padded.reshape(n_keys, TILE_K))[chunk.tile_key]
-        return np.where(self.rows[chunk.row][:, :, None], LOW_BITS[32], key_words[:, None, :])
+        padded[: batch.grid.S] = self.keys
+        key_words = pack_words(padded.reshape(n_keys, TILE_K))[batch.tile_key]
+        return np.where(self.rows[batch.row][:, :, None], LOW_BITS[32], key_words[:, None, :])
 
 
 class DenseArray(Node):
@@ -255,19 +255,19 @@ class DenseArray(Node):
         planes = zip(array.shape[:-2], array.strides[:-2], strict=True)
         self.outer = tuple(n if stride else min(n, 1) for n, stride in planes)
 
-    def classes(self, grid: Grid) -> np.ndarray:
+    def states(self, grid: Grid) -> np.ndarray:
         if isinstance(self.array, DeviceArray):
             raise ValueError(
                 f"a mask array on {self.array.device} stays there: it combines by & with masks that are not "
                 f"arrays, not by | or ~"
             )
-        return np.full(grid.shape, SOME, dtype=np.int8)
+        return np.full(grid.shape, PARTIAL, dtype=np.int8)
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        allowed = np.zeros((len(chunk.tile_key), TILE_Q, TILE_K), dtype=bool)
-        # Slices, one tile at a time: fancy indexing over the whole chunk takes ten times as long.
+    def words(self, batch: TileBatch) -> np.ndarray:
+        allowed = np.zeros((len(batch.tile_key), TILE_Q, TILE_K), dtype=bool)
+        # Slices, one tile at a time: fancy indexing over the whole batch takes ten times as long.
         for n, (*item, row, key) in enumerate(
-            zip(*chunk.item, chunk.row_start, chunk.key_start, strict=True)
+            zip(*batch.item, batch.row_start, batch.key_start, strict=True)
         ):
             tile = self.array[(*item, slice(row, row + TILE_Q), slice(key, key + TILE_K))]
             allowed[n, : tile.shape[0], : tile.shape[1]] = tile
@@ -277,21 +277,21 @@ class DenseArray(Node):
 class Mapped(Node):
     """A tile map that is there already, its index ``(*outer, ...)``."""
 
-    def __init__(self, tiles: Tiles) -> None:
-        self.tiles = tiles
-        self.outer = tiles.index.shape[:-2]
+    def __init__(self, mask_map: MaskMap) -> None:
+        self.mask_map = mask_map
+        self.outer = mask_map.index.shape[:-2]
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        index = self.tiles.index
-        return classes_of(index == EMPTY, index == FULL)
+    def states(self, grid: Grid) -> np.ndarray:
+        index = self.mask_map.index
+        return states_of(index == INDEX_EMPTY, index == INDEX_FULL)
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        grid = chunk.grid
-        index = np.broadcast_to(self.tiles.index, (*chunk.outer, *grid.shape))
-        tile = index[(*chunk.item, chunk.row_start // TILE_Q, chunk.tile_key)]
+    def words(self, batch: TileBatch) -> np.ndarray:
+        grid = batch.grid
+        index = np.broadcast_to(self.mask_map.index, (*batch.outer, *grid.shape))
+        tile = index[(*batch.item, batch.row_start // TILE_Q, batch.tile_key)]
         words = np.zeros((len(tile), TILE_Q, WORDS), dtype=np.uint32)
-        words[tile == FULL] = LOW_BITS[32]
-        words[tile >= 0] = self.tiles.bits[tile[tile >= 0]]
+        words[tile == INDEX_FULL] = LOW_BITS[32]
+        words[tile >= 0] = self.mask_map.bits[tile[tile >= 0]]
         return words
 
 
@@ -302,16 +302,16 @@ class All(Node):
         self.parts = parts
         self.outer = np.broadcast_shapes(*(part.outer for part in parts))
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        result = self.parts[0].classes(grid)
+    def states(self, grid: Grid) -> np.ndarray:
+        result = self.parts[0].states(grid)
         for part in self.parts[1:]:
-            result = np.minimum(result, part.classes(grid))
+            result = np.minimum(result, part.states(grid))
         return result
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        result = self.parts[0].words(chunk)
+    def words(self, batch: TileBatch) -> np.ndarray:
+        result = self.parts[0].words(batch)
         for part in self.parts[1:]:
-            result = result & part.words(chunk)
+            result = result & part.words(batch)
         return result
 
 
@@ -322,16 +322,16 @@ class AnyOf(Node):
         self.parts = parts
         self.outer = np.broadcast_shapes(*(part.outer for part in parts))
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        result = self.parts[0].classes(grid)
+    def states(self, grid: Grid) -> np.ndarray:
+        result = self.parts[0].states(grid)
         for part in self.parts[1:]:
-            result = np.maximum(result, part.classes(grid))
+            result = np.maximum(result, part.states(grid))
         return result
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        result = self.parts[0].words(chunk)
+    def words(self, batch: TileBatch) -> np.ndarray:
+        result = self.parts[0].words(batch)
         for part in self.parts[1:]:
-            result = result | part.words(chunk)
+            result = result | part.words(batch)
         return result
 
     def complement(self, S: int) -> Node:
@@ -346,11 +346,11 @@ class Not(Node):
         self.part = part
         self.outer = part.outer
 
-    def classes(self, grid: Grid) -> np.ndarray:
-        return np.int8(EVERY) - self.part.classes(grid)
+    def states(self, grid: Grid) -> np.ndarray:
+        return np.int8(FULL) - self.part.states(grid)
 
-    def words(self, chunk: Chunk) -> np.ndarray:
-        return ~self.part.words(chunk)
+    def words(self, batch: TileBatch) -> np.ndarray:
+        return ~self.part.words(batch)
 
     def complement(self, S: int) -> Node:
         return self.part
@@ -365,36 +365,36 @@ def all_of(nodes: list[Node], S: int) -> Node:
     return All([*merged, *others]) if others else merged[0]
 
 
-def build_tiles(node: Node, outer: tuple[int, ...], L: int, S: int, band: Intervals | None) -> Tiles:
+def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, band: Intervals | None) -> MaskMap:
     """The tile map of `node`; tiles that `band` leaves empty in all planes need no bits."""
     grid = Grid(L, S)
     planes = (1,) * (len(outer) - len(node.outer)) + tuple(node.outer)
-    classes = np.broadcast_to(node.classes(grid), (*planes, *grid.shape))
+    states = np.broadcast_to(node.states(grid), (*planes, *grid.shape))
     if band is not None:
-        reached = band.classes(grid) != NONE
-        reached = reached.reshape((1,) * (classes.ndim - reached.ndim) + reached.shape)
+        reached = band.states(grid) != EMPTY
+        reached = reached.reshape((1,) * (states.ndim - reached.ndim) + reached.shape)
         shared = tuple(axis for axis, n in enumerate(planes) if n == 1)
-        classes = np.where(reached.any(axis=shared, keepdims=True), classes, NONE)
+        states = np.where(reached.any(axis=shared, keepdims=True), states, EMPTY)
 
-    index = np.full(classes.shape, EMPTY, dtype=np.int32)
-    index[classes == EVERY] = FULL
+    index = np.full(states.shape, INDEX_EMPTY, dtype=np.int32)
+    index[states == FULL] = INDEX_FULL
     flat_index = index.reshape(-1)
-    partial = np.flatnonzero(classes == SOME)
+    partial = np.flatnonzero(states == PARTIAL)
     bits = np.empty((len(partial), TILE_Q, WORDS), dtype=np.uint32)  # untouched pages cost nothing
     count = 0
-    for first in range(0, len(partial), CHUNK_TILES):
-        flat = partial[first : first + CHUNK_TILES]
-        chunk = Chunk(flat, planes, grid)
-        inside = chunk.inside()
-        words = node.words(chunk) & inside
+    for first in range(0, len(partial), BATCH_TILES):
+        flat = partial[first : first + BATCH_TILES]
+        batch = TileBatch(flat, planes, grid)
+        inside = batch.inside()
+        words = node.words(batch) & inside
         empty = ~words.any(axis=(1, 2))
         full = (words == inside).all(axis=(1, 2))
         mixed = np.flatnonzero(~(empty | full))
-        flat_index[flat[full]] = FULL
+        flat_index[flat[full]] = INDEX_FULL
         flat_index[flat[mixed]] = np.arange(count, count + len(mixed))
         bits[count : count + len(mixed)] = words[mixed]
         count += len(mixed)
-    return Tiles(np.broadcast_to(index, (*outer, *grid.shape)), bits[:count])
+    return MaskMap(np.broadcast_to(index, (*outer, *grid.shape)), bits[:count])
 
 
 def intersect(intervals: list[Intervals], S: int) -> Intervals:
@@ -436,5 +436,5 @@ def pack_words(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
 
 
-def classes_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:
-    return every.astype(np.int8) - none.astype(np.int8) + np.int8(SOME)
+def states_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:
+    return every.astype(np.int8) - none.astype(np.int8) + np.int8(PARTIAL)

@@ -114,18 +114,18 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 
 #define SCORE_TILE score_tile
 #define ROWS SCORE_ROWS
-#include "kernels_score.h"
+#include "score.h"
 #define SCORE_TILE score_narrow_tile
 #define ROWS NARROW_ROWS
-#include "kernels_score.h"
+#include "score.h"
 
 /* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over a chunk of keys at a
  * time, from zero, for the same reason as in `score`. is_packed: keys follow each other in memory, which the
  * processor sees by itself. */
 INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed, REAL *acc, const REAL *p, const REAL *rescale,
                                   ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t chunk_stop,
-                                  ptrdiff_t v_row, ptrdiff_t v_col, const char *const *fetch, ptrdiff_t n_fetch,
-                                  ptrdiff_t fetch_byte) {
+                                  ptrdiff_t v_row, ptrdiff_t v_col, const char *const *prefetch, ptrdiff_t n_prefetch,
+                                  ptrdiff_t prefetch_byte) {
     ptrdiff_t j = 0, start = 0;
     do { /* once even without a key: acc may have to be written */
         VEC sum[WIDE_ROWS][TILE_VECTORS] = {};
@@ -135,11 +135,11 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
             const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
             for (; j < stop; j++, v_rows += v_row, p += ld) {
                 VEC x[TILE_VECTORS];
-                if (R > TILE_ROWS && j < n_fetch) __builtin_prefetch(fetch[j] + fetch_byte + 64, 0, 3);
+                if (R > TILE_ROWS && j < n_prefetch) __builtin_prefetch(prefetch[j] + prefetch_byte + 64, 0, 3);
                 if (!is_packed)
-                    __builtin_prefetch(j < n_fetch ? fetch[j] + fetch_byte : v_rows + VALUES_AHEAD * v_row, 0, 3);
-                else if (j < n_fetch)
-                    __builtin_prefetch(fetch[j] + fetch_byte, 0, 3);
+                    __builtin_prefetch(j < n_prefetch ? prefetch[j] + prefetch_byte : v_rows + PREFETCH_VALUES * v_row, 0, 3);
+                else if (j < n_prefetch)
+                    __builtin_prefetch(prefetch[j] + prefetch_byte, 0, 3);
 #pragma GCC unroll 8
                 for (int v = first; v < V; v++) x[v] = NAME(load)(p + v * LANES);
 #pragma GCC unroll 16
@@ -180,10 +180,10 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
             BODY(1, unit, i);                                                                                  \
     } while (0)
 
-/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`; `fetch` may be NULL. */
+/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`; `prefetch` may be NULL. */
 static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
                                 const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
-                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, const fetched_rows *fetch) {
+                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, const prefetched_rows *prefetch) {
     const int is_unit = k_col == sizeof(REAL);
     int first = 0;
     s += j * ld;
@@ -197,7 +197,7 @@ static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld,
 #define SINGLE(V, unit, i) TILE(1, V, k_col, i)
     for (; j + SCORE_ROWS <= stop; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
-        if (fetch) fetch_rows(fetch, j, SCORE_ROWS);
+        if (prefetch) prefetch_rows(prefetch, j, SCORE_ROWS);
         if (is_unit)
             EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
         else
@@ -215,12 +215,12 @@ static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld,
  * stopped. */
 static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
                                     ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
-                                    int is_first, const fetched_rows *fetch) {
+                                    int is_first, const prefetched_rows *prefetch) {
     const int is_unit = k_col == sizeof(REAL);
     s += j * ld;
     k += j * k_row;
     for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
-        if (fetch) fetch_rows(fetch, j, NARROW_ROWS);
+        if (prefetch) prefetch_rows(prefetch, j, NARROW_ROWS);
 #define TILE(V, k_col)                                                                                         \
     NAME(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first)
         if (n_vectors == 1 && is_unit)
@@ -238,23 +238,23 @@ static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t
 
 static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                         const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes) {
-    const fetched_rows rows = {fetch, fetch_row, fetch_nbytes};
+                        const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
+    const prefetched_rows rows = {prefetch, prefetch_row, prefetch_nbytes};
     const ptrdiff_t n_keys = stops[n_vectors - 1];
     for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
         const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
         for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
             const int is_last = head_dim - start <= SCORE_COLUMNS;
             const ptrdiff_t n_cols = is_last ? head_dim - start : SCORE_COLUMNS;
-            const fetched_rows *const fetched = start == 0 && fetch_nbytes > 0 ? &rows : NULL;
+            const prefetched_rows *const prefetched = start == 0 && prefetch_nbytes > 0 ? &rows : NULL;
             const REAL *const columns = (const REAL *)q + start * ld;
             REAL *const top = is_last ? tile_max : NULL;
             ptrdiff_t from = j;
             if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
                 from = NAME(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
-                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, fetched);
+                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, prefetched);
             NAME(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
-                                k_col, start == 0, fetched);
+                                k_col, start == 0, prefetched);
         }
     }
 }
@@ -264,7 +264,7 @@ static void NAME(pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrd
     const ptrdiff_t blocked = v_col == sizeof(REAL) ? value_dim / TILE_ROWS : 0;
     for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
         char *to = (char *)panels + j * PANEL_ROW;
-        for (ptrdiff_t at = 0; at < blocked * PANEL_ROW; at += 64) __builtin_prefetch(v + PACKED_AHEAD * v_row + at);
+        for (ptrdiff_t at = 0; at < blocked * PANEL_ROW; at += 64) __builtin_prefetch(v + PREFETCH_PACKED * v_row + at);
         for (ptrdiff_t i = 0; i < blocked; i++) memcpy(to + i * panel, v + i * PANEL_ROW, PANEL_ROW);
         for (ptrdiff_t e = blocked * TILE_ROWS; e < value_dim; e++)
             memcpy(to + e / TILE_ROWS * panel + e % TILE_ROWS * (ptrdiff_t)sizeof(REAL), v + e * v_col, sizeof(REAL));
@@ -274,17 +274,17 @@ static void NAME(pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrd
 /* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
 INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
                                    const fastattn_values *values, const ptrdiff_t *stops, ptrdiff_t first_chunk,
-                                   ptrdiff_t value_dim, const char *const *fetch, ptrdiff_t n_fetch,
-                                   ptrdiff_t fetch_nbytes) {
+                                   ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                                   ptrdiff_t prefetch_nbytes) {
     const char *v = values->at;
-    ptrdiff_t fetch_byte = 0;
+    ptrdiff_t prefetch_byte = 0;
 #define TILE(R, v_row, v_col)                                                                                  \
     NAME(accumulate_tile)(R, V, v_row == PANEL_ROW && v_col == sizeof(REAL), acc, p, rescale, ld, v, stops,    \
-                          first_chunk, v_row, v_col, fetch, fetch_byte < fetch_nbytes ? n_fetch : 0, fetch_byte)
+                          first_chunk, v_row, v_col, prefetch, prefetch_byte < prefetch_nbytes ? n_prefetch : 0, prefetch_byte)
     if (V == 1 && WIDE_ROWS > TILE_ROWS && values->panel == TILE_ROWS * (ptrdiff_t)sizeof(REAL))
         for (; value_dim >= WIDE_ROWS; value_dim -= WIDE_ROWS, acc += WIDE_ROWS * ld, v += 2 * values->panel) {
             TILE(WIDE_ROWS, values->row, sizeof(REAL));
-            fetch_byte += 128;
+            prefetch_byte += 128;
         }
     for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += values->panel) {
         if (values->col != sizeof(REAL))
@@ -293,10 +293,10 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
             TILE(TILE_ROWS, values->row, sizeof(REAL));
         else
             TILE(TILE_ROWS, PANEL_ROW, sizeof(REAL));
-        fetch_byte += 64;
+        prefetch_byte += 64;
     }
 #define REST(R)                                                                                                \
-    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * values->col, fetch_byte += 64)              \
+    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * values->col, prefetch_byte += 64)              \
     TILE(R, values->row, values->col)
     REST(4);
     REST(2);
@@ -307,12 +307,12 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
 
 static void NAME(accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
                              const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
-                             ptrdiff_t value_dim, const char *const *fetch, ptrdiff_t n_fetch,
-                             ptrdiff_t fetch_nbytes) {
+                             ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                             ptrdiff_t prefetch_nbytes) {
 #define GROUP(V, unit, i)                                                                                      \
     NAME(accumulate_group)(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                            \
                            rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i),             \
-                           first_chunk, value_dim, fetch, n_fetch, fetch_nbytes)
+                           first_chunk, value_dim, prefetch, n_prefetch, prefetch_nbytes)
     EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
 #undef GROUP
 }
@@ -450,7 +450,7 @@ INLINE REAL NAME(value)(const fastattn_values *v, ptrdiff_t j, ptrdiff_t e) {
     return NAME(scalar)(v->at + j * v->row + e / TILE_ROWS * v->panel + e % TILE_ROWS * v->col);
 }
 
-static void NAME(accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld,
+static void NAME(accumulate_nonfinite)(void *acc, const void *p, const void *rescale, ptrdiff_t ld,
                                       const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
                                       ptrdiff_t value_dim, const char *const *bias_rows, const uint32_t *words,
                                       void *clean_v) {
@@ -521,7 +521,7 @@ static double NAME(fma_peak)(long steps) {
     return 2.0 * TILE_ROWS * TILE_VECTORS * LANES * (double)steps;
 }
 
-#include "kernels_rows.h"
+#include "rows.h"
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .isa = STRING(FASTATTN_ISA),
@@ -534,7 +534,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .panel_cols = TILE_ROWS,
     .pack_values = NAME(pack_values),
     .accumulate = NAME(accumulate),
-    .accumulate_isolated = NAME(accumulate_isolated),
+    .accumulate_nonfinite = NAME(accumulate_nonfinite),
     .finish = NAME(finish),
     .unpack = NAME(unpack),
     .mask_words = mask_words,
@@ -543,7 +543,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .adjust_rows = NAME(adjust_rows),
     .softmax_rows = NAME(softmax_rows),
     .accumulate_rows = NAME(accumulate_rows),
-    .accumulate_rows_isolated = NAME(accumulate_rows_isolated),
+    .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
     .fma_peak = NAME(fma_peak),

@@ -98,12 +98,12 @@
 #define SCORE_COLUMNS 128
 #endif
 
-/* How many rows of K and V ahead of their use their lines are fetched: time for memory to answer. Past the last
+/* How many rows of K and V ahead of their use their lines are prefetched: time for memory to answer. Past the last
  * row that is the next head's, in the usual layout; an address that does not exist is ignored. 16 rows of V were
  * too few where pages are small. 2 cores of Zen 4 EPYC, 2026-11-20, one thread over the kernels alone. */
-#define KEYS_AHEAD 4
-#define VALUES_AHEAD 32
-#define PACKED_AHEAD 8 /* of V while it is packed */
+#define PREFETCH_KEYS 4
+#define PREFETCH_VALUES 32
+#define PREFETCH_PACKED 8 /* of V while it is packed */
 
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)
@@ -175,11 +175,11 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
 typedef struct {
     const char *at;
     ptrdiff_t row, nbytes;
-} fetched_rows;
+} prefetched_rows;
 
 /* Asks memory for n rows from the j-th on. Into L2: L1 has no room for a tile of them. A few at a time, as memory
  * answers only so many; and not inline, to leave the registers to the caller's loop. */
-static __attribute__((noinline)) void fetch_rows(const fetched_rows *rows, ptrdiff_t j, ptrdiff_t n) {
+static __attribute__((noinline)) void prefetch_rows(const prefetched_rows *rows, ptrdiff_t j, ptrdiff_t n) {
     const char *row = rows->at + j * rows->row;
     for (; n > 0; n--, row += rows->row)
         for (ptrdiff_t at = 0; at < rows->nbytes; at += 64) __builtin_prefetch(row + at, 0, 2);
@@ -216,9 +216,9 @@ static uint64_t read_memory(const void *at, ptrdiff_t nbytes) {
 #define REAL float
 #define REAL_BITS 32
 #define NAME(name) CONCAT(name, f32)
-#include "kernels_body.h"
+#include "body.h"
 
 #define REAL double
 #define REAL_BITS 64
 #define NAME(name) CONCAT(name, f64)
-#include "kernels_body.h"
+#include "body.h"

@@ -13,8 +13,7 @@ from fastattn import _host
 
 
 class Target(NamedTuple):
-    """Register blocking, as in the compiled kernels; see ``backends/cython/kernels.c`` for where it comes
-    from."""
+    """Register blocking, as in the compiled kernels; its source is ``cython/kernels/kernels.c``."""
 
     vector_bytes: int
     tile_rows: int  #: columns of the values in a tile of `accumulate`

@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from fastattn.backends.numba.emit import MANTISSA_BITS, Emitter
-from fastattn.backends.numba.tiles import hyperbolic_tangent
+from fastattn.backends.numba.codegen.emit import MANTISSA_BITS, Emitter
+from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
 #: log2(e) in two parts of each dtype, the first rounded: their sum is far more exact.
 _LOG2E = {4: (1.44269502162933349609375, 1.92596299e-8), 8: (1.4426950408889634074, 2.0355273740931033e-17)}

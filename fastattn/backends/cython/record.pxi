@@ -23,7 +23,7 @@ cdef extern from "kernels.h" nogil:
         void (*accumulate)(void *, const void *, const void *, Py_ssize_t, int, const fastattn_values *,
                            const Py_ssize_t *, Py_ssize_t, Py_ssize_t, const char *const *, Py_ssize_t,
                            Py_ssize_t) noexcept nogil
-        void (*accumulate_isolated)(void *, const void *, const void *, Py_ssize_t, const fastattn_values *,
+        void (*accumulate_nonfinite)(void *, const void *, const void *, Py_ssize_t, const fastattn_values *,
                                     const Py_ssize_t *, Py_ssize_t, Py_ssize_t, const char *const *,
                                     const uint32_t *, void *) noexcept nogil
         void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
@@ -39,7 +39,7 @@ cdef extern from "kernels.h" nogil:
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
         void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
                                 Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*accumulate_rows_isolated)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
+        void (*accumulate_rows_nonfinite)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
                                          Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
                                          void *) noexcept nogil
         void (*merge_rows)(void *, void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t,
@@ -51,15 +51,15 @@ cdef extern from "kernels.h" nogil:
         uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
-# Words hold the mask bits of 32 keys; tile maps come in _tiles.TILE_Q queries by _tiles.TILE_K keys.
+# Words hold the mask bits of 32 keys; tile maps come in _mask_map.TILE_Q queries by _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
     READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
     MAX_LEAD = 64
-    FETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
-    TILES_FULL = -1
-    TILES_EMPTY = -2
+    PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
+    INDEX_FULL = -1
+    INDEX_EMPTY = -2
 
 cdef enum TileState:
     TILE_EMPTY
@@ -76,11 +76,11 @@ cdef struct View:
     Py_ssize_t col
 
 
-cdef struct Part:
-    # The softmax and the values of some leaves of keys, see rows.pxi.
+cdef struct Partial:
+    # The softmax and the values of some key tiles of keys, see splitkv.pxi.
     char *data               # row_max, row_sum and acc, each from a line of memory on
-    Py_ssize_t leaf          # one of those leaves; -1 where no row may attend a key of them
-    bint is_partial          # whether in any of them only some rows may read a key
+    Py_ssize_t key_tile          # one of those key tiles; -1 where no row may attend a key of them
+    bint has_masked          # whether in any of them only some rows may read a key
 
 
 cdef struct Job:
@@ -107,13 +107,13 @@ cdef struct Job:
     Py_ssize_t key_copy_nbytes  # a thread's copy of keys without gaps, 0 where the kernels read them in place
     Py_ssize_t panels_nbytes    # the same of values: packed, `panel` bytes a panel, or as they are in row tiles
     Py_ssize_t panel
-    # Where rows are no lanes, see rows.pxi:
-    bint by_rows
+    # Where rows are no lanes, see splitkv.pxi:
+    bint uses_split_kv
     Py_ssize_t query_ld, acc_ld
-    Py_ssize_t key_ahead, value_ahead            # from a row to the one that memory is asked for with it, or 0
-    Py_ssize_t n_leaves, chunk_leaves, n_chunks  # leaves of keys, and how many are a task
-    Py_ssize_t n_parts, part_nbytes              # parts that a thread may have at once
-    Part *parts              # one for each task, where a head has more than one
+    Py_ssize_t key_prefetch, value_prefetch            # from a row to the one that memory is asked for with it, or 0
+    Py_ssize_t n_key_tiles, split_tiles, n_splits  # key tiles of keys, and how many are a task
+    Py_ssize_t n_partials, partial_nbytes              # partial results that a thread may have at once
+    Partial *partials            # one for each task, where a head has more than one
     Py_ssize_t *left         # tasks of each head that are not done
     char *memory             # behind both
     bint out_of_memory       # set by a thread that could not have its tiles
@@ -143,7 +143,7 @@ cdef struct Scratch:
     char **rows          # whichever rows are being packed, tested or written
     char **out_rows
     char **bias_rows
-    const char **fetch   # addresses that memory is asked for ahead of their use
+    const char **prefetch   # addresses that memory is asked for ahead of their use
     char *key_copy       # one head's keys without gaps, where the job wants that
     char *panels         # one head's values packed, the same
     char *seen_key       # the head that this thread has worked on last, and which of its rows
@@ -164,7 +164,7 @@ cdef struct Block:
     int n_vectors
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
-    Py_ssize_t n_fetch, fetch_nbytes
+    Py_ssize_t n_prefetch, prefetch_nbytes
     char *key                # the head's rows in the caller's memory
     char *value
     char *keys               # the same as the kernels read them: there, or the thread's copy
@@ -178,7 +178,7 @@ cdef struct Block:
     char *weights
 
 
-cdef struct Place:
+cdef struct TaskRows:
     # Which rows a task works on.
     Py_ssize_t item, kv, first_row, n_rows
     int n_vectors
@@ -242,9 +242,9 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     cdef Py_ssize_t tile = padded(job.block_k * ld * job.itemsize)
     cdef Py_ssize_t pointers = padded(ld * sizeof(char *))
     cdef char *p = base
-    w.query = p; p += padded((job.query_ld if job.by_rows else job.head_dim) * ld * job.itemsize)
+    w.query = p; p += padded((job.query_ld if job.uses_split_kv else job.head_dim) * ld * job.itemsize)
     w.scores = p; p += tile
-    w.acc = p; p += job.n_parts * job.part_nbytes if job.by_rows else padded(job.value_dim * ld * job.itemsize)
+    w.acc = p; p += job.n_partials * job.partial_nbytes if job.uses_split_kv else padded(job.value_dim * ld * job.itemsize)
     w.empty = p; p += line
     w.tile_max = p; p += line
     w.row_max = p; p += line
@@ -256,7 +256,7 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.rows = <char **>p; p += pointers
     w.out_rows = <char **>p; p += pointers
     w.bias_rows = <char **>p; p += pointers
-    w.fetch = <const char **>p; p += 2 * pointers + padded(job.block_k * sizeof(char *))
+    w.prefetch = <const char **>p; p += 2 * pointers + padded(job.block_k * sizeof(char *))
     w.start = <Py_ssize_t *>p; p += pointers
     w.stop = <Py_ssize_t *>p; p += pointers
     w.stops = <Py_ssize_t *>p; p += pointers

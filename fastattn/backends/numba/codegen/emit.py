@@ -14,13 +14,13 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from fastattn.backends.numba.target import TARGET
+from fastattn.backends.numba.codegen.target import TARGET
 
 INTP = ir.IntType(64)
 INT32 = ir.IntType(32)
 BOOL = ir.IntType(1)
 
-#: 2 (2^f - 1) / f on [-1/2, 1/2] as a polynomial, lowest power first; see ``backends/cython/vec.h``.
+#: 2 (2^f - 1) / f on [-1/2, 1/2] as a polynomial, lowest power first; see ``backends/cython/kernels/vec.h``.
 EXP2_COEFFICIENTS = {
     4: (
         1.386294405711940786,
@@ -231,7 +231,7 @@ class Emitter:
         return self.builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(self.lanes), 0))
 
     def multiply_exactly(self, x: ir.Value, high: ir.Value, low: ir.Value) -> ir.Value:
-        """x * (high + low), rounded about once; see `multiply_exactly` in ``backends/cython/vec.h``."""
+        """x * (high + low), rounded about once; see `multiply_exactly` in ``cython/kernels/vec.h``."""
         return self.fma(x, high, self.mul(x, low))
 
     def words_allow(self, words: ir.Value, bit: ir.Value | int) -> ir.Value:

@@ -12,10 +12,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn.backends.numba.emit import EXPONENT_MIN, INT32, Emitter
-from fastattn.backends.numba.intrinsics import stage
-from fastattn.backends.numba.target import TARGET
-from fastattn.backends.numba.tiles import EXP2_KEYS, LINE_BYTES, add_in_tree, hyperbolic_tangent
+from fastattn.backends.numba.codegen.emit import EXPONENT_MIN, INT32, Emitter
+from fastattn.backends.numba.codegen.intrinsics import stage
+from fastattn.backends.numba.codegen.register_tiles import (
+    EXP2_KEYS,
+    LINE_BYTES,
+    add_in_tree,
+    hyperbolic_tangent,
+)
+from fastattn.backends.numba.codegen.target import TARGET
 
 ROW_SUMS = TARGET.row_sums  #: vectors of sums in a tile of `accumulate_rows`, at most 8 for a row
 
@@ -27,11 +32,11 @@ def pack_row(e: Emitter, to, row, n, high, low) -> None:
 
 
 def _score_rows_tile(rows: int) -> Any:
-    def score_rows_tile(e: Emitter, s, ld, q, q_ld, k, k_row, n_keys, head_dim, ahead, fetch_from,
-                        fetch_to) -> None:  # fmt: skip
+    def score_rows_tile(e: Emitter, s, ld, q, q_ld, k, k_row, n_keys, head_dim, distance, prefetch_from,
+                        prefetch_to) -> None:  # fmt: skip
         """Scores of `rows` rows and as many keys as give e.dots sums, of which n_keys are there and the last
-        one stands for those that are not. Memory is asked for the lines fetch_from .. fetch_to - 1 of the
-        rows `ahead`."""
+        one stands for those that are not. The lines prefetch_from .. prefetch_to - 1 of the rows `distance`
+        bytes on are prefetched."""
         builder = e.builder
         keys = e.dots // rows
         last = builder.sub(n_keys, e.count(1))
@@ -51,11 +56,11 @@ def _score_rows_tile(rows: int) -> Any:
             at = builder.mul(i, e.count(width))
             line = builder.sdiv(at, e.count(LINE_BYTES))
             asked = builder.and_(
-                builder.icmp_signed(">=", line, fetch_from), builder.icmp_signed("<", line, fetch_to)
+                builder.icmp_signed(">=", line, prefetch_from), builder.icmp_signed("<", line, prefetch_to)
             )
             with builder.if_then(asked):
                 for j in range(keys):
-                    e.prefetch(e.at(key[j], (ahead, 1), (at, 1)), locality=2)
+                    e.prefetch(e.at(key[j], (distance, 1), (at, 1)), locality=2)
             step(at, e.load)
         tail = builder.sub(head_dim, builder.mul(whole, e.count(e.lanes)))
         with builder.if_then(builder.icmp_signed(">", tail, e.count(0))):
@@ -157,17 +162,17 @@ def softmax_row(e: Emitter, s, row_max, row_sum, n_vectors, factor, has_max) -> 
 
 
 def _accumulate_rows_tile(rows: int, vectors: int) -> Any:
-    def accumulate_rows_tile(e: Emitter, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first, fetch,
+    def accumulate_rows_tile(e: Emitter, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first, prefetch,
                              n_lines) -> None:  # fmt: skip
         """`rows` rows by `vectors` vectors of columns, or one of n_last columns where that is 0, over one
         chunk of keys; added to acc unless is_first. For each key memory is asked for n_lines lines from
-        `fetch` on, a row further."""
+        `prefetch` on, a row further."""
         builder = e.builder
         count = max(1, vectors)
         sums = [[e.variable(e.zero()) for _ in range(count)] for _ in range(rows)]
         with e.loop(e.count(0), n_keys) as j:
             with e.loop(e.count(0), n_lines) as line:
-                e.prefetch(e.at(fetch, (j, v_row), (line, LINE_BYTES)), locality=2)
+                e.prefetch(e.at(prefetch, (j, v_row), (line, LINE_BYTES)), locality=2)
             at = e.at(v, (j, v_row))
             if vectors:
                 x = [e.load(e.at(at, (i * e.lanes, e.itemsize))) for i in range(vectors)]

@@ -13,18 +13,18 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn.backends.numba.emit import EXPONENT_MIN, INT32, LOG2E, Emitter
-from fastattn.backends.numba.intrinsics import stage
-from fastattn.backends.numba.target import TARGET
+from fastattn.backends.numba.codegen.emit import EXPONENT_MIN, INT32, LOG2E, Emitter
+from fastattn.backends.numba.codegen.intrinsics import stage
+from fastattn.backends.numba.codegen.target import TARGET
 
 #: Sizes and distances as in the compiled kernels, which say where they come from.
 KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
 SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
 SCORE_COLUMNS = 128
 EXP2_KEYS = 4
-KEYS_AHEAD = 4  #: rows of keys and values that memory is asked for ahead of their use
-VALUES_AHEAD = 32
-PACKED_AHEAD = 8  #: of values while they are packed
+PREFETCH_KEYS = 4  #: rows of keys and values that memory is asked for ahead of their use
+PREFETCH_VALUES = 32
+PREFETCH_PACKED = 8  #: of values while they are packed
 LANE_BYTES = TARGET.vector_bytes
 LINE_BYTES = 64
 #: Frozen into the compiled code as plain numbers.
@@ -81,7 +81,7 @@ def unpack_column(e: Emitter, rows, at, tile, high, low) -> Any:
 def _score_tile(rows: int, vectors: int) -> Any:
     stretch = SCORE_STRETCH
     rest = min(stretch, 8)
-    ahead = max(rows, KEYS_AHEAD)
+    distance = max(rows, PREFETCH_KEYS)
 
     def score_tile(e: Emitter, s, top, q, ld, k, k_row, n_cols, n_keys, is_first) -> None:
         """S^T = K Q^T for `rows` keys, of which n_keys are there: the last one stands for those that are not.
@@ -120,7 +120,7 @@ def _score_tile(rows: int, vectors: int) -> Any:
             for line_of_keys in range(0, stretch * e.itemsize, LINE_BYTES):
                 for r in range(rows):
                     # Rows to come, into L1: lines walked column by column, which no prefetcher follows.
-                    e.prefetch(e.at(key[r].get(), (ahead, k_row), (line_of_keys, 1)))
+                    e.prefetch(e.at(key[r].get(), (distance, k_row), (line_of_keys, 1)))
             for _ in range(stretch):
                 step()
             end_sums()
@@ -156,7 +156,7 @@ score_narrow_tile_1, score_narrow_tile_2 = (_score_tile(NARROW_ROWS, vectors) fo
 
 
 @stage()
-def fetch_rows(e: Emitter, at, row, n, nbytes) -> None:
+def prefetch_rows(e: Emitter, at, row, n, nbytes) -> None:
     """Asks memory for the first nbytes bytes of n rows. Into L2: L1 has no room for a tile of them."""
     builder = e.builder
     lines = builder.sdiv(builder.add(nbytes, e.count(LINE_BYTES - 1)), e.count(LINE_BYTES))
@@ -333,12 +333,12 @@ def softmax_lanes(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_vect
 
 
 def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
-    def accumulate_tile(e: Emitter, acc, p, scale, is_first, ld, v, v_row, n_cols, stops, first_chunk, fetch,
-                        n_fetch, fetch_byte) -> None:  # fmt: skip
+    def accumulate_tile(e: Emitter, acc, p, scale, is_first, ld, v, v_row, n_cols, stops, first_chunk,
+                        prefetch, n_prefetch, prefetch_byte) -> None:  # fmt: skip
         """acc = scale * acc + V^T P^T, or the second part alone if it is_first, for `rows` columns, which are
-        all there if it is_whole; else n_cols are, and the last one stands for those that are not. With each
-        of the first n_fetch keys memory is asked for a line behind one of the addresses in `fetch`, two where
-        the tile is wide; with others for values to come."""
+        all there if it is_whole; else n_cols are, and the last one stands for those that are not. Each of
+        the first n_prefetch keys prefetches a line behind one of the addresses in `prefetch`, two where the
+        tile is wide; the others prefetch values."""
         builder = e.builder
         sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
         if is_whole:
@@ -359,11 +359,11 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
             def add_key(j: Any = None) -> None:
                 at, weights = value.get(), weight.get()
                 if is_listed:
-                    listed = e.at(e.load_address(e.at(fetch, (j, 8))), (fetch_byte, 1))
+                    listed = e.at(e.load_address(e.at(prefetch, (j, 8))), (prefetch_byte, 1))
                     for i in range(rows // TILE_ROWS):
                         e.prefetch(e.at(listed, (i, LINE_BYTES)))
                 else:
-                    e.prefetch(e.at(at, (VALUES_AHEAD, v_row)))
+                    e.prefetch(e.at(at, (PREFETCH_VALUES, v_row)))
                 x = {
                     i: e.load(e.at(weights, (i * e.lanes, e.itemsize)), LANE_BYTES)
                     for i in range(first, vectors)
@@ -395,7 +395,7 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
                 # The vectors before `first` have no more keys in this chunk.
                 end = e.least(ends[first], stop)
                 if first == 0:
-                    middle = e.least(end, n_fetch)
+                    middle = e.least(end, n_prefetch)
                     add_keys(first, begin, middle, True)
                     begin = most(begin, middle)
                 add_keys(first, begin, end, False)
@@ -439,7 +439,7 @@ def pack_panels(e: Emitter, panels, panel, v, v_row, n_keys, n_panels) -> None:
         at = e.at(v, (j, v_row))
         with e.loop(e.count(0), n_panels) as i:
             source = e.at(at, (i, nbytes))
-            e.prefetch(e.at(source, (PACKED_AHEAD, v_row)))
+            e.prefetch(e.at(source, (PREFETCH_PACKED, v_row)))
             x = e.builder.load(e.builder.inttoptr(source, columns), align=1)
             to = e.at(panels, (i, panel), (j, nbytes))
             e.builder.store(x, e.builder.inttoptr(to, columns), align=e.itemsize)

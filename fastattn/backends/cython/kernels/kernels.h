@@ -5,7 +5,7 @@
  * index. ld is a multiple of `lanes`; every lane always holds something readable, so no kernel handles
  * a ragged row count: the driver repeats the last row in the lanes past the end and throws them away.
  *
- * Tiles are the driver's own memory, of REAL (float or double, by table), 64-byte aligned. Rows are the
+ * MaskMap are the driver's own memory, of REAL (float or double, by table), 64-byte aligned. Rows are the
  * caller's memory: any byte stride, any alignment, read or written exactly inside their bounds.
  * Each lane's arithmetic is one fixed sequence of operations: it depends on nothing in other lanes.
  *
@@ -44,11 +44,11 @@ typedef struct {
 
     /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]; tile_max (or NULL) takes them
      * in: tile_max[lane] = max(tile_max[lane], s[.][lane]), maybe with scores past the vector's stop.
-     * Along the way it asks memory for the first fetch_nbytes bytes of one row for each key, which nothing reads yet:
-     * of key j at fetch + j * fetch_row. */
+     * Along the way it asks memory for the first prefetch_nbytes bytes of one row for each key, which nothing reads yet:
+     * of key j at prefetch + j * prefetch_row. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                   const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                  const char *fetch, ptrdiff_t fetch_row, ptrdiff_t fetch_nbytes);
+                  const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
 
     /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the
      * bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0; tile_max takes them in. bias_rows (or
@@ -69,14 +69,14 @@ typedef struct {
 
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
      * v[j][e] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
-     * the first fetch_nbytes bytes at each of the n_fetch addresses `fetch`, which nothing reads yet. */
+     * the first prefetch_nbytes bytes at each of the n_prefetch addresses `prefetch`, which nothing reads yet. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
                        const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
-                       const char *const *fetch, ptrdiff_t n_fetch, ptrdiff_t fetch_nbytes);
+                       const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_nbytes);
 
     /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
      * others, allowed as in `adjust`; every vector has all keys. `clean` is room for a REAL for each key and value_dim. */
-    void (*accumulate_isolated)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const fastattn_values *v,
+    void (*accumulate_nonfinite)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const fastattn_values *v,
                                 const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
                                 const char *const *bias_rows, const uint32_t *words, void *clean);
 
@@ -104,10 +104,10 @@ typedef struct {
     void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
                       ptrdiff_t n_cols, double factor);
 
-    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `ahead` is 0, memory is asked for the row so many bytes
+    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is 0, memory is asked for the row so many bytes
      * behind each key's along the way. */
     void (*score_rows)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows, const char *k,
-                       ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t ahead);
+                       ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance);
 
     /* As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]. */
     void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
@@ -117,12 +117,12 @@ typedef struct {
     void (*softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
                          double exponent_factor, int has_max);
 
-    /* acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `ahead` as in `score_rows`. */
+    /* acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `distance` as in `score_rows`. */
     void (*accumulate_rows)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows, const char *v,
-                            ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t ahead);
+                            ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t distance);
 
-    /* As `accumulate_isolated`. */
-    void (*accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
+    /* As `accumulate_nonfinite`. */
+    void (*accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
                                      const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
                                      const char *const *bias_rows, const uint32_t *words, void *clean);
 

@@ -1,4 +1,4 @@
-"""Problem and host to Plan: pure functions, and the room of every tuning constant."""
+"""Problem and host to Schedule: pure functions, and the room of every tuning constant."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20
 
 
-class Plan(NamedTuple):
-    """How a problem is cut up. ``block_k`` and ``by_rows`` say where sums are rounded, so they depend on the
-    problem alone; the others change no bit of a result."""
+class Schedule(NamedTuple):
+    """How a problem is cut up. ``block_k`` and ``uses_split_kv`` say where sums are rounded: they depend on
+    the problem alone; the others change no bit of a result."""
 
     block_q: int  #: query rows of a tile
     block_k: int  #: keys of a tile
@@ -35,10 +35,10 @@ class Plan(NamedTuple):
     copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
     gap_blocks: int = 0  #: the same for values with gaps between them
     copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
-    by_rows: bool = False  #: rows stand side by side, and lanes run along keys and columns
-    row_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
-    ahead_nbytes: int = 0  #: then memory is asked for keys and values so many bytes ahead of their use
-    fetch_nbytes: int = 0  #: where they have so many bytes or more
+    uses_split_kv: bool = False  #: rows stand side by side, and lanes run along keys and columns
+    split_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
+    prefetch_distance: int = 0  #: then memory is asked for keys and values so many bytes ahead of their use
+    uncached_nbytes: int = 0  #: where they have so many bytes or more
 
 
 # So many query rows of a key/value head, or fewer than a vector has lanes, stand side by side; for more,
@@ -59,26 +59,26 @@ LONG_HEAD = 1 << 19
 
 # A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
 # Other counts were not measured.
-ROW_TASKS = 8
+SPLIT_TASKS = 8
 
 # Few rows leave a core to wait for memory, of which it sees by itself no further than to the end of a page.
 # Asking for it 8 KB ahead instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; not at all 1.4
 # times at 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache it
 # costs up to 13 %; where the cache ends was taken from its size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21,
 # keys and values from memory, calls in turns.
-AHEAD_NBYTES = 1 << 14
-FETCH_NBYTES = 1 << 21
+PREFETCH_DISTANCE = 1 << 14
+UNCACHED_NBYTES = 1 << 21
 
 
 def is_small(heads: int, head_rows: int, len_k: int, columns: int) -> bool:
-    """Whether a problem is too small for more than one thread; letters as in `plan_tiles`."""
+    """Whether a problem is too small for more than one thread; letters as in `make_schedule`."""
     return heads * head_rows * len_k * columns < SMALL_WORK
 
 
 @lru_cache(maxsize=1024)
-def plan_tiles(
+def make_schedule(
     heads: int, head_rows: int, len_k: int, columns: int, block_q: int, lanes: int, num_threads: int
-) -> Plan:
+) -> Schedule:
     """The plan of a tiled CPU backend.
 
     Parameters
@@ -100,15 +100,15 @@ def plan_tiles(
     """
     small = is_small(heads, head_rows, len_k, columns)
     few = head_rows <= FEW_ROWS or head_rows < lanes
-    return Plan(
+    return Schedule(
         block_q,
         BLOCK_K,
         1 if small else num_threads,
         COPY_BLOCKS,
         GAP_BLOCKS,
         COPY_NBYTES,
-        by_rows=few or (head_rows == lanes and len_k * columns >= LONG_HEAD),
-        row_tasks=ROW_TASKS,
-        ahead_nbytes=AHEAD_NBYTES,
-        fetch_nbytes=FETCH_NBYTES,
+        uses_split_kv=few or (head_rows == lanes and len_k * columns >= LONG_HEAD),
+        split_tasks=SPLIT_TASKS,
+        prefetch_distance=PREFETCH_DISTANCE,
+        uncached_nbytes=UNCACHED_NBYTES,
     )

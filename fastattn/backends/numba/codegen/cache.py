@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import llvmlite
 from numba.core import caching
 
-from fastattn.backends.numba.target import ISA, TARGET
+from fastattn.backends.numba.codegen.target import ISA, TARGET
 
 
 @cache

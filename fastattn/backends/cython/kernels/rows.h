@@ -1,5 +1,5 @@
 /* The kernels of few query rows, where lanes of queries would stay empty; see kernels.h, "Row tiles". Lanes run along
- * columns in products and along keys in the softmax. Included by kernels_body.h.
+ * columns in products and along keys in the softmax. Included by body.h.
  *
  * What a row's numbers are does not depend on the rows beside it: register tiles of any number of rows do the same
  * operations for each, and the trees that add up lanes have one shape. */
@@ -111,10 +111,10 @@ INLINE ptrdiff_t NAME(lines_before)(ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_c
 }
 
 /* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Along the way memory is
- * asked for the elements fetch_from .. fetch_to - 1 of the rows `ahead` of the keys'. */
+ * asked for the elements prefetch_from .. prefetch_to - 1 of the rows `distance` of the keys'. */
 INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
-                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t ahead,
-                                  ptrdiff_t fetch_from, ptrdiff_t fetch_to) {
+                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t distance,
+                                  ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
     const int n_keys = DOTS / R;
     const char *key[DOTS];
     VEC sum[DOTS] = {};
@@ -124,9 +124,9 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 #define STEP(LOAD)                                                                                             \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
-        if (d % LINE == 0 && d >= fetch_from && d < fetch_to)                                                  \
+        if (d % LINE == 0 && d >= prefetch_from && d < prefetch_to)                                                  \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
-                __builtin_prefetch(key[j] + ahead + d * (ptrdiff_t)sizeof(REAL), 0, 2);                        \
+                __builtin_prefetch(key[j] + distance + d * (ptrdiff_t)sizeof(REAL), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
             const VEC y = LOAD(key[j] + d * (ptrdiff_t)sizeof(REAL));                                          \
@@ -153,20 +153,20 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 }
 
 static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptrdiff_t q_ld, ptrdiff_t n_rows,
-                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t ahead) {
+                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance) {
     REAL *const s = s_tile;
     const REAL *const q = q_tile;
     /* All rows for as many keys as one row takes at once, which stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
-        ptrdiff_t r = 0, fetched = 0;
+        ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t fetch_to = ahead ? NAME(lines_before)(r + R, n_rows, head_dim) * LINE : 0;             \
+        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(r + R, n_rows, head_dim) * LINE : 0;             \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
             NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j,   \
-                                  head_dim, ahead, fetched, fetch_to);                                         \
-        fetched = fetch_to;                                                                                    \
+                                  head_dim, distance, prefetched, prefetch_to);                                         \
+        prefetched = prefetch_to;                                                                                    \
     }
         ROWS(4)
         ROWS(2)
@@ -262,15 +262,15 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
 }
 
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
- * of keys; added to what acc holds unless is_first. Along the way memory is asked for n_lines lines from `fetch` on, for
+ * of keys; added to what acc holds unless is_first. Along the way memory is asked for n_lines lines from `prefetch` on, for
  * each key a row further. */
 INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
                                        const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first,
-                                       const char *fetch, ptrdiff_t n_lines) {
+                                       const char *prefetch, ptrdiff_t n_lines) {
     VEC sum[4][8] = {};
-    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, fetch += v_row) {
+    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, prefetch += v_row) {
         VEC x[8];
-        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(fetch + i * 64, 0, 2);
+        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(prefetch + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
             x[i] = i == V - 1 && n_last < LANES ? NAME(load_partial)(v + i * VECTOR_BYTES, n_last)
@@ -292,18 +292,18 @@ INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrd
         }
 }
 
-/* R rows of `accumulate_rows` over one chunk of keys, all columns; `fetch` as for a tile. */
+/* R rows of `accumulate_rows` over one chunk of keys, all columns; `prefetch` as for a tile. */
 INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld, const char *v,
                                         ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first,
-                                        const char *fetch, ptrdiff_t n_lines) {
-    ptrdiff_t e = 0, fetched = 0;
+                                        const char *prefetch, ptrdiff_t n_lines) {
+    ptrdiff_t e = 0, prefetched = 0;
 #define TILE(V, n_last)                                                                                        \
     do {                                                                                                       \
         const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
-        const ptrdiff_t fetch_to = n_lines ? n_lines * stop / value_dim : 0;                                   \
+        const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                   \
         NAME(accumulate_rows_tile)(R, V, acc + e, ld, p, p_ld, v + e * (ptrdiff_t)sizeof(REAL), v_row, n_keys, \
-                                   n_last, is_first, fetch + fetched * 64, fetch_to - fetched);                \
-        e = stop, fetched = fetch_to;                                                                          \
+                                   n_last, is_first, prefetch + prefetched * 64, prefetch_to - prefetched);                \
+        e = stop, prefetched = prefetch_to;                                                                          \
     } while (0)
 #define COLUMNS(V)                                                                                             \
     while (value_dim - e >= V * LANES && V <= ROW_VECTORS(R)) TILE(V, LANES)
@@ -318,17 +318,17 @@ INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, co
 
 static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_tile, ptrdiff_t p_ld, ptrdiff_t n_rows,
                                   const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                  ptrdiff_t ahead) {
+                                  ptrdiff_t distance) {
     for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
         const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
-        ptrdiff_t r = 0, fetched = 0;
+        ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t fetch_to = ahead ? NAME(lines_before)(r + R, n_rows, value_dim) : 0;                   \
+        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(r + R, n_rows, value_dim) : 0;                   \
         NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, \
-                                    p_ld, v, v_row, n, value_dim, start == 0, v + ahead + fetched * 64,        \
-                                    fetch_to - fetched);                                                       \
-        fetched = fetch_to;                                                                                    \
+                                    p_ld, v, v_row, n, value_dim, start == 0, v + distance + prefetched * 64,        \
+                                    prefetch_to - prefetched);                                                       \
+        prefetched = prefetch_to;                                                                                    \
     }
         ROWS(4)
         ROWS(2)
@@ -337,7 +337,7 @@ static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_ti
     }
 }
 
-static void NAME(accumulate_rows_isolated)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
+static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
                                            const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
                                            const char *const *bias_rows, const uint32_t *words, void *clean_v) {
     REAL *const clean = clean_v;

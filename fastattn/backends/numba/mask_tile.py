@@ -19,13 +19,13 @@ from fastattn.backends.numba.blocks import (
     row_stride,
     stride_of,
 )
-from fastattn.backends.numba.calls import OPTIONS, routine
-from fastattn.backends.numba.emit import INTP
-from fastattn.backends.numba.intrinsics import call_modify, int32s, int64s, uint32s
+from fastattn.backends.numba.codegen.calls import OPTIONS, routine
+from fastattn.backends.numba.codegen.emit import INTP
+from fastattn.backends.numba.codegen.intrinsics import call_modify, int32s, int64s, uint32s
 from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, VALUE, WORD
 
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
-TILES_FULL, TILES_EMPTY = -1, -2  #: entries of a tile map without bits
+INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a tile map without bits
 ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
@@ -61,7 +61,7 @@ def read_dense(job, w, block, key0, n_keys):
 
 
 @routine
-def read_tiles(job, w, block, key0, n_keys):
+def read_mask_map(job, w, block, key0, n_keys):
     """Clears the mask words' bits where the tile map does; key0 is a multiple of 32."""
     words, bits = uint32s(w + job.to_words), uint32s(job.tile_bits)
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
@@ -76,9 +76,9 @@ def read_tiles(job, w, block, key0, n_keys):
         for j in range(0, n_keys, WORD):
             key, word = key0 + j, j // WORD * block.ld + lane
             entry = np.int64(int32s(at + key // job.tile_k * col)[0])
-            if entry == TILES_EMPTY:
+            if entry == INDEX_EMPTY:
                 words[word] = np.uint32(0)
-            elif entry != TILES_FULL:
+            elif entry != INDEX_FULL:
                 line = (entry * job.tile_q + row_i[lane] % job.tile_q) * tile_words
                 words[word] &= bits[line + key % job.tile_k // WORD]
     return 0
@@ -109,7 +109,7 @@ def mask_tile(job, w, block, key0, n_keys, whole):
     multiple of 32, so that a word never straddles two of its tiles.
     """
     stops, stop = int64s(w + job.to_stops), int64s(w + job.to_stop)
-    intervals_only = not job.has_dense and not job.has_tiles
+    intervals_only = not job.has_dense and not job.has_mask_map
     first = last = 0  # words of the plain scores
     if intervals_only:
         if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
@@ -123,8 +123,8 @@ def mask_tile(job, w, block, key0, n_keys, whole):
     span_words(job, w, block, key0, (n_keys + WORD - 1) // WORD, first, last)
     if job.has_dense:
         read_dense(job, w, block, key0, n_keys)
-    if job.has_tiles:
-        read_tiles(job, w, block, key0, n_keys)
+    if job.has_mask_map:
+        read_mask_map(job, w, block, key0, n_keys)
     if first == last:
         state = words_state(job, w, block, n_keys)
         if state != TILE_PARTIAL:
@@ -236,13 +236,13 @@ def score_keys(job, w, block, top, key0, first, n_keys):
         part_stops[vector] = min(max(stops[vector] - first, 0), n_keys)
     if part_stops[block.n_vectors - 1] <= 0:
         return 0
-    start, fetch_nbytes = key0 + first, 0
+    start, prefetch_nbytes = key0 + first, 0
     find_new(job, w, block, start, start + n_keys)
     if block.new_start < block.new_stop:
         if job.copies_keys or job.packs_values:
             copy_new(job, w, block)
         if not job.packs_values:
-            fetch_nbytes = job.value_dim * job.itemsize
+            prefetch_nbytes = job.value_dim * job.itemsize
     keys, key_row, value_row = block.keys + start * block.key_row, block.key_row, row_stride(job, VALUE)
     if not job.copies_keys and column_stride(job, KEY) != job.itemsize:
         kernels.copy_rows(
@@ -251,7 +251,7 @@ def score_keys(job, w, block, top, key0, first, n_keys):
         keys, key_row = w + job.to_key_copy, job.head_dim * job.itemsize
     kernels.score(job, w + job.to_scores + first * block.ld * job.itemsize, top, w + job.to_spare,
                   w + job.to_query, block.ld, block.n_vectors, keys, w + job.to_part_stops, job.head_dim,
-                  key_row, block.value + start * value_row, value_row, fetch_nbytes)  # fmt: skip
+                  key_row, block.value + start * value_row, value_row, prefetch_nbytes)  # fmt: skip
     return 0
 
 
@@ -310,6 +310,6 @@ def score_tile(job, w, block, key0, n_keys, whole):
         score_keys(job, w, block, w + job.to_tile_max, key0, plain, plain_stop - plain)
     if n_keys > plain_stop:
         adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
-    if job.has_score_mod and job.is_isolated:
+    if job.has_score_mod and job.is_nonfinite_safe:
         return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
     return state

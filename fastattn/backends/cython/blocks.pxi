@@ -1,0 +1,103 @@
+# Where a block of query rows finds everything: addresses in the caller's arrays, and which keys each row may attend.
+
+cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_ssize_t first_row) noexcept nogil:
+    """Each lane's query row, head and key interval; lanes past n_rows repeat the last row."""
+    cdef Py_ssize_t lane, i = first_row // job.group_size, g = first_row % job.group_size
+    cdef const int64_t *start
+    cdef const int64_t *stop
+    for lane in range(block.ld):
+        if 0 < lane < block.n_rows:
+            g += 1
+            if g == job.group_size:
+                g = 0
+                i += 1
+        w.row_i[lane] = i
+        w.row_h[lane] = kv * job.group_size + g
+    block.low = block.all_start = 0
+    block.high = block.all_stop = job.len_k
+    if not job.is_masked:
+        return
+    block.low = job.len_k
+    block.high = 0
+    for lane in range(block.ld):
+        i = w.row_i[lane]
+        w.start[lane] = 0
+        w.stop[lane] = job.len_k
+        if job.key_start.data != NULL:
+            w.start[lane] = (<const int64_t *>(block.key_start + i * job.key_start.row))[0]
+            w.stop[lane] = (<const int64_t *>(block.key_stop + i * job.key_stop.row))[0]
+        if w.start[lane] < w.stop[lane]:
+            block.low = min(block.low, w.start[lane])
+            block.high = max(block.high, w.stop[lane])
+        block.all_start = max(block.all_start, w.start[lane])
+        block.all_stop = min(block.all_stop, w.stop[lane])
+    # Sums are cut at the same keys whichever rows share the block.
+    block.low -= block.low % (KEY_STEP if job.tile_index.data == NULL else WORD)
+
+
+cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
+    """Where the kernels read the block's keys and values."""
+    cdef fastattn_values *values = &block.values
+    block.keys = w.key_copy if job.key_copy_nbytes > 0 else block.key
+    block.key_row = job.head_dim * job.itemsize if job.key_copy_nbytes > 0 else job.key.row
+    block.key_col = job.itemsize if job.key_copy_nbytes > 0 else job.key.col
+    values.at = w.panels if job.panels_nbytes > 0 else block.value
+    values.row = job.kernels.panel_cols * job.itemsize if job.panels_nbytes > 0 else job.value.row
+    values.col = job.itemsize if job.panels_nbytes > 0 else job.value.col
+    values.panel = job.panel if job.panels_nbytes > 0 else job.kernels.panel_cols * job.value.col
+
+
+cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
+                     Py_ssize_t first_row) noexcept nogil:
+    """Where a block of rows finds everything; how many rows it has is known."""
+    block.item = item
+    block.key = at_item(job, &job.key, item) + kv * job.key.head
+    block.value = at_item(job, &job.value, item) + kv * job.value.head
+    block.bias = at_item(job, &job.bias, item)
+    block.dense = at_item(job, &job.dense, item)
+    block.tile_index = at_item(job, &job.tile_index, item)
+    block.key_start = at_item(job, &job.key_start, item)
+    block.key_stop = at_item(job, &job.key_stop, item)
+    block.weights = at_item(job, &job.weights, item)
+    find_rows(job, w, block, kv, first_row)
+
+
+cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
+    cdef TaskRows rows
+    cdef Py_ssize_t block = task % job.n_blocks, kv_item = task // job.n_blocks
+    rows.kv = kv_item % job.num_kv_heads
+    rows.item = kv_item // job.num_kv_heads
+    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    block = job.n_blocks - 1 - block
+    rows.first_row = block * job.n_vectors // job.n_blocks * job.kernels.lanes
+    rows.n_vectors = <int>((block + 1) * job.n_vectors // job.n_blocks - block * job.n_vectors // job.n_blocks)
+    rows.n_rows = min(rows.n_vectors * job.kernels.lanes, job.len_q * job.group_size - rows.first_row)
+    return rows
+
+
+cdef void find_prefetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task) noexcept nogil:
+    """The rows that memory is asked for while the block is worked on: its outputs, and the next task's queries.
+
+    Both are far apart and touched all at once, so that a core would only wait for them.
+    """
+    cdef TaskRows rows
+    cdef Py_ssize_t row, i, g
+    cdef char *item
+    block.n_prefetch = 0
+    block.prefetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
+    if job.out.col == job.itemsize:
+        for row in range(block.n_rows):
+            w.prefetch[row] = w.out_rows[row]
+        block.n_prefetch = block.n_rows
+    if job.query.col == job.itemsize and task < job.n_tasks:
+        rows = task_rows(job, task)
+        item = at_item(job, &job.query, rows.item) + rows.kv * job.group_size * job.query.head
+        i = rows.first_row // job.group_size
+        g = rows.first_row % job.group_size
+        for row in range(rows.n_rows):
+            w.prefetch[block.n_prefetch + row] = item + g * job.query.head + i * job.query.row
+            g += 1
+            if g == job.group_size:
+                g = 0
+                i += 1
+        block.n_prefetch += rows.n_rows

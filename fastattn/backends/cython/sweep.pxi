@@ -1,0 +1,164 @@
+# Tiles of queries: one task is a block of query rows of one key/value head, and its sweep over the key tiles with the
+# online softmax, from its query to its outputs.
+
+cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *view, char *item, Py_ssize_t itemsize,
+                     Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
+    """Has memory asked for the keys key0.. of the block's rows in a bias or mask, as far as the list reaches."""
+    cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize, step = PREFETCH_PER_COLUMN * job.value_dim
+    cdef char *row
+    cdef char *last = NULL
+    if view.data == NULL or view.col != itemsize or step == 0:
+        return
+    block.prefetch_nbytes = max(block.prefetch_nbytes, min(step, nbytes))
+    for lane in range(block.n_rows):
+        row = lane_row(w, view, item, lane) + key0 * itemsize
+        if row == last:
+            continue
+        last = row
+        at = 0
+        while at < nbytes:
+            if block.n_prefetch == job.block_k:
+                return
+            w.prefetch[block.n_prefetch] = row + at
+            block.n_prefetch += 1
+            at += step
+
+
+cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
+    """The online softmax and value accumulation over every key tile of the block.
+
+    clean: room for one tile of values where NaN and inf in them must be kept from lanes that may not read
+    them, else NULL. Returns whether any tile was one where only some lanes may read a key.
+    """
+    cdef const fastattn_kernels *kernels = job.kernels
+    cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
+    cdef bint first = True, partial = False
+    cdef TileState state
+    cdef char *rescale
+    cdef fastattn_values values = block.values
+    while tile < block.high:
+        key0 = max(tile, block.low)
+        tile += job.block_k
+        n_keys = min(tile, block.high) - key0
+        state = score_tile(job, w, block, key0, n_keys, clean != NULL)
+        if state == TILE_EMPTY:
+            continue
+        partial |= state == TILE_PARTIAL or job.bias.data != NULL
+        first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
+        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
+                        job.exponent_factor)
+        rescale = NULL if first else w.rescale
+        values.at = block.values.at + key0 * block.values.row
+        first = False
+        if clean != NULL:
+            kernels.accumulate_nonfinite(w.acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
+                                        job.value_dim, bias_of(job, w), words_of(w, state), clean)
+        else:
+            n_next = min(tile + job.block_k, block.high) - tile
+            if n_next > 0:
+                prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_size, tile, n_next)
+                prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_size, tile, n_next)
+            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, &values, w.stops, first_chunk,
+                               job.value_dim, w.prefetch, block.n_prefetch, block.prefetch_nbytes)
+            block.n_prefetch = 0
+    if first:
+        memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)
+    return partial
+
+
+cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state,
+                       Py_ssize_t n_keys) noexcept nogil:
+    """Makes the weights at w.rows 0 where a lane may not read a key: in a row of NaN they came out as 0 * NaN."""
+    cdef const char *const *bias = bias_of(job, w)
+    cdef const uint32_t *words = words_of(w, state)
+    cdef Py_ssize_t lane, j
+    cdef bint masked
+    for lane in range(block.n_rows):
+        for j in range(n_keys):
+            masked = words != NULL and not words[j // WORD * block.ld + lane] >> (j % WORD) & 1
+            if masked or (bias != NULL and get_real(bias[lane] + j * job.itemsize, job.itemsize) == -INFINITY):
+                set_real(w.rows[lane] + j * job.itemsize, 0, job.itemsize)
+
+
+cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """The weights of the block's rows: its scores once more, against the row_max and row_sum now known."""
+    cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
+    cdef TileState state
+    for lane in range(block.n_rows):
+        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.itemsize)
+    while tile < block.high:
+        key0 = max(tile, block.low)
+        tile += job.block_k
+        n_keys = min(tile, block.high) - key0
+        state = score_tile(job, w, block, key0, n_keys, True)
+        if state == TILE_EMPTY:
+            continue
+        # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
+        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
+                            job.exponent_factor)
+        for lane in range(block.ld):
+            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
+        if job.kernels.unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
+            clear_masked(job, w, block, state, n_keys)
+
+
+cdef void start_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """The state before any key: a sink is one logit already seen, without a value."""
+    cdef Py_ssize_t lane, size = job.itemsize
+    memcpy(w.row_max, w.empty, block.ld * size)
+    memset(w.row_sum, 0, block.ld * size)
+    if job.sinks == NULL:
+        return
+    for lane in range(block.ld):
+        if size == 4:
+            (<float *>w.row_max)[lane] = (<float *>job.sinks)[w.row_h[lane]]
+            (<float *>w.row_sum)[lane] = 1
+        else:
+            (<double *>w.row_max)[lane] = (<double *>job.sinks)[w.row_h[lane]]
+            (<double *>w.row_sum)[lane] = 1
+
+
+cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
+    """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
+    cdef const fastattn_kernels *kernels = job.kernels
+    cdef Block block
+    cdef TaskRows rows = task_rows(job, task)
+    cdef Py_ssize_t lane, item = rows.item
+    cdef bint partial
+    cdef char *item_rows
+    cdef char *clean
+    block.n_vectors = rows.n_vectors
+    block.ld = rows.n_vectors * kernels.lanes
+    block.n_rows = rows.n_rows
+    find_block(job, w, &block, item, rows.kv, rows.first_row)
+    find_head(job, w, &block)
+    item_rows = at_item(job, &job.query, item)
+    for lane in range(block.ld):
+        w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
+    kernels.pack(w.query, block.ld, <const char *const *>w.rows, job.query.col, job.head_dim, job.query_factor)
+    item_rows = at_item(job, &job.out, item)
+    for lane in range(block.ld):
+        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+    find_prefetches(job, w, &block, task + 1)
+    start_rows(job, w, &block)
+    partial = attend(job, w, &block, NULL)
+    kernels.finish(w.inverse, w.lse if job.lse.data != NULL else NULL, w.row_max, w.row_sum, block.ld,
+                   job.exponent_factor)
+
+    if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
+        # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
+        clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)
+        if clean == NULL:
+            job.out_of_memory = True
+            return
+        start_rows(job, w, &block)
+        attend(job, w, &block, clean)
+        free(clean)
+        kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse)
+
+    if job.lse.data != NULL:
+        item_rows = at_item(job, &job.lse, item)
+        for lane in range(block.n_rows):
+            memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    if job.weights.data != NULL:
+        write_weights(job, w, &block)

@@ -18,7 +18,7 @@ from fastattn._normalize import (
     normalize_varlen,
     refuse_arguments,
 )
-from fastattn._registry import select, short_way, usable
+from fastattn._registry import select, usable
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -262,14 +262,6 @@ def attention(
     """
     if extra or unknown:
         refuse_arguments(attention, extra, unknown)
-    if (
-        mask is bias is window is key_lengths is softcap is sinks is out is num_threads is backend is None  # type: ignore[comparison-overlap]
-        and layout == "bhsd"
-        and not (return_lse or return_weights)
-        and (short := short_way()) is not None
-        and (result := short(query, key, value, causal, scale)) is not None
-    ):
-        return result
     request = normalize(
         query,
         key,
@@ -551,5 +543,5 @@ def solve(request: Request, num_threads: int | None, backend: str | None) -> Any
     """The stages after the edge: select, plan, run, and hand the results back."""
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
     chosen = select(request.problem, backend)
-    chosen.run(request.problem, chosen.plan(request.problem, threads))
+    chosen.run(request.problem, threads)
     return request.finish()

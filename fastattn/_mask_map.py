@@ -24,6 +24,7 @@ INDEX_FULL = -1  #: in `MaskMap.index`: every key of the tile is allowed
 WORDS = TILE_K // 32
 BATCH_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
 EMPTY, PARTIAL, FULL = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
+UNBOUNDED = 1 << 60  #: of a `Band`: further than any key; no sum of it and a position overflows
 LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # word with the n lowest bits set
 
 
@@ -93,6 +94,26 @@ def intervals_of(mask_map: MaskMap, L: int, S: int) -> tuple[np.ndarray, np.ndar
     if (np.maximum(stop - start, 0) != count).any():
         return None
     return start, np.maximum(stop, start)
+
+
+class Band(NamedTuple):
+    """What `causal`, `window` and `key_lengths` allow: the keys ``p - left .. p + right`` of query i, both
+    included, among the first ``S_b`` of its batch item, where ``p = i`` or ``i + S_b - L``."""
+
+    left: int  #: at most `UNBOUNDED`, which is no bound
+    right: int
+    at_end: bool  #: the last query stands at the item's last key: ``p = i + S_b - L``
+    lengths: np.ndarray | None  #: ``S_b`` as ``(*lead,)`` int64 view, in 0..S; None: ``S`` for every item
+
+    def intervals(self, L: int, S: int) -> Intervals:
+        """The same as an interval of keys per query."""
+        lengths: Any = S if self.lengths is None else self.lengths[..., None]
+        if self.left == self.right == UNBOUNDED:
+            return make_intervals(0, lengths, S)
+        position = np.arange(L)
+        if self.at_end:
+            position = position + (lengths - L)
+        return make_intervals(position - self.left, np.minimum(position + (self.right + 1), lengths), S)
 
 
 class Size(NamedTuple):
@@ -365,13 +386,13 @@ def all_of(nodes: list[Node], S: int) -> Node:
     return All([*merged, *others]) if others else merged[0]
 
 
-def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, band: Intervals | None) -> MaskMap:
-    """The tile map of `node`; tiles that `band` leaves empty in all planes need no bits."""
+def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: Intervals | None) -> MaskMap:
+    """The tile map of `node`; tiles that `reach` leaves empty in all planes need no bits."""
     grid = Grid(L, S)
     planes = (1,) * (len(outer) - len(node.outer)) + tuple(node.outer)
     states = np.broadcast_to(node.states(grid), (*planes, *grid.shape))
-    if band is not None:
-        reached = band.states(grid) != EMPTY
+    if reach is not None:
+        reached = reach.states(grid) != EMPTY
         reached = reached.reshape((1,) * (states.ndim - reached.ndim) + reached.shape)
         shared = tuple(axis for axis, n in enumerate(planes) if n == 1)
         states = np.where(reached.any(axis=shared, keepdims=True), states, EMPTY)

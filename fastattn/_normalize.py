@@ -23,7 +23,7 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
-from fastattn._mask_map import Size, make_intervals
+from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
 from fastattn._problem import Problem
 
 if TYPE_CHECKING:
@@ -151,15 +151,15 @@ def normalize(
         raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
     inputs = _inputs(query, key, value, swapped=layout == "bshd")
     lead, H, L, S = inputs.sizes
-    bounds = _row_intervals(inputs, causal, window, key_lengths)
+    band = _band(inputs, causal, window, key_lengths)
     if mask is not None:
         mask = _mask(mask, inputs.flat)
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
-    lowered = _NO_MASK if mask is None and bounds is None else masks.lower(mask, *inputs.sizes, bounds)
+    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, band)
     if bias is not None:
         bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
-    return _assemble(inputs, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
+    return _assemble(inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
 
 
 @_naming_shapes
@@ -206,13 +206,14 @@ def normalize_varlen(
         )
     document = np.repeat(np.arange(len(lengths_q)), lengths_q)
     position = np.arange(L) - starts_q[document]
-    start, stop = _band(
-        causal, _window(window), position, lengths_q[document], lengths_k[document], far=L + S
-    )
     first, last = starts_k[document], starts_k[document + 1]
-    bounds = make_intervals(np.maximum(start, 0) + first, np.minimum(stop + first, last), S)
-    lowered = masks.lower(None, *inputs.sizes, bounds)
-    return _assemble(inputs, lowered, None, scale, softcap, sinks, out, return_lse, False)
+    left, right, at_end = _reach(causal, _window(window))
+    if at_end:
+        position = position + (lengths_k - lengths_q)[document]
+    start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
+    bounds = make_intervals(start, stop, S)
+    lowered = masks.Lowered(bounds.start, bounds.stop, None, None)
+    return _assemble(inputs, None, lowered, None, scale, softcap, sinks, out, return_lse, False)
 
 
 @_naming_shapes
@@ -239,7 +240,7 @@ def normalize_sdpa(
         q, k, v = _matched_heads(q, k, v)
     inputs = _inputs(q, k, v, swapped=False)
     lead, H, L, S = inputs.sizes
-    bounds = _row_intervals(inputs, "top_left" if is_causal else False, None, None)
+    band = _band(inputs, "top_left" if is_causal else False, None, None)
     mask = bias = None
     if attn_mask is not None:
         array = _array(attn_mask, "attn_mask")
@@ -253,8 +254,8 @@ def normalize_sdpa(
             mask = masks.Dense(array)
         else:
             bias = array
-    lowered = masks.lower(mask, *inputs.sizes, bounds)
-    return _assemble(inputs, lowered, bias, scale, None, None, None, False, False)
+    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, band)
+    return _assemble(inputs, band, lowered, bias, scale, None, None, None, False, False)
 
 
 def as_pieces(
@@ -309,7 +310,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
     try:
         inputs = _inputs(*stand_ins, swapped=options["layout"] == "bshd")
         lead, H, L, S = inputs.sizes
-        _row_intervals(inputs, options["causal"], options["window"], options["key_lengths"])
+        _band(inputs, options["causal"], options["window"], options["key_lengths"])
         if mask is not None:
             _mask(mask, inputs.flat)._bind(Size(*inputs.sizes))
         if bias is not None:
@@ -481,7 +482,7 @@ def _mask(mask: Any, flat: bool) -> masks.Mask:
     return dense
 
 
-def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Any:
+def _band(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Band | None:
     """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
     causal, window = _causal(causal), _window(window)
     if causal is False and window is None and key_lengths is None:
@@ -492,24 +493,15 @@ def _row_intervals(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) 
             f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys '
             f'j <= i) or causal="bottom_right" (the last query reads up to the last key)'
         )
-    len_k = S if key_lengths is None else _key_lengths(key_lengths, lead, S)[..., None]
-    if causal is False and window is None:
-        return make_intervals(0, len_k, S)
-    return make_intervals(*_band(causal, window, np.arange(L), L, len_k, far=L + S), S)
+    lengths = None if key_lengths is None else np.broadcast_to(_key_lengths(key_lengths, lead, S), lead)
+    return Band(*_reach(causal, window), lengths)
 
 
-def _band(causal: Any, window: Any, position: Any, len_q: Any, len_k: Any, far: int) -> tuple[Any, Any]:
-    """``start, stop`` of each query's keys, among the `len_k` keys that it has, before clipping at 0."""
-    start, stop = 0, len_k
-    if causal is False or causal == "bottom_right":
-        position = position + (len_k - len_q)
-    if causal is not False:
-        stop = np.minimum(stop, position + 1)
-    if window is not None:
-        left, right = window
-        start, window_stop = masks.window_interval(position, left, right, far)
-        stop = np.minimum(stop, window_stop)
-    return start, stop
+def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
+    """``left, right, at_end`` of a `Band`; a window alone is aligned as ``causal="bottom_right"`` is."""
+    left, right = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in window or (None, None))
+    at_end = causal == "bottom_right" or (causal is False and window is not None)
+    return left, right if causal is False else 0, at_end
 
 
 def _causal(causal: Any) -> bool | str:
@@ -580,6 +572,7 @@ def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat
 
 def _assemble(
     inputs: _Inputs,
+    band: Band | None,
     lowered: masks.Lowered,
     bias: np.ndarray | None,
     scale: float | None,
@@ -638,6 +631,7 @@ def _assemble(
         softcap=softcap,
         bias=bias,
         sinks=sinks,
+        band=band,
         key_start=lowered.key_start,
         key_stop=lowered.key_stop,
         dense=lowered.dense,

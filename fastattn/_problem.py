@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    from fastattn._mask_map import MaskMap
+from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 
 
 class Mod(NamedTuple):
@@ -35,8 +34,8 @@ class Mod(NamedTuple):
 class Problem:
     """One validated attention call: strided views, sizes and options.
 
-    Key ``j`` is allowed for query ``i`` when every one of the five that is present allows it: the interval
-    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``tiles``, ``mask_mod``, and a ``bias``
+    Key ``j`` is allowed for query ``i`` when every one that is present allows it: the ``band``, the interval
+    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``mask_map``, ``mask_mod``, and a ``bias``
     above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the
     ``bias`` is added.
     """
@@ -51,17 +50,29 @@ class Problem:
     softcap: float | None
     bias: np.ndarray | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
     sinks: np.ndarray | None  #: ``(H,)``, same dtype as query, contiguous
+    band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     mask_map: MaskMap | None  #: tile map with bits for the partial tiles
     score_mod: Mod | None = None
-    mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is among ``tiles`` or intervals
+    mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is in ``mask_map`` or intervals
 
     @property
     def device(self) -> str:
         """``"cpu"``, or the GPU that the arrays are on: ``"cuda:0"``."""
         return str(self.query.device)
+
+    def intervals(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """``key_start, key_stop`` with the band in them, for a backend that takes no band."""
+        parts = [] if self.band is None else [self.band.intervals(self.len_q, self.len_k)]
+        if self.key_start is not None:
+            parts.append(Intervals(self.key_start, self.key_stop))
+        if not parts:
+            return None, None
+        both = intersect(parts, self.len_k)
+        shape = (*self.lead, self.len_q)
+        return np.broadcast_to(both.start, shape), np.broadcast_to(both.stop, shape)
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fastattn import _host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
     from fastattn._problem import Problem
     from fastattn.backends._base import Backend
 
@@ -27,8 +23,6 @@ MODULES = {
 PREFERRED = ("cython", "numba", "reference")
 
 _loaded: dict[str, Backend] = {}
-_short_ways: dict[str, Any] = {}
-_UNKNOWN = object()
 
 
 class BackendError(RuntimeError):
@@ -87,20 +81,3 @@ def usable(name: str, purpose: str) -> Any:
     if reasons := backend.unavailable_reasons():
         raise BackendError(f"{purpose}, and {'; '.join(reasons)}")
     return backend
-
-
-def short_way() -> Callable[..., np.ndarray | None] | None:
-    """The preferred backend's function for calls without options, where it has one and may be used.
-
-    It takes query, key, value, causal and scale, and returns None for what is not plain enough. All that it
-    saves is time: the general way gives the same bits.
-    """
-    name = _host.default_backend() or PREFERRED[0]
-    if name not in MODULES:
-        return None
-    short = _short_ways.get(name, _UNKNOWN)
-    if short is _UNKNOWN:
-        backend = load(name)
-        usable = not backend.unavailable_reasons()
-        short = _short_ways[name] = getattr(backend, "plain_attention", None) if usable else None
-    return short

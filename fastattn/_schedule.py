@@ -1,9 +1,18 @@
-"""Problem and host to Schedule: pure functions, and the room of every tuning constant."""
+"""Problem and host to `Schedule`: every decision on how a call is cut up, once, for all CPU drivers.
+
+Pure functions of sizes, strides and options; no array is read. The drivers look decisions up and make none.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+
+from fastattn._problem import Problem
+
+LOG2E = 1.4426950408889634074
+WORD = 32  #: keys whose mask bits are in one word; a block of keys is a multiple of it
 
 # Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
 # amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
@@ -23,23 +32,6 @@ SMALL_WORK = 400_000
 COPY_BLOCKS = 8
 GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20
-
-
-class Schedule(NamedTuple):
-    """How a problem is cut up. ``block_k`` and ``uses_split_kv`` say where sums are rounded: they depend on
-    the problem alone; the others change no bit of a result."""
-
-    block_q: int  #: query rows of a tile
-    block_k: int  #: keys of a tile
-    num_threads: int
-    copy_blocks: int = 0  #: query tiles that make a thread's copy of one head worth its while
-    gap_blocks: int = 0  #: the same for values with gaps between them
-    copy_nbytes: int = 0  #: bytes of such a copy at most, of the keys and again of the values
-    uses_split_kv: bool = False  #: rows stand side by side, and lanes run along keys and columns
-    split_tasks: int = 1  #: tasks for each thread that the keys of a head are then cut into at most
-    prefetch_distance: int = 0  #: then memory is asked for keys and values so many bytes ahead of their use
-    uncached_nbytes: int = 0  #: where they have so many bytes or more
-
 
 # So many query rows of a key/value head, or fewer than a vector has lanes, stand side by side; for more,
 # lanes of queries are filled well enough. Times over those with lanes of queries, 1024 keys in the cache,
@@ -70,45 +62,119 @@ PREFETCH_DISTANCE = 1 << 14
 UNCACHED_NBYTES = 1 << 21
 
 
-def is_small(heads: int, head_rows: int, len_k: int, columns: int) -> bool:
-    """Whether a problem is too small for more than one thread; letters as in `make_schedule`."""
-    return heads * head_rows * len_k * columns < SMALL_WORK
+class Target(NamedTuple):
+    """What the kernels of a driver look like for one dtype."""
+
+    lanes: int  #: elements of a vector, or query rows of a vector of lanes
+    max_vectors: int  #: vectors of lanes in a block of query rows at most
+    panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
 
 
-@lru_cache(maxsize=1024)
-def make_schedule(
-    heads: int, head_rows: int, len_k: int, columns: int, block_q: int, lanes: int, num_threads: int
-) -> Schedule:
-    """The plan of a tiled CPU backend.
+class Schedule(NamedTuple):
+    """How a call is cut up. `uses_split_kv` and `block_k` say where sums are rounded: they depend on the problem
+    alone, not on threads; the others change no bit of a result."""
 
-    Parameters
-    ----------
-    heads : int
-        Key/value heads of all batch items, B·K.
-    head_rows : int
-        Query rows that read one of them, L·H/K.
-    len_k : int
-        Keys, S.
-    columns : int
-        Of key and value together, D + E: rows times keys times columns is the work without masks.
-    block_q : int
-        Query rows that fill the tile of the instruction set in use.
-    lanes : int
-        Elements that fill a vector of it.
-    num_threads : int
-        How many threads there may be.
-    """
-    small = is_small(heads, head_rows, len_k, columns)
-    few = head_rows <= FEW_ROWS or head_rows < lanes
+    num_threads: int
+    uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep over tiles of queries
+    block_k: int  #: keys of a tile
+    n_vectors: int  #: vectors of lanes that the query rows of a key/value head fill
+    n_blocks: int  #: query blocks that they are cut into, of nearly the same size
+    max_lanes: int  #: lanes of the largest block, whole vectors
+    split_tiles: int  #: split-KV: key tiles of a task
+    n_splits: int  #: split-KV: tasks that share a key/value head
+    n_tasks: int
+    copies_keys: bool  #: each thread copies the keys of a head, without gaps
+    packs_values: bool  #: each thread packs the values of a head into panels
+    prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
+    query_factor: float  #: what the packed query is multiplied by
+    softcap: float  #: in the domain of the scores; 0: none
+    exponent_factor: float  #: 1 where scores are held times log2(e), log2(e) where they are natural
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a problem is too small for more than one thread."""
+    heads, rows = problem.batch * problem.num_kv_heads, problem.len_q * problem.group_size
+    return heads * rows * problem.len_k * (problem.head_dim + problem.value_dim) < SMALL_WORK
+
+
+def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
+    """The schedule of a problem for at most so many threads."""
+    heads, rows = problem.batch * problem.num_kv_heads, problem.len_q * problem.group_size
+    len_k, itemsize, lanes = problem.len_k, problem.query.itemsize, target.lanes
+    columns = problem.head_dim + problem.value_dim
+    if is_small(problem):
+        num_threads = 1
+    uses_split_kv = rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD)
+    n_vectors = -(-rows // lanes)
+    n_blocks = 1 if uses_split_kv else max(1, -(-n_vectors // target.max_vectors))
+    # No larger than the keys need, so that the scratch memory of a small call is small; whole vectors of keys.
+    block_k = _up(min(BLOCK_K, max(WORD, _up(len_k, WORD))), lanes if uses_split_kv else WORD)
+    split_tiles = n_splits = 1
+    prefetch_rows = (0, 0)
+    copies_keys = packs_values = False
+    if uses_split_kv:
+        split_tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
+        if heads * len_k * columns * itemsize >= UNCACHED_NBYTES:
+            prefetch_rows = (
+                PREFETCH_DISTANCE // max(1, problem.head_dim * itemsize) + 1,
+                PREFETCH_DISTANCE // max(1, problem.value_dim * itemsize) + 1,
+            )
+    elif n_blocks > 1:
+        # Query blocks that one thread works on for each copy that it makes.
+        blocks = min(n_blocks, heads * n_blocks // num_threads)
+        key_gaps, value_gaps = _has_gaps(problem.key), _has_gaps(problem.value)
+        value_nbytes = len_k * _up(problem.value_dim, target.panel_columns) * itemsize
+        packs_values = blocks >= (GAP_BLOCKS if value_gaps else COPY_BLOCKS) and value_nbytes <= COPY_NBYTES
+        key_nbytes = len_k * problem.head_dim * itemsize
+        copies_keys = key_gaps and blocks >= COPY_BLOCKS and key_nbytes <= COPY_NBYTES
     return Schedule(
-        block_q,
-        BLOCK_K,
-        1 if small else num_threads,
-        COPY_BLOCKS,
-        GAP_BLOCKS,
-        COPY_NBYTES,
-        uses_split_kv=few or (head_rows == lanes and len_k * columns >= LONG_HEAD),
-        split_tasks=SPLIT_TASKS,
-        prefetch_distance=PREFETCH_DISTANCE,
-        uncached_nbytes=UNCACHED_NBYTES,
+        num_threads,
+        uses_split_kv,
+        block_k,
+        n_vectors,
+        n_blocks,
+        n_vectors * lanes if uses_split_kv else -(-n_vectors // n_blocks) * lanes,
+        split_tiles,
+        n_splits,
+        heads * n_splits if uses_split_kv else heads * n_blocks,
+        copies_keys,
+        packs_values,
+        prefetch_rows,
+        *_domain(problem),
     )
+
+
+def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
+    """Split-KV: key tiles of a task, a power of two, and tasks of a head."""
+    tiles = 1
+    while tiles < n_key_tiles and (
+        num_threads == 1 or heads * -(-n_key_tiles // tiles) > SPLIT_TASKS * num_threads
+    ):
+        tiles *= 2
+    return tiles, max(1, -(-n_key_tiles // tiles))
+
+
+def _domain(problem: Problem) -> tuple[float, float, float]:
+    """The factor of the packed query, the soft-cap and the factor of the exponents.
+
+    Scores are held times log2(e), with factor 1, unless something given in natural units must stay exact: a
+    bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and a score_mod
+    sees the scores as they are.
+    """
+    natural = problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
+    unit = 1.0 if natural else LOG2E
+    exponent_factor = LOG2E if natural else 1.0
+    if problem.softcap is None:
+        return problem.scale * unit, 0.0, exponent_factor
+    return problem.scale / problem.softcap, problem.softcap * unit, exponent_factor
+
+
+def _has_gaps(array: np.ndarray) -> bool:
+    """Whether the elements or the rows of one head lie apart."""
+    n_cols, itemsize = array.shape[-1], array.itemsize
+    return (n_cols > 1 and array.strides[-1] != itemsize) or abs(array.strides[-2]) > n_cols * itemsize
+
+
+def _up(n: int, step: int) -> int:
+    """n rounded up to a multiple of step."""
+    return -(-n // step) * step

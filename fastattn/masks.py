@@ -585,38 +585,34 @@ class Lowered(NamedTuple):
     mask_map: MaskMap | None
 
 
-def lower(
-    mask: Mask | None, lead: tuple[int, ...], H: int, L: int, S: int, bounds: Intervals | None = None
-) -> Lowered:
-    """Lower a mask, and intervals that hold beside it, for one problem size.
+def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band | None = None) -> Lowered:
+    """Lower a mask for one problem size.
 
     Parameters
     ----------
-    mask : Mask or None
+    mask : Mask
     lead : tuple of int
         The leading batch axes.
     H, L, S : int
         Query heads, query length, key length.
-    bounds : intervals, optional
-        From `make_intervals`; combined with the mask by AND.
+    band : Band, optional
+        What else holds: tiles of the map that it leaves empty may be EMPTY there too.
 
     Raises
     ------
     ValueError
         Where the mask does not fit the sizes.
     """
-    node = None if mask is None else mask._bind(Size(lead, H, L, S))
-    nodes = node.parts if isinstance(node, All) else [] if node is None else [node]
+    node = mask._bind(Size(lead, H, L, S))
+    nodes = node.parts if isinstance(node, All) else [node]
     intervals = [part for part in nodes if isinstance(part, Intervals)]
     others = [part for part in nodes if not isinstance(part, Intervals)]
-    if bounds is not None:
-        intervals.append(bounds)
 
-    key_start = key_stop = dense = mask_map = band = None
+    key_start = key_stop = dense = mask_map = None
     if intervals:
-        band = intervals[0] if len(intervals) == 1 else intersect(intervals, S)
-        key_start = np.broadcast_to(band.start, (*lead, L))
-        key_stop = np.broadcast_to(band.stop, (*lead, L))
+        intervals = [intersect(intervals, S)]
+        key_start = np.broadcast_to(intervals[0].start, (*lead, L))
+        key_stop = np.broadcast_to(intervals[0].stop, (*lead, L))
     arrays = [part for part in others if isinstance(part, DenseArray)]
     if len(arrays) == 1:
         dense = arrays[0].array
@@ -625,7 +621,10 @@ def lower(
         there = others[0].mask_map
         mask_map = MaskMap(np.broadcast_to(there.index, (*lead, H, *there.index.shape[-2:])), there.bits)
     elif others and L and S:
-        mask_map = build_mask_map(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, band)
+        if band is not None:
+            intervals.append(band.intervals(L, S))
+        reach = intersect(intervals, S) if intervals else None
+        mask_map = build_mask_map(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, reach)
     return Lowered(key_start, key_stop, dense, mask_map)
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule
+
+
+class Prepared(Protocol):
+    """A problem but for its arrays, which may be replaced by others of the same dtypes, shapes and strides."""
+
+    def run(self, arrays: tuple[Any, ...]) -> None:
+        """Fill ``out``, and ``lse`` and ``weights`` where present, among the arrays of a problem."""
+        ...
 
 
 class Backend(Protocol):
@@ -25,10 +32,11 @@ class Backend(Protocol):
         """Why this backend cannot take `problem`; empty when it can."""
         ...
 
-    def plan(self, problem: Problem, num_threads: int) -> Schedule:
-        """Block sizes and threads for `problem`, given at most `num_threads` threads."""
+    def prepare(self, problem: Problem, num_threads: int) -> Prepared | None:
+        """All that the problem's signature decides, for at most `num_threads` threads; None where a call leaves
+        nothing that the next one of its signature could use."""
         ...
 
-    def run(self, problem: Problem, plan: Schedule) -> None:
+    def run(self, problem: Problem, num_threads: int) -> None:
         """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
         ...

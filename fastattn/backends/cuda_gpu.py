@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule
 
 
 class CudaBackend:
@@ -22,10 +21,10 @@ class CudaBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def plan(self, problem: Problem, num_threads: int) -> Schedule:
-        return Schedule(0, 0, num_threads)
+    def prepare(self, problem: Problem, num_threads: int) -> None:
+        return None
 
-    def run(self, problem: Problem, plan: Schedule) -> None:
+    def run(self, problem: Problem, num_threads: int) -> None:
         import_module("fastattn.backends.cuda.engine").run(problem)
 
     def combine(self, pieces: Any, out: Any, lse: Any) -> None:

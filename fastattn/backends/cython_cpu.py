@@ -12,7 +12,9 @@ import numpy as np
 
 from fastattn import _host
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule, is_small, make_schedule
+from fastattn._schedule import Target, make_schedule
+from fastattn.backends._base import Prepared
+from fastattn.backends.cpu.record import arrays_of, write_record
 
 try:
     import fastattn.backends.cython.driver as driver
@@ -42,32 +44,16 @@ class CythonBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
-    def plan(self, problem: Problem, num_threads: int) -> Schedule:
-        return make_schedule(
-            problem.batch * problem.num_kv_heads,
-            problem.len_q * problem.group_size,
-            problem.len_k,
-            problem.head_dim + problem.value_dim,
-            *driver.tile_rows(problem.query.itemsize),
-            driver.thread_limit(num_threads),
-        )
+    def prepare(self, problem: Problem, num_threads: int) -> Prepared:
+        target = Target(*driver.target(problem.query.itemsize))
+        schedule = make_schedule(problem, target, driver.thread_limit(num_threads))
+        return driver.Prepared(*write_record(problem, schedule, target), schedule.num_threads)
 
-    def run(self, problem: Problem, plan: Schedule) -> None:
-        driver.run(problem, plan)
-
-    def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
-        """The short way for a call with no other option; None where it does not apply."""
-        return driver.run_plain(query, key, value, causal, scale, _plain_plan)
+    def run(self, problem: Problem, num_threads: int) -> None:
+        self.prepare(problem, num_threads).run(arrays_of(problem))
 
 
 backend = CythonBackend()
-
-
-def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:
-    # Asking how many threads there may be takes longer than a small call.
-    small = is_small(heads, head_rows, len_k, columns)
-    num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
-    return make_schedule(heads, head_rows, len_k, columns, *driver.tile_rows(itemsize), num_threads)
 
 
 def available_isas() -> list[str]:

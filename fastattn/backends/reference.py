@@ -8,11 +8,11 @@ own numbers alone, not on strides or on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
 _CHUNK_BYTES = 2**19  # keys or values that are copied at once
@@ -29,16 +29,14 @@ class ReferenceBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
-    def plan(self, problem: Problem, num_threads: int) -> Schedule:
+    def prepare(self, problem: Problem, num_threads: int) -> None:
+        return None
+
+    def run(self, problem: Problem, num_threads: int) -> None:
+        start, stop = problem.intervals()
+        problem = replace(problem, band=None, key_start=start, key_stop=stop)
         row_bytes = max(1, problem.len_k) * problem.query.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
-        return Schedule(
-            block_q=block_q,
-            block_k=max(1, problem.len_k),
-            num_threads=1,
-        )
-
-    def run(self, problem: Problem, plan: Schedule) -> None:
         # inf - inf, 0 * inf and overflow are data here, not surprises.
         with np.errstate(all="ignore"):
             for item in np.ndindex(problem.lead):
@@ -46,8 +44,8 @@ class ReferenceBackend:
                 for kv_head in range(problem.num_kv_heads):
                     source = _Source(problem.key[item][kv_head], problem.value[item][kv_head], span)
                     for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
-                        for start in range(0, problem.len_q, plan.block_q):
-                            rows = slice(start, min(start + plan.block_q, problem.len_q))
+                        for first in range(0, problem.len_q, block_q):
+                            rows = slice(first, min(first + block_q, problem.len_q))
                             _attend(problem, item, head, rows, source)
 
 

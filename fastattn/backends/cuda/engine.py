@@ -55,8 +55,9 @@ def _solve(problem: Problem, stream: Stream) -> None:
         return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
 
     mask_map = problem.mask_map
+    key_start, key_stop = problem.intervals()
     q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
-    start, stop = (staged(array, np.int32) for array in (problem.key_start, problem.key_stop))
+    start, stop = (staged(array, np.int32) for array in (key_start, key_stop))
     dense, bias, sinks = (
         staged(problem.dense, bool),
         staged(problem.bias, dtype),
@@ -73,7 +74,7 @@ def _solve(problem: Problem, stream: Stream) -> None:
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     form = Form(
-        str(dtype), shape, problem.key_start is not None, problem.dense is not None, mask_map is not None,
+        str(dtype), shape, key_start is not None, problem.dense is not None, mask_map is not None,
         problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,

@@ -1,10 +1,9 @@
 # Where a block of query rows finds everything: addresses in the caller's arrays, and which keys each row may attend.
 
 cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_ssize_t first_row) noexcept nogil:
-    """Each lane's query row, head and key interval; lanes past n_rows repeat the last row."""
+    """Each lane's query row, head and keys as far as band and intervals say; lanes past n_rows repeat the last row."""
     cdef Py_ssize_t lane, i = first_row // job.group_size, g = first_row % job.group_size
-    cdef const int64_t *start
-    cdef const int64_t *stop
+    cdef int64_t shift, len_k = job.len_k
     for lane in range(block.ld):
         if 0 < lane < block.n_rows:
             g += 1
@@ -17,34 +16,37 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     block.high = block.all_stop = job.len_k
     if not job.is_masked:
         return
+    if job.has_lengths:
+        len_k = (<const int64_t *>at_item(job, &job.key_lengths, block.item))[0]
+    shift = len_k - job.len_q if job.band_at_end else 0
     block.low = job.len_k
     block.high = 0
     for lane in range(block.ld):
         i = w.row_i[lane]
-        w.start[lane] = 0
-        w.stop[lane] = job.len_k
-        if job.key_start.data != NULL:
-            w.start[lane] = (<const int64_t *>(block.key_start + i * job.key_start.row))[0]
-            w.stop[lane] = (<const int64_t *>(block.key_stop + i * job.key_stop.row))[0]
+        w.start[lane] = max(<int64_t>0, i + shift - job.band_left) if job.has_band else 0
+        w.stop[lane] = min(len_k, i + shift + job.band_right + 1) if job.has_band else len_k
+        if job.has_intervals:
+            w.start[lane] = max(w.start[lane], (<const int64_t *>(block.key_start + i * job.key_start.row))[0])
+            w.stop[lane] = min(w.stop[lane], (<const int64_t *>(block.key_stop + i * job.key_stop.row))[0])
         if w.start[lane] < w.stop[lane]:
             block.low = min(block.low, w.start[lane])
             block.high = max(block.high, w.stop[lane])
         block.all_start = max(block.all_start, w.start[lane])
         block.all_stop = min(block.all_stop, w.stop[lane])
     # Sums are cut at the same keys whichever rows share the block.
-    block.low -= block.low % (KEY_STEP if job.tile_index.data == NULL else WORD)
+    block.low -= block.low % (KEY_STEP if not job.has_mask_map else WORD)
 
 
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
     """Where the kernels read the block's keys and values."""
     cdef fastattn_values *values = &block.values
-    block.keys = w.key_copy if job.key_copy_nbytes > 0 else block.key
-    block.key_row = job.head_dim * job.itemsize if job.key_copy_nbytes > 0 else job.key.row
-    block.key_col = job.itemsize if job.key_copy_nbytes > 0 else job.key.col
-    values.at = w.panels if job.panels_nbytes > 0 else block.value
-    values.row = job.kernels.panel_cols * job.itemsize if job.panels_nbytes > 0 else job.value.row
-    values.col = job.itemsize if job.panels_nbytes > 0 else job.value.col
-    values.panel = job.panel if job.panels_nbytes > 0 else job.kernels.panel_cols * job.value.col
+    block.keys = w.key_copy if job.copies_keys else block.key
+    block.key_row = job.head_dim * job.itemsize if job.copies_keys else job.key.row
+    block.key_col = job.itemsize if job.copies_keys else job.key.col
+    values.at = w.value_copy if job.packs_values else block.value
+    values.row = kernels_of(job).panel_cols * job.itemsize if job.packs_values else job.value.row
+    values.col = job.itemsize if job.packs_values else job.value.col
+    values.panel = job.panel if job.packs_values else kernels_of(job).panel_cols * job.value.col
 
 
 cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
@@ -55,7 +57,7 @@ cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, 
     block.value = at_item(job, &job.value, item) + kv * job.value.head
     block.bias = at_item(job, &job.bias, item)
     block.dense = at_item(job, &job.dense, item)
-    block.tile_index = at_item(job, &job.tile_index, item)
+    block.mask_index = at_item(job, &job.mask_index, item)
     block.key_start = at_item(job, &job.key_start, item)
     block.key_stop = at_item(job, &job.key_stop, item)
     block.weights = at_item(job, &job.weights, item)
@@ -69,9 +71,9 @@ cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
     rows.item = kv_item // job.num_kv_heads
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
     block = job.n_blocks - 1 - block
-    rows.first_row = block * job.n_vectors // job.n_blocks * job.kernels.lanes
+    rows.first_row = block * job.n_vectors // job.n_blocks * kernels_of(job).lanes
     rows.n_vectors = <int>((block + 1) * job.n_vectors // job.n_blocks - block * job.n_vectors // job.n_blocks)
-    rows.n_rows = min(rows.n_vectors * job.kernels.lanes, job.len_q * job.group_size - rows.first_row)
+    rows.n_rows = min(rows.n_vectors * kernels_of(job).lanes, job.len_q * job.group_size - rows.first_row)
     return rows
 
 

@@ -31,8 +31,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef uint32_t every = ALL_BITS, some = 0, word, valid
     cdef int32_t entry
     cdef const char *index
-    cdef bint intervals_only = job.dense.data == NULL and job.tile_index.data == NULL
-    cdef bint masks_only = job.bias.data == NULL and job.softcap == 0
+    cdef bint intervals_only = not job.has_dense and not job.has_mask_map
+    cdef bint masks_only = not job.has_bias and job.softcap == 0
     plain[0] = 0
     plain_stop[0] = n_keys if masks_only else 0
     for j in range(block.n_vectors):
@@ -54,21 +54,21 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         key = key0 + j * WORD
         for lane in range(ld):
             w.words[j * ld + lane] = span_word(w.start[lane] - key, w.stop[lane] - key)
-    if job.dense.data != NULL:
+    if job.has_dense:
         for lane in range(ld):
             w.rows[lane] = lane_row(w, &job.dense, block.dense, lane) + key0 * job.dense.col
-        job.kernels.mask_words(w.words, ld, <const char *const *>w.rows, job.dense.col, job.dense_size, n_keys)
-    if job.tile_index.data != NULL:
+        kernels_of(job).mask_words(w.words, ld, <const char *const *>w.rows, job.dense.col, job.dense_nbytes, n_keys)
+    if job.has_mask_map:
         for lane in range(ld):
-            index = (block.tile_index + w.row_h[lane] * job.tile_index.head
-                     + w.row_i[lane] // job.tile_q * job.tile_index.row)
+            index = (block.mask_index + w.row_h[lane] * job.mask_index.head
+                     + w.row_i[lane] // job.tile_q * job.mask_index.row)
             for j in range(n_words):
                 key = key0 + j * WORD
-                entry = (<const int32_t *>(index + key // job.tile_k * job.tile_index.col))[0]
+                entry = (<const int32_t *>(index + key // job.tile_k * job.mask_index.col))[0]
                 if entry == INDEX_EMPTY:
                     w.words[j * ld + lane] = 0
                 elif entry != INDEX_FULL:
-                    w.words[j * ld + lane] &= job.tile_bits[
+                    w.words[j * ld + lane] &= (<const uint32_t *><size_t>job.mask_bits)[
                         (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
                         + key % job.tile_k // WORD]
 
@@ -90,7 +90,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         key = 0
         for lane in range(ld):
             key = max(key, w.stop[lane] - key0)
-            w.stops[lane // job.kernels.lanes] = min(key, n_keys)
+            w.stops[lane // kernels_of(job).lanes] = min(key, n_keys)
     return TILE_PARTIAL
 
 
@@ -104,7 +104,7 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
         w.bias_rows[lane] = row
         if job.convert_bias:
             w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
-            fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_size, job.bias_swapped,
+            fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
                                  job.bias.col, n_keys)
 
 
@@ -130,11 +130,11 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
 
 cdef inline void copy_rows(const Job *job, const Block *block, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """The head's rows start .. stop - 1 into the thread's copies, where the job has them."""
-    if job.key_copy_nbytes > 0:
+    if job.copies_keys:
         fastattn_copy_rows(block.keys + start * block.key_row, block.key + start * job.key.row, job.key.row,
                            job.key.col, job.itemsize, stop - start, job.head_dim)
-    if job.panels_nbytes > 0:
-        job.kernels.pack_values(<char *>block.values.at + start * block.values.row, block.values.panel,
+    if job.packs_values:
+        kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel,
                                 block.value + start * job.value.row, job.value.row, job.value.col, stop - start,
                                 job.value_dim)
 
@@ -154,9 +154,9 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     if w.part_stops[block.n_vectors - 1] > 0:
         if is_new(w, block, &new, &new_stop):
             copy_rows(job, block, new, new_stop)
-            if job.panels_nbytes == 0:
+            if not job.packs_values:
                 prefetch_nbytes = job.value_dim * job.itemsize
-        job.kernels.score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
+        kernels_of(job).score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
                           block.keys + start * block.key_row, w.part_stops, job.head_dim, block.key_row,
                           block.key_col, block.value + start * job.value.row, job.value.row, prefetch_nbytes)
 
@@ -168,7 +168,7 @@ cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block,
     if n_keys <= 0:
         return
     score_keys(job, w, block, NULL, key0, first, n_keys)
-    job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
+    kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
                        bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
 
 
@@ -180,7 +180,7 @@ cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
-    if job.bias.data != NULL:
+    if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     adjusted_scores(job, w, block, state, key0, 0, plain)
     score_keys(job, w, block, w.tile_max, key0, plain, plain_stop - plain)

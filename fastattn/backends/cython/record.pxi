@@ -56,7 +56,7 @@ cdef enum:
     WORD = 32
     READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
-    MAX_LEAD = 64
+    N_VIEWS = 12
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
     INDEX_FULL = -1
     INDEX_EMPTY = -2
@@ -68,55 +68,42 @@ cdef enum TileState:
 
 
 cdef struct View:
-    # An array with axes (*lead, head, row, column), in bytes. data is NULL when the problem has none.
-    char *data
-    Py_ssize_t lead[MAX_LEAD]
-    Py_ssize_t head
-    Py_ssize_t row
-    Py_ssize_t col
+    # An array with axes (*lead, head, row, column): its address, and strides in bytes.
+    int64_t data
+    int64_t head, row, col
 
 
 cdef struct Partial:
-    # The softmax and the values of some key tiles of keys, see splitkv.pxi.
-    char *data               # row_max, row_sum and acc, each from a line of memory on
-    Py_ssize_t key_tile          # one of those key tiles; -1 where no row may attend a key of them
-    bint has_masked          # whether in any of them only some rows may read a key
+    # Split-KV: the softmax and the values of some key tiles, see splitkv.pxi.
+    char *data        # row_max, row_sum and acc, each from a line of memory on
+    int64_t key_tile  # one of those key tiles; -1 where no row may attend a key of them
+    int64_t has_masked  # whether in any of them only some rows may read a key
 
 
 cdef struct Job:
-    const fastattn_kernels *kernels
-    Py_ssize_t itemsize
-    int n_lead
-    Py_ssize_t lead_shape[MAX_LEAD]
-    Py_ssize_t batch, num_heads, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim
-    View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, tile_index
-    char *sinks
-    const uint32_t *tile_bits
-    Py_ssize_t tile_q, tile_k
-    int bias_size, dense_size
-    bint bias_swapped, convert_bias
-    double query_factor      # what the packed query is multiplied by
-    double softcap           # 0 when there is none; in the domain of the scores
-    double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
-    Py_ssize_t block_k
-    Py_ssize_t n_vectors     # vectors of lanes that the rows of one key/value head fill
-    Py_ssize_t n_blocks      # blocks that they are cut into
-    Py_ssize_t max_lanes     # lanes of the widest block
-    Py_ssize_t n_tasks       # batch items times key/value heads times blocks
-    bint is_masked           # by intervals, an array or tiles
-    Py_ssize_t key_copy_nbytes  # a thread's copy of keys without gaps, 0 where the kernels read them in place
-    Py_ssize_t panels_nbytes    # the same of values: packed, `panel` bytes a panel, or as they are in row tiles
-    Py_ssize_t panel
-    # Where rows are no lanes, see splitkv.pxi:
-    bint uses_split_kv
-    Py_ssize_t query_ld, acc_ld
-    Py_ssize_t key_prefetch, value_prefetch            # from a row to the one that memory is asked for with it, or 0
-    Py_ssize_t n_key_tiles, split_tiles, n_splits  # key tiles of keys, and how many are a task
-    Py_ssize_t n_partials, partial_nbytes              # partial results that a thread may have at once
-    Partial *partials            # one for each task, where a head has more than one
-    Py_ssize_t *left         # tasks of each head that are not done
-    char *memory             # behind both
-    bint out_of_memory       # set by a thread that could not have its tiles
+    # The record of a call, as backends/cpu/record.py writes it and says what is in it; addresses are filled in by `run`.
+    # The leading strides of each view follow, then the leading axes.
+    int64_t kernels
+    int64_t n_lead, batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim, itemsize
+    int64_t sinks, mask_bits, score_mod, aux
+    int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
+    int64_t is_masked, may_mask, adjusts_all
+    int64_t band_left, band_right, band_at_end, has_lengths
+    int64_t bias_nbytes, bias_swapped, convert_bias, dense_nbytes
+    int64_t tile_q, tile_k
+    int64_t lanes, uses_split_kv, block_k, n_vectors, n_blocks, max_lanes, n_tasks
+    int64_t query_ld, acc_ld
+    int64_t copies_keys, packs_values, panel
+    int64_t key_prefetch, value_prefetch
+    int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
+    int64_t partials, left
+    int64_t failed
+    int64_t scratch_nbytes
+    int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
+    int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_stops, to_part_stops
+    int64_t to_row_i, to_row_h, to_converted, to_key_copy, to_value_copy
+    double query_factor, softcap, exponent_factor
+    View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
 
 
 cdef struct Share:
@@ -145,7 +132,7 @@ cdef struct Scratch:
     char **bias_rows
     const char **prefetch   # addresses that memory is asked for ahead of their use
     char *key_copy       # one head's keys without gaps, where the job wants that
-    char *panels         # one head's values packed, the same
+    char *value_copy     # one head's values packed, the same
     char *seen_key       # the head that this thread has worked on last, and which of its rows
     char *seen_value
     Py_ssize_t seen_start
@@ -172,7 +159,7 @@ cdef struct Block:
     fastattn_values values
     char *bias
     char *dense
-    char *tile_index
+    char *mask_index
     char *key_start
     char *key_stop
     char *weights
@@ -184,15 +171,26 @@ cdef struct TaskRows:
     int n_vectors
 
 
+cdef inline const fastattn_kernels *kernels_of(const Job *job) noexcept nogil:
+    return <const fastattn_kernels *><size_t>job.kernels
+
+
+cdef inline Partial *partials_of(const Job *job) noexcept nogil:
+    return <Partial *><size_t>job.partials
+
+
 cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noexcept nogil:
-    cdef char *p = view.data
-    cdef int axis
+    """Where a batch item starts in an array; NULL where the call has no such array."""
+    cdef char *p = <char *><size_t>view.data
+    cdef const int64_t *lead = <const int64_t *>(job + 1) + (view - &job.query) * job.n_lead
+    cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
+    cdef int64_t axis
     if p == NULL or job.n_lead == 0:
         return p
     for axis in range(job.n_lead - 1, 0, -1):
-        p += item % job.lead_shape[axis] * view.lead[axis]
-        item = item // job.lead_shape[axis]
-    return p + item * view.lead[0]
+        p += item % lead_shape[axis] * lead[axis]
+        item = item // lead_shape[axis]
+    return p + item * lead[0]
 
 
 cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ssize_t lane) noexcept nogil:
@@ -200,7 +198,7 @@ cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ss
 
 
 cdef inline const char *const *bias_of(const Job *job, const Scratch *w) noexcept nogil:
-    return <const char *const *>w.bias_rows if job.bias.data != NULL else NULL
+    return <const char *const *>w.bias_rows if job.has_bias else NULL
 
 
 cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept nogil:
@@ -231,54 +229,33 @@ cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:
     return (nbytes + 63) & ~<Py_ssize_t>63
 
 
-cdef inline Py_ssize_t n_panels(const Job *job) noexcept nogil:
-    return (job.value_dim + job.kernels.panel_cols - 1) // job.kernels.panel_cols
-
-
-cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
-    """Places one thread's tiles from base on; returns the bytes they need."""
-    cdef Py_ssize_t ld = job.max_lanes
-    cdef Py_ssize_t line = padded(ld * job.itemsize)
-    cdef Py_ssize_t tile = padded(job.block_k * ld * job.itemsize)
-    cdef Py_ssize_t pointers = padded(ld * sizeof(char *))
-    cdef char *p = base
-    w.query = p; p += padded((job.query_ld if job.uses_split_kv else job.head_dim) * ld * job.itemsize)
-    w.scores = p; p += tile
-    w.acc = p; p += job.n_partials * job.partial_nbytes if job.uses_split_kv else padded(job.value_dim * ld * job.itemsize)
-    w.empty = p; p += line
-    w.tile_max = p; p += line
-    w.row_max = p; p += line
-    w.row_sum = p; p += line
-    w.rescale = p; p += line
-    w.inverse = p; p += 2 * line
-    w.lse = p; p += line
-    w.words = <uint32_t *>p; p += padded((job.block_k // WORD) * ld * sizeof(uint32_t))
-    w.rows = <char **>p; p += pointers
-    w.out_rows = <char **>p; p += pointers
-    w.bias_rows = <char **>p; p += pointers
-    w.prefetch = <const char **>p; p += 2 * pointers + padded(job.block_k * sizeof(char *))
-    w.start = <Py_ssize_t *>p; p += pointers
-    w.stop = <Py_ssize_t *>p; p += pointers
-    w.stops = <Py_ssize_t *>p; p += pointers
-    w.part_stops = <Py_ssize_t *>p; p += pointers
-    w.row_i = <Py_ssize_t *>p; p += pointers
-    w.row_h = <Py_ssize_t *>p; p += pointers
-    w.converted = p
-    if job.convert_bias:
-        p += tile
-    w.key_copy = p; p += padded(job.key_copy_nbytes)
-    w.panels = p; p += padded(job.panels_nbytes)
-    return p - base
-
-
-cdef char *new_scratch(const Job *job, Scratch *w) noexcept nogil:
-    """The memory behind w, to be freed, or NULL."""
+cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
+    """Where a thread's tiles lie in its memory, which begins at a line."""
     cdef Py_ssize_t lane
-    cdef char *memory = <char *>malloc(lay_out(job, NULL, w) + 64)
-    if memory == NULL:
-        return NULL
-    lay_out(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
+    w.query = base + job.to_query
+    w.scores = base + job.to_scores
+    w.acc = base + job.to_acc
+    w.empty = base + job.to_empty
+    w.tile_max = base + job.to_tile_max
+    w.row_max = base + job.to_row_max
+    w.row_sum = base + job.to_row_sum
+    w.rescale = base + job.to_rescale
+    w.inverse = base + job.to_inverse
+    w.lse = base + job.to_lse
+    w.words = <uint32_t *>(base + job.to_words)
+    w.rows = <char **>(base + job.to_rows)
+    w.out_rows = <char **>(base + job.to_out_rows)
+    w.bias_rows = <char **>(base + job.to_bias_rows)
+    w.prefetch = <const char **>(base + job.to_prefetch)
+    w.start = <Py_ssize_t *>(base + job.to_start)
+    w.stop = <Py_ssize_t *>(base + job.to_stop)
+    w.stops = <Py_ssize_t *>(base + job.to_stops)
+    w.part_stops = <Py_ssize_t *>(base + job.to_part_stops)
+    w.row_i = <Py_ssize_t *>(base + job.to_row_i)
+    w.row_h = <Py_ssize_t *>(base + job.to_row_h)
+    w.converted = base + job.to_converted
+    w.key_copy = base + job.to_key_copy
+    w.value_copy = base + job.to_value_copy
     w.seen_key = w.seen_value = NULL
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)
-    return memory

@@ -26,12 +26,8 @@ cdef inline char *acc_of(const Job *job, const Partial *partial) noexcept nogil:
     return partial.data + 2 * padded(job.max_lanes * job.itemsize)
 
 
-cdef inline Py_ssize_t whole_vectors(const Job *job, Py_ssize_t n) noexcept nogil:
-    return (n + job.kernels.lanes - 1) // job.kernels.lanes * job.kernels.lanes
-
-
 cdef inline void merge(const Job *job, Partial *partial, const Partial *other) noexcept nogil:
-    job.kernels.merge_rows(acc_of(job, partial), max_of(job, partial), sum_of(job, partial), acc_of(job, other),
+    kernels_of(job).merge_rows(acc_of(job, partial), max_of(job, partial), sum_of(job, partial), acc_of(job, other),
                            max_of(job, other), sum_of(job, other), job.len_q * job.group_size, job.acc_ld,
                            job.exponent_factor)
     partial.has_masked |= other.has_masked
@@ -58,17 +54,17 @@ cdef void score_key_tile(const Job *job, Scratch *w, const Block *block, TileSta
     """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores."""
     cdef const char *keys = block.key + key0 * job.key.row
     cdef Py_ssize_t key_row = job.key.row, distance = job.key_prefetch
-    if job.key_copy_nbytes > 0:
+    if job.key.col != job.itemsize:
         key_row = job.head_dim * job.itemsize
         fastattn_copy_rows(w.key_copy, keys, job.key.row, job.key.col, job.itemsize, n_keys, job.head_dim)
         keys = w.key_copy
         distance = 0
-    job.kernels.score_rows(w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
+    kernels_of(job).score_rows(w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
                            job.head_dim, distance)
-    if job.bias.data != NULL:
+    if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
-    if job.bias.data != NULL or job.softcap > 0 or state == TILE_PARTIAL:
-        job.kernels.adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, job.softcap, bias_of(job, w),
+    if job.has_bias or job.softcap > 0 or state == TILE_PARTIAL:
+        kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, job.softcap, bias_of(job, w),
                                 words_of(w, state))
 
 
@@ -80,7 +76,7 @@ cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssi
 cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
                       char *clean) noexcept nogil:
     """Softmax and values over one key_tile into partial; whether any row may attend any of its keys. clean: see `attend`."""
-    cdef const fastattn_kernels *kernels = job.kernels
+    cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t plain, plain_stop, value_row = job.value.row, distance = job.value_prefetch
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)
     cdef Py_ssize_t n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
@@ -91,10 +87,10 @@ cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
     score_key_tile(job, w, block, state, key0, n_keys)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
                          job.exponent_factor, False)
-    if job.panels_nbytes > 0:
-        fastattn_copy_rows(w.panels, values, value_row, job.value.col, job.itemsize, n_keys, job.value_dim)
+    if job.value.col != job.itemsize:
+        fastattn_copy_rows(w.value_copy, values, value_row, job.value.col, job.itemsize, n_keys, job.value_dim)
         value_row = job.value_dim * job.itemsize
-        values = w.panels
+        values = w.value_copy
         distance = 0
     if clean != NULL:
         kernels.accumulate_rows_nonfinite(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values,
@@ -103,7 +99,7 @@ cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
         kernels.accumulate_rows(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
                                 n_keys, job.value_dim, distance)
     partial.key_tile = key_tile
-    partial.has_masked = state == TILE_PARTIAL or job.bias.data != NULL
+    partial.has_masked = state == TILE_PARTIAL or job.has_bias != 0
     return True
 
 
@@ -125,16 +121,16 @@ cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nog
     """What is left on the stack, if anything, and the sinks in one partial: a sink is a logit without a value."""
     cdef Partial *partial = &stack.partials[stack.depth]
     cdef Py_ssize_t r
-    if stack.depth == 1 and job.sinks == NULL:
+    if stack.depth == 1 and not job.sinks:
         return
     partial.data = w.acc + (job.n_partials - 1) * job.partial_nbytes
     partial.key_tile = 0
     partial.has_masked = False
     memset(partial.data, 0, job.partial_nbytes)
     memcpy(max_of(job, partial), w.empty, job.max_lanes * job.itemsize)
-    if job.sinks != NULL:
+    if job.sinks:
         for r in range(job.len_q * job.group_size):
-            memcpy(max_of(job, partial) + r * job.itemsize, job.sinks + w.row_h[r] * job.itemsize, job.itemsize)
+            memcpy(max_of(job, partial) + r * job.itemsize, <const char *><size_t>job.sinks + w.row_h[r] * job.itemsize, job.itemsize)
             set_real(sum_of(job, partial) + r * job.itemsize, 1, job.itemsize)
     stack.depth += 1
     merge_before(job, stack, -1)
@@ -144,9 +140,9 @@ cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stac
     """The outputs from all that is on the stack; whether any is NaN."""
     cdef Partial *partial = &stack.partials[0]
     add_sinks(job, w, stack)
-    job.kernels.finish(w.inverse, w.lse if job.lse.data != NULL else NULL, max_of(job, partial), sum_of(job, partial),
+    kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
                        job.max_lanes, job.exponent_factor)
-    return job.kernels.unpack_rows(w.out_rows, job.out.col, block.n_rows, acc_of(job, partial), job.acc_ld, job.value_dim,
+    return kernels_of(job).unpack_rows(w.out_rows, job.out.col, block.n_rows, acc_of(job, partial), job.acc_ld, job.value_dim,
                                    w.inverse, job.max_lanes)
 
 
@@ -163,11 +159,11 @@ cdef void write_row_weights(const Job *job, Scratch *w, const Block *block, cons
         if state == TILE_EMPTY:
             continue
         score_key_tile(job, w, block, state, key0, n_keys)
-        job.kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
+        kernels_of(job).softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
                                  job.exponent_factor, True)
         for lane in range(block.n_rows):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
-        if job.kernels.unpack_rows(w.rows, job.itemsize, block.n_rows, w.scores, job.block_k, n_keys, w.inverse,
+        if kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, w.scores, job.block_k, n_keys, w.inverse,
                                    job.max_lanes):
             clear_masked(job, w, block, state, n_keys)
 
@@ -181,15 +177,15 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
         # NaN came out where some rows may not read every value: 0 * NaN of a masked key may be the cause.
         clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)
         if clean == NULL:
-            job.out_of_memory = True
+            job.failed = 1
             return
         attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, clean)
         free(clean)
         write_rows(job, w, block, stack)
-    if job.lse.data != NULL:
+    if job.has_lse:
         for lane in range(block.n_rows):
             memcpy(lane_row(w, &job.lse, lse_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
-    if job.weights.data != NULL:
+    if job.has_weights:
         write_row_weights(job, w, block, &stack.partials[0])
 
 
@@ -209,67 +205,39 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     for lane in range(block.n_rows):
         w.rows[lane] = lane_row(w, &job.query, query, lane)
         w.out_rows[lane] = lane_row(w, &job.out, out, lane)
-    job.kernels.pack_rows(w.query, job.query_ld, <const char *const *>w.rows, block.n_rows, job.query.col,
+    kernels_of(job).pack_rows(w.query, job.query_ld, <const char *const *>w.rows, block.n_rows, job.query.col,
                           job.head_dim, job.query_factor)
     attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL)
     if job.n_splits > 1:
-        partial = &job.partials[task]
+        partial = &partials_of(job)[task]
         partial.key_tile = -1
         if stack.depth > 0:
             memcpy(partial.data, stack.partials[0].data, job.partial_nbytes)
             partial.key_tile = stack.partials[0].key_tile
             partial.has_masked = stack.partials[0].has_masked
-        if fetch_sub(&job.left[head], 1, ATOMIC_ACQ_REL) > 1:
+        if fetch_sub(<int64_t *><size_t>job.left + head, 1, ATOMIC_ACQ_REL) > 1:
             return
         stack.depth = 0
         for task in range(head * job.n_splits, (head + 1) * job.n_splits):
-            if job.partials[task].key_tile >= 0:
-                merge_before(job, &stack, job.partials[task].key_tile)
-                stack.partials[stack.depth] = job.partials[task]
+            if partials_of(job)[task].key_tile >= 0:
+                merge_before(job, &stack, partials_of(job)[task].key_tile)
+                stack.partials[stack.depth] = partials_of(job)[task]
                 stack.depth += 1
         merge_before(job, &stack, -1)
     finish_rows(job, w, &block, &stack)
 
 
-cdef inline Py_ssize_t prefetch_distance(const Job *job, Py_ssize_t row, Py_ssize_t n_cols, Py_ssize_t nbytes) noexcept:
-    """The distance in memory of so many rows as have nbytes together."""
-    return row * (nbytes // max(<Py_ssize_t>1, n_cols * job.itemsize) + 1)
-
-
-cdef int set_rows(Job *job, int num_threads, plan) except -1:
-    """How the rows of each key/value head lie in tiles, and which key tiles are a task; see `fastattn._schedule`."""
-    cdef Py_ssize_t task, heads = job.batch * job.num_kv_heads, most = plan.split_tasks * num_threads
-    job.max_lanes = whole_vectors(job, job.len_q * job.group_size)
-    job.block_k = whole_vectors(job, job.block_k)
-    job.query_ld = whole_vectors(job, job.head_dim)
-    job.acc_ld = whole_vectors(job, job.value_dim)
-    job.key_copy_nbytes = job.block_k * job.head_dim * job.itemsize if job.key.col != job.itemsize else 0
-    job.panels_nbytes = job.block_k * job.value_dim * job.itemsize if job.value.col != job.itemsize else 0
-    if heads * job.len_k * (job.head_dim + job.value_dim) * job.itemsize >= plan.uncached_nbytes:
-        job.key_prefetch = prefetch_distance(job, job.key.row, job.head_dim, plan.prefetch_distance)
-        job.value_prefetch = prefetch_distance(job, job.value.row, job.value_dim, plan.prefetch_distance)
-    job.partial_nbytes = (2 * padded(job.max_lanes * job.itemsize)
-                       + padded(job.len_q * job.group_size * job.acc_ld * job.itemsize))
-    job.n_key_tiles = (job.len_k + job.block_k - 1) // job.block_k
-    job.n_partials = 2   # the deepest that the stack gets, and the sinks
-    while <Py_ssize_t>1 << (job.n_partials - 2) < job.n_key_tiles:
-        job.n_partials += 1
-    job.split_tiles = 1
-    while job.split_tiles < job.n_key_tiles and (
-            num_threads == 1 or heads * ((job.n_key_tiles - 1) // job.split_tiles + 1) > most):
-        job.split_tiles *= 2
-    job.n_splits = max(<Py_ssize_t>1, (job.n_key_tiles - 1) // job.split_tiles + 1)
-    job.n_tasks = heads * job.n_splits
-    if job.n_splits == 1:
-        return 0
-    job.memory = <char *>malloc(64 + job.n_tasks * job.partial_nbytes + job.n_tasks * sizeof(Partial)
-                                + heads * sizeof(Py_ssize_t))
-    if job.memory == NULL:
-        raise MemoryError("no memory for the partials of the key/value heads")
-    job.partials = <Partial *>(((<size_t>job.memory + 63) & ~<size_t>63) + job.n_tasks * job.partial_nbytes)
-    job.left = <Py_ssize_t *>(job.partials + job.n_tasks)
+cdef char *new_partials(Job *job) noexcept nogil:
+    """The memory for the partial result of each task, to be freed, or NULL; and how many tasks a head still has."""
+    cdef int64_t heads = job.batch * job.num_kv_heads, task
+    cdef char *memory = <char *>malloc(64 + job.n_tasks * (job.partial_nbytes + sizeof(Partial)) + heads * sizeof(int64_t))
+    cdef char *data = <char *>((<size_t>memory + 63) & ~<size_t>63)
+    if memory == NULL:
+        return NULL
+    job.partials = <int64_t><size_t>(data + job.n_tasks * job.partial_nbytes)
+    job.left = <int64_t><size_t>(partials_of(job) + job.n_tasks)
     for task in range(job.n_tasks):
-        job.partials[task].data = <char *>job.partials - (task + 1) * job.partial_nbytes
+        partials_of(job)[task].data = data + task * job.partial_nbytes
     for task in range(heads):
-        job.left[task] = job.n_splits
-    return 0
+        (<int64_t *><size_t>job.left)[task] = job.n_splits
+    return memory

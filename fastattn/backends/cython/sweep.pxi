@@ -7,7 +7,7 @@ cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *vi
     cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize, step = PREFETCH_PER_COLUMN * job.value_dim
     cdef char *row
     cdef char *last = NULL
-    if view.data == NULL or view.col != itemsize or step == 0:
+    if not view.data or view.col != itemsize or step == 0:
         return
     block.prefetch_nbytes = max(block.prefetch_nbytes, min(step, nbytes))
     for lane in range(block.n_rows):
@@ -30,7 +30,7 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
     clean: room for one tile of values where NaN and inf in them must be kept from lanes that may not read
     them, else NULL. Returns whether any tile was one where only some lanes may read a key.
     """
-    cdef const fastattn_kernels *kernels = job.kernels
+    cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
     cdef bint first = True, partial = False
     cdef TileState state
@@ -43,7 +43,7 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
         state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
-        partial |= state == TILE_PARTIAL or job.bias.data != NULL
+        partial = partial or state == TILE_PARTIAL or job.has_bias != 0
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
@@ -56,8 +56,8 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
         else:
             n_next = min(tile + job.block_k, block.high) - tile
             if n_next > 0:
-                prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_size, tile, n_next)
-                prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_size, tile, n_next)
+                prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_nbytes, tile, n_next)
+                prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next)
             kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, &values, w.stops, first_chunk,
                                job.value_dim, w.prefetch, block.n_prefetch, block.prefetch_nbytes)
             block.n_prefetch = 0
@@ -94,11 +94,11 @@ cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept
         if state == TILE_EMPTY:
             continue
         # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
-        job.kernels.softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
+        kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
         for lane in range(block.ld):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
-        if job.kernels.unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
+        if kernels_of(job).unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
             clear_masked(job, w, block, state, n_keys)
 
 
@@ -107,20 +107,20 @@ cdef void start_rows(const Job *job, Scratch *w, const Block *block) noexcept no
     cdef Py_ssize_t lane, size = job.itemsize
     memcpy(w.row_max, w.empty, block.ld * size)
     memset(w.row_sum, 0, block.ld * size)
-    if job.sinks == NULL:
+    if not job.sinks:
         return
     for lane in range(block.ld):
         if size == 4:
-            (<float *>w.row_max)[lane] = (<float *>job.sinks)[w.row_h[lane]]
+            (<float *>w.row_max)[lane] = (<float *><size_t>job.sinks)[w.row_h[lane]]
             (<float *>w.row_sum)[lane] = 1
         else:
-            (<double *>w.row_max)[lane] = (<double *>job.sinks)[w.row_h[lane]]
+            (<double *>w.row_max)[lane] = (<double *><size_t>job.sinks)[w.row_h[lane]]
             (<double *>w.row_sum)[lane] = 1
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
-    cdef const fastattn_kernels *kernels = job.kernels
+    cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Block block
     cdef TaskRows rows = task_rows(job, task)
     cdef Py_ssize_t lane, item = rows.item
@@ -142,23 +142,23 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     find_prefetches(job, w, &block, task + 1)
     start_rows(job, w, &block)
     partial = attend(job, w, &block, NULL)
-    kernels.finish(w.inverse, w.lse if job.lse.data != NULL else NULL, w.row_max, w.row_sum, block.ld,
+    kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor)
 
     if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
         # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
         clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)
         if clean == NULL:
-            job.out_of_memory = True
+            job.failed = 1
             return
         start_rows(job, w, &block)
         attend(job, w, &block, clean)
         free(clean)
         kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse)
 
-    if job.lse.data != NULL:
+    if job.has_lse:
         item_rows = at_item(job, &job.lse, item)
         for lane in range(block.n_rows):
             memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
-    if job.weights.data != NULL:
+    if job.has_weights:
         write_weights(job, w, &block)

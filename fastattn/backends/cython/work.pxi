@@ -4,7 +4,7 @@ cdef extern from * nogil:
     enum: ATOMIC_RELAXED "__ATOMIC_RELAXED"
     enum: ATOMIC_ACQ_REL "__ATOMIC_ACQ_REL"
     Py_ssize_t fetch_add "__atomic_fetch_add"(Py_ssize_t *, Py_ssize_t, int)
-    Py_ssize_t fetch_sub "__atomic_fetch_sub"(Py_ssize_t *, Py_ssize_t, int)
+    int64_t fetch_sub "__atomic_fetch_sub"(int64_t *, int64_t, int)
 
 
 cdef extern from "spread.h" nogil:
@@ -18,16 +18,18 @@ cdef extern from "spread.h" nogil:
 
 cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept nogil:
     """What one thread does: the tasks of its own share, then what the others have not begun."""
-    cdef Scratch *w = <Scratch *>malloc(sizeof(Scratch))
-    cdef char *memory = new_scratch(job, w) if w != NULL else NULL
+    cdef Scratch scratch
+    cdef Scratch *w = &scratch
+    cdef char *memory = <char *>malloc(job.scratch_nbytes + 64)
     cdef Share *share
     cdef int turn
     cdef Py_ssize_t task, first
     # Small tasks are taken a few at a time.
     cdef Py_ssize_t grain = job.n_tasks if num_threads == 1 else max(<Py_ssize_t>1, job.n_tasks // (num_threads * 32))
     if memory == NULL:
-        job.out_of_memory = True
+        job.failed = 1
     else:
+        set_scratch(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
         for turn in range(num_threads):
             share = &shares[(thread + turn) % num_threads]
             while True:
@@ -40,7 +42,6 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
                     else:
                         run_task(job, w, task)
     free(memory)
-    free(w)
 
 
 cdef void run_job(Job *job, int num_threads) noexcept nogil:
@@ -58,7 +59,7 @@ cdef void run_job(Job *job, int num_threads) noexcept nogil:
     if num_threads > 1:
         shares = <Share *>malloc(num_threads * sizeof(Share))
         if shares == NULL:
-            job.out_of_memory = True
+            job.failed = 1
             return
     for thread in range(num_threads):
         shares[thread].next = job.n_tasks * thread // num_threads

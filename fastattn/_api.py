@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn import _prepared as prepared
 from fastattn._device import DeviceArray
-from fastattn._host import check_num_threads, get_num_threads
+from fastattn._host import check_num_threads
 from fastattn._normalize import (
     Request,
+    as_array,
     as_pieces,
     clean_signature,
     normalize,
@@ -18,7 +20,9 @@ from fastattn._normalize import (
     normalize_varlen,
     refuse_arguments,
 )
+from fastattn._prepared import reuse, signature_of
 from fastattn._registry import select, usable
+from fastattn.masks import Mask
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -33,7 +37,9 @@ if TYPE_CHECKING:
         SharedOptions,
         WindowBounds,
     )
-    from fastattn.masks import Mask
+
+#: The public functions, as signatures tell them apart.
+_ATTENTION, _SDPA, _SDPA_GQA, _VARLEN = range(4)
 
 
 @overload
@@ -262,6 +268,15 @@ def attention(
     """
     if extra or unknown:
         refuse_arguments(attention, extra, unknown)
+    if key_lengths is not None and type(key_lengths) is not np.ndarray:
+        key_lengths = as_array(key_lengths, "key_lengths")
+    signature = signature_of(
+        _ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
+        return_lse, return_weights, num_threads, backend,
+    )  # fmt: skip
+    given = (query, key, value, mask, bias, key_lengths, sinks, out)
+    if (results := reuse(signature, given)) is not None:
+        return results
     request = normalize(
         query,
         key,
@@ -279,7 +294,7 @@ def attention(
         return_lse=return_lse,
         return_weights=return_weights,
     )
-    return solve(request, num_threads, backend)
+    return solve(request, num_threads, backend, signature, given)
 
 
 def scaled_dot_product_attention(
@@ -342,8 +357,18 @@ def scaled_dot_product_attention(
     >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (1, 4, 6, 8)
     """
+    signature = None
+    given = (query, key, value, attn_mask, None, None, None, None)
+    if dropout_p == 0 and is_causal in (False, True) and not isinstance(attn_mask, Mask):
+        signature = signature_of(
+            _SDPA_GQA if enable_gqa else _SDPA, query, key, value, attn_mask, None,
+            "top_left" if is_causal else False, None, None, scale, None, None, "bhsd", None, False, False, None,
+            None,
+        )  # fmt: skip
+        if (results := reuse(signature, given)) is not None:
+            return results
     request = normalize_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return solve(request, None, None)
+    return solve(request, None, None, signature, given)
 
 
 @overload
@@ -458,6 +483,15 @@ def varlen_attention(
     """
     if extra or unknown:
         refuse_arguments(varlen_attention, extra, unknown)
+    starts = [None if x is None else as_array(x, "cu_seqlens") for x in (cu_seqlens_q, cu_seqlens_k)]
+    signature = signature_of(
+        _VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
+        return_lse, False, num_threads, backend,
+        more=tuple(None if x is None else (x.dtype.str, x.shape, x.tobytes()) for x in starts),
+    )  # fmt: skip
+    given = (query, key, value, None, None, None, sinks, out)
+    if (results := reuse(signature, given)) is not None:
+        return results
     request = normalize_varlen(
         query,
         key,
@@ -472,7 +506,7 @@ def varlen_attention(
         out=out,
         return_lse=return_lse,
     )
-    return solve(request, num_threads, backend)
+    return solve(request, num_threads, backend, signature, given)
 
 
 def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
@@ -539,9 +573,15 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
         return out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
 
 
-def solve(request: Request, num_threads: int | None, backend: str | None) -> Any:
-    """The stages after the edge: select, plan, run, and hand the results back."""
-    threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-    chosen = select(request.problem, backend)
-    chosen.run(request.problem, threads)
+def solve(
+    request: Request,
+    num_threads: int | None,
+    backend: str | None,
+    signature: Any = None,
+    given: tuple[Any, ...] = (),
+) -> Any:
+    """The stages after the edge: select, prepare, run, and hand the results back."""
+    if num_threads is not None:
+        num_threads = check_num_threads(num_threads, "num_threads")
+    prepared.run(request, signature, given, select(request.problem, backend), num_threads)
     return request.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dis import get_instructions
 from importlib import import_module
 from math import prod
@@ -241,7 +241,7 @@ def flex_attention(
             _compiler().check_indices(kind, function, [_on_host(value) for value in values], dtype, sizes)
         aux = tuple(values if out is None else (_apart(value, problem.out) for value in values))
         changed: dict[str, Any] = {kind: Mod(function, aux) for kind, function in mods.items()}
-        request = replace(request, problem=replace(problem, **changed))
+        request = request._replace(problem=problem._replace(**changed))
     return solve(request, num_threads, backend)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from math import gcd, isfinite, sqrt
 from types import FunctionType
@@ -41,8 +40,7 @@ _HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
 _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(NamedTuple):
     """A problem to solve, and how its results go back to the caller."""
 
     problem: Problem
@@ -53,7 +51,9 @@ class Request:
         """The results as the caller wants them; to be called when the problem is solved."""
         if self.staged is not None:
             self.results[0][...] = self.staged
-        results = tuple(r.memory.owner if isinstance(r, DeviceArray) else r for r in self.results)
+        results = self.results
+        if type(results[0]) is DeviceArray:
+            results = tuple(result.memory.owner for result in results)
         return results[0] if len(results) == 1 else results
 
 
@@ -65,12 +65,7 @@ class _Inputs(NamedTuple):
     value: np.ndarray
     flat: bool  #: the caller gave matrices: one head without an axis of its own
     swapped: bool  #: the caller's length axis stands before the head axis
-
-    @property
-    def sizes(self) -> tuple[tuple[int, ...], int, int, int]:
-        """``lead, H, L, S``."""
-        *lead, H, L, _ = self.query.shape
-        return tuple(lead), H, L, self.key.shape[-2]
+    sizes: Size
 
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
@@ -156,7 +151,7 @@ def normalize(
         mask = _mask(mask, inputs.flat)
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
-    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, band)
+    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
     if bias is not None:
         bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
     return _assemble(inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
@@ -179,7 +174,7 @@ def normalize_varlen(
     return_lse: bool,
 ) -> Request:
     """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
-    arrays = [_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     for array, name in zip(arrays, ("query", "key", "value"), strict=True):
         if array.ndim != 3:
             raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
@@ -235,7 +230,7 @@ def normalize_sdpa(
         )
     if not isinstance(is_causal, (bool, np.bool_)):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
+    q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
     if not enable_gqa and min(q.ndim, k.ndim, v.ndim) >= 3:
         q, k, v = _matched_heads(q, k, v)
     inputs = _inputs(q, k, v, swapped=False)
@@ -243,7 +238,7 @@ def normalize_sdpa(
     band = _band(inputs, "top_left" if is_causal else False, None, None)
     mask = bias = None
     if attn_mask is not None:
-        array = _array(attn_mask, "attn_mask")
+        array = as_array(attn_mask, "attn_mask")
         if array.dtype.kind != "b" and not _is_bias_dtype(array.dtype):
             raise TypeError(
                 f"attn_mask must be bool (True = may attend), or float16, float32 or float64 (added), "
@@ -254,7 +249,7 @@ def normalize_sdpa(
             mask = masks.Dense(array)
         else:
             bias = array
-    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, band)
+    lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
     return _assemble(inputs, band, lowered, bias, scale, None, None, None, False, False)
 
 
@@ -262,8 +257,8 @@ def as_pieces(
     outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.dtype, np.dtype]:
     """The arguments of `merge_attention` as pairs, and the dtypes of its results."""
-    pieces = [_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
-    sums = [_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    pieces = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
+    sums = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
     if not pieces or len(pieces) != len(sums):
         raise ValueError(
             f"merge_attention needs as many outs as lses, and at least one; got {len(pieces)} and {len(sums)}"
@@ -348,7 +343,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
-    q, k, v = _array(query, "query"), _array(key, "key"), _array(value, "value")
+    q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
         check_places(query=q, key=k, value=v)
     dtype = _compute_dtype(q, k, v)
@@ -365,7 +360,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     elif swapped:
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
 
-    *q_lead, H, _, D = q.shape
+    *q_lead, H, L, D = q.shape
     *k_lead, K, S, key_dim = k.shape
     *v_lead, value_heads, value_length, _ = v.shape
     if key_dim != D:
@@ -384,7 +379,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
         q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
-    return _Inputs(q, k, v, min(ranks) == 2, swapped)
+    return _Inputs(q, k, v, min(ranks) == 2, swapped, Size(q.shape[:-3], H, L, S))
 
 
 def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -401,7 +396,7 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     return q, k, v
 
 
-def _array(value: Any, name: str) -> np.ndarray:
+def as_array(value: Any, name: str) -> np.ndarray:
     """`value` as an ndarray, a view where it is one already."""
     if type(value) is np.ndarray:
         return value
@@ -476,7 +471,7 @@ def _mask(mask: Any, flat: bool) -> masks.Mask:
         raise TypeError(
             f"mask must be a fastattn.masks object or a bool or integer array, got {masks.describe(mask)}"
         )
-    dense = masks.Dense(_array(mask, "mask"))
+    dense = masks.Dense(as_array(mask, "mask"))
     if flat and dense.array.ndim > 2:
         raise ValueError(f"mask must broadcast to (L, S), got shape {dense.array.shape}")
     return dense
@@ -495,6 +490,11 @@ def _band(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Band |
         )
     lengths = None if key_lengths is None else np.broadcast_to(_key_lengths(key_lengths, lead, S), lead)
     return Band(*_reach(causal, window), lengths)
+
+
+def _without_lengths(band: Band | None) -> Band | None:
+    """The band where it depends on no array, as a mask map must not, which is kept for other calls."""
+    return None if band is None or band.lengths is not None else band
 
 
 def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
@@ -525,7 +525,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 
 
 def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
-    lengths = masks.integers(_array(key_lengths, "key_lengths"), "key_lengths")
+    lengths = masks.integers(as_array(key_lengths, "key_lengths"), "key_lengths")
     if not masks.broadcasts(lengths.shape, lead):
         raise ValueError(
             f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}"
@@ -537,7 +537,7 @@ def _key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> n
 
 
 def _cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
-    starts = masks.integers(_array(value, name), name)
+    starts = masks.integers(as_array(value, name), name)
     if starts.ndim != 1 or not starts.size:
         raise ValueError(f"{name} must have shape (documents + 1,), got {starts.shape}")
     if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
@@ -547,7 +547,7 @@ def _cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
 
 
 def _bias(bias: ArrayLike) -> np.ndarray:
-    array = _array(bias, "bias")
+    array = as_array(bias, "bias")
     if not _is_bias_dtype(array.dtype):
         hint = "; to allow keys use mask=" if array.dtype.kind in "biu" else ""
         raise TypeError(f"bias must be a float16, float32 or float64 array, got dtype {array.dtype}{hint}")
@@ -583,9 +583,8 @@ def _assemble(
     return_weights: bool,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
-    q, k, v, flat, swapped = inputs
+    q, k, v, flat, swapped, (lead, H, L, S) = inputs
     dtype = q.dtype
-    lead, H, L, S = inputs.sizes
     scale = 1 / sqrt(q.shape[-1]) if scale is None else _finite(scale, "scale")
     if softcap is not None:
         softcap = _finite(softcap, "softcap")
@@ -601,7 +600,9 @@ def _assemble(
     if flat:
         shape, rows = (L, E), (L,)
     given = None if out is None else _check_out(out, shape, dtype)
-    check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
+    others = (bias, lowered.dense, sinks, given)
+    if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
+        check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
     staged = None
     if given is None:
         out = target = _empty(shape, dtype, q)
@@ -614,7 +615,9 @@ def _assemble(
             staged = target = np.empty(shape, dtype)
     lse = _empty(rows, dtype, q) if return_lse else None
     weights = _empty((*rows, S), dtype, q) if return_weights else None
-    results = (out, *(array for array in (lse, weights) if array is not None))
+    results = (out,) if lse is None else (out, lse)
+    if weights is not None:
+        results = (*results, weights)
     if flat:
         target, lse, weights = (None if array is None else array[None] for array in (target, lse, weights))
     elif swapped:
@@ -655,7 +658,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
-    array = _array(sinks, "sinks")
+    array = as_array(sinks, "sinks")
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
     if array.shape != (num_heads,):

@@ -13,7 +13,6 @@ Broadcast axes are views with stride 0, never expanded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,8 +29,34 @@ class Mod(NamedTuple):
     aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class Sizes(NamedTuple):
+    """The sizes of a problem."""
+
+    batch: int  #: items of all leading axes
+    num_heads: int
+    num_kv_heads: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads of all batch items."""
+        return self.batch * self.num_kv_heads
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one key/value head; 1 when there is no head at all."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows that read one key/value head."""
+        return self.len_q * self.group_size
+
+
+class Problem(NamedTuple):
     """One validated attention call: strided views, sizes and options.
 
     Key ``j`` is allowed for query ``i`` when every one that is present allows it: the ``band``, the interval
@@ -77,6 +102,12 @@ class Problem:
     @property
     def lead(self) -> tuple[int, ...]:
         return self.query.shape[:-3]
+
+    @property
+    def sizes(self) -> Sizes:
+        *lead, num_heads, len_q, head_dim = self.query.shape
+        *_, num_kv_heads, len_k, value_dim = self.value.shape
+        return Sizes(prod(lead), num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim)
 
     @property
     def batch(self) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastattn._problem import Problem
+from fastattn._problem import Problem, Sizes
 
 LOG2E = 1.4426950408889634074
 WORD = 32  #: keys whose mask bits are in one word; a block of keys is a multiple of it
@@ -71,8 +71,8 @@ class Target(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up. `uses_split_kv` and `block_k` say where sums are rounded: they depend on the problem
-    alone, not on threads; the others change no bit of a result."""
+    """How a call is cut up. `uses_split_kv` and `block_k` say where sums are rounded: they depend on the
+    problem alone, not on threads; the others change no bit of a result."""
 
     num_threads: int
     uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep over tiles of queries
@@ -80,9 +80,9 @@ class Schedule(NamedTuple):
     n_vectors: int  #: vectors of lanes that the query rows of a key/value head fill
     n_blocks: int  #: query blocks that they are cut into, of nearly the same size
     max_lanes: int  #: lanes of the largest block, whole vectors
+    n_tasks: int
     split_tiles: int  #: split-KV: key tiles of a task
     n_splits: int  #: split-KV: tasks that share a key/value head
-    n_tasks: int
     copies_keys: bool  #: each thread copies the keys of a head, without gaps
     packs_values: bool  #: each thread packs the values of a head into panels
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
@@ -91,57 +91,59 @@ class Schedule(NamedTuple):
     exponent_factor: float  #: 1 where scores are held times log2(e), log2(e) where they are natural
 
 
-def is_small(problem: Problem) -> bool:
+def is_small(sizes: Sizes) -> bool:
     """Whether a problem is too small for more than one thread."""
-    heads, rows = problem.batch * problem.num_kv_heads, problem.len_q * problem.group_size
-    return heads * rows * problem.len_k * (problem.head_dim + problem.value_dim) < SMALL_WORK
+    batch, num_heads, _, len_q, len_k, head_dim, value_dim = sizes
+    return batch * num_heads * len_q * len_k * (head_dim + value_dim) < SMALL_WORK
 
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of a problem for at most so many threads."""
-    heads, rows = problem.batch * problem.num_kv_heads, problem.len_q * problem.group_size
-    len_k, itemsize, lanes = problem.len_k, problem.query.itemsize, target.lanes
-    columns = problem.head_dim + problem.value_dim
-    if is_small(problem):
+    sizes = problem.sizes
+    heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
+    if is_small(sizes):
         num_threads = 1
-    uses_split_kv = rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD)
+    block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
-    n_blocks = 1 if uses_split_kv else max(1, -(-n_vectors // target.max_vectors))
-    # No larger than the keys need, so that the scratch memory of a small call is small; whole vectors of keys.
-    block_k = _up(min(BLOCK_K, max(WORD, _up(len_k, WORD))), lanes if uses_split_kv else WORD)
-    split_tiles = n_splits = 1
-    prefetch_rows = (0, 0)
-    copies_keys = packs_values = False
-    if uses_split_kv:
-        split_tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
+    factors = _factors(problem)
+    columns = sizes.head_dim + sizes.value_dim
+    if rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD):
+        tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
+        prefetch_rows = (0, 0)
+        itemsize = problem.query.itemsize
         if heads * len_k * columns * itemsize >= UNCACHED_NBYTES:
             prefetch_rows = (
-                PREFETCH_DISTANCE // max(1, problem.head_dim * itemsize) + 1,
-                PREFETCH_DISTANCE // max(1, problem.value_dim * itemsize) + 1,
+                PREFETCH_DISTANCE // max(1, sizes.head_dim * itemsize) + 1,
+                PREFETCH_DISTANCE // max(1, sizes.value_dim * itemsize) + 1,
             )
-    elif n_blocks > 1:
+        return Schedule(
+            num_threads, True, block_k, n_vectors, 1, n_vectors * lanes, heads * n_splits, tiles, n_splits,
+            False, False, prefetch_rows, *factors,
+        )  # fmt: skip
+    n_blocks = -(-n_vectors // target.max_vectors)
+    copies_keys = packs_values = False
+    if n_blocks > 1:
         # Query blocks that one thread works on for each copy that it makes.
-        blocks = min(n_blocks, heads * n_blocks // num_threads)
-        key_gaps, value_gaps = _has_gaps(problem.key), _has_gaps(problem.value)
-        value_nbytes = len_k * _up(problem.value_dim, target.panel_columns) * itemsize
-        packs_values = blocks >= (GAP_BLOCKS if value_gaps else COPY_BLOCKS) and value_nbytes <= COPY_NBYTES
-        key_nbytes = len_k * problem.head_dim * itemsize
-        copies_keys = key_gaps and blocks >= COPY_BLOCKS and key_nbytes <= COPY_NBYTES
+        copies_keys, packs_values = _copies(
+            problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
+        )
     return Schedule(
-        num_threads,
-        uses_split_kv,
-        block_k,
-        n_vectors,
-        n_blocks,
-        n_vectors * lanes if uses_split_kv else -(-n_vectors // n_blocks) * lanes,
-        split_tiles,
-        n_splits,
-        heads * n_splits if uses_split_kv else heads * n_blocks,
-        copies_keys,
-        packs_values,
-        prefetch_rows,
-        *_domain(problem),
+        num_threads, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1,
+        copies_keys, packs_values, (0, 0), *factors,
+    )  # fmt: skip
+
+
+def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tuple[bool, bool]:
+    """Whether a thread copies the keys of a head, and packs its values, for so many query blocks."""
+    itemsize, len_k = problem.query.itemsize, sizes.len_k
+    value_nbytes = len_k * _up(sizes.value_dim, target.panel_columns) * itemsize
+    packs_values = (
+        blocks >= (GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS) and value_nbytes <= COPY_NBYTES
     )
+    copies_keys = (
+        blocks >= COPY_BLOCKS and _has_gaps(problem.key) and len_k * sizes.head_dim * itemsize <= COPY_NBYTES
+    )
+    return copies_keys, packs_values
 
 
 def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
@@ -154,12 +156,12 @@ def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
     return tiles, max(1, -(-n_key_tiles // tiles))
 
 
-def _domain(problem: Problem) -> tuple[float, float, float]:
+def _factors(problem: Problem) -> tuple[float, float, float]:
     """The factor of the packed query, the soft-cap and the factor of the exponents.
 
     Scores are held times log2(e), with factor 1, unless something given in natural units must stay exact: a
-    bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and a score_mod
-    sees the scores as they are.
+    bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and a
+    score_mod sees the scores as they are.
     """
     natural = problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
     unit = 1.0 if natural else LOG2E

@@ -29,6 +29,7 @@ from fastattn._mask_map import (
     INDEX_FULL,
     All,
     AnyOf,
+    Band,
     Cross,
     DenseArray,
     Intervals,
@@ -165,6 +166,11 @@ class Mask:
             for item in np.ndindex(*lead, H):
                 allowed[item] &= lowered.mask_map.rows(item, 0, L, S)
         return allowed
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether no array of the caller's is in it, whose numbers may change."""
+        return True
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -441,6 +447,10 @@ class Dense(Mask):
         object.__setattr__(self, "array", array)
 
     @property
+    def _is_frozen(self) -> bool:
+        return False
+
+    @property
     def _lead(self) -> tuple[int, ...]:
         return self.array.shape[:-3]
 
@@ -527,6 +537,10 @@ class _Combined(Mask):
     """What `_And`, `_Or` and `_Not` share."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def _is_frozen(self) -> bool:
+        return all(part._is_frozen for part in self.parts)
 
     @property
     def _lead(self) -> tuple[int, ...]:

@@ -32,6 +32,10 @@ class Backend(Protocol):
         """Why this backend cannot take `problem`; empty when it can."""
         ...
 
+    def thread_limit(self, num_threads: int) -> int:
+        """How many of `num_threads` threads this process may use here."""
+        ...
+
     def prepare(self, problem: Problem, num_threads: int) -> Prepared | None:
         """All that the problem's signature decides, for at most `num_threads` threads; None where a call leaves
         nothing that the next one of its signature could use."""

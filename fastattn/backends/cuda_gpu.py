@@ -21,6 +21,9 @@ class CudaBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return []
 
+    def thread_limit(self, num_threads: int) -> int:
+        return num_threads
+
     def prepare(self, problem: Problem, num_threads: int) -> None:
         return None
 

@@ -44,9 +44,12 @@ class CythonBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
+    def thread_limit(self, num_threads: int) -> int:
+        return int(driver.thread_limit(num_threads))
+
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(*driver.target(problem.query.itemsize))
-        schedule = make_schedule(problem, target, driver.thread_limit(num_threads))
+        schedule = make_schedule(problem, target, num_threads)
         return driver.Prepared(*write_record(problem, schedule, target), schedule.num_threads)
 
     def run(self, problem: Problem, num_threads: int) -> None:

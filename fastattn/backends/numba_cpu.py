@@ -4,13 +4,13 @@ float64."""
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
-
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule
+from fastattn.backends._base import Prepared
+from fastattn.backends.cpu.record import arrays_of
 
 
 class NumbaBackend:
@@ -24,15 +24,14 @@ class NumbaBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def plan(self, problem: Problem, num_threads: int) -> Schedule:
-        return _engine().plan(problem, num_threads)
+    def thread_limit(self, num_threads: int) -> int:
+        return int(import_module("fastattn.backends.numba.threads").thread_limit(num_threads))
 
-    def run(self, problem: Problem, plan: Schedule) -> None:
-        _engine().run(problem, plan)
+    def prepare(self, problem: Problem, num_threads: int) -> Prepared:
+        return _driver().Prepared(problem, num_threads)
 
-    def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
-        """The short way for a call with no other option; None where it does not apply."""
-        return _engine().plain_attention(query, key, value, causal, scale)
+    def run(self, problem: Problem, num_threads: int) -> None:
+        self.prepare(problem, num_threads).run(arrays_of(problem))
 
 
 backend = NumbaBackend()
@@ -43,15 +42,15 @@ def _missing() -> list[str]:
     if find_spec("numba") is None:
         return ["numba is not installed: pip install 'fastattn[numba]'"]
     try:
-        _engine()
+        _driver()
     except ImportError as error:
         return [f"numba does not load ({error})"]
     return []
 
 
 @cache
-def _engine() -> Any:
+def _driver() -> Any:
     """The module that loads Numba."""
-    import fastattn.backends.numba.engine as engine
+    import fastattn.backends.numba.prepared as driver
 
-    return engine
+    return driver

@@ -8,7 +8,6 @@ own numbers alone, not on strides or on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -29,12 +28,15 @@ class ReferenceBackend:
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
+    def thread_limit(self, num_threads: int) -> int:
+        return 1
+
     def prepare(self, problem: Problem, num_threads: int) -> None:
         return None
 
     def run(self, problem: Problem, num_threads: int) -> None:
         start, stop = problem.intervals()
-        problem = replace(problem, band=None, key_start=start, key_stop=stop)
+        problem = problem._replace(band=None, key_start=start, key_stop=stop)
         row_bytes = max(1, problem.len_k) * problem.query.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
         # inf - inf, 0 * inf and overflow are data here, not surprises.

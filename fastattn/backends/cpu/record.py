@@ -58,39 +58,32 @@ COUNTS = (
 )  # fmt: skip
 REALS = ("query_factor", "softcap", "exponent_factor")  #: see `Schedule`
 
-#: Every field, in order; the table of views follows, then `n_lead` strides of each view, and the leading axes.
+#: Every field, in order; the table of views follows, `n_lead` strides of each view, and the leading axes.
 FIELDS = (*COUNTS, *(f"to_{name}" for name in SCRATCH), *REALS)
 _HEADER = struct.Struct(f"={len(FIELDS) - len(REALS)}q{len(REALS)}d")
+_ZEROS = dict.fromkeys(FIELDS, 0)
+_TO = tuple(f"to_{name}" for name in SCRATCH)
 
 
-def write_record(problem: Problem, schedule: Schedule, target: Target, **own: int) -> tuple[bytes, bytes]:
-    """The record's fields, and what follows them: the table of views, their leading strides, the leading axes.
+def write_record(problem: Problem, schedule: Schedule, target: Target, **larger: int) -> tuple[bytes, bytes]:
+    """The record's fields; and the table of views, their leading strides and the leading axes.
 
-    `own` are bytes of tiles of which the driver needs more than is said here.
+    `larger` are bytes of tiles for which the driver needs more room than is said here.
     """
-    fields = _fields(problem, schedule, target)
-    _lay_out(fields, problem, schedule, target, own)
-    views, leads = [], []
+    fields: dict[str, Any] = _ZEROS.copy()
+    _set_problem(fields, problem)
+    _set_schedule(fields, problem, schedule, target)
+    _lay_out(fields, problem, schedule, target, larger)
     lead = problem.lead
-    for array in arrays_of(problem)[: len(VIEWS)]:
-        if array is None:
-            views += [0, 0, 0, 0]
-            leads += [0] * len(lead)
-        else:
+    views, leads = [0] * (4 * len(VIEWS)), [0] * (len(lead) * len(VIEWS))
+    for number, array in enumerate(arrays_of(problem)[: len(VIEWS)]):
+        if array is not None:
+            # (*lead, head, row, column); an array with fewer axes lacks the column, then the head.
             strides = array.strides
-            # (*lead, head, row, column); the column, then the head, is what arrays with fewer axes lack.
             inner = strides[len(lead) :]
-            head, row, col = (
-                inner
-                if len(inner) == 3
-                else (*inner, 0)
-                if len(inner) == 2
-                else (0, *inner, 0)
-                if inner
-                else (0, 0, 0)
-            )
-            views += [0, head, row, col]
-            leads += strides[: len(lead)]
+            at = 4 * number + (HEAD if len(inner) > 1 else ROW)
+            views[at : at + len(inner)] = inner
+            leads[number * len(lead) : (number + 1) * len(lead)] = strides[: len(lead)]
     tail = [*views, *leads, *lead]
     return _HEADER.pack(*fields.values()), struct.pack(f"={len(tail)}q", *tail)
 
@@ -105,113 +98,113 @@ def arrays_of(problem: Problem) -> tuple[np.ndarray | None, ...]:
     )  # fmt: skip
 
 
-def _fields(problem: Problem, schedule: Schedule, target: Target) -> dict[str, Any]:
+def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
+    """Sizes, options, and which arrays there are."""
+    batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = problem.sizes
     itemsize = problem.query.itemsize
-    fields: dict[str, Any] = dict.fromkeys(FIELDS, 0)
-    fields["n_lead"] = len(problem.lead)
-    fields["batch"] = problem.batch
-    fields["num_kv_heads"] = problem.num_kv_heads
-    fields["group_size"] = problem.group_size
-    fields["len_q"] = problem.len_q
-    fields["len_k"] = problem.len_k
-    fields["head_dim"] = head_dim = problem.head_dim
-    fields["value_dim"] = value_dim = problem.value_dim
+    fields["n_lead"] = problem.query.ndim - 3
+    fields["batch"] = batch
+    fields["num_kv_heads"] = num_kv_heads
+    fields["group_size"] = num_heads // num_kv_heads if num_kv_heads else 1
+    fields["len_q"] = len_q
+    fields["len_k"] = len_k
+    fields["head_dim"] = head_dim
+    fields["value_dim"] = value_dim
     fields["itemsize"] = itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
-    fields["has_intervals"] = problem.key_start is not None
-    if problem.bias is not None:
-        bias = problem.bias
-        fields["has_bias"] = True
+    if (bias := problem.bias) is not None:
+        fields["has_bias"] = fields["may_mask"] = fields["adjusts_all"] = True
         fields["bias_nbytes"] = bias.itemsize
         fields["bias_swapped"] = not bias.dtype.isnative
         fields["convert_bias"] = bias.dtype != problem.query.dtype or bias.strides[-1] != itemsize
+    if problem.score_mod is not None:
+        fields["has_score_mod"] = fields["may_mask"] = fields["adjusts_all"] = True
+    if problem.softcap is not None:
+        fields["adjusts_all"] = True
+    if problem.key_start is not None:
+        fields["has_intervals"] = fields["is_masked"] = True
     if problem.dense is not None:
-        fields["has_dense"] = True
+        fields["has_dense"] = fields["is_masked"] = True
         fields["dense_nbytes"] = problem.dense.itemsize
     if problem.mask_map is not None:
-        fields["has_mask_map"] = True
+        fields["has_mask_map"] = fields["is_masked"] = True
         _, fields["tile_q"], words = problem.mask_map.bits.shape
         fields["tile_k"] = words * WORD
     if problem.band is not None:
-        fields["has_band"] = True
+        fields["has_band"] = fields["is_masked"] = True
         fields["band_left"], fields["band_right"], fields["band_at_end"], lengths = problem.band
         fields["has_lengths"] = lengths is not None
-    fields["has_score_mod"] = problem.score_mod is not None
-    fields["may_mask"] = problem.bias is not None or problem.score_mod is not None
-    fields["adjusts_all"] = fields["may_mask"] or problem.softcap is not None
-    fields["is_masked"] = (
-        fields["has_intervals"] or fields["has_dense"] or fields["has_mask_map"] or fields["has_band"]
-    )
 
-    fields["lanes"] = lanes = target.lanes
+
+def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:
+    """How the call is cut up."""
+    itemsize, lanes = fields["itemsize"], target.lanes
+    fields["lanes"] = lanes
     fields["uses_split_kv"] = schedule.uses_split_kv
     fields["block_k"] = schedule.block_k
     fields["n_vectors"] = schedule.n_vectors
     fields["n_blocks"] = schedule.n_blocks
     fields["max_lanes"] = schedule.max_lanes
     fields["n_tasks"] = schedule.n_tasks
-    fields["copies_keys"] = schedule.copies_keys
-    fields["packs_values"] = schedule.packs_values
-    fields["panel"] = _lines(problem.len_k * target.panel_columns * itemsize)
     fields["n_splits"] = schedule.n_splits
-    fields["split_tiles"] = schedule.split_tiles
     if schedule.uses_split_kv:
-        n_rows = problem.len_q * problem.group_size
-        n_key_tiles = -(-problem.len_k // schedule.block_k)
-        fields["query_ld"] = -(-head_dim // lanes) * lanes
-        fields["acc_ld"] = acc_ld = -(-value_dim // lanes) * lanes
+        n_key_tiles = -(-fields["len_k"] // schedule.block_k)
+        fields["n_key_tiles"] = n_key_tiles
+        fields["split_tiles"] = schedule.split_tiles
+        fields["query_ld"] = -(-fields["head_dim"] // lanes) * lanes
+        fields["acc_ld"] = acc_ld = -(-fields["value_dim"] // lanes) * lanes
         fields["key_prefetch"] = schedule.prefetch_rows[0] * problem.key.strides[-2]
         fields["value_prefetch"] = schedule.prefetch_rows[1] * problem.value.strides[-2]
-        fields["n_key_tiles"] = n_key_tiles
-        fields["n_partials"] = (
-            2 + max(0, n_key_tiles - 1).bit_length()
-        )  # the depth of the stack, and the sinks
-        fields["partial_nbytes"] = 2 * _lines(schedule.max_lanes * itemsize) + _lines(
-            n_rows * acc_ld * itemsize
-        )
+        fields["n_partials"] = 2 + max(0, n_key_tiles - 1).bit_length()  # the stack's depth, and the sinks
+        rows = fields["len_q"] * fields["group_size"]
+        fields["partial_nbytes"] = 2 * lines(schedule.max_lanes * itemsize) + lines(rows * acc_ld * itemsize)
+    else:
+        fields["copies_keys"] = schedule.copies_keys
+        fields["packs_values"] = schedule.packs_values
+        fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
     fields["query_factor"] = schedule.query_factor
     fields["softcap"] = schedule.softcap
     fields["exponent_factor"] = schedule.exponent_factor
-    return fields
 
 
 def _lay_out(
-    fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target, own: dict[str, int]
+    fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target, larger: dict[str, int]
 ) -> None:
     """Places a thread's tiles in its scratch memory, each from a line of memory on."""
-    itemsize, block_k, ld = problem.query.itemsize, schedule.block_k, schedule.max_lanes
-    head_dim, value_dim, len_k = problem.head_dim, problem.value_dim, problem.len_k
-    line, pointers = ld * itemsize, 8 * ld
-    nbytes = dict.fromkeys(SCRATCH, line)
-    for name in ("rows", "out_rows", "bias_rows", "start", "stop", "stops", "part_stops", "row_i", "row_h"):
-        nbytes[name] = pointers
-    columns = -(-value_dim // target.panel_columns) * target.panel_columns
-    nbytes["query"] = (fields["query_ld"] if schedule.uses_split_kv else head_dim) * line
-    nbytes["scores"] = block_k * line
-    nbytes["acc"] = (
-        fields["n_partials"] * fields["partial_nbytes"] if schedule.uses_split_kv else columns * line
-    )
-    nbytes["inverse"] = 2 * line
-    nbytes["words"] = block_k // WORD * ld * 4
-    nbytes["prefetch"] = 2 * pointers + 8 * block_k
-    nbytes["converted"] = block_k * line if fields["convert_bias"] else 0
-    # A copy of the whole head, or of one tile where row tiles need elements without gaps.
-    tile = block_k * itemsize if schedule.uses_split_kv else 0
-    nbytes["key_copy"] = tile * head_dim if problem.key.strides[-1] != itemsize else 0
-    nbytes["value_copy"] = tile * value_dim if problem.value.strides[-1] != itemsize else 0
-    if schedule.copies_keys:
-        nbytes["key_copy"] = len_k * head_dim * itemsize
-    if schedule.packs_values:
-        nbytes["value_copy"] = columns // target.panel_columns * fields["panel"]
-    nbytes.update(own)
+    itemsize, block_k, ld = fields["itemsize"], schedule.block_k, schedule.max_lanes
+    head_dim, value_dim = fields["head_dim"], fields["value_dim"]
+    line, pointers, tile = ld * itemsize, 8 * ld, block_k * itemsize
+    panels = -(-value_dim // target.panel_columns)
+    key_copy = value_copy = 0
+    if schedule.uses_split_kv:
+        query, acc = fields["query_ld"] * line, fields["n_partials"] * fields["partial_nbytes"]
+        # Row tiles need elements without gaps.
+        if problem.key.strides[-1] != itemsize:
+            key_copy = tile * head_dim
+        if problem.value.strides[-1] != itemsize:
+            value_copy = tile * value_dim
+    else:
+        query, acc = head_dim * line, panels * target.panel_columns * line
+        if schedule.copies_keys:
+            key_copy = fields["len_k"] * head_dim * itemsize
+        if schedule.packs_values:
+            value_copy = panels * fields["panel"]
+    converted = block_k * line if fields["convert_bias"] else 0
+    nbytes: Any = (
+        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
+        pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
+        pointers, pointers, converted, key_copy, value_copy,
+    )  # fmt: skip
+    if larger:
+        nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()
     at = 0
-    for name in SCRATCH:
-        fields[f"to_{name}"] = at
-        at += _lines(nbytes[name])
+    for to, n in zip(_TO, nbytes, strict=True):
+        fields[to] = at
+        at += n + LINE_NBYTES - 1 & -LINE_NBYTES
     fields["scratch_nbytes"] = at
 
 
-def _lines(nbytes: int) -> int:
+def lines(nbytes: int) -> int:
     """Bytes, or an address, rounded up to whole lines of memory."""
     return -(-nbytes // LINE_NBYTES) * LINE_NBYTES

@@ -20,10 +20,14 @@ includes hold the rest.
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport free, getenv, malloc
+from libc.string cimport memcpy, memset, strcmp
 
 cimport numpy as cnp
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.float cimport PyFloat_AS_DOUBLE
+from cpython.unicode cimport PyUnicode_AsUTF8
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 
 import os
 
@@ -54,6 +58,8 @@ cnp.import_array()
 
 cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
+
+include "signature.pxi"  # what calls that are done alike have in common
 
 ISAS = ("avx512", "avx2", "neon", "portable")  # best first
 

@@ -9,8 +9,7 @@
     splitkv       the driver for few query rows, whose keys are split over threads
     spread        each thread on a core of its own
     work          all tasks on all threads
-    form          all of a call but its addresses, remembered for calls that are alike
-    job           a `Problem` as the record of a call
+    prepared      a call ready to run: its record, and scratch memory
 
 Each knows those above it. Nothing is imported here, so that Numba is only loaded with what needs it.
 """

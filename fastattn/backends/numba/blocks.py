@@ -19,10 +19,10 @@ from fastattn.backends.numba.layout import (
     COL,
     HEAD,
     KEY,
+    KEY_LENGTHS,
     KEY_START,
     KEY_STEP,
     KEY_STOP,
-    LEAD,
     QUERY,
     ROW,
     VALUE,
@@ -30,6 +30,9 @@ from fastattn.backends.numba.layout import (
 )
 
 # In IR, as everything uses them and each Numba function costs its compilation wherever it is used.
+
+
+N_COLUMNS = COL + 1  # of the table of views
 
 
 def _load(builder, address):
@@ -43,9 +46,8 @@ def job_entry(builder, job, record, name):
 
 def _view_entry(builder, job, record, view, column):
     """An entry of the table of views."""
-    table, size = (job_entry(builder, job, record, name) for name in ("views", "view_size"))
-    place = builder.add(builder.mul(view, size), column)
-    return _load(builder, builder.add(table, builder.mul(place, INTP(8))))
+    entry = builder.add(builder.mul(view, INTP(N_COLUMNS)), column)
+    return _load(builder, builder.add(job_entry(builder, job, record, "views"), builder.mul(entry, INTP(8))))
 
 
 @intrinsic
@@ -76,12 +78,12 @@ def row_stride(context, job, view):
 def at_item(job, view, item):
     """Where a batch item starts in an array."""
     address = stride_of(job, view, ADDRESS)
-    shape = int64s(job.lead_shape)
+    shape, strides = int64s(job.lead_shape), int64s(job.leads + 8 * job.n_lead * view)
     for axis in range(job.n_lead - 1, 0, -1):
-        address += item % shape[axis] * stride_of(job, view, LEAD + axis)
+        address += item % shape[axis] * strides[axis]
         item //= shape[axis]
     if job.n_lead > 0:
-        address += item * stride_of(job, view, LEAD)  # what is left is the index on the first axis
+        address += item * strides[0]  # what is left is the index on the first axis
     return address
 
 
@@ -145,7 +147,7 @@ def find_block(job, w, block, task):
     block.values, block.value_row, block.panel = block.value, row_stride(job, VALUE), TILE_ROWS * job.itemsize
     if job.packs_values:
         block.values, block.value_row = w + job.to_value_copy, TILE_ROWS * job.itemsize
-        block.panel = TILE_ROWS * job.itemsize * job.len_k
+        block.panel = job.panel
 
     list_rows(job, 0, 0, 1, first_row, n_rows, block.ld, w + job.to_row_i)
     list_rows(job, kv * job.group_size, 1, 0, first_row, n_rows, block.ld, w + job.to_row_h)
@@ -168,18 +170,26 @@ def find_queries(job, task, to):
 
 @routine
 def find_intervals(job, w, block):
-    """Each lane's keys as far as intervals say, the keys that any lane may attend, and those that all may."""
+    """Each lane's keys as far as band and intervals say, the keys that any lane may attend, and those that all may."""
     start, stop, row_i = int64s(w + job.to_start), int64s(w + job.to_stop), int64s(w + job.to_row_i)
     low, high, all_start, all_stop = job.len_k, 0, 0, job.len_k
-    starts = stops = start_row = stop_row = 0
+    starts = stops = start_row = stop_row = shift = 0
+    len_k = job.len_k
+    if job.has_lengths:
+        len_k = int64s(at_item(job, KEY_LENGTHS, block.item))[0]
+    if job.band_at_end:
+        shift = len_k - job.len_q
     if job.has_intervals:
         starts, stops = at_item(job, KEY_START, block.item), at_item(job, KEY_STOP, block.item)
         start_row, stop_row = stride_of(job, KEY_START, ROW), stride_of(job, KEY_STOP, ROW)
     for lane in range(block.ld):
-        start[lane], stop[lane] = 0, job.len_k
+        start[lane], stop[lane] = 0, len_k
+        if job.has_band:
+            start[lane] = max(0, row_i[lane] + shift - job.band_left)
+            stop[lane] = min(len_k, row_i[lane] + shift + job.band_right + 1)
         if job.has_intervals:
-            start[lane] = int64s(starts + row_i[lane] * start_row)[0]
-            stop[lane] = int64s(stops + row_i[lane] * stop_row)[0]
+            start[lane] = max(start[lane], int64s(starts + row_i[lane] * start_row)[0])
+            stop[lane] = min(stop[lane], int64s(stops + row_i[lane] * stop_row)[0])
         if start[lane] < stop[lane]:
             low, high = min(low, start[lane]), max(high, stop[lane])
         all_start, all_stop = max(all_start, start[lane]), min(all_stop, stop[lane])

@@ -22,7 +22,7 @@ from fastattn.backends.numba.blocks import (
 from fastattn.backends.numba.codegen.calls import OPTIONS, routine
 from fastattn.backends.numba.codegen.emit import INTP
 from fastattn.backends.numba.codegen.intrinsics import call_modify, int32s, int64s, uint32s
-from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, ROW, TILE_INDEX, VALUE, WORD
+from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, MASK_INDEX, ROW, VALUE, WORD
 
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a tile map without bits
@@ -56,21 +56,21 @@ def read_dense(job, w, block, key0, n_keys):
     """Clears the mask words' bits where the array of the mask is 0."""
     col = column_stride(job, DENSE)
     find_rows(job, DENSE, block, key0 * col, block.ld, w + job.to_rows)
-    kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_size, n_keys)
+    kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_nbytes, n_keys)
     return 0
 
 
 @routine
 def read_mask_map(job, w, block, key0, n_keys):
     """Clears the mask words' bits where the tile map does; key0 is a multiple of 32."""
-    words, bits = uint32s(w + job.to_words), uint32s(job.tile_bits)
+    words, bits = uint32s(w + job.to_words), uint32s(job.mask_bits)
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
     head, row, col = (
-        stride_of(job, TILE_INDEX, HEAD),
-        stride_of(job, TILE_INDEX, ROW),
-        stride_of(job, TILE_INDEX, COL),
+        stride_of(job, MASK_INDEX, HEAD),
+        stride_of(job, MASK_INDEX, ROW),
+        stride_of(job, MASK_INDEX, COL),
     )
-    item, tile_words = at_item(job, TILE_INDEX, block.item), job.tile_k // WORD
+    item, tile_words = at_item(job, MASK_INDEX, block.item), job.tile_k // WORD
     for lane in range(block.ld):
         at = item + row_h[lane] * head + row_i[lane] // job.tile_q * row
         for j in range(0, n_keys, WORD):
@@ -161,7 +161,7 @@ def find_bias_rows(job, w, block, key0, n_keys):
         rows = int64s(w + job.to_bias_rows)
         for lane in range(block.ld):
             to = w + job.to_converted + lane * n_keys * job.itemsize
-            kernels.convert_row(job, to, rows[lane], col, n_keys, job.bias_size, job.bias_swapped)
+            kernels.convert_row(job, to, rows[lane], col, n_keys, job.bias_nbytes, job.bias_swapped)
             rows[lane] = to
     return 0
 

@@ -102,9 +102,9 @@ def attend(job, w, block):
                         KEY_CHUNK - key0 % KEY_CHUNK, job.exponent_factor)  # fmt: skip
         n_next = min(tile + job.block_k, block.high) - tile
         if n_next > 0 and job.has_bias:
-            prefetch_rows(job, w, block, BIAS, job.bias_size, tile, n_next)
+            prefetch_rows(job, w, block, BIAS, job.bias_nbytes, tile, n_next)
         if n_next > 0 and job.has_dense:
-            prefetch_rows(job, w, block, DENSE, job.dense_size, tile, n_next)
+            prefetch_rows(job, w, block, DENSE, job.dense_nbytes, tile, n_next)
         add_values(job, w, block, state, key0, n_keys, is_first)
         is_first = 0
     if is_first:

@@ -82,7 +82,7 @@ def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
 
     def definition(context: Any, job: Any, *arguments: Any) -> Any:
         signature = _signature(function)
-        at_calls = job.offset("calls")
+        at_calls = job.offset("kernels")
 
         def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
             word, byte = ir.IntType(64), ir.IntType(8)

@@ -1,0 +1,122 @@
+# The signature of a call: all of its arguments that decide how it is done, as bytes. See `fastattn._prepared`.
+
+cdef enum:
+    MAX_AXES = 8            # arrays with more, and other unusual arguments, have no signature
+    MAX_WORDS = 7 * (3 + 2 * MAX_AXES) + 16
+
+
+cdef struct Words:
+    int64_t word[MAX_WORDS]
+    int n
+
+
+cdef inline void put(Words *to, int64_t word) noexcept:
+    to.word[to.n] = word
+    to.n += 1
+
+
+cdef inline bint put_array(Words *to, object array) except -1:
+    """The dtype, shape, strides and flags of an ndarray or None; whether it is one of these."""
+    cdef cnp.ndarray a
+    cdef int axis
+    if array is None:
+        put(to, -1)
+        return True
+    if not cnp.PyArray_CheckExact(array):
+        return False
+    a = array
+    if a.ndim > MAX_AXES:
+        return False
+    put(to, cnp.PyArray_TYPE(a) | <int64_t>a.ndim << 16 | <int64_t>cnp.PyArray_ITEMSIZE(a) << 32)
+    put(to, cnp.PyArray_ISNOTSWAPPED(a) | cnp.PyArray_ISWRITEABLE(a) << 1)
+    for axis in range(a.ndim):
+        put(to, a.shape[axis])
+        put(to, a.strides[axis])
+    return True
+
+
+cdef inline bint put_real(Words *to, object number) noexcept:
+    """A float, or None; whether it is one of these."""
+    cdef double real = 0
+    if number is not None:
+        if not isinstance(number, float):
+            return False
+        real = PyFloat_AS_DOUBLE(number)
+    put(to, number is not None)
+    put(to, (<int64_t *>&real)[0])
+    return True
+
+
+cdef inline bint put_count(Words *to, object count) except -1:
+    """A count below 2^60, or None; whether it is one of these."""
+    cdef int overflow = 0
+    cdef long long n = -1
+    if count is not None:
+        if not PyLong_CheckExact(count):
+            return False
+        n = PyLong_AsLongLongAndOverflow(count, &overflow)
+        if overflow or not 0 <= n < <long long>1 << 60:
+            return False
+    put(to, n)
+    return True
+
+
+cdef inline int backend_number(const char *name) noexcept:
+    """0 where none is named, -1 for those that prepare nothing and for unknown names."""
+    if name == NULL or name[0] == 0:
+        return 0
+    return 1 if strcmp(name, "cython") == 0 else 2 if strcmp(name, "numba") == 0 else -1
+
+
+def signature(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
+              return_lse, return_weights, num_threads, backend):
+    """Bytes that are the same for all calls which are done alike, or None for a call with unusual arguments.
+
+    `function` tells public functions apart; `mask` and `key_lengths` are arrays or None here.
+    """
+    cdef Words to
+    cdef int number, axis
+    to.n = 0
+    if causal is False:
+        put(&to, 0)
+    elif causal is True:
+        put(&to, 1)
+    elif type(causal) is str and causal == "top_left":
+        put(&to, 2)
+    elif type(causal) is str and causal == "bottom_right":
+        put(&to, 3)
+    else:
+        return None
+    if type(layout) is not str or not (layout == "bhsd" or layout == "bshd"):
+        return None
+    put(&to, (layout == "bshd") | <int64_t>bool(return_lse) << 1 | <int64_t>bool(return_weights) << 2)
+    if backend is None:
+        number = backend_number(getenv("FASTATTN_BACKEND"))
+    else:
+        number = backend_number(PyUnicode_AsUTF8(backend)) if type(backend) is str else -1
+    if number < 0:
+        return None
+    put(&to, number)
+    put(&to, function)
+    put(&to, <int64_t><size_t>chosen[0])
+    if not (put_count(&to, num_threads) and put_real(&to, scale) and put_real(&to, softcap)):
+        return None
+    if window is None:
+        put(&to, -2)
+    elif type(window) is tuple and len(window) == 2:
+        if not (put_count(&to, window[0]) and put_count(&to, window[1])):
+            return None
+    else:
+        return None
+    if not (put_array(&to, query) and put_array(&to, key) and put_array(&to, value) and put_array(&to, mask)
+            and put_array(&to, bias) and put_array(&to, sinks) and put_array(&to, out)):
+        return None
+    if key_lengths is None:
+        put(&to, -1)
+    elif cnp.PyArray_CheckExact(key_lengths) and cnp.PyArray_NDIM(key_lengths) <= 2:
+        put(&to, cnp.PyArray_NDIM(key_lengths))
+        for axis in range(cnp.PyArray_NDIM(key_lengths)):
+            put(&to, cnp.PyArray_DIM(key_lengths, axis))
+    else:
+        return None
+    return PyBytes_FromStringAndSize(<char *>to.word, to.n * sizeof(int64_t))

@@ -1,0 +1,243 @@
+"""A call ready to run: the record but for its addresses, and the scratch memory that it leaves for the next."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from fastattn._problem import Problem
+from fastattn._schedule import Schedule, make_schedule
+from fastattn._schedule import Target as DriverTarget
+from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, arrays_of, lines, write_record
+from fastattn.backends.numba.codegen.calls import reached, table
+from fastattn.backends.numba.codegen.target import TARGET
+from fastattn.backends.numba.layout import BLOCK, COL, JOB, OWN_TILES, PARTIAL, SHARE
+from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
+from fastattn.backends.numba.threads import caller_takes_part, on_pool
+from fastattn.backends.numba.work import run_work
+
+#: Scratch memory that a call may leave for the next; not measured: it bounds what stays to some 32 MB.
+MAX_IDLE_NBYTES = 1 << 22
+
+#: Functions that not every call reaches, by what in its record says that it does.
+_CONDITIONS = {
+    "uses_split_kv": ("run_split_task",),
+    "sweeps": ("run_task",),
+    "is_masked": ("find_intervals", "mask_tile"),
+    "is_adjusted": ("adjusted_scores", "adjust_rows"),
+    "has_score_mod": ("modify_scores", "note_masked"),
+    "has_dense": ("read_dense",),
+    "has_mask_map": ("read_mask_map",),
+    "has_bias": ("find_bias_rows",),
+    "prefetches_rows": ("prefetch_rows",),
+    "convert_bias": ("convert_row",),
+    "has_lse": ("scatter",),
+    "has_weights": ("write_weights", "write_row_weights"),
+    "has_copies": ("copy_new",),
+    "has_last": ("accumulate_last",),
+    "is_spread": ("spread_start", "spread_enter", "spread_leave"),
+    "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
+}
+
+#: The number of each field of a job among its words of 8 bytes.
+_NUMBER = {name: number for number, name in enumerate(JOB.names or ())}
+
+#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part of
+#: NumPy's binary interface, on which compiled extensions rely.
+_AT_DATA = object.__basicsize__
+
+_START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the elements begin: ``array.ctypes.data`` in a fifth of its time."""
+    return ctypes.c_int64.from_address(id(array) + _AT_DATA).value
+
+
+class Prepared:
+    """A call of this driver but for its arrays."""
+
+    def __init__(self, problem: Problem, num_threads: int) -> None:
+        itemsize = problem.query.itemsize
+        target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
+        schedule = make_schedule(problem, target, num_threads)
+        self._table = table(problem.query.dtype.name)
+        fields, views = write_record(problem, schedule, target, **_larger_tiles(problem, schedule))
+        record = np.zeros(1, JOB)
+        record.view(np.uint8)[: len(fields)] = np.frombuffer(fields, np.uint8)
+        job = record[0]
+        self.n_tasks = int(job["n_tasks"]) if problem.num_heads and problem.len_q else 0
+        self._num_threads = max(1, min(schedule.num_threads, self.n_tasks))
+        self._keep = _set_user_function(problem, schedule, job)
+        _set_own(problem, schedule, job)
+        job["kernels"], job["cores"], job["n_cpus"] = self._table.address, CORES.ctypes.data, len(CORES)
+
+        self.n_splits, self.partial_nbytes = int(job["n_splits"]), int(job["partial_nbytes"])
+        self.scratch_nbytes = self._num_threads * int(job["scratch_nbytes"]) + LINE_NBYTES
+        self._needed = self._functions(job, is_nonfinite_safe=False)
+        self.needed_nonfinite = self._functions(job, is_nonfinite_safe=True)
+
+        # The words of a call: its record, the views with their leading strides and the leading axes, the threads'
+        # shares, and what they have claimed of the cores.
+        words = [record.view(np.int64), np.frombuffer(views, np.int64)]
+        self.views = len(words[0])
+        self.leads = self.views + len(VIEWS) * (COL + 1)
+        self.shares = self.views + len(words[1])
+        self.lead_shape = self.shares - len(problem.lead)
+        self.spread = self.shares + self._num_threads * SHARE.itemsize // 8
+        self.words = np.concatenate([*words, np.zeros(self.spread + SPREAD_WORDS - self.shares, np.int64)])
+        #: Where the addresses of those arrays go that are there, with their number in `arrays_of`.
+        self.addresses = [
+            (number, self.views + number * (COL + 1) if number < len(VIEWS) else _NUMBER[name])
+            for number, (name, array) in enumerate(
+                zip((*VIEWS, "sinks", "mask_bits"), arrays_of(problem), strict=True)
+            )
+            if array is not None
+        ]
+        self._idle: list[_Job] = []
+
+    def run(self, arrays: tuple[Any, ...]) -> None:
+        """Fill the outputs among the arrays, which are those of `arrays_of`."""
+        if not self.n_tasks:
+            return
+        self._table.need(self._needed)
+        try:
+            job = self._idle.pop()
+        except IndexError:
+            job = _Job(self, self._table)
+        job.run(arrays, self._num_threads)
+        if not self._idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
+            self._idle.append(job)
+
+    def share_out(self, words: np.ndarray, num_threads: int) -> None:
+        """Gives each of so many threads its share of the tasks: some that follow each other, so that not every
+        thread brings every head's keys and values into its cache. No core is claimed."""
+        step = SHARE.itemsize // 8
+        for thread in range(num_threads):
+            at = self.shares + thread * step
+            words[at] = self.n_tasks * thread // num_threads
+            words[at + 1] = self.n_tasks * (thread + 1) // num_threads
+        words[self.spread :] = 0
+
+    def _functions(self, job: Any, is_nonfinite_safe: bool) -> frozenset[str]:
+        """The functions that the call reaches; one that no call ever needed is not compiled."""
+        holds: dict[str, Any] = {
+            "sweeps": not job["uses_split_kv"],
+            "is_adjusted": job["is_masked"] or job["adjusts_all"],
+            "has_copies": job["copies_keys"] or job["packs_values"],
+            "has_last": job["value_dim"] % TARGET.tile_rows != 0,
+            "prefetches_rows": job["has_bias"] or job["has_dense"],
+            "is_nonfinite_safe": is_nonfinite_safe,
+            "is_spread": IS_LINUX and self._num_threads > 1,
+        }
+        without = [
+            name
+            for flag, names in _CONDITIONS.items()
+            if not (holds[flag] if flag in holds else job[flag])
+            for name in names
+        ]
+        roots = ("spread_start", "work")  # that Python calls
+        return frozenset().union(*(reached(root, frozenset(without)) for root in roots))
+
+
+class _Job:
+    """The words of one call at a time, with its addresses, and every thread's scratch memory."""
+
+    def __init__(self, prepared: Prepared, table: Any) -> None:
+        self._prepared, self._table = prepared, table
+        self._work = table.address_of("work")
+        self._start_spread = _START(table.address_of("spread_start"))
+        self.words = words = prepared.words.copy()
+        self._scratch = np.empty(prepared.scratch_nbytes, np.uint8)
+        self._address = address_of(words)
+        self._shares = self._address + 8 * prepared.shares
+        for name in ("views", "leads", "lead_shape", "spread"):
+            words[_NUMBER[name]] = self._address + 8 * getattr(prepared, name)
+        words[_NUMBER["scratch"]] = lines(address_of(self._scratch))
+        self._left: np.ndarray | None = None
+        if prepared.n_splits > 1:
+            n_tasks, nbytes = prepared.n_tasks, prepared.partial_nbytes
+            self._partials = np.zeros(n_tasks, PARTIAL)
+            self._partial_data = np.empty(n_tasks * nbytes + LINE_NBYTES, np.uint8)
+            self._left = np.empty(n_tasks // prepared.n_splits, np.int64)
+            self._partials["data"] = np.arange(n_tasks) * nbytes + lines(address_of(self._partial_data))
+            words[_NUMBER["partials"]] = address_of(self._partials)
+            words[_NUMBER["left"]] = address_of(self._left)
+
+    def run(self, arrays: tuple[Any, ...], num_threads: int) -> None:
+        """Every task, on so many threads, or fewer where the pool has no room."""
+        words = self.words
+        for number, at in self._prepared.addresses:
+            words[at] = address_of(arrays[number])
+        on_pool(num_threads, self._run)
+        if words[_NUMBER["saw_nan"]]:
+            # 0 * NaN of a value that the row may not read may be the cause: again, with such values kept apart.
+            self._table.need(self._prepared.needed_nonfinite)
+            words[_NUMBER["is_nonfinite_safe"]] = 1
+            on_pool(num_threads, self._run)
+            words[_NUMBER["is_nonfinite_safe"]] = words[_NUMBER["saw_nan"]] = 0
+
+    def _run(self, num_threads: int) -> None:
+        if self._left is not None:
+            self._left[:] = self._prepared.n_splits
+        self._prepared.share_out(self.words, num_threads)
+        if IS_LINUX and num_threads > 1 and caller_takes_part():
+            self._start_spread(self._address)
+        run_work(self._work, self._address, self._shares, num_threads)
+
+
+def _set_user_function(problem: Problem, schedule: Schedule, job: Any) -> Any:
+    """The addresses of a score_mod and of its `aux`; what must live as long."""
+    if problem.score_mod is None:
+        return None
+    from fastattn.backends.numba.modify import aux_words, score_loop
+
+    is_grouped = problem.group_size > 1
+    aux = aux_words(problem.score_mod.aux)
+    job["score_mod"] = score_loop(problem.score_mod, problem.query.dtype, schedule.uses_split_kv, is_grouped)
+    job["aux"] = address_of(aux)
+    return problem.score_mod, aux
+
+
+def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
+    """Tiles that need more room here: whole register tiles of keys, and rows without gaps also in the sweep."""
+    itemsize, tile = problem.query.itemsize, schedule.block_k * problem.query.itemsize
+    larger = {"scores": (schedule.block_k + 2 * TARGET.score_rows) * schedule.max_lanes * itemsize}
+    if problem.key.strides[-1] != itemsize and not schedule.copies_keys:
+        larger["key_copy"] = tile * problem.head_dim
+    if problem.value.strides[-1] != itemsize and not schedule.packs_values:
+        larger["value_copy"] = tile * problem.value_dim
+    return larger
+
+
+def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
+    """This driver's own fields: where its own tiles lie behind the others, and the factor of the query."""
+    is_safe = job["is_masked"] or job["may_mask"]
+    nbytes = {
+        "spare": schedule.max_lanes * problem.query.itemsize,
+        "clean": schedule.block_k * problem.query.itemsize * problem.value_dim if is_safe else 0,
+        "block": BLOCK.itemsize,
+        "stack": MAX_PARTIALS * PARTIAL.itemsize if schedule.uses_split_kv else 0,
+        "allowed": CPU_SET_NBYTES,
+        "chosen": CPU_SET_NBYTES,
+    }
+    at = int(job["scratch_nbytes"])
+    for name in OWN_TILES:
+        job[f"to_{name}"] = at
+        at += lines(nbytes[name])
+    job["scratch_nbytes"] = at
+    job["query_high"], job["query_low"] = _in_two(schedule.query_factor, problem.query.dtype)
+
+
+def _in_two(factor: float, dtype: np.dtype) -> tuple[float, float]:
+    """The factor rounded towards 0 to the dtype and what that left, of the same sign and 0 only with it."""
+    with np.errstate(over="ignore"):
+        high = dtype.type(factor)
+    if abs(float(high)) > abs(factor):
+        high = np.nextafter(high, dtype.type(0))
+    low = dtype.type(factor - float(high)) if np.isfinite(high) else high
+    if low == 0:
+        low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
+    return float(high), float(low)

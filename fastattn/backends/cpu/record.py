@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 LINE_NBYTES = 64
 MAX_PARTIALS = 64  #: of the stack of split-KV: deeper than the tree over any number of keys
 
-#: The arrays of a call, each a row of the table of views: the address, and the strides of head, row and column.
+#: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head, and
+#: those of the leading axes from the innermost out.
 VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
     "key_lengths",
 )  # fmt: skip
-ADDRESS, HEAD, ROW, COL = range(4)
+ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 
 #: Tiles of a thread, each from a line of its scratch memory on.
 SCRATCH = (
@@ -58,15 +59,16 @@ COUNTS = (
 )  # fmt: skip
 REALS = ("query_factor", "softcap", "exponent_factor")  #: see `Schedule`
 
-#: Every field, in order; the table of views follows, `n_lead` strides of each view, and the leading axes.
+#: Every field, in order; the table of views follows, and the leading axes.
 FIELDS = (*COUNTS, *(f"to_{name}" for name in SCRATCH), *REALS)
 _HEADER = struct.Struct(f"={len(FIELDS) - len(REALS)}q{len(REALS)}d")
 _ZEROS = dict.fromkeys(FIELDS, 0)
 _TO = tuple(f"to_{name}" for name in SCRATCH)
+_ZEROS_OF_VIEW = (0, 0, 0, 0)
 
 
 def write_record(problem: Problem, schedule: Schedule, target: Target, **larger: int) -> tuple[bytes, bytes]:
-    """The record's fields; and the table of views, their leading strides and the leading axes.
+    """The record's fields; and the table of views with the leading axes, from the innermost out.
 
     `larger` are bytes of tiles for which the driver needs more room than is said here.
     """
@@ -74,18 +76,17 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
     _set_problem(fields, problem)
     _set_schedule(fields, problem, schedule, target)
     _lay_out(fields, problem, schedule, target, larger)
-    lead = problem.lead
-    views, leads = [0] * (4 * len(VIEWS)), [0] * (len(lead) * len(VIEWS))
-    for number, array in enumerate(arrays_of(problem)[: len(VIEWS)]):
-        if array is not None:
-            # (*lead, head, row, column); an array with fewer axes lacks the column, then the head.
-            strides = array.strides
-            inner = strides[len(lead) :]
-            at = 4 * number + (HEAD if len(inner) > 1 else ROW)
-            views[at : at + len(inner)] = inner
-            leads[number * len(lead) : (number + 1) * len(lead)] = strides[: len(lead)]
-    tail = [*views, *leads, *lead]
-    return _HEADER.pack(*fields.values()), struct.pack(f"={len(tail)}q", *tail)
+    n_lead = fields["n_lead"]
+    views: list[int] = []
+    for array in arrays_of(problem)[: len(VIEWS)]:
+        strides = (0,) * (3 + n_lead) if array is None else array.strides[::-1]
+        missing = 3 + n_lead - len(strides)  # of (head, row, column)
+        if missing == 2:
+            views += (0, 0, strides[0], 0, *strides[1:])
+        else:
+            views += (*_ZEROS_OF_VIEW[: 1 + missing], *strides)
+    views += problem.lead[::-1]
+    return _HEADER.pack(*fields.values()), struct.pack(f"={len(views)}q", *views)
 
 
 def arrays_of(problem: Problem) -> tuple[np.ndarray | None, ...]:
@@ -199,9 +200,9 @@ def _lay_out(
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()
     at = 0
-    for to, n in zip(_TO, nbytes, strict=True):
+    for to, n in zip(_TO, nbytes, strict=False):
         fields[to] = at
-        at += n + LINE_NBYTES - 1 & -LINE_NBYTES
+        at += n + 63 & -64  # whole lines
     fields["scratch_nbytes"] = at
 
 

@@ -204,18 +204,30 @@ cdef class Prepared:
     cdef readonly int num_threads
 
     def __cinit__(self, bytes fields, bytes views, int num_threads):
+        cdef const int64_t *view = <const int64_t *><const char *>views
+        cdef Py_ssize_t nbytes = len(fields)
+        cdef int64_t *leads
+        cdef int64_t n_lead
+        cdef int number
         cdef Job *job
-        if len(fields) != <Py_ssize_t>(<size_t>&(<Job *>NULL).query):
+        if nbytes != <Py_ssize_t>(<size_t>&(<Job *>NULL).query):
             raise ValueError("the record of a call is not what this driver reads")
-        self.nbytes = len(fields) + len(views)
-        self.record = <char *>malloc(self.nbytes)
-        if self.record == NULL:
+        self.nbytes = nbytes + len(views)
+        job = <Job *>malloc(self.nbytes)
+        if job == NULL:
             raise MemoryError("no memory for the record of a call")
-        memcpy(self.record, <const char *>fields, len(fields))
-        memcpy(self.record + len(fields), <const char *>views, len(views))
+        self.record = <char *>job
         self.num_threads = num_threads
-        job = <Job *>self.record
+        memcpy(job, <const char *>fields, nbytes)
         job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
+        n_lead = job.n_lead
+        leads = <int64_t *>(job + 1)
+        for number in range(N_VIEWS):
+            memcpy(&job.query + number, view, sizeof(View))
+            memcpy(leads, view + 4, n_lead * sizeof(int64_t))
+            view += 4 + n_lead
+            leads += n_lead
+        memcpy(leads, view, n_lead * sizeof(int64_t))
 
     def __dealloc__(self):
         free(self.record)

@@ -70,7 +70,7 @@ cdef enum TileState:
 cdef struct View:
     # An array with axes (*lead, head, row, column): its address, and strides in bytes.
     int64_t data
-    int64_t head, row, col
+    int64_t col, row, head
 
 
 cdef struct Partial:
@@ -82,7 +82,7 @@ cdef struct Partial:
 
 cdef struct Job:
     # The record of a call, as backends/cpu/record.py writes it and says what is in it; addresses are filled in by `run`.
-    # The leading strides of each view follow, then the leading axes.
+    # The leading strides of each view follow, from the innermost out, then the leading axes in that order.
     int64_t kernels
     int64_t n_lead, batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim, itemsize
     int64_t sinks, mask_bits, score_mod, aux
@@ -187,10 +187,10 @@ cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noe
     cdef int64_t axis
     if p == NULL or job.n_lead == 0:
         return p
-    for axis in range(job.n_lead - 1, 0, -1):
+    for axis in range(job.n_lead - 1):
         p += item % lead_shape[axis] * lead[axis]
         item = item // lead_shape[axis]
-    return p + item * lead[0]
+    return p + item * lead[job.n_lead - 1]
 
 
 cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ssize_t lane) noexcept nogil:

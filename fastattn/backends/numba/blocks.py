@@ -23,6 +23,7 @@ from fastattn.backends.numba.layout import (
     KEY_START,
     KEY_STEP,
     KEY_STOP,
+    LEAD,
     QUERY,
     ROW,
     VALUE,
@@ -30,9 +31,6 @@ from fastattn.backends.numba.layout import (
 )
 
 # In IR, as everything uses them and each Numba function costs its compilation wherever it is used.
-
-
-N_COLUMNS = COL + 1  # of the table of views
 
 
 def _load(builder, address):
@@ -46,7 +44,8 @@ def job_entry(builder, job, record, name):
 
 def _view_entry(builder, job, record, view, column):
     """An entry of the table of views."""
-    entry = builder.add(builder.mul(view, INTP(N_COLUMNS)), column)
+    width = builder.add(job_entry(builder, job, record, "n_lead"), INTP(LEAD))
+    entry = builder.add(builder.mul(view, width), column)
     return _load(builder, builder.add(job_entry(builder, job, record, "views"), builder.mul(entry, INTP(8))))
 
 
@@ -78,12 +77,12 @@ def row_stride(context, job, view):
 def at_item(job, view, item):
     """Where a batch item starts in an array."""
     address = stride_of(job, view, ADDRESS)
-    shape, strides = int64s(job.lead_shape), int64s(job.leads + 8 * job.n_lead * view)
-    for axis in range(job.n_lead - 1, 0, -1):
-        address += item % shape[axis] * strides[axis]
+    shape, last = int64s(job.lead_shape), job.n_lead - 1  # axes from the innermost out
+    for axis in range(last):
+        address += item % shape[axis] * stride_of(job, view, LEAD + axis)
         item //= shape[axis]
-    if job.n_lead > 0:
-        address += item * strides[0]  # what is left is the index on the first axis
+    if last >= 0:
+        address += item * stride_of(job, view, LEAD + last)
     return address
 
 

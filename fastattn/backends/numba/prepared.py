@@ -13,7 +13,7 @@ from fastattn._schedule import Target as DriverTarget
 from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, arrays_of, lines, write_record
 from fastattn.backends.numba.codegen.calls import reached, table
 from fastattn.backends.numba.codegen.target import TARGET
-from fastattn.backends.numba.layout import BLOCK, COL, JOB, OWN_TILES, PARTIAL, SHARE
+from fastattn.backends.numba.layout import BLOCK, JOB, LEAD, OWN_TILES, PARTIAL, SHARE
 from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
 from fastattn.backends.numba.threads import caller_takes_part, on_pool
 from fastattn.backends.numba.work import run_work
@@ -83,14 +83,16 @@ class Prepared:
         # shares, and what they have claimed of the cores.
         words = [record.view(np.int64), np.frombuffer(views, np.int64)]
         self.views = len(words[0])
-        self.leads = self.views + len(VIEWS) * (COL + 1)
         self.shares = self.views + len(words[1])
         self.lead_shape = self.shares - len(problem.lead)
         self.spread = self.shares + self._num_threads * SHARE.itemsize // 8
         self.words = np.concatenate([*words, np.zeros(self.spread + SPREAD_WORDS - self.shares, np.int64)])
         #: Where the addresses of those arrays go that are there, with their number in `arrays_of`.
         self.addresses = [
-            (number, self.views + number * (COL + 1) if number < len(VIEWS) else _NUMBER[name])
+            (
+                number,
+                self.views + number * (LEAD + len(problem.lead)) if number < len(VIEWS) else _NUMBER[name],
+            )
             for number, (name, array) in enumerate(
                 zip((*VIEWS, "sinks", "mask_bits"), arrays_of(problem), strict=True)
             )
@@ -153,7 +155,7 @@ class _Job:
         self._scratch = np.empty(prepared.scratch_nbytes, np.uint8)
         self._address = address_of(words)
         self._shares = self._address + 8 * prepared.shares
-        for name in ("views", "leads", "lead_shape", "spread"):
+        for name in ("views", "lead_shape", "spread"):
             words[_NUMBER[name]] = self._address + 8 * getattr(prepared, name)
         words[_NUMBER["scratch"]] = lines(address_of(self._scratch))
         self._left: np.ndarray | None = None

@@ -24,8 +24,11 @@ def _stamp() -> str:
     """What compiled code depends on beside its signature, and the CPU and Numba version, which Numba compares
     itself."""
     contents = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        contents.update(source.name.encode())
+    package = Path(__file__).parents[3]
+    rooms = ("backends/numba", "backends/cpu", "backends/jit")
+    inside = (source for room in rooms for source in (package / room).rglob("*.py"))
+    for source in sorted([*inside, package / "_schedule.py", package / "_mask_map.py"]):
+        contents.update(str(source.relative_to(package)).encode())
         contents.update(source.read_bytes())
     contents.update(repr((ISA, TARGET, llvmlite.__version__)).encode())
     return contents.hexdigest()

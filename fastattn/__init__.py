@@ -10,10 +10,11 @@ A call goes one way, and each line imports only what stands above it:
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
-``_schedule``        `Problem` to `Schedule`: block sizes and threads, and every tuning constant
+``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed
-``_api``             `attention` and its relatives: normalise, select, plan, run
+``_prepared``        what the signature of a call decides, kept for the next call of that signature
+``_api``             `attention` and its relatives: look the call up, or normalise, select, prepare; run
 ``_flex``            `flex_attention`: scores and masks as Python functions
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================

@@ -9,10 +9,9 @@ import numpy as np
 
 from fastattn import _prepared as prepared
 from fastattn._device import DeviceArray
-from fastattn._host import check_num_threads
+from fastattn._host import check_num_threads, default_backend
 from fastattn._normalize import (
     Request,
-    as_array,
     as_pieces,
     clean_signature,
     normalize,
@@ -20,7 +19,7 @@ from fastattn._normalize import (
     normalize_varlen,
     refuse_arguments,
 )
-from fastattn._prepared import reuse, signature_of
+from fastattn._prepared import counts, reuse, signature_of
 from fastattn._registry import select, usable
 from fastattn.masks import Mask
 
@@ -268,11 +267,11 @@ def attention(
     """
     if extra or unknown:
         refuse_arguments(attention, extra, unknown)
-    if key_lengths is not None and type(key_lengths) is not np.ndarray:
-        key_lengths = as_array(key_lengths, "key_lengths")
+    if isinstance(key_lengths, (list, tuple, int)):
+        key_lengths = counts(key_lengths)
     signature = signature_of(
-        _ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
-        return_lse, return_weights, num_threads, backend,
+        _ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
+        out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
     )  # fmt: skip
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     if (results := reuse(signature, given)) is not None:
@@ -362,8 +361,8 @@ def scaled_dot_product_attention(
     if dropout_p == 0 and is_causal in (False, True) and not isinstance(attn_mask, Mask):
         signature = signature_of(
             _SDPA_GQA if enable_gqa else _SDPA, query, key, value, attn_mask, None,
-            "top_left" if is_causal else False, None, None, scale, None, None, "bhsd", None, False, False, None,
-            None,
+            "top_left" if is_causal else False, None, None, scale, None, None, "bhsd", None, False, False,
+            None, default_backend(),
         )  # fmt: skip
         if (results := reuse(signature, given)) is not None:
             return results
@@ -483,12 +482,15 @@ def varlen_attention(
     """
     if extra or unknown:
         refuse_arguments(varlen_attention, extra, unknown)
-    starts = [None if x is None else as_array(x, "cu_seqlens") for x in (cu_seqlens_q, cu_seqlens_k)]
-    signature = signature_of(
-        _VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
-        return_lse, False, num_threads, backend,
-        more=tuple(None if x is None else (x.dtype.str, x.shape, x.tobytes()) for x in starts),
-    )  # fmt: skip
+    cu_seqlens_q = counts(cu_seqlens_q)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else counts(cu_seqlens_k)
+    signature = None
+    if type(cu_seqlens_q) is type(cu_seqlens_k) is np.ndarray:
+        starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, cu_seqlens_k))
+        signature = signature_of(
+            _VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
+            return_lse, False, num_threads, default_backend() if backend is None else backend, more=starts,
+        )  # fmt: skip
     given = (query, key, value, None, None, None, sinks, out)
     if (results := reuse(signature, given)) is not None:
         return results

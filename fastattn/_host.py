@@ -12,7 +12,7 @@ import re
 from contextlib import contextmanager
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -161,9 +161,17 @@ def check_num_threads(value: object, name: str) -> int:
     return count
 
 
+# What `os.environ` decodes at each look, which for a small call takes as long as its arithmetic.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_BACKEND: Any = (
+    os.environ.encodekey("FASTATTN_BACKEND") if _environment is not os.environ else "FASTATTN_BACKEND"
+)
+
+
 def default_backend() -> str | None:
     """FASTATTN_BACKEND, or None."""
-    return os.environ.get("FASTATTN_BACKEND") or None
+    name = _environment.get(_BACKEND)
+    return os.environ["FASTATTN_BACKEND"] if name else None
 
 
 def blas_timeout() -> int | None:

@@ -1,21 +1,21 @@
 """Prepared calls: what the signature of a call decides is worked out once, and kept for the next such call.
 
-The signature is all that validation, selection and schedule look at: dtypes, shapes and strides of the arrays, and
-the values of the other options. A mask object is part of it as itself, as what it lowers to depends on it and on
-sizes alone. What depends on numbers in arrays is done at each call: `key_lengths` are checked and copied, so that
-nobody changes them in between, and `out` must not overlap what is read. A call that has no signature, being made of
-lists or of arrays on a GPU, and one that is wrong, goes through `fastattn._normalize` each time.
+The signature is all that validation, selection and schedule look at: dtypes, shapes and strides of the
+arrays, and the values of the other options. A mask object is part of it as itself, since what it lowers to
+depends on it and on sizes alone. What depends on numbers in arrays is done at each call: `key_lengths` are
+checked and copied, so that nobody changes them in between, and `out` must not overlap what is read. A call
+without a signature, made of lists or of arrays on a GPU, goes through `fastattn._normalize` each time, and so
+does one that is wrong.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import _host
-from fastattn._schedule import is_small
-from fastattn.backends.cpu.record import arrays_of
 from fastattn.masks import Dense, Mask
 
 if TYPE_CHECKING:
@@ -53,6 +53,14 @@ def signature_of(function: int, *arguments: Any, more: Any = None) -> Any:
     return signature if more is None or signature is None else (signature, more)
 
 
+def counts(values: Any) -> Any:
+    """A list or tuple of numbers, or a number, as an ndarray; anything else as it is."""
+    if isinstance(values, (list, tuple, int)):
+        with suppress(ValueError, TypeError, OverflowError):
+            return np.array(values)
+    return values
+
+
 def reuse(signature: Any, given: tuple[Any, ...]) -> Any:
     """The results of a call whose signature is known; None where it must go through `fastattn._normalize`.
 
@@ -69,20 +77,20 @@ def run(
     backend: Backend,
     num_threads: int | None,
 ) -> None:
-    """Solves the problem of a request on a backend, and keeps the prepared call where there is a signature."""
+    """Solves the problem of a request on a backend, and keeps the call for others of its signature."""
     problem = request.problem
     threads = backend.thread_limit(_host.get_num_threads() if num_threads is None else num_threads)
     prepared = backend.prepare(problem, threads)
     if prepared is None:
         backend.run(problem, threads)
         return
-    arrays = arrays_of(problem)
+    arrays = problem.arrays()
     prepared.run(arrays)
     if signature is None or not _reads_as_given(arrays, given, request):
         return
     call = _calls.get(signature)
     if call is None:
-        call = PreparedCall(request, given, backend, num_threads)
+        call = PreparedCall(request, given, backend, num_threads, prepared.is_small)
         if call.held_nbytes > MAX_HELD_NBYTES:
             return
         if len(_calls) >= MAX_CALLS:
@@ -111,15 +119,20 @@ class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_bits", "_dtype", "_held", "_len_k", "_limit", "_lse_shape", "_mask_is_bias", "_num_threads", "_shape",
-        "_weights_shape", "by_threads", "held_nbytes", "is_small",
+        "_bits", "_dtype", "_held", "_len_k", "_limit", "_lse_shape", "_mask_is_bias", "_num_threads",
+        "_shape", "_weights_shape", "by_threads", "held_nbytes", "is_small",
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, given: tuple[Any, ...], backend: Backend, num_threads: int | None
+        self,
+        request: Request,
+        given: tuple[Any, ...],
+        backend: Backend,
+        num_threads: int | None,
+        is_small: bool,
     ) -> None:
         problem = request.problem
-        arrays = arrays_of(problem)
+        arrays = problem.arrays()
         out, *others = request.results
         self._shape, self._dtype = out.shape, out.dtype
         shapes = iter(others)
@@ -136,7 +149,7 @@ class PreparedCall:
         )
         self._limit: Callable[[int], int] = backend.thread_limit
         self._num_threads = num_threads
-        self.is_small = is_small(problem.sizes)
+        self.is_small = is_small
         self.by_threads: dict[int, Prepared] = {}
 
     def __call__(

@@ -83,6 +83,15 @@ class Problem(NamedTuple):
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is in ``mask_map`` or intervals
 
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """What a prepared call takes: all arrays that change from call to call, in a fixed order."""
+        mask_map, band = self.mask_map, self.band
+        return (
+            self.query, self.key, self.value, self.out, self.lse, self.weights, self.bias, self.dense,
+            self.key_start, self.key_stop, None if mask_map is None else mask_map.index,
+            None if band is None else band.lengths, self.sinks, None if mask_map is None else mask_map.bits,
+        )  # fmt: skip
+
     @property
     def device(self) -> str:
         """``"cpu"``, or the GPU that the arrays are on: ``"cuda:0"``."""

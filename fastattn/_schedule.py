@@ -75,6 +75,7 @@ class Schedule(NamedTuple):
     problem alone, not on threads; the others change no bit of a result."""
 
     num_threads: int
+    is_small: bool  #: too small for more than one thread, however many there may be
     uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep over tiles of queries
     block_k: int  #: keys of a tile
     n_vectors: int  #: vectors of lanes that the query rows of a key/value head fill
@@ -91,17 +92,12 @@ class Schedule(NamedTuple):
     exponent_factor: float  #: 1 where scores are held times log2(e), log2(e) where they are natural
 
 
-def is_small(sizes: Sizes) -> bool:
-    """Whether a problem is too small for more than one thread."""
-    batch, num_heads, _, len_q, len_k, head_dim, value_dim = sizes
-    return batch * num_heads * len_q * len_k * (head_dim + value_dim) < SMALL_WORK
-
-
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of a problem for at most so many threads."""
     sizes = problem.sizes
     heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
-    if is_small(sizes):
+    small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
+    if small:
         num_threads = 1
     block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
@@ -117,8 +113,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
                 PREFETCH_DISTANCE // max(1, sizes.value_dim * itemsize) + 1,
             )
         return Schedule(
-            num_threads, True, block_k, n_vectors, 1, n_vectors * lanes, heads * n_splits, tiles, n_splits,
-            False, False, prefetch_rows, *factors,
+            num_threads, small, True, block_k, n_vectors, 1, n_vectors * lanes, heads * n_splits, tiles,
+            n_splits, False, False, prefetch_rows, *factors,
         )  # fmt: skip
     n_blocks = -(-n_vectors // target.max_vectors)
     copies_keys = packs_values = False
@@ -128,8 +124,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
         )
     return Schedule(
-        num_threads, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1,
-        copies_keys, packs_values, (0, 0), *factors,
+        num_threads, small, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes,
+        heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0), *factors,
     )  # fmt: skip
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _host
-
 
 def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
     """What is the same for all calls which are done alike, or None for a call with unusual arguments.
@@ -18,8 +16,6 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
         arguments[:13]
     )
     return_lse, return_weights, num_threads, backend = arguments[13:]
-    if backend is None:
-        backend = _host.default_backend()
     described: list[Any] = []
     for array in (query, key, value, mask, bias, sinks, out):
         if array is None:
@@ -31,7 +27,7 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
     if key_lengths is not None:
         if type(key_lengths) is not np.ndarray:
             return None
-        key_lengths = key_lengths.shape
+        key_lengths = (key_lengths.dtype, key_lengths.shape)
     if not (
         (
             causal is False
@@ -39,7 +35,9 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
             or (type(causal) is str and causal in ("top_left", "bottom_right"))
         )
         and type(layout) is str
-        and all(number is None or isinstance(number, float) for number in (scale, softcap))
+        and all(
+            number is None or isinstance(number, float) or type(number) is int for number in (scale, softcap)
+        )
         and (window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window)))
         and (num_threads is None or type(num_threads) is int)
         and backend in (None, "numba")

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._schedule import BLOCK_K, FEW_ROWS, LONG_HEAD, make_schedule
+from fastattn._normalize import normalize
+from fastattn._schedule import BLOCK_K, FEW_ROWS, LONG_HEAD, Target, make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
@@ -53,25 +54,39 @@ def many_leaves(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, le
     return arrays
 
 
+PLAIN = {
+    "mask": None, "bias": None, "causal": False, "window": None, "key_lengths": None, "scale": None,
+    "softcap": None, "sinks": None, "layout": "bhsd", "out": None, "return_lse": False,
+    "return_weights": False,
+}  # fmt: skip
+
+
+def schedule_of(len_q, len_k, lanes):
+    """The schedule of one head for three threads."""
+    arrays = random_arrays(heads=1, len_q=len_q, len_k=len_k, head_dim=17, value_dim=COLUMNS - 17)
+    problem = normalize(*arrays, **PLAIN).problem
+    return make_schedule(problem, Target(lanes, 3, 8), 3)
+
+
 def most_rows(dtype):
     """As many rows as are few on the instruction set in use, however few keys there are."""
-    _, lanes = cython_cpu.driver.tile_rows(np.dtype(dtype).itemsize)
+    lanes = cython_cpu.driver.target(np.dtype(dtype).itemsize)[0]
     return max(FEW_ROWS, lanes - 1)
 
 
 def test_the_shapes_of_this_file_take_the_path():
     """Rows on both sides of the limit, and one call whose keys are many tasks."""
     for lanes, most in ((2, FEW_ROWS), (8, FEW_ROWS), (16, 15)):
-        assert make_schedule(1, most, 2500, COLUMNS, 48, lanes, 3).uses_split_kv
-        assert not make_schedule(1, most + 1, 2500, COLUMNS, 48, lanes, 3).uses_split_kv
+        assert schedule_of(most, 2500, lanes).uses_split_kv
+        assert not schedule_of(most + 1, 2500, lanes).uses_split_kv
     long = -(-LONG_HEAD // COLUMNS)
-    assert make_schedule(1, 16, long, COLUMNS, 48, 16, 3).uses_split_kv
-    assert not make_schedule(1, 16, long - 1, COLUMNS, 48, 16, 3).uses_split_kv
-    assert not make_schedule(1, 17, long, COLUMNS, 48, 16, 3).uses_split_kv
-    plan = make_schedule(1, 6, 2500, COLUMNS, 48, 4, 3)
-    assert plan.num_threads == 3
-    assert plan.block_k == BLOCK_K == 256
-    assert 3 < 2500 // BLOCK_K < plan.split_tasks * plan.num_threads
+    assert schedule_of(16, long, 16).uses_split_kv
+    assert not schedule_of(16, long - 1, 16).uses_split_kv
+    assert not schedule_of(17, long, 16).uses_split_kv
+    schedule = schedule_of(6, 2500, 4)
+    assert schedule.num_threads == 3
+    assert schedule.block_k == BLOCK_K == 256
+    assert schedule.n_splits == schedule.n_tasks == 10
 
 
 # ---------------------------------------------------------------- the definition
@@ -371,7 +386,7 @@ def test_as_many_rows_as_lanes(engine):
     solved = solve(case)
     together = engine.everything(*solved.arrays)
     assert_answer(together, solved.exact, solved.plain)
-    if cython_cpu.driver.tile_rows(4)[1] != 16 or engine.backend == "reference":
+    if cython_cpu.driver.target(4)[0] != 16 or engine.backend == "reference":
         return
     query, key, value = solved.arrays
     for head in (0, 7, 15):

@@ -8,7 +8,9 @@ from fastattn._problem import Problem
 
 
 class Prepared(Protocol):
-    """A problem but for its arrays, which may be replaced by others of the same dtypes, shapes and strides."""
+    """A problem but for its arrays: any of the same dtypes, shapes and strides will do."""
+
+    is_small: bool  #: one thread does it, however many there may be
 
     def run(self, arrays: tuple[Any, ...]) -> None:
         """Fill ``out``, and ``lse`` and ``weights`` where present, among the arrays of a problem."""
@@ -37,7 +39,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared | None:
-        """All that the problem's signature decides, for at most `num_threads` threads; None where a call leaves
+        """All that the problem's signature decides, for `num_threads` threads; None where a call leaves
         nothing that the next one of its signature could use."""
         ...
 

@@ -14,7 +14,7 @@ from fastattn import _host
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends._base import Prepared
-from fastattn.backends.cpu.record import arrays_of, write_record
+from fastattn.backends.cpu.record import write_record
 
 try:
     import fastattn.backends.cython.driver as driver
@@ -50,10 +50,11 @@ class CythonBackend:
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(*driver.target(problem.query.itemsize))
         schedule = make_schedule(problem, target, num_threads)
-        return driver.Prepared(*write_record(problem, schedule, target), schedule.num_threads)
+        record = write_record(problem, schedule, target)
+        return driver.Prepared(*record, schedule.num_threads, schedule.is_small)
 
     def run(self, problem: Problem, num_threads: int) -> None:
-        self.prepare(problem, num_threads).run(arrays_of(problem))
+        self.prepare(problem, num_threads).run(problem.arrays())
 
 
 backend = CythonBackend()

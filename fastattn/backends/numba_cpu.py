@@ -10,7 +10,6 @@ from typing import Any
 
 from fastattn._problem import Problem
 from fastattn.backends._base import Prepared
-from fastattn.backends.cpu.record import arrays_of
 
 
 class NumbaBackend:
@@ -31,7 +30,7 @@ class NumbaBackend:
         return _driver().Prepared(problem, num_threads)
 
     def run(self, problem: Problem, num_threads: int) -> None:
-        self.prepare(problem, num_threads).run(arrays_of(problem))
+        self.prepare(problem, num_threads).run(problem.arrays())
 
 
 backend = NumbaBackend()

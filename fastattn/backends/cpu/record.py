@@ -1,17 +1,15 @@
 """The record of a call: all that compiled code reads of it, as words of 8 bytes.
 
-Sizes, strides, options, the schedule, and where the tiles of a thread lie in its scratch memory. It is written
-here and nowhere else, from a `Problem` and its `Schedule`; the Cython driver reads it as ``struct Job`` of
-``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test holds the two against each other.
-Addresses are 0: a driver fills them into its own copy, one for each call.
+Sizes, strides, options, the schedule, and where the tiles of a thread lie in its scratch memory. It is
+written here and nowhere else, from a `Problem` and its `Schedule`; the Cython driver reads it as
+``struct Job`` of ``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test holds the two
+against each other. Addresses are 0: a driver fills them into its own copy, one for each call.
 """
 
 from __future__ import annotations
 
 import struct
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fastattn._schedule import WORD, Schedule, Target
 
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
 LINE_NBYTES = 64
 MAX_PARTIALS = 64  #: of the stack of split-KV: deeper than the tree over any number of keys
 
-#: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head, and
-#: those of the leading axes from the innermost out.
+#: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head,
+#: and those of the leading axes from the innermost out.
 VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
     "key_lengths",
@@ -53,7 +51,7 @@ COUNTS = (
     "copies_keys", "packs_values", "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in bytes, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
-    "partials", "left",  # addresses: the partial result of each task, and tasks of each head that are not done
+    "partials", "left",  # addresses: each task's partial result, and how many tasks a head still has
     "failed",  # set by a thread that could not have its memory
     "scratch_nbytes",
 )  # fmt: skip
@@ -78,7 +76,7 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
     _lay_out(fields, problem, schedule, target, larger)
     n_lead = fields["n_lead"]
     views: list[int] = []
-    for array in arrays_of(problem)[: len(VIEWS)]:
+    for array in problem.arrays()[: len(VIEWS)]:
         strides = (0,) * (3 + n_lead) if array is None else array.strides[::-1]
         missing = 3 + n_lead - len(strides)  # of (head, row, column)
         if missing == 2:
@@ -87,16 +85,6 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
             views += (*_ZEROS_OF_VIEW[: 1 + missing], *strides)
     views += problem.lead[::-1]
     return _HEADER.pack(*fields.values()), struct.pack(f"={len(views)}q", *views)
-
-
-def arrays_of(problem: Problem) -> tuple[np.ndarray | None, ...]:
-    """The arrays in the order of `VIEWS`, then the sinks and the bits of the mask map."""
-    mask_map, band = problem.mask_map, problem.band
-    return (
-        problem.query, problem.key, problem.value, problem.out, problem.lse, problem.weights, problem.bias,
-        problem.dense, problem.key_start, problem.key_stop, None if mask_map is None else mask_map.index,
-        None if band is None else band.lengths, problem.sinks, None if mask_map is None else mask_map.bits,
-    )  # fmt: skip
 
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:

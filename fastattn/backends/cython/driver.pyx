@@ -20,13 +20,12 @@ includes hold the rest.
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, getenv, malloc
-from libc.string cimport memcpy, memset, strcmp
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.float cimport PyFloat_AS_DOUBLE
-from cpython.unicode cimport PyUnicode_AsUTF8
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 
 import os
@@ -201,9 +200,10 @@ cdef class Prepared:
 
     cdef char *record
     cdef Py_ssize_t nbytes
-    cdef readonly int num_threads
+    cdef int num_threads
+    cdef readonly bint is_small
 
-    def __cinit__(self, bytes fields, bytes views, int num_threads):
+    def __cinit__(self, bytes fields, bytes views, int num_threads, bint is_small):
         cdef const int64_t *view = <const int64_t *><const char *>views
         cdef Py_ssize_t nbytes = len(fields)
         cdef int64_t *leads
@@ -218,6 +218,7 @@ cdef class Prepared:
             raise MemoryError("no memory for the record of a call")
         self.record = <char *>job
         self.num_threads = num_threads
+        self.is_small = is_small
         memcpy(job, <const char *>fields, nbytes)
         job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
         n_lead = job.n_lead
@@ -233,7 +234,7 @@ cdef class Prepared:
         free(self.record)
 
     def run(self, tuple arrays):
-        """Fills the outputs among the arrays, which are those of `fastattn.backends.cpu.record.arrays_of`."""
+        """Fills the outputs among the arrays, which are those of `Problem.arrays`."""
         cdef Job *job = <Job *>self.record
         cdef char *partials = NULL
         cdef int number

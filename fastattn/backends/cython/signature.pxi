@@ -35,13 +35,18 @@ cdef inline bint put_array(Words *to, object array) except -1:
     return True
 
 
-cdef inline bint put_real(Words *to, object number) noexcept:
-    """A float, or None; whether it is one of these."""
+cdef inline bint put_real(Words *to, object number) except -1:
+    """A float, a count or None; whether it is one of these."""
+    cdef int overflow = 0
     cdef double real = 0
-    if number is not None:
-        if not isinstance(number, float):
-            return False
+    if isinstance(number, float):
         real = PyFloat_AS_DOUBLE(number)
+    elif PyLong_CheckExact(number):
+        real = <double>PyLong_AsLongLongAndOverflow(number, &overflow)
+        if overflow or not -(<double>(1 << 30)) < real < <double>(1 << 30):
+            return False
+    elif number is not None:
+        return False
     put(to, number is not None)
     put(to, (<int64_t *>&real)[0])
     return True
@@ -61,13 +66,6 @@ cdef inline bint put_count(Words *to, object count) except -1:
     return True
 
 
-cdef inline int backend_number(const char *name) noexcept:
-    """0 where none is named, -1 for those that prepare nothing and for unknown names."""
-    if name == NULL or name[0] == 0:
-        return 0
-    return 1 if strcmp(name, "cython") == 0 else 2 if strcmp(name, "numba") == 0 else -1
-
-
 def signature(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
               return_lse, return_weights, num_threads, backend):
     """Bytes that are the same for all calls which are done alike, or None for a call with unusual arguments.
@@ -75,7 +73,7 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
     `function` tells public functions apart; `mask` and `key_lengths` are arrays or None here.
     """
     cdef Words to
-    cdef int number, axis
+    cdef int axis
     to.n = 0
     if causal is False:
         put(&to, 0)
@@ -91,12 +89,13 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
         return None
     put(&to, (layout == "bshd") | <int64_t>bool(return_lse) << 1 | <int64_t>bool(return_weights) << 2)
     if backend is None:
-        number = backend_number(getenv("FASTATTN_BACKEND"))
+        put(&to, 0)
+    elif type(backend) is str and backend == "cython":
+        put(&to, 1)
+    elif type(backend) is str and backend == "numba":
+        put(&to, 2)
     else:
-        number = backend_number(PyUnicode_AsUTF8(backend)) if type(backend) is str else -1
-    if number < 0:
-        return None
-    put(&to, number)
+        return None  # the others prepare nothing
     put(&to, function)
     put(&to, <int64_t><size_t>chosen[0])
     if not (put_count(&to, num_threads) and put_real(&to, scale) and put_real(&to, softcap)):
@@ -114,7 +113,7 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
     if key_lengths is None:
         put(&to, -1)
     elif cnp.PyArray_CheckExact(key_lengths) and cnp.PyArray_NDIM(key_lengths) <= 2:
-        put(&to, cnp.PyArray_NDIM(key_lengths))
+        put(&to, cnp.PyArray_NDIM(key_lengths) | <int64_t>cnp.PyArray_TYPE(key_lengths) << 16)
         for axis in range(cnp.PyArray_NDIM(key_lengths)):
             put(&to, cnp.PyArray_DIM(key_lengths, axis))
     else:

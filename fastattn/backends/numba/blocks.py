@@ -169,7 +169,8 @@ def find_queries(job, task, to):
 
 @routine
 def find_intervals(job, w, block):
-    """Each lane's keys as far as band and intervals say, the keys that any lane may attend, and those that all may."""
+    """Each lane's keys as far as band and intervals say, the keys that any lane may attend, and those that
+    all may."""
     start, stop, row_i = int64s(w + job.to_start), int64s(w + job.to_stop), int64s(w + job.to_row_i)
     low, high, all_start, all_stop = job.len_k, 0, 0, job.len_k
     starts = stops = start_row = stop_row = shift = 0

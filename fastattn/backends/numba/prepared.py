@@ -1,4 +1,4 @@
-"""A call ready to run: the record but for its addresses, and the scratch memory that it leaves for the next."""
+"""A call ready to run: its record but for the addresses, and scratch memory that it leaves for the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._problem import Problem
 from fastattn._schedule import Schedule, make_schedule
 from fastattn._schedule import Target as DriverTarget
-from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, arrays_of, lines, write_record
+from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, lines, write_record
 from fastattn.backends.numba.codegen.calls import reached, table
 from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.backends.numba.layout import BLOCK, JOB, LEAD, OWN_TILES, PARTIAL, SHARE
@@ -44,8 +44,8 @@ _CONDITIONS = {
 #: The number of each field of a job among its words of 8 bytes.
 _NUMBER = {name: number for number, name in enumerate(JOB.names or ())}
 
-#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part of
-#: NumPy's binary interface, on which compiled extensions rely.
+#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
+#: of NumPy's binary interface, on which compiled extensions rely.
 _AT_DATA = object.__basicsize__
 
 _START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -63,6 +63,7 @@ class Prepared:
         itemsize = problem.query.itemsize
         target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
         schedule = make_schedule(problem, target, num_threads)
+        self.is_small = schedule.is_small
         self._table = table(problem.query.dtype.name)
         fields, views = write_record(problem, schedule, target, **_larger_tiles(problem, schedule))
         record = np.zeros(1, JOB)
@@ -79,29 +80,29 @@ class Prepared:
         self._needed = self._functions(job, is_nonfinite_safe=False)
         self.needed_nonfinite = self._functions(job, is_nonfinite_safe=True)
 
-        # The words of a call: its record, the views with their leading strides and the leading axes, the threads'
-        # shares, and what they have claimed of the cores.
+        # The words of a call: its record, the table of views and the leading axes, the threads' shares, and
+        # what they have claimed of the cores.
         words = [record.view(np.int64), np.frombuffer(views, np.int64)]
         self.views = len(words[0])
         self.shares = self.views + len(words[1])
         self.lead_shape = self.shares - len(problem.lead)
         self.spread = self.shares + self._num_threads * SHARE.itemsize // 8
         self.words = np.concatenate([*words, np.zeros(self.spread + SPREAD_WORDS - self.shares, np.int64)])
-        #: Where the addresses of those arrays go that are there, with their number in `arrays_of`.
+        #: Where the addresses of those arrays go that are there, with their number in `Problem.arrays`.
         self.addresses = [
             (
                 number,
                 self.views + number * (LEAD + len(problem.lead)) if number < len(VIEWS) else _NUMBER[name],
             )
             for number, (name, array) in enumerate(
-                zip((*VIEWS, "sinks", "mask_bits"), arrays_of(problem), strict=True)
+                zip((*VIEWS, "sinks", "mask_bits"), problem.arrays(), strict=True)
             )
             if array is not None
         ]
         self._idle: list[_Job] = []
 
     def run(self, arrays: tuple[Any, ...]) -> None:
-        """Fill the outputs among the arrays, which are those of `arrays_of`."""
+        """Fill the outputs among the arrays, which are those of `Problem.arrays`."""
         if not self.n_tasks:
             return
         self._table.need(self._needed)
@@ -114,8 +115,8 @@ class Prepared:
             self._idle.append(job)
 
     def share_out(self, words: np.ndarray, num_threads: int) -> None:
-        """Gives each of so many threads its share of the tasks: some that follow each other, so that not every
-        thread brings every head's keys and values into its cache. No core is claimed."""
+        """Gives each of so many threads its share of the tasks: some that follow each other, so that not
+        every thread brings every head's keys and values into its cache. No core is claimed."""
         step = SHARE.itemsize // 8
         for thread in range(num_threads):
             at = self.shares + thread * step
@@ -175,7 +176,7 @@ class _Job:
             words[at] = address_of(arrays[number])
         on_pool(num_threads, self._run)
         if words[_NUMBER["saw_nan"]]:
-            # 0 * NaN of a value that the row may not read may be the cause: again, with such values kept apart.
+            # 0 * NaN of a value that the row may not read may be the cause: again, with them kept apart.
             self._table.need(self._prepared.needed_nonfinite)
             words[_NUMBER["is_nonfinite_safe"]] = 1
             on_pool(num_threads, self._run)
@@ -204,7 +205,7 @@ def _set_user_function(problem: Problem, schedule: Schedule, job: Any) -> Any:
 
 
 def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
-    """Tiles that need more room here: whole register tiles of keys, and rows without gaps also in the sweep."""
+    """Tiles that need more room here: whole register tiles of keys, and rows without gaps in the sweep."""
     itemsize, tile = problem.query.itemsize, schedule.block_k * problem.query.itemsize
     larger = {"scores": (schedule.block_k + 2 * TARGET.score_rows) * schedule.max_lanes * itemsize}
     if problem.key.strides[-1] != itemsize and not schedule.copies_keys:

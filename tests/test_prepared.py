@@ -1,0 +1,380 @@
+"""Prepared calls: what a call's signature decides is kept for the next one; nothing but its time shows it.
+
+The first call of a signature goes the general way, later ones the fast way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import _prepared, masks
+from fastattn.backends.cpu import record
+from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
+from tests.process import ROOT
+from tests.tolerances import assert_answer, assert_same_bits
+
+SHAPES = {
+    "rank_two": {"heads": 1},
+    "rank_three": {"heads": 3},
+    "rank_four": {"lead": (2,), "heads": 3},
+    "rank_six": {"lead": (2, 1, 3), "heads": 2},
+    "grouped": {"lead": (2,), "heads": 6, "kv_heads": 2},
+    "one_kv_head": {"lead": (2,), "heads": 5, "kv_heads": 1},
+    "wide_values": {"lead": (2,), "value_dim": 40},
+    "no_values": {"value_dim": 0},
+    "no_items": {"lead": (0,)},
+    "no_heads": {"heads": 0, "kv_heads": 1},
+    "no_queries": {"len_q": 0},
+    "no_keys": {"len_k": 0},
+    "nothing": {"lead": (0,), "heads": 0, "len_q": 0, "len_k": 0},
+    "one_of_each": {"heads": 1, "len_q": 1, "len_k": 1, "head_dim": 1},
+    "many_keys": {"heads": 1, "len_q": 1, "len_k": 3000},
+    "several_tiles": {"heads": 2, "len_q": 200, "len_k": 600, "head_dim": 40},
+}
+
+
+def arrays_of(shape, dtype):
+    arrays = random_arrays(**SHAPES[shape], dtype=dtype)
+    return tuple(array[0] for array in arrays) if shape == "rank_two" else arrays
+
+
+@pytest.fixture
+def short(engine, monkeypatch):
+    """The second of two equal calls that name no backend, with the engine's as the default."""
+    monkeypatch.setenv("FASTATTN_BACKEND", engine.backend)
+
+    def second(*args, **kwargs):
+        with contextlib.suppress(ValueError, TypeError):  # the second call says it again
+            fastattn.attention(*args, **kwargs)
+        return fastattn.attention(*args, **kwargs)
+
+    return second
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"scale": -1}, {"scale": np.float32(0.5)}], ids=str)
+def test_same_bits_as_the_general_way(engine, short, shape, options, dtype):
+    arrays = arrays_of(shape, dtype)
+    got = short(*arrays, **options)
+    assert got.flags.c_contiguous
+    assert got.flags.writeable
+    assert_same_bits(got, engine.attention(*arrays, **options))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [1, 2, 17, 64, 129, 300])
+def test_same_bits_causal(engine, short, length, dtype):
+    arrays = random_arrays(lead=(2,), heads=4, kv_heads=2, len_q=length, len_k=length, dtype=dtype)
+    assert_same_bits(short(*arrays, causal=True), engine.attention(*arrays, causal=True))
+
+
+@pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_bits_anywhere_in_memory(engine, short, layout, dtype):
+    arrays = random_arrays(lead=(2,), heads=3, dtype=dtype)
+    moved = [MEMORY_LAYOUTS[layout](array) for array in arrays]
+    assert_same_bits(short(*moved), engine.attention(*arrays))
+
+
+@pytest.mark.parametrize("batch_of", ["query", "key", "value"])
+def test_broadcasting(engine, short, batch_of):
+    arrays = dict(zip(("query", "key", "value"), random_arrays(lead=(2, 3), heads=2), strict=True))
+    for name in arrays:
+        if name != batch_of:
+            arrays[name] = arrays[name][:1, :1]
+    assert_same_bits(short(**arrays), engine.attention(**arrays))
+    spread = {name: np.broadcast_to(array, (2, 3, *array.shape[2:])) for name, array in arrays.items()}
+    assert_same_bits(short(**spread), engine.attention(**arrays))
+
+
+def test_mixed_and_integer_types(engine, short):
+    query, key, value = random_arrays()
+    for arrays in (
+        (query.astype(np.float64), key, value),
+        (query, key.astype(np.int32), value),
+        (query.astype(">f4"), key, value),
+        (query.tolist(), key.tolist(), value.tolist()),
+        (query.view(np.memmap), key, value),
+    ):
+        assert_same_bits(short(*arrays), engine.attention(*arrays))
+
+
+@pytest.mark.parametrize("rank", [8, 20, 32, 33, 64])
+def test_many_leading_axes(engine, short, rank):
+    arrays = [array.reshape((1,) * (rank - 3) + array.shape) for array in random_arrays()]
+    expected = engine.attention(*random_arrays()).reshape((1,) * (rank - 3) + (2, 17, 16))
+    for call in (short, engine.attention):
+        try:
+            assert_same_bits(call(*arrays), expected)
+        except ValueError as error:  # a limit is no harm where it is said
+            assert str(rank) in str(error) or "ax" in str(error)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("len_k", [5, 40, 300])
+def test_the_definition(short, len_k, dtype):
+    solved = solve(Case("short", lead=(2,), heads=4, kv_heads=2, len_q=33, len_k=len_k, dtype=dtype))
+    assert_answer((short(*solved.arrays),), solved.exact, solved.plain)
+
+
+def floats(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"query": floats(6)}, ValueError),
+        ({"query": floats(4, 6)}, ValueError),
+        ({"query": floats(2, 4, 5, 7)}, ValueError),
+        ({"query": floats(3, 4, 5, 6)}, ValueError),
+        ({"query": floats(2, 3, 5, 6)}, ValueError),
+        ({"query": floats(2, 4, 5, 0), "key": floats(2, 2, 9, 0)}, ValueError),
+        ({"value": floats(2, 2, 8, 3)}, ValueError),
+        ({"value": floats(2, 4, 9, 3)}, ValueError),
+        ({"key": floats(2, 0, 9, 6), "value": floats(2, 0, 9, 3)}, ValueError),
+        ({"query": np.zeros((2, 4, 5, 6), complex)}, TypeError),
+        ({"key": np.zeros((2, 2, 9, 6), object)}, TypeError),
+        ({"causal": True}, ValueError),
+        ({"causal": "left"}, ValueError),
+        ({"causal": 1}, ValueError),
+        ({"scale": np.nan}, ValueError),
+        ({"scale": float("inf")}, ValueError),
+        ({"scale": "1"}, TypeError),
+        ({"scale": True}, TypeError),
+    ],
+    ids=str,
+)
+def test_the_same_errors(engine, short, change, error):
+    arguments = {"query": floats(2, 4, 5, 6), "key": floats(2, 2, 9, 6), "value": floats(2, 2, 9, 3)} | change
+    with pytest.raises(error) as general:
+        engine.attention(**arguments)
+    with pytest.raises(error) as caught:
+        short(**arguments)
+    assert str(caught.value) == str(general.value)
+
+
+def test_bad_settings_are_errors_here_too(short, monkeypatch):
+    arrays = random_arrays()
+    monkeypatch.setenv("FASTATTN_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match=r"FASTATTN_BACKEND.*nonsense"):
+        short(*arrays)
+    monkeypatch.delenv("FASTATTN_BACKEND")
+    monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
+    monkeypatch.setattr("fastattn._host._num_threads", None)  # what set_num_threads said goes first
+    big = random_arrays(lead=(8,), heads=8, len_q=200, len_k=200)
+    with pytest.raises(ValueError, match=r"FASTATTN_NUM_THREADS.*none"):
+        short(*big)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 100])
+def test_a_call_leaves_nothing_to_the_next(engine, short, length, dtype):
+    """Alike calls one after another, between which NaN turns up behind the causal mask and goes again."""
+    calls = [random_arrays(seed, heads=2, len_q=length, len_k=length, dtype=dtype) for seed in range(4)]
+    for place in (1, 2):
+        calls[place][2][:, 3] = np.nan
+    results = [short(*arrays, causal=True) for arrays in calls]
+    for got, arrays in zip(results, calls, strict=True):
+        assert np.isnan(got).any() == np.isnan(arrays[2]).any()
+        assert_same_bits(got, engine.attention(*arrays, causal=True))
+
+
+@pytest.mark.parametrize(("len_q", "step"), [(60, 0), (1, 13)], ids=["alike", "different"])
+def test_many_threads_at_once(short, len_q, step):
+    from concurrent.futures import ThreadPoolExecutor
+
+    problems = [random_arrays(seed, lead=(2,), heads=2, len_q=len_q + step * seed) for seed in range(8)]
+    expected = [short(*arrays) for arrays in problems]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            for got, wanted in zip(pool.map(lambda arrays: short(*arrays), problems), expected, strict=True):
+                assert_same_bits(got, wanted)
+
+
+# ---------------------------------------------------------------- the fast way
+
+L, S = 12, 20
+NUMBERS = np.random.default_rng(0)
+OPTIONS = {
+    "nothing": {},
+    "top_left": {"causal": "top_left"},
+    "bottom_right": {"causal": "bottom_right"},
+    "window": {"window": (3, None)},
+    "causal_window": {"causal": "top_left", "window": (4, 2)},
+    "scale": {"scale": 0.3},
+    "integer_scale": {"scale": 2},
+    "softcap": {"softcap": 3.0},
+    "lengths": {"key_lengths": np.array([5, 20])},
+    "int32_lengths": {"key_lengths": np.array([[7], [0]], np.int32)[:, 0]},
+    "list_of_lengths": {"key_lengths": [20, 3]},
+    "one_length": {"key_lengths": 9},
+    "mask": {"mask": NUMBERS.random((L, S)) > 0.5},
+    "integer_mask": {"mask": NUMBERS.integers(0, 2, (2, 1, 1, S))},
+    "mask_object": {"mask": masks.Window(2, 1) | masks.GlobalTokens([0])},
+    "intervals": {"mask": masks.Causal(offset=3) & masks.KeyLengths([4, 18])},
+    "dense_object": {"mask": masks.Dense(NUMBERS.random((3, L, S)) > 0.5)},
+    "bias": {"bias": NUMBERS.standard_normal((L, S), dtype=np.float32)},
+    "half_bias": {"bias": NUMBERS.standard_normal((3, 1, S)).astype(np.float16)},
+    "sinks": {"sinks": np.arange(3, dtype=np.float32)},
+    "lse": {"return_lse": True},
+    "weights": {"return_weights": True},
+    "num_threads": {"num_threads": 2},
+    "everything": {
+        "mask": NUMBERS.random((L, S)) > 0.3,
+        "bias": NUMBERS.standard_normal((L, S), dtype=np.float32),
+        "causal": "bottom_right",
+        "window": (15, 4),
+        "key_lengths": np.array([20, 13]),
+        "softcap": 5.0,
+        "sinks": np.zeros(3, np.float32),
+        "return_lse": True,
+        "return_weights": True,
+    },
+}
+
+
+@pytest.fixture
+def no_general_way(monkeypatch):
+    """From now on a call that is not prepared fails."""
+
+    def refuse():
+        monkeypatch.setattr("fastattn._api.solve", lambda *_: pytest.fail("this call took the general way"))
+
+    return refuse
+
+
+def results_of(got):
+    return got if isinstance(got, tuple) else (got,)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_call_is_prepared_once(engine, no_general_way, name, layout):
+    """The next call of a signature takes the fast way, on other numbers, to the bits of the general way."""
+    if engine.backend == "reference":
+        pytest.skip("prepares nothing")
+    options = OPTIONS[name] | {"layout": layout}
+    first, second = (random_arrays(seed, lead=(2,), heads=3, len_q=L, len_k=S) for seed in range(2))
+    if layout == "bshd":
+        first, second = ([array.swapaxes(1, 2) for array in arrays] for arrays in (first, second))
+    fresh = dict(options)
+    if isinstance(fresh.get("mask"), np.ndarray):
+        fresh["mask"] = fresh["mask"][::-1].copy()
+    engine.attention(*first, **options)
+    expected = results_of(engine.attention(*(array.copy() for array in second), **fresh))
+    no_general_way()
+    for wanted, got in zip(expected, results_of(engine.attention(*second, **fresh)), strict=True):
+        assert_same_bits(got, wanted)
+        assert got.flags.c_contiguous and got.flags.writeable
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("operand", [None, "mask", "bias"])
+def test_scaled_dot_product_attention_is_prepared(no_general_way, options, operand):
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    given = None if operand is None else OPTIONS[operand][operand]
+    expected = fastattn.scaled_dot_product_attention(*arrays, given, **options)
+    no_general_way()
+    assert_same_bits(fastattn.scaled_dot_product_attention(*arrays, given, **options), expected)
+
+
+def test_varlen_attention_is_prepared_for_its_lengths(no_general_way):
+    query, key, value = (array.swapaxes(0, 1) for array in random_arrays(heads=3, len_q=L, len_k=L))
+    calls = [([0, 5, 12], None), (np.array([0, 3, 12]), None), ([0, 5, 12], [0, 6, 12])]
+    expected = [fastattn.varlen_attention(query, key, value, *starts) for starts in calls]
+    assert not np.array_equal(expected[0], expected[1]) and not np.array_equal(expected[0], expected[2])
+    no_general_way()
+    for starts, wanted in zip(calls, expected, strict=True):
+        assert_same_bits(fastattn.varlen_attention(query, key, value, *starts), wanted)
+
+
+def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_way):
+    if engine.backend == "reference":
+        pytest.skip("prepares nothing")
+    query, key, value = random_arrays(lead=(2,), heads=3, len_q=L, len_k=L, head_dim=8, value_dim=8)
+    expected = engine.attention(query, key, value)
+    for out in (np.empty_like(expected), np.empty((2, 3, L, 16), np.float32)[..., ::2]):
+        for _ in range(2):
+            assert engine.attention(query, key, value, out=out) is out
+            assert_same_bits(np.ascontiguousarray(out), expected)
+    # An overlap after a call of the same signature without one.
+    inplace = query.copy()
+    assert_same_bits(engine.attention(inplace, key, value, out=inplace), expected)
+    no_general_way()
+    engine.attention(query, key, value, out=np.empty_like(expected))
+    with pytest.raises(pytest.fail.Exception):
+        engine.attention(query, key, value, out=query)
+
+
+@pytest.mark.parametrize("lengths", [[21, 3], [4, -1], [2**40, 1]])
+def test_lengths_are_checked_at_each_call(engine, lengths):
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    engine.attention(*arrays, key_lengths=np.array([4, 3]))
+    with pytest.raises(ValueError, match=r"key_lengths must be in 0\.\.S=20, got"):
+        engine.attention(*arrays, key_lengths=np.array(lengths))
+    with pytest.raises(TypeError, match="key_lengths must be integers, got dtype float64"):
+        engine.attention(*arrays, key_lengths=np.array([4.0, 3.0]))
+
+
+def test_out_is_checked_at_each_call(engine):
+    arrays = random_arrays(lead=(2,), heads=3)
+    out = np.empty_like(engine.attention(*arrays))
+    engine.attention(*arrays, out=out)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out must be writeable"):
+        engine.attention(*arrays, out=out)
+
+
+def test_what_is_written_into_a_mask_is_seen(engine):
+    """Of an array, of `Dense`, which does not copy it, and of a mask made of that."""
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    allowed = np.ones((L, S), bool)
+    for mask in (allowed, masks.Dense(allowed), masks.Dense(allowed) | masks.Dense(allowed)):
+        allowed[:] = True
+        before = engine.attention(*arrays, mask=mask)
+        allowed[:, 5:] = False
+        after = engine.attention(*arrays, mask=mask)
+        assert not np.array_equal(before, after)
+        expected = engine.attention(arrays[0], *(array[..., :5, :] for array in arrays[1:]))
+        np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(_prepared, "_calls", {})
+    arrays = random_arrays()
+    for number in range(_prepared.MAX_CALLS + 20):
+        fastattn.attention(*arrays, scale=1.0 + number)
+    assert len(_prepared._calls) == _prepared.MAX_CALLS
+    wide = masks.Segments(np.arange(200_000) // 7)  # two numbers for each query
+    query = np.zeros((1, 200_000, 1), np.float32)
+    kept = len(_prepared._calls)
+    fastattn.attention(query, query[:, :4], query[:, :4], mask=masks.Segments(wide.q_ids, wide.q_ids[:4]))
+    assert len(_prepared._calls) == kept
+
+
+def test_threads_are_asked_for_at_each_call(engine, monkeypatch):
+    """As `set_num_threads` and a limit on OpenMP may change between two calls."""
+    arrays = random_arrays(heads=8, len_q=200, len_k=200)
+    expected = engine.attention(*arrays)
+    for count in (1, 3, 2, 1):
+        monkeypatch.setattr("fastattn._host._num_threads", count)
+        assert_same_bits(engine.attention(*arrays), expected)
+
+
+def test_both_drivers_read_one_record():
+    """The C struct has the fields of the record, by name and in order."""
+    source = (ROOT / "fastattn/backends/cython/record.pxi").read_text()
+    (body,) = re.findall(r"cdef struct Job:\n(.*?)\n\n", source, re.DOTALL)
+    names = [
+        name
+        for kind, declared in re.findall(r"^    (int64_t|double|View) (.*)$", body, re.MULTILINE)
+        for name in declared.split(", ")
+    ]
+    assert names == [*record.FIELDS, *record.VIEWS]

@@ -551,5 +551,6 @@ def solve(request: Request, num_threads: int | None, backend: str | None) -> Any
     """The stages after the edge: select, plan, run, and hand the results back."""
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
     chosen = select(request.problem, backend)
-    chosen.run(request.problem, chosen.plan(request.problem, threads))
+    if any(result.size for result in request.results):  # or there is nothing to do, for any number of rows
+        chosen.run(request.problem, chosen.plan(request.problem, threads))
     return request.finish()

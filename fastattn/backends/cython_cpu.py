@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _host
+from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Schedule, is_small, make_schedule
 
@@ -49,7 +49,7 @@ class CythonBackend:
             problem.len_k,
             problem.head_dim + problem.value_dim,
             *driver.tile_rows(problem.query.itemsize),
-            driver.thread_limit(num_threads),
+            _thread_limit(num_threads),
         )
 
     def run(self, problem: Problem, plan: Schedule) -> None:
@@ -66,8 +66,12 @@ backend = CythonBackend()
 def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:
     # Asking how many threads there may be takes longer than a small call.
     small = is_small(heads, head_rows, len_k, columns)
-    num_threads = 1 if small else driver.thread_limit(_host.get_num_threads())
+    num_threads = 1 if small else _thread_limit(_host.get_num_threads())
     return make_schedule(heads, head_rows, len_k, columns, *driver.tile_rows(itemsize), num_threads)
+
+
+def _thread_limit(wanted: int) -> int:
+    return _threads.thread_limit(wanted) if driver.HAS_OPENMP else 1
 
 
 def available_isas() -> list[str]:

@@ -25,9 +25,9 @@ from libc.string cimport memcpy, memset
 
 cimport numpy as cnp
 
-import os
-
 import numpy as np
+
+from fastattn._problem import MAX_DIM, MAX_ROWS
 
 include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
 include "blocks.pxi"     # where a block of query rows finds everything
@@ -39,16 +39,12 @@ include "work.pxi"       # all tasks, on all threads
 cdef extern from *:
     """
     #ifdef _OPENMP
-    #include <omp.h>
-    #define FASTATTN_HAVE_OPENMP 1
-    static int fastattn_openmp_limit(void) { return omp_get_max_threads(); }
+    #define FASTATTN_HAS_OPENMP 1
     #else
-    #define FASTATTN_HAVE_OPENMP 0
-    static int fastattn_openmp_limit(void) { return 1; }
+    #define FASTATTN_HAS_OPENMP 0
     #endif
     """
-    int fastattn_openmp_limit() noexcept nogil
-    const bint HAVE_OPENMP "FASTATTN_HAVE_OPENMP"
+    const bint FASTATTN_HAS_OPENMP
 
 cnp.import_array()
 
@@ -61,19 +57,9 @@ ISAS = ("avx512", "avx2", "neon", "portable")  # best first
 
 READ_PIECE_NBYTES = READ_PIECE
 
-cdef bint forked = False
+HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 
-
-def _in_child():
-    # libgomp's worker threads do not exist in a forked child, and a parallel region there would wait for them.
-    global forked
-    forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-cdef int openmp_default = fastattn_openmp_limit()
+cdef Py_ssize_t max_dim = MAX_DIM, max_rows = MAX_ROWS
 
 
 def available_isas():
@@ -149,18 +135,6 @@ def stop_sharing_threads():
 def shares_threads():
     """Whether products of a BLAS run on this extension's threads now."""
     return bool(fastattn_blas_is_shared())
-
-
-def thread_limit(int num_threads):
-    """num_threads, less where this process may not have so many.
-
-    One in a forked child and without OpenMP. A limit set on OpenMP since the import (threadpoolctl, or
-    omp_set_num_threads) holds; OpenMP's own default does not.
-    """
-    cdef int limit = fastattn_openmp_limit()
-    if forked or not HAVE_OPENMP:
-        return 1
-    return num_threads if limit == openmp_default else min(num_threads, limit)
 
 
 def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
@@ -273,7 +247,8 @@ cdef int solve(Job *job, double scale, double softcap, plan) except -1:
     job.uses_split_kv = plan.uses_split_kv
     if job.uses_split_kv:
         set_rows(job, num_threads, plan)
-    elif job.n_blocks > 1:
+    num_threads = <int>min(<Py_ssize_t>num_threads, job.n_tasks)
+    if not job.uses_split_kv and job.n_blocks > 1:
         set_copies(job, num_threads, plan)
     with nogil:
         run_job(job, num_threads)
@@ -318,6 +293,10 @@ def run_plain(query, key, value, causal, scale, plan):
     if (k.shape[n - 3] == 0 or q.shape[n - 3] % k.shape[n - 3] != 0 or v.shape[n - 3] != k.shape[n - 3]
             or v.shape[n - 2] != k.shape[n - 2] or k.shape[n - 1] != q.shape[n - 1] or q.shape[n - 1] == 0
             or (triangle and q.shape[n - 2] != k.shape[n - 2])):
+        return None
+    # Sizes that are errors, and results without elements, of which there may be any number of rows.
+    if (max(q.shape[n - 1], v.shape[n - 1]) > max_dim or v.shape[n - 1] == 0
+            or max(cnp.PyArray_SIZE(q), cnp.PyArray_SIZE(k)) // q.shape[n - 1] > max_rows):
         return None
     if scale is None:
         factor = 1 / sqrt(<double>q.shape[n - 1])

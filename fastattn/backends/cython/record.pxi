@@ -116,7 +116,7 @@ cdef struct Job:
     Partial *partials            # one for each task, where a head has more than one
     Py_ssize_t *left         # tasks of each head that are not done
     char *memory             # behind both
-    bint out_of_memory       # set by a thread that could not have its tiles
+    bint out_of_memory       # no thread could have its tiles, and nothing was written
 
 
 cdef struct Share:
@@ -132,6 +132,7 @@ cdef struct Scratch:
     char *scores
     char *acc
     char *converted      # bias rows in the compute type
+    char *clean          # a tile of values without the NaN and inf that not every row may read
     char *empty          # -inf in every lane
     char *tile_max
     char *row_max
@@ -266,6 +267,9 @@ cdef Py_ssize_t lay_out(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.converted = p
     if job.convert_bias:
         p += tile
+    w.clean = p
+    if job.is_masked or job.bias.data != NULL:
+        p += padded(job.block_k * job.value_dim * job.itemsize)
     w.key_copy = p; p += padded(job.key_copy_nbytes)
     w.panels = p; p += padded(job.panels_nbytes)
     return p - base

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn import _host
-from fastattn._problem import Problem
+from fastattn._problem import MAX_DIM, MAX_ROWS, Problem
 from fastattn._schedule import Schedule, is_small, make_schedule
 from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.backends.numba.form import Form, form_of
@@ -120,6 +120,8 @@ def _is_plain(query: np.ndarray, key: np.ndarray, value: np.ndarray, causal: boo
         and key.shape[-3:-1] == value.shape[-3:-1]
         and query.shape[-1] == key.shape[-1]
         and (not causal or query.shape[-2] == key.shape[-2])
+        and max(query.shape[-1], value.shape[-1]) <= MAX_DIM
+        and max(query.size, key.size) // query.shape[-1] <= MAX_ROWS
         and (scale is None or isfinite(scale))
     )
 

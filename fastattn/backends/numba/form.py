@@ -339,13 +339,13 @@ def _has_gaps(array: np.ndarray) -> bool:
 
 def _in_two(factor: float, dtype: np.dtype) -> tuple[float, float]:
     """The factor rounded towards 0 to the dtype and what that left, of the same sign and 0 only with it."""
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # overflow to inf and underflow to 0 are meant
         high = dtype.type(factor)
-    if abs(float(high)) > abs(factor):
-        high = np.nextafter(high, dtype.type(0))
-    low = dtype.type(factor - float(high)) if np.isfinite(high) else high
-    if low == 0:
-        low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
+        if abs(float(high)) > abs(factor):
+            high = np.nextafter(high, dtype.type(0))
+        low = dtype.type(factor - float(high)) if np.isfinite(high) else high
+        if low == 0:
+            low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
     return float(high), float(low)
 
 

@@ -10,6 +10,7 @@ A call goes one way, and each line imports only what stands above it:
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
+``_threads``         how many threads a call may have, whoever asks for how many; forks
 ``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed

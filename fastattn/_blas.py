@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn import _host
+from fastattn import _host, _threads
 
 #: OpenBLAS's functions go by their names between these, by how it was built.
 _AFFIXES = [(prefix, suffix) for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")]
@@ -49,7 +49,7 @@ class Blas(NamedTuple):
             return f"{self.name} runs on OpenMP; where both load one runtime, its threads are shared as it is"
         if threading != _PTHREADS:
             return f"{self.name} was built without threads"
-        if _host.is_forked():
+        if _threads.is_forked():
             return "this process was forked off one with threads, which are not here"
         num_threads = self.functions["get_num_threads"]()
         if 2 * num_threads - 1 > self._max_threads:

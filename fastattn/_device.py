@@ -7,6 +7,7 @@ backend alone does something with it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -119,12 +120,19 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
     ------
     TypeError
         The array is not one of plain numbers that may be read as it is, or a tensor that records gradients,
-        wherever it is.
+        or a masked array, wherever it is.
     ValueError
         Its elements are not aligned.
     """
-    if isinstance(value, (DeviceArray, np.ndarray)):
-        return value if isinstance(value, DeviceArray) else None
+    if isinstance(value, DeviceArray):
+        return value
+    if isinstance(value, np.ndarray):
+        ma = sys.modules.get("numpy.ma")  # not imported for this check alone: who has a masked array has it
+        if ma is not None and isinstance(value, ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array, whose mask would be lost: pass a plain array, and mask="
+            )
+        return None
     if getattr(value, "requires_grad", False) is True:
         raise TypeError(f"{name} requires grad, and gradients are not computed here: pass {name}.detach()")
     try:
@@ -145,9 +153,15 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
     return array
 
 
-def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
-    """`numpy.broadcast_to` wherever the array is."""
-    return array.broadcast_to(shape) if isinstance(array, DeviceArray) else np.broadcast_to(array, shape)
+def broadcast_to(array: Any, shape: tuple[int, ...], name: str) -> Any:
+    """`numpy.broadcast_to` wherever the array is, to a shape that fits it; ValueError where the view would be
+    larger than NumPy's arrays can be."""
+    if isinstance(array, DeviceArray):
+        return array.broadcast_to(shape)
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise ValueError(f"{name} broadcast to {shape} would have 2**63 bytes or more") from None
 
 
 def place(array: Any) -> str:
@@ -155,7 +169,7 @@ def place(array: Any) -> str:
     return array.device if isinstance(array, DeviceArray) else "the host"
 
 
-def _where(value: Any) -> tuple[dict[str, Any] | None, int | None] | None:
+def _where(value: Any) -> tuple[Any, int | None] | None:
     """What the CUDA array interface says, and the GPU that DLPack names; None where neither knows a GPU."""
     interface = getattr(value, "__cuda_array_interface__", None)
     ask = getattr(value, "__dlpack_device__", None)
@@ -164,7 +178,9 @@ def _where(value: Any) -> tuple[dict[str, Any] | None, int | None] | None:
     return None if interface is None and device is None else (interface, device)
 
 
-def _from_interface(value: Any, interface: dict[str, Any], device: int | None) -> DeviceArray:
+def _from_interface(value: Any, interface: Any, device: int | None) -> DeviceArray:
+    if not isinstance(interface, dict):
+        raise TypeError(f"its __cuda_array_interface__ must be a dict, got {interface!r}")
     if interface.get("mask") is not None:
         raise TypeError("it has a mask, which would be lost")
     shape = tuple(map(int, interface["shape"]))

@@ -23,22 +23,10 @@ _CPUS = "/sys/devices/system/cpu"
 _CGROUP_ROOT = "/sys/fs/cgroup"
 _CACHES = f"{_CPUS}/cpu0/cache"
 
+_MAX_COUNT = 2**31 - 1  # of threads: OpenMP and Numba count them in 32 bits
+_OMP_LIST = re.compile(r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*", re.ASCII)
+
 _num_threads: int | None = None  # set by set_num_threads
-_forked = False
-
-
-def _in_child() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-
-def is_forked() -> bool:
-    """Whether this process was forked off one that had loaded the package: its threads are not here."""
-    return _forked
 
 
 def available_cores() -> int:
@@ -78,7 +66,10 @@ def cpu_quota() -> float | None:
         return None
     quotas = []
     for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
+        _, found, rest = membership.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if not (found and separator):
+            continue  # not a line of hierarchy:controllers:path
         if controllers == "":
             quotas += _nested(_CGROUP_ROOT, path, _quota_v2)
             quotas += _nested(f"{_CGROUP_ROOT}/unified", path, _quota_v2)
@@ -94,15 +85,20 @@ def set_num_threads(num_threads: int) -> None:
     Parameters
     ----------
     num_threads : int
-        At least 1. The default is FASTATTN_NUM_THREADS, or else the cores that this process may use;
-        ``num_threads=`` of a call goes before both. No result depends on it.
+        At least 1. The default is FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS, or else the cores that this
+        process may use; ``num_threads=`` of a call goes before all of them. No result depends on it.
 
     Raises
     ------
     TypeError
         Not an integer.
     ValueError
-        Below 1.
+        Below 1, or not below 2**31.
+
+    Notes
+    -----
+    A call starts no more threads than it has tasks, nor more than twice the machine's CPUs (or 64, if that is
+    more), nor more than the process can start: where that fails it runs on fewer.
 
     Examples
     --------
@@ -123,7 +119,8 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        What `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else the number of cores that this
+        What `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS (of a list the
+        first number; what OpenMP could not read is passed over), or else the number of cores that this
         process may use (its affinity, and the CPU quota of its cgroup).
 
     Raises
@@ -137,15 +134,33 @@ def get_num_threads() -> int:
     >>> fastattn.get_num_threads() >= 1
     True
     """
+    return num_threads_and_source()[0]
+
+
+def num_threads_and_source() -> tuple[int, str]:
+    """What `get_num_threads` gives, and where it comes from."""
     if _num_threads is not None:
-        return _num_threads
+        return _num_threads, "set_num_threads"
     text = os.environ.get("FASTATTN_NUM_THREADS")
-    if not text:
-        return available_cores()
-    try:
-        return check_num_threads(int(text), "FASTATTN_NUM_THREADS")
-    except ValueError:
-        raise ValueError(f"FASTATTN_NUM_THREADS must be a positive integer, got {text!r}") from None
+    if text:
+        try:
+            return check_num_threads(int(text), "FASTATTN_NUM_THREADS"), "FASTATTN_NUM_THREADS"
+        except ValueError:
+            raise ValueError(
+                f"FASTATTN_NUM_THREADS must be a positive integer below 2**31, got {text!r}"
+            ) from None
+    count = _omp_num_threads()
+    return (available_cores(), "the usable cores") if count is None else (count, "OMP_NUM_THREADS")
+
+
+def _omp_num_threads() -> int | None:
+    """OMP_NUM_THREADS: of a list, one number for each level of nested regions, the first. None where it is
+    not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not _OMP_LIST.fullmatch(text):
+        return None
+    counts = [int(number) for number in text.split(",")]
+    return counts[0] if min(counts) >= 1 and max(counts) <= _MAX_COUNT else None
 
 
 def check_num_threads(value: object, name: str) -> int:
@@ -156,8 +171,8 @@ def check_num_threads(value: object, name: str) -> int:
         count = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name} must be a positive integer, got {value!r}") from None
-    if count < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if not 1 <= count <= _MAX_COUNT:
+        raise ValueError(f"{name} must be a positive integer below 2**31, got {value!r}")
     return count
 
 
@@ -253,8 +268,8 @@ def cache_sizes() -> dict[str, str]:
 def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
     """Quotas of the cgroup `path` and of all that it lies in.
 
-    In a container the path may be the host's, of which only the root is mounted: what is missing is passed
-    over.
+    In a container the path may be the host's, of which only the root is mounted: what is missing, or cannot
+    be read, is passed over.
     """
     parts = [part for part in path.split("/") if part]
     quotas = []
@@ -270,12 +285,16 @@ def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[f
 
 def _quota_v2(group: str) -> float | None:
     quota, period = _read(f"{group}/cpu.max").split()
-    return None if quota == "max" else int(quota) / int(period)
+    return None if quota == "max" else _share(int(quota), int(period))
 
 
 def _quota_v1(group: str) -> float | None:
-    quota = int(_read(f"{group}/cpu.cfs_quota_us"))
-    return None if quota <= 0 else quota / int(_read(f"{group}/cpu.cfs_period_us"))
+    return _share(int(_read(f"{group}/cpu.cfs_quota_us")), int(_read(f"{group}/cpu.cfs_period_us")))
+
+
+def _share(quota: int, period: int) -> float | None:
+    """CPUs' worth of time; None where the numbers limit nothing, as a quota of -1, or mean nothing."""
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def _read(path: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from fastattn import _blas, _host, _registry
+from fastattn import _blas, _host, _registry, _threads
 from fastattn._version import __version__
 
 #: With this as OPENBLAS_THREAD_TIMEOUT idle threads spin for half a millisecond.
@@ -30,13 +30,20 @@ def show_config() -> None:
     print(f"cpu       {_host.cpu_name()}{f' ({caches})' if caches else ''}")
     print(f"isa       {_or_error(_isa)}")
     print(f"cores     {_host.available_cores()} usable, CPU quota {'none' if quota is None else quota}")
-    print(f"threads   {_or_error(_host.get_num_threads)}")
+    print(f"threads   {_or_error(_num_threads)}")
     for label, text in _blas_lines().items():
         print(f"{label:<9} {text}")
     preferred = f"the first of {', '.join(_registry.PREFERRED)} that can take a problem"
     print(f"backend   {_or_error(_registry.requested) or preferred}")
     for name in _registry.MODULES:
         print(f"  {name:<11} {_or_error(partial(_usable, name))}")
+
+
+def _num_threads() -> str:
+    count, source = _host.num_threads_and_source()
+    limit = _threads.limit_by_threadpoolctl()
+    limited = "" if limit is None else f", at most {limit} (threadpoolctl)"
+    return f"{count} (from {source}){limited}"
 
 
 def _isa() -> str:

@@ -11,10 +11,9 @@ here.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import wraps
-from math import gcd, isfinite, sqrt
+from math import gcd, isfinite, prod, sqrt
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
@@ -23,7 +22,7 @@ import numpy as np
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
-from fastattn._problem import Problem
+from fastattn._problem import MAX_DIM, MAX_ROWS, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -348,7 +347,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         check_places(query=q, key=k, value=v)
     dtype = _compute_dtype(q, k, v)
     if not (q.dtype == k.dtype == v.dtype == dtype):
-        q, k, v = _as_dtype(q, dtype), _as_dtype(k, dtype), _as_dtype(v, dtype)
+        q, k, v = (_as_dtype(array, dtype, name) for array, name in _named(q, k, v))
 
     ranks = (q.ndim, k.ndim, v.ndim)
     if min(ranks) < 2:
@@ -378,8 +377,30 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
             lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
-        q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:])) for array in (q, k, v))
-    return _Inputs(q, k, v, min(ranks) == 2, swapped, Size(q.shape[:-3], H, L, S))
+        q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:]), name) for array, name in _named(q, k, v))
+    inputs = _Inputs(q, k, v, min(ranks) == 2, swapped, Size(q.shape[:-3], H, L, S))
+    _check_sizes(inputs)
+    return inputs
+
+
+def _named(q: Any, k: Any, v: Any) -> tuple[tuple[Any, str], ...]:
+    return (q, "query"), (k, "key"), (v, "value")
+
+
+def _check_sizes(inputs: _Inputs) -> None:
+    """ValueError where a size is beyond what any backend counts with; see `fastattn._problem`."""
+    lead, H, L, S = inputs.sizes
+    head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+    if head_dim > MAX_DIM:
+        raise ValueError(f"head_dim of query and key must be at most {MAX_DIM}, got {head_dim}")
+    if value_dim > MAX_DIM:
+        raise ValueError(f"head_dim of value must be at most {MAX_DIM}, got {value_dim}")
+    batch, K = prod(lead), inputs.key.shape[-3]
+    too_many = "must have at most {} rows over all items and heads, {}, got {}"
+    if (rows := max(1, batch * H) * L) > MAX_ROWS:
+        raise ValueError(f"query {too_many.format(MAX_ROWS, 'B * H * L', rows)}")
+    if (rows := max(1, batch * K) * S) > MAX_ROWS:
+        raise ValueError(f"key {too_many.format(MAX_ROWS, 'B * K * S', rows)}")
 
 
 def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -392,7 +413,9 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     if k.shape[-3] == v.shape[-3] == 1:
         return q, k, v  # one key/value head for all is what `attention` knows itself
     num_heads = heads.pop() if heads else 1
-    q, k, v = (broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:])) for x in (q, k, v))
+    q, k, v = (
+        broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:]), name) for x, name in _named(q, k, v)
+    )
     return q, k, v
 
 
@@ -400,7 +423,6 @@ def as_array(value: Any, name: str) -> np.ndarray:
     """`value` as an ndarray, a view where it is one already."""
     if type(value) is np.ndarray:
         return value
-    _refuse_masked(value, name)
     if (array := as_device_array(value, name)) is not None:
         return array  # type: ignore[return-value]  # what is asked of it here it has, too
     try:
@@ -419,17 +441,11 @@ def check_places(**arrays: Any) -> None:
         raise ValueError(f"all arrays must be on the host, or all on one GPU; got {listed}")
 
 
-def _refuse_masked(value: Any, name: str) -> None:
-    ma = sys.modules.get("numpy.ma")  # not imported for this check alone: who has a masked array has it
-    if ma is not None and isinstance(value, ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost: pass a plain array, and mask=")
-
-
 def _compute_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
     dtype = q.dtype
     if dtype == k.dtype == v.dtype and dtype in (_FLOAT32, _FLOAT64):
         return dtype
-    for array, name in ((q, "query"), (k, "key"), (v, "value")):
+    for array, name in _named(q, k, v):
         _check_number_dtype(array, name)
     return _promote(q, k, v)
 
@@ -449,14 +465,14 @@ def _check_number_dtype(array: np.ndarray, name: str) -> None:
         )
 
 
-def _as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """A copy in another dtype that is as large as the array's memory, not as its broadcast shape."""
     if array.dtype == dtype:
         return array
     if isinstance(array, DeviceArray):
         return array.read_as(dtype)
     stored = array[tuple(slice(None) if stride else slice(1) for stride in array.strides)]
-    return broadcast_to(stored.astype(dtype), array.shape)
+    return broadcast_to(stored.astype(dtype), array.shape, name)
 
 
 # Masks and bias ------------------------------------------------------------------------------------
@@ -564,7 +580,7 @@ def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat
     if not masks.broadcasts(array.shape, shape[-2:] if flat else shape):
         expected = f"(L, S) = {shape[-2:]}" if flat else f"(..., H, L, S) = {shape}"
         raise ValueError(f"{name} of shape {array.shape} does not broadcast to {expected}")
-    return broadcast_to(array, shape)
+    return broadcast_to(array, shape, name)
 
 
 # Numbers, sinks and results ------------------------------------------------------------------------
@@ -605,7 +621,7 @@ def _assemble(
         check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
     staged = None
     if given is None:
-        out = target = _empty(shape, dtype, q)
+        out = target = _empty(shape, dtype, q, "the result")
     else:
         target = given
         reads = (q, k, v, bias, sinks, lowered.dense)
@@ -613,8 +629,8 @@ def _assemble(
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
             staged = target = np.empty(shape, dtype)
-    lse = _empty(rows, dtype, q) if return_lse else None
-    weights = _empty((*rows, S), dtype, q) if return_weights else None
+    lse = _empty(rows, dtype, q, "the lse") if return_lse else None
+    weights = _empty((*rows, S), dtype, q, "the weights") if return_weights else None
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
@@ -669,9 +685,14 @@ def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
         return np.ascontiguousarray(array, dtype)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> Any:
+def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any, name: str) -> Any:
     """Room for a result where the array `beside` is; on a GPU the backend makes it."""
-    return beside.new(shape, dtype) if isinstance(beside, DeviceArray) else np.empty(shape, dtype)
+    if isinstance(beside, DeviceArray):
+        return beside.new(shape, dtype)
+    try:
+        return np.empty(shape, dtype)
+    except ValueError:
+        raise ValueError(f"{name} would have shape {shape}, and more than 2**63 bytes") from None
 
 
 def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -679,7 +700,6 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     array = as_device_array(out, "out")
     if array is None and not isinstance(out, np.ndarray):
         raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
-    _refuse_masked(out, "out")
     out = np.asarray(out) if array is None else array
     if out.dtype != dtype:
         raise TypeError(f"out must have the result's dtype {dtype}, got {out.dtype}")

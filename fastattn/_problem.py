@@ -20,6 +20,12 @@ import numpy as np
 
 from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 
+# Bounds on the sizes of one call, far beyond what memory holds, and yet axes of stride 0 reach them. Within
+# them nothing that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
+# values, MAX_ROWS * 2 * MAX_DIM * 8 = 2**62.
+MAX_ROWS = 2**40  #: B·H·L, and B·K·S
+MAX_DIM = 2**18  #: D, and E: a thread's tiles of it take some 200 MB, and 1 GB of copies at most
+
 
 class Mod(NamedTuple):
     """A function of the caller's: ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives another score,

@@ -112,8 +112,9 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
                 PREFETCH_DISTANCE // max(1, sizes.head_dim * itemsize) + 1,
                 PREFETCH_DISTANCE // max(1, sizes.value_dim * itemsize) + 1,
             )
+        n_tasks = heads * n_splits
         return Schedule(
-            num_threads, small, True, block_k, n_vectors, 1, n_vectors * lanes, heads * n_splits, tiles,
+            min(num_threads, n_tasks), small, True, block_k, n_vectors, 1, n_vectors * lanes, n_tasks, tiles,
             n_splits, False, False, prefetch_rows, *factors,
         )  # fmt: skip
     n_blocks = -(-n_vectors // target.max_vectors)
@@ -124,7 +125,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
         )
     return Schedule(
-        num_threads, small, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes,
+        min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes,
         heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0), *factors,
     )  # fmt: skip
 

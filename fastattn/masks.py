@@ -63,6 +63,8 @@ __all__ = [
 
 Align = Literal["top_left", "bottom_right"]
 
+_MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 calls that Python nests
+
 
 class Mask:
     """What all masks share: ``&``, ``|``, ``~``, ``==`` and `materialize`.
@@ -93,11 +95,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         _check_operand("&", other)
-        return _And((*_parts(self, _And), *_parts(other, _And)))
+        return _combined(_And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
         _check_operand("|", other)
-        return _Or((*_parts(self, _Or), *_parts(other, _Or)))
+        return _combined(_Or, self, other)
 
     def __rand__(self, other: Any) -> NoReturn:
         raise _not_a_mask("&", other)
@@ -106,7 +108,7 @@ class Mask:
         raise _not_a_mask("|", other)
 
     def __invert__(self) -> Mask:
-        return _Not((self,))
+        return _combined(_Not, self)
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -219,7 +221,7 @@ class Causal(Mask):
                     f"Causal takes align or offset, not both; "
                     f"got align={self.align!r}, offset={self.offset!r}"
                 )
-            object.__setattr__(self, "offset", integers(self.offset, "Causal: offset"))
+            object.__setattr__(self, "offset", integers(self.offset, "Causal: offset", saturate=True))
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -362,7 +364,7 @@ class PrefixLM(Mask):
     prefix_lengths: Any
 
     def __post_init__(self) -> None:
-        lengths = integers(self.prefix_lengths, "PrefixLM: prefix_lengths", minimum=0)
+        lengths = integers(self.prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True)
         object.__setattr__(self, "prefix_lengths", lengths)
 
     @property
@@ -397,7 +399,7 @@ class GlobalTokens(Mask):
     index: Any
 
     def __post_init__(self) -> None:
-        index = integers(self.index, "GlobalTokens: index", minimum=0)
+        index = integers(self.index, "GlobalTokens: index", minimum=0, saturate=True)
         if index.ndim != 1:
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
         object.__setattr__(self, "index", index)
@@ -462,7 +464,7 @@ class Dense(Mask):
             raise ValueError(
                 f"mask of shape {self.array.shape} does not broadcast to (..., H, L, S) = {shape}"
             )
-        return DenseArray(broadcast_to(self.array, shape))
+        return DenseArray(broadcast_to(self.array, shape, "mask"))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -537,6 +539,7 @@ class _Combined(Mask):
     """What `_And`, `_Or` and `_Not` share."""
 
     parts: tuple[Mask, ...]
+    depth: int  #: how many combined masks lie in each other, this one among them
 
     @property
     def _is_frozen(self) -> bool:
@@ -670,8 +673,20 @@ def window_bound(value: Any, name: str) -> int | None:
 # Checks of the masks' own arguments ----------------------------------------------------------------
 
 
-def _parts(mask: Mask, kind: type[_And] | type[_Or]) -> tuple[Mask, ...]:
-    return mask.parts if isinstance(mask, kind) else (mask,)
+def _combined(kind: type[_Combined], *masks: Mask) -> _Combined:
+    """The masks combined, the parts of those of the same kind side by side with the others."""
+    parts: list[Mask] = []
+    depth = 0
+    for mask in masks:
+        parts += mask.parts if isinstance(mask, kind) else (mask,)
+        if isinstance(mask, _Combined):
+            depth = max(depth, mask.depth - isinstance(mask, kind))
+    if depth == _MAX_DEPTH:
+        raise ValueError(
+            f"masks may be combined {_MAX_DEPTH} deep by &, | and ~ in turns; any number by & alone, or by | "
+            f"alone, stands side by side"
+        )
+    return kind(tuple(parts), depth + 1)
 
 
 def _check_operand(sign: str, other: Any) -> None:
@@ -740,9 +755,12 @@ def _check_align(align: Any) -> None:
         raise ValueError(f'align must be "top_left" or "bottom_right", got {align!r}')
 
 
-def integers(value: ArrayLike, name: str, minimum: int | None = None) -> np.ndarray:
-    """A read-only int64 copy of an integer array_like."""
+def integers(value: ArrayLike, name: str, minimum: int | None = None, saturate: bool = False) -> np.ndarray:
+    """A read-only int64 copy of an integer array_like. Numbers beyond int64 are refused, or with `saturate`
+    cut at its ends."""
     array = host_array(value, name)
+    if array.dtype.kind in "uO" and array.size:
+        array = _within_int64(array, name, saturate)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
     array = array.astype(np.int64)
@@ -750,6 +768,21 @@ def integers(value: ArrayLike, name: str, minimum: int | None = None) -> np.ndar
         raise ValueError(f"{name} must not be below {minimum}, got {array.min()}")
     array.flags.writeable = False
     return array
+
+
+def _within_int64(array: np.ndarray, name: str, saturate: bool) -> np.ndarray:
+    """Integers beyond int64, which NumPy holds as uint64 or as Python's; arrays without any as they are."""
+    limits = np.iinfo(np.int64)
+    if array.dtype.kind == "u" and array.max() <= limits.max:
+        return array
+    numbers = array.astype(object)
+    if not all(isinstance(number, int) for number in numbers.flat):
+        return array
+    inside = np.asarray(np.clip(numbers, limits.min, limits.max), dtype=object)
+    outside = numbers[inside != numbers]
+    if outside.size and not saturate:
+        raise ValueError(f"{name} must be in -2**63..2**63 - 1, got {outside[0]}")
+    return inside.astype(np.int64) if outside.size else array
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

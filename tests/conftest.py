@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import fastattn
+from tests.process import python
 
 settings.register_profile(
     "fastattn",
@@ -23,6 +26,8 @@ settings.register_profile(
 settings.load_profile("fastattn")
 
 BACKENDS = ("reference", "cython", "numba")
+#: The pool "workqueue" is always there; those of TBB and OpenMP want a library.
+NUMBA_POOLS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
 
 
 @dataclass(frozen=True)
@@ -101,3 +106,39 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         context = cython_cpu.use_isa(chosen.isa)
     with context:
         yield chosen
+
+
+@pytest.fixture
+def compiled() -> None:
+    """These tests look at the pool of the compiled backend."""
+    from fastattn.backends import cython_cpu
+
+    reasons = cython_cpu.backend.unavailable_reasons()
+    if reasons:
+        pytest.skip(f"cython is not usable here: {reasons}")
+
+
+@pytest.fixture(params=NUMBA_POOLS)
+def pool_environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What has a process use one of Numba's thread pools, with four threads on any number of cores."""
+    # Where pip puts TBB.
+    libraries = os.pathsep.join([f"{sys.prefix}/lib", os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(
+        os.pathsep
+    )
+    variables = {
+        "NUMBA_THREADING_LAYER": request.param,
+        "NUMBA_NUM_THREADS": "4",
+        "FASTATTN_NUM_THREADS": "4",
+        "FASTATTN_BACKEND": "numba",
+        "LD_LIBRARY_PATH": libraries,
+    }
+    code = f"""
+import importlib
+try:
+    importlib.import_module("numba.np.ufunc.{NUMBA_POOLS[request.param]}")
+except ImportError:
+    print("absent")
+"""
+    if python(code, env=variables).strip() == "absent":
+        pytest.skip(f"{request.param} is not installed")
+    return variables

@@ -34,6 +34,7 @@ LAYERS = [
     {"_problem"},
     {"_normalize"},
     {"_host"},
+    {"_threads"},
     {"_schedule"},
     {"backends._base"},
     {"backends.cpu.record"},

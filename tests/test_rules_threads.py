@@ -38,16 +38,6 @@ def count(code, **variables):
     return [int(word) for word in python(COUNT_THREADS + code, env=environment).split()]
 
 
-@pytest.fixture
-def compiled():
-    """These tests look at the pool of the compiled backend."""
-    from fastattn.backends import cython_cpu
-
-    reasons = cython_cpu.backend.unavailable_reasons()
-    if reasons:
-        pytest.skip(f"cython is not usable here: {reasons}")
-
-
 @linux_only
 @pytest.mark.usefixtures("compiled")
 class TestWhoDecides:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
@@ -11,36 +10,6 @@ from tests.process import python
 
 pytest.importorskip("numba")
 pytest.importorskip("fastattn.backends.cython.driver")
-
-#: The pool "workqueue" is always there; those of TBB and OpenMP want a library.
-LAYERS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
-
-
-@pytest.fixture(params=LAYERS)
-def environment(request):
-    """What has a process use one of them, with four threads on any number of cores."""
-    # Where pip puts TBB.
-    libraries = os.pathsep.join([f"{sys.prefix}/lib", os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(
-        os.pathsep
-    )
-    variables = {
-        "NUMBA_THREADING_LAYER": request.param,
-        "NUMBA_NUM_THREADS": "4",
-        "FASTATTN_NUM_THREADS": "4",
-        "FASTATTN_BACKEND": "numba",
-        "LD_LIBRARY_PATH": libraries,
-    }
-    code = f"""
-import importlib
-try:
-    importlib.import_module("numba.np.ufunc.{LAYERS[request.param]}")
-except ImportError:
-    print("absent")
-"""
-    if python(code, env=variables).strip() == "absent":
-        pytest.skip(f"{request.param} is not installed")
-    return variables
-
 
 PROBLEMS = """
 import numba, os, signal, sys, threading
@@ -82,8 +51,8 @@ print(numba.threading_layer())
 
 
 @pytest.mark.slow
-def test_eight_threads_beside_the_compiled_backend(environment):
-    assert python(SIDE_BY_SIDE, env=environment).split() == [environment["NUMBA_THREADING_LAYER"]]
+def test_eight_threads_beside_the_compiled_backend(pool_environment):
+    assert python(SIDE_BY_SIDE, env=pool_environment).split() == [pool_environment["NUMBA_THREADING_LAYER"]]
 
 
 FORKED = (
@@ -107,8 +76,8 @@ print("done")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fifty_forked_children(environment):
-    assert python(FORKED, env={**environment, "PYTHONWARNINGS": "ignore"}).split()[-1] == "done"
+def test_fifty_forked_children(pool_environment):
+    assert python(FORKED, env={**pool_environment, "PYTHONWARNINGS": "ignore"}).split()[-1] == "done"
 
 
 THREAD_COUNTS = """
@@ -126,24 +95,5 @@ print(numba.get_num_threads())
 """
 
 
-def test_thread_counts(environment):
-    assert python(THREAD_COUNTS, env=environment).split() == ["2"]
-
-
-LIMITS = """
-import numpy as np
-import threadpoolctl
-import fastattn
-from fastattn.backends.numba.threads import thread_limit
-
-limits = [thread_limit(4)]
-for limit in (1, 3):
-    with threadpoolctl.threadpool_limits(limits=limit):
-        limits.append(thread_limit(4))
-print(limits + [thread_limit(4)])
-"""
-
-
-def test_threadpoolctl_limits_numba():
-    environment = {"NUMBA_THREADING_LAYER": "omp", "NUMBA_NUM_THREADS": "4"}
-    assert python(LIMITS, env=environment).strip() == "[4, 1, 3, 4]"
+def test_thread_counts(pool_environment):
+    assert python(THREAD_COUNTS, env=pool_environment).split() == ["2"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _host
+from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends._base import Prepared
@@ -45,7 +45,7 @@ class CythonBackend:
         return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
 
     def thread_limit(self, num_threads: int) -> int:
-        return int(driver.thread_limit(num_threads))
+        return _threads.thread_limit(num_threads) if driver.HAS_OPENMP else 1
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(*driver.target(problem.query.itemsize))

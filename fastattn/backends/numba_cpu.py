@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastattn._problem import Problem
+from fastattn._threads import importing
 from fastattn.backends._base import Prepared
 
 
@@ -40,11 +41,21 @@ backend = NumbaBackend()
 def _missing() -> list[str]:
     if find_spec("numba") is None:
         return ["numba is not installed: pip install 'fastattn[numba]'"]
-    try:
-        _driver()
-    except ImportError as error:
-        return [f"numba does not load ({error})"]
-    return []
+    with importing:
+        try:
+            import numba
+        except Exception as error:  # beside ImportError what another NumPy makes of its extension modules
+            return [f"numba does not load ({type(error).__name__}: {error})"]
+        if numba.config.DISABLE_JIT:
+            return ["NUMBA_DISABLE_JIT is set, and then numba compiles nothing"]
+        try:
+            from fastattn.backends.numba.threads import reason_no_pool
+
+            _driver()
+        except ImportError as error:
+            return [f"numba does not load ({error})"]
+    reason = reason_no_pool()
+    return [] if reason is None else [reason]
 
 
 @cache

@@ -31,7 +31,7 @@ ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
     "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "stops", "part_stops", "row_i", "row_h",
-    "converted", "key_copy", "value_copy",
+    "converted", "clean", "key_copy", "value_copy",
 )  # fmt: skip
 
 COUNTS = (
@@ -52,7 +52,7 @@ COUNTS = (
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in bytes, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
     "partials", "left",  # addresses: each task's partial result, and how many tasks a head still has
-    "failed",  # set by a thread that could not have its memory
+    "failed",  # no thread could have its memory
     "scratch_nbytes",
 )  # fmt: skip
 REALS = ("query_factor", "softcap", "exponent_factor")  #: see `Schedule`
@@ -180,10 +180,11 @@ def _lay_out(
         if schedule.packs_values:
             value_copy = panels * fields["panel"]
     converted = block_k * line if fields["convert_bias"] else 0
+    clean = tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0
     nbytes: Any = (
         query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
-        pointers, pointers, converted, key_copy, value_copy,
+        pointers, pointers, converted, clean, key_copy, value_copy,
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

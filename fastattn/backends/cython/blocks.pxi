@@ -67,13 +67,14 @@ cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, 
 cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
     cdef TaskRows rows
     cdef Py_ssize_t block = task % job.n_blocks, kv_item = task // job.n_blocks
+    cdef Py_ssize_t each = job.n_vectors // job.n_blocks, more = job.n_vectors % job.n_blocks
     rows.kv = kv_item % job.num_kv_heads
     rows.item = kv_item // job.num_kv_heads
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
     block = job.n_blocks - 1 - block
-    rows.first_row = block * job.n_vectors // job.n_blocks * kernels_of(job).lanes
-    rows.n_vectors = <int>((block + 1) * job.n_vectors // job.n_blocks - block * job.n_vectors // job.n_blocks)
-    rows.n_rows = min(rows.n_vectors * kernels_of(job).lanes, job.len_q * job.group_size - rows.first_row)
+    rows.first_row = (block * each + min(block, more)) * job.lanes
+    rows.n_vectors = <int>(each + (block < more))
+    rows.n_rows = min(rows.n_vectors * job.lanes, job.len_q * job.group_size - rows.first_row)
     return rows
 
 

@@ -28,8 +28,6 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 
-import os
-
 import numpy as np
 
 include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
@@ -42,16 +40,12 @@ include "work.pxi"       # all tasks, on all threads
 cdef extern from *:
     """
     #ifdef _OPENMP
-    #include <omp.h>
-    #define FASTATTN_HAVE_OPENMP 1
-    static int fastattn_openmp_limit(void) { return omp_get_max_threads(); }
+    #define FASTATTN_HAS_OPENMP 1
     #else
-    #define FASTATTN_HAVE_OPENMP 0
-    static int fastattn_openmp_limit(void) { return 1; }
+    #define FASTATTN_HAS_OPENMP 0
     #endif
     """
-    int fastattn_openmp_limit() noexcept nogil
-    const bint HAVE_OPENMP "FASTATTN_HAVE_OPENMP"
+    const bint FASTATTN_HAS_OPENMP
 
 cnp.import_array()
 
@@ -64,19 +58,7 @@ ISAS = ("avx512", "avx2", "neon", "portable")  # best first
 
 READ_PIECE_NBYTES = READ_PIECE
 
-cdef bint forked = False
-
-
-def _in_child():
-    # libgomp's worker threads do not exist in a forked child, and a parallel region there would wait for them.
-    global forked
-    forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-cdef int openmp_default = fastattn_openmp_limit()
+HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 
 
 def available_isas():
@@ -152,18 +134,6 @@ def stop_sharing_threads():
 def shares_threads():
     """Whether products of a BLAS run on this extension's threads now."""
     return bool(fastattn_blas_is_shared())
-
-
-def thread_limit(int num_threads):
-    """num_threads, less where this process may not have so many.
-
-    One in a forked child and without OpenMP. A limit set on OpenMP since the import (threadpoolctl, or
-    omp_set_num_threads) holds; OpenMP's own default does not.
-    """
-    cdef int limit = fastattn_openmp_limit()
-    if forked or not HAVE_OPENMP:
-        return 1
-    return num_threads if limit == openmp_default else min(num_threads, limit)
 
 
 def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):

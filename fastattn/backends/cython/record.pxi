@@ -101,7 +101,7 @@ cdef struct Job:
     int64_t scratch_nbytes
     int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
     int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_stops, to_part_stops
-    int64_t to_row_i, to_row_h, to_converted, to_key_copy, to_value_copy
+    int64_t to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy
     double query_factor, softcap, exponent_factor
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
 
@@ -119,6 +119,7 @@ cdef struct Scratch:
     char *scores
     char *acc
     char *converted      # bias rows in the compute type
+    char *clean          # a tile of values without the NaN and inf that not every row may read
     char *empty          # -inf in every lane
     char *tile_max
     char *row_max
@@ -254,6 +255,7 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.row_i = <Py_ssize_t *>(base + job.to_row_i)
     w.row_h = <Py_ssize_t *>(base + job.to_row_h)
     w.converted = base + job.to_converted
+    w.clean = base + job.to_clean
     w.key_copy = base + job.to_key_copy
     w.value_copy = base + job.to_value_copy
     w.seen_key = w.seen_value = NULL

@@ -171,16 +171,10 @@ cdef void write_row_weights(const Job *job, Scratch *w, const Block *block, cons
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
     """All outputs of one key/value head, from what is on the stack."""
     cdef Py_ssize_t lane
-    cdef char *clean
     cdef char *lse_rows = at_item(job, &job.lse, block.item)
     if write_rows(job, w, block, stack) and stack.partials[0].has_masked:
         # NaN came out where some rows may not read every value: 0 * NaN of a masked key may be the cause.
-        clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)
-        if clean == NULL:
-            job.failed = 1
-            return
-        attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, clean)
-        free(clean)
+        attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean)
         write_rows(job, w, block, stack)
     if job.has_lse:
         for lane in range(block.n_rows):

@@ -126,7 +126,6 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef Py_ssize_t lane, item = rows.item
     cdef bint partial
     cdef char *item_rows
-    cdef char *clean
     block.n_vectors = rows.n_vectors
     block.ld = rows.n_vectors * kernels.lanes
     block.n_rows = rows.n_rows
@@ -147,13 +146,8 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
 
     if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
         # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
-        clean = <char *>malloc(job.block_k * job.value_dim * job.itemsize)
-        if clean == NULL:
-            job.failed = 1
-            return
         start_rows(job, w, &block)
-        attend(job, w, &block, clean)
-        free(clean)
+        attend(job, w, &block, w.clean)
         kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse)
 
     if job.has_lse:

@@ -17,7 +17,8 @@ cdef extern from "spread.h" nogil:
 
 
 cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept nogil:
-    """What one thread does: the tasks of its own share, then what the others have not begun."""
+    """What one thread does: the tasks of its own share, then what the others have not begun. Nothing without memory for
+    its tiles: then the others do its share."""
     cdef Scratch scratch
     cdef Scratch *w = &scratch
     cdef char *memory = <char *>malloc(job.scratch_nbytes + 64)
@@ -26,9 +27,7 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
     cdef Py_ssize_t task, first
     # Small tasks are taken a few at a time.
     cdef Py_ssize_t grain = job.n_tasks if num_threads == 1 else max(<Py_ssize_t>1, job.n_tasks // (num_threads * 32))
-    if memory == NULL:
-        job.failed = 1
-    else:
+    if memory != NULL:
         set_scratch(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
         for turn in range(num_threads):
             share = &shares[(thread + turn) % num_threads]
@@ -70,6 +69,9 @@ cdef void run_job(Job *job, int num_threads) noexcept nogil:
             fastattn_spread_enter(spread, threadid())
             work(job, shares, threadid(), num_threads)
             fastattn_spread_leave(spread, threadid())
-        free(shares)
     else:
         work(job, shares, 0, 1)
+    for thread in range(num_threads):
+        job.failed |= shares[thread].next < shares[thread].stop
+    if num_threads > 1:
+        free(shares)

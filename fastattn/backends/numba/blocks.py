@@ -123,8 +123,9 @@ def task_rows(job, task):
     number, head_item = task % job.n_blocks, task // job.n_blocks
     # The last block first: under a causal mask it is the longest, and the short ones end the work.
     number = job.n_blocks - 1 - number
-    first = number * job.n_vectors // job.n_blocks
-    stop = (number + 1) * job.n_vectors // job.n_blocks
+    each, more = job.n_vectors // job.n_blocks, job.n_vectors % job.n_blocks
+    first = number * each + min(number, more)
+    stop = first + each + (number < more)
     first_row = first * job.lanes
     n_rows = min(stop * job.lanes, job.len_q * job.group_size) - first_row
     return head_item // job.num_kv_heads, head_item % job.num_kv_heads, first_row, stop - first, n_rows

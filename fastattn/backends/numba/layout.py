@@ -25,7 +25,7 @@ KEY_STEP = 4  #: a block's keys start at a multiple of this
 #: axes, of the scratch memory of all threads, and for `spread` of the region's record and of the CPUs' cores;
 #: whether NaN came out where some rows may not read every value, and whether NaN and inf in values are kept
 #: from rows that may not read them; more tiles of a thread; the factor of the query in two parts.
-OWN_TILES = ("spare", "clean", "block", "stack", "allowed", "chosen")
+OWN_TILES = ("spare", "block", "stack", "allowed", "chosen")
 _OWN = (
     "views",
     "lead_shape",

@@ -217,10 +217,8 @@ def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
 
 def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
     """This driver's own fields: where its own tiles lie behind the others, and the factor of the query."""
-    is_safe = job["is_masked"] or job["may_mask"]
     nbytes = {
         "spare": schedule.max_lanes * problem.query.itemsize,
-        "clean": schedule.block_k * problem.query.itemsize * problem.value_dim if is_safe else 0,
         "block": BLOCK.itemsize,
         "stack": MAX_PARTIALS * PARTIAL.itemsize if schedule.uses_split_kv else 0,
         "allowed": CPU_SET_NBYTES,
@@ -236,11 +234,11 @@ def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
 
 def _in_two(factor: float, dtype: np.dtype) -> tuple[float, float]:
     """The factor rounded towards 0 to the dtype and what that left, of the same sign and 0 only with it."""
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # overflow to inf and underflow to 0 are meant
         high = dtype.type(factor)
-    if abs(float(high)) > abs(factor):
-        high = np.nextafter(high, dtype.type(0))
-    low = dtype.type(factor - float(high)) if np.isfinite(high) else high
-    if low == 0:
-        low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
+        if abs(float(high)) > abs(factor):
+            high = np.nextafter(high, dtype.type(0))
+        low = dtype.type(factor - float(high)) if np.isfinite(high) else high
+        if low == 0:
+            low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
     return float(high), float(low)

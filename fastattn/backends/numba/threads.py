@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 import numba
 
-from fastattn import _host
+from fastattn import _host, _threads
+
+#: Numba's threading layers, and those among which it chooses by the other names; "workqueue" is always there.
+_MODULES = {name: f"numba.np.ufunc.{name}pool" for name in ("tbb", "omp")} | {
+    "workqueue": "numba.np.ufunc.workqueue"
+}
+_LAYERS = {name: (name,) for name in _MODULES} | {
+    "default": ("workqueue",),
+    "safe": ("tbb",),
+    "threadsafe": ("tbb", "omp"),
+    "forksafe": ("workqueue",),
+}
 
 _workqueue = threading.Lock()
+_has_started = False  # Numba's pool, by a call
 
 
-def thread_limit(num_threads: int) -> int:
-    """num_threads, less where this process may not have so many.
+def thread_limit(wanted: int) -> int:
+    """How many threads a call may have that wants so many: as `fastattn._threads.thread_limit` says, and no
+    more than Numba's pool has.
 
-    One in a forked child, where the threads of the parent's pool do not exist. Where Numba runs on OpenMP a
-    limit set on that since the import (threadpoolctl, or omp_set_num_threads) holds; OpenMP's own default
-    does not.
+    The pool starts all its threads when it is first used: where it could not, a call gets one.
     """
-    if num_threads == 1 or _host.is_forked():
+    limit = _threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
+    if limit > 1 and not _has_started and not _threads.can_start(numba.config.NUMBA_NUM_THREADS + 1):
         return 1
-    limit = min(num_threads, numba.config.NUMBA_NUM_THREADS)
-    if _openmp is not None and (most := _openmp.omp_get_max_threads()) != _openmp_default:
-        limit = min(limit, most)
     return limit
+
+
+def reason_no_pool() -> str | None:
+    """Why Numba's pool cannot be started, None where nothing speaks against it."""
+    layer = str(numba.config.THREADING_LAYER).lower()
+    candidates = _LAYERS.get(layer)
+    if candidates is None:
+        return f"NUMBA_THREADING_LAYER must be one of {', '.join(_LAYERS)}, got {layer!r}"
+    priority = numba.config.THREADING_LAYER_PRIORITY
+    if sorted(priority) != sorted(_MODULES):
+        return f"NUMBA_THREADING_LAYER_PRIORITY must name {', '.join(_MODULES)} once each, got {priority}"
+    absent = []
+    for name in candidates:
+        try:
+            import_module(_MODULES[name])
+        except ImportError as error:
+            absent.append(str(error))
+        else:
+            return None
+    return f"no threading layer for NUMBA_THREADING_LAYER={layer} loads ({'; '.join(absent)})"
 
 
 def on_pool(wanted: int, run: Callable[[int], object]) -> None:
     """Calls run with how many threads of Numba's pool there are for it: `wanted`, or 1 where another thread
     holds a pool that only one may use at a time."""
+    global _has_started
     if wanted == 1:
         run(1)
         return
     before = numba.get_num_threads()  # starts the pool where it has not been
+    _has_started = True
     if before != wanted:
         numba.set_num_threads(wanted)
     try:
@@ -66,16 +96,6 @@ def _is_exclusive() -> bool:
     return numba.threading_layer() == "workqueue"
 
 
-def _load_openmp() -> Any:
-    """The OpenMP runtime of Numba's pool of that name, if that can be used here at all."""
-    try:
-        omppool = import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return None
-    library = ctypes.CDLL(omppool.__file__)  # symbols of what it is linked with are found through it
-    return library if hasattr(library, "omp_get_max_threads") else None
-
-
-with _host.brief_openmp_spin():
-    _openmp = _load_openmp()
-_openmp_default: int = 0 if _openmp is None else _openmp.omp_get_max_threads()
+with suppress(ImportError), _host.brief_openmp_spin():
+    # Loads the OpenMP runtime of Numba's pool of that name.
+    import_module(_MODULES["omp"])

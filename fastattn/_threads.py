@@ -1,0 +1,212 @@
+"""How many threads a call may have, and forks.
+
+The one place that bounds the number of threads, for every backend: `thread_limit`. A driver only takes fewer,
+where a call has fewer tasks.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from fastattn import _host
+from fastattn._version import __version__
+
+#: A call starts no more threads than this, whatever it is asked for. More threads than CPUs gain nothing, as
+#: they compute all the time; twice as many leave room for who wants to see that, or for a machine that counts
+#: its CPUs wrongly, and 64 for tests on small machines. Each costs a stack and scratch memory.
+MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
+
+#: What `_startable` waits at most for threads that have ended to leave the process.
+_LEAVE_SECONDS = 1.0
+
+_forked = False
+_started = threading.local()  # .count: so many threads a call from this Python thread has been able to start
+_limits: dict[int, int] = {}  # that threadpoolctl has set, by the Python thread that set it
+
+#: Held while modules are imported that a call needs, and by whoever forks: a child inherits no import that
+#: another thread has begun, of which it would wait for the end for ever.
+importing = threading.RLock()
+
+
+def thread_limit(wanted: int) -> int:
+    """How many threads a call may have that wants so many.
+
+    One in a forked child, where the threads of the parent are not; else no more than MAX_THREADS, than what
+    threadpoolctl allows, and than can be started.
+    """
+    if _forked:
+        return 1
+    allowed = min(wanted, MAX_THREADS)
+    if _limits and (limit := limit_by_threadpoolctl()) is not None:
+        allowed = min(allowed, limit)
+    if allowed > getattr(_started, "count", 1):
+        allowed = _try_threads(allowed)
+    return allowed
+
+
+def can_start(count: int) -> bool:
+    """Whether the process can have so many threads at once, the calling one among them."""
+    return count <= MAX_THREADS and _try_threads(count) == count
+
+
+def is_forked() -> bool:
+    """Whether this process was forked off one that had loaded the package: its threads are not here."""
+    return _forked
+
+
+# Threads that cannot be started -------------------------------------------------------------------
+
+
+def _try_threads(wanted: int) -> int:
+    """`wanted`, or fewer where the process cannot start so many beside the calling thread.
+
+    OpenMP's runtimes and those of Numba's pools end the process when a thread cannot be started: by a limit
+    on the user's or the container's processes (RLIMIT_NPROC, pids.max), or for want of address space for its
+    stack. So it is tried out first, once for each Python thread, as each has OpenMP threads of its own. Where
+    it fails, half of those that could be started leave room for what else starts threads meanwhile.
+    """
+    known = getattr(_started, "count", 1)
+    missing = max(0, wanted - known)
+    found = _startable(missing)
+    if found == missing:
+        _started.count = known + missing
+        return wanted
+    return known + found // 2
+
+
+def _startable(count: int) -> int:
+    """How many more threads the process can start now, `count` at most."""
+    gate, numbers, started = _thread.allocate_lock(), [], 0
+
+    def wait() -> None:
+        numbers.append(_thread.get_native_id())
+        with gate:
+            pass
+
+    with gate:
+        with suppress(RuntimeError, MemoryError):
+            for _ in range(count):
+                _thread.start_new_thread(wait, ())
+                started += 1
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while len(numbers) < started and time.monotonic() < deadline:
+            time.sleep(0)
+    # Until they have left the process they count against its limits.
+    for number in numbers:
+        while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < deadline:
+            time.sleep(0)
+    return started
+
+
+# threadpoolctl ------------------------------------------------------------------------------------
+
+
+def limit_by_threadpoolctl() -> int | None:
+    """The limit that the calling thread has set, or else the least that another has."""
+    own = _limits.get(threading.get_ident())
+    return min(list(_limits.values()), default=None) if own is None else own
+
+
+class _Reported(int):
+    """A number of threads as threadpoolctl is told it, which it gives back when its limit ends."""
+
+    limit: int | None  #: that the thread which asked had set, None: none
+
+
+def _reported() -> _Reported:
+    try:
+        count = min(_host.get_num_threads(), MAX_THREADS)
+    except ValueError:  # a bad FASTATTN_NUM_THREADS, which a call complains about
+        count = _host.available_cores()
+    limit = limit_by_threadpoolctl()
+    reported = _Reported(count if limit is None else min(count, limit))
+    reported.limit = _limits.get(threading.get_ident())
+    return reported
+
+
+def _set_limit(limit: int) -> None:
+    """A limit for the calling thread, and for all that have set none; or the state before, as reported."""
+    wanted = limit.limit if isinstance(limit, _Reported) else max(1, limit)
+    if wanted is None:
+        _limits.pop(threading.get_ident(), None)
+    else:
+        _limits[threading.get_ident()] = wanted
+
+
+def _register(threadpoolctl: Any) -> None:
+    """Has threadpoolctl see and limit the threads of calls.
+
+    It finds what it controls by the libraries that are loaded; NumPy's is, whatever backends there are. It
+    knows OpenMP's runtimes itself, but what it sets there holds for the thread that sets it alone, and cannot
+    be told from OMP_NUM_THREADS.
+    """
+    if not hasattr(threadpoolctl, "register"):  # before its version 3.2
+        return
+
+    class Controller(threadpoolctl.LibController):  # type: ignore[misc]
+        user_api = "openmp"
+        internal_api = "fastattn"
+        filename_prefixes = ("_multiarray_umath",)
+
+        def get_num_threads(self) -> int:
+            return _reported()
+
+        def set_num_threads(self, num_threads: int) -> None:
+            _set_limit(num_threads)
+
+        def get_version(self) -> str:
+            return __version__
+
+    threadpoolctl.register(Controller)
+
+
+class _Finder:
+    """Registers with threadpoolctl when that is imported: it is not for fastattn to import it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "threadpoolctl":
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec: Any = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader:
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)
+
+
+if "threadpoolctl" in sys.modules:
+    _register(sys.modules["threadpoolctl"])
+else:
+    sys.meta_path.insert(0, _Finder())
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+
+def _in_child() -> None:
+    global _forked
+    _forked = True
+    importing.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=importing.acquire, after_in_parent=importing.release, after_in_child=_in_child)

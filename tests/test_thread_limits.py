@@ -1,0 +1,401 @@
+"""How many threads a call gets, however many are asked for: bounds, limits, threads that do not start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import _host, _threads
+from tests.process import python
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+
+COUNT = """
+import os, resource, sys, threading
+import numpy as np
+import fastattn
+x = np.random.default_rng(0).standard_normal((1, 8, 512, 64)).astype(np.float32)
+expected = fastattn.attention(x, x, x, num_threads=1)
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def more_threads(x=x, expected=expected, **options):
+    before = threads()
+    out = fastattn.attention(x, x, x, **options)
+    assert out.tobytes() == expected.tobytes()
+    return threads() - before
+
+def leave_room(n_threads):
+    # Address space for so many stacks and some memory; what is tried beyond that fails.
+    stack = max(8 << 20, resource.getrlimit(resource.RLIMIT_STACK)[0])
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + n_threads * stack + (4 << 20), -1))
+"""
+
+
+def printed(code, backend="cython", **variables):
+    output = python(COUNT + code, env={"FASTATTN_BACKEND": backend, "OPENBLAS_NUM_THREADS": "1"} | variables)
+    return [int(word) for word in output.split()]
+
+
+@linux_only
+@pytest.mark.usefixtures("compiled")
+class TestBounds:
+    @pytest.mark.parametrize("num_threads", [2_000, 70_000, 2**31 - 1])
+    def test_any_number_may_be_asked_for(self, num_threads):
+        """OpenMP's runtime ended the process, or started 2,000 threads."""
+        (more,) = printed(f"print(more_threads(num_threads={num_threads}))")
+        assert 1 < more < _threads.MAX_THREADS
+        (more,) = printed("print(more_threads())", FASTATTN_NUM_THREADS=str(num_threads))
+        assert more < _threads.MAX_THREADS
+
+    def test_no_more_threads_than_tasks(self):
+        """Which are blocks of query rows, or of few over long keys the key tiles of a head."""
+        code = """
+from fastattn.backends import cython_cpu
+rows, lanes = cython_cpu.driver.tile_rows(4)
+vectors = -(-512 // lanes)
+few = x[:, :3, :2], np.repeat(x[:, :3], 2, axis=2)
+before = threads()
+fastattn.attention(few[0], few[1], few[1], num_threads=50)
+after = threads()
+print(after - before, 3 * 1024 // 256)
+query = x[:, :3]
+more = more_threads(query, fastattn.attention(query, query, query, num_threads=1), num_threads=50)
+print(threads() - before, min(50, 3 * -(-vectors // (rows // lanes))))
+"""
+        few, few_tasks, many, many_tasks = printed(code)
+        assert (few + 1, many + 1) == (few_tasks, many_tasks)
+
+
+@pytest.mark.parametrize("num_threads", [2**31, 2**63, 2**64, np.uint64(2**63)], ids=str)
+def test_numbers_that_no_runtime_counts_to(backend, num_threads):
+    x = np.ones((1, 2, 300, 8), np.float32)
+    with pytest.raises(ValueError, match=r"^num_threads must be a positive integer below 2\*\*31, got "):
+        backend.attention(x, x, x, num_threads=num_threads)
+    with pytest.raises(ValueError, match=r"^num_threads must be a positive integer below 2\*\*31, got "):
+        fastattn.set_num_threads(num_threads)
+
+
+def test_such_a_number_in_the_environment(monkeypatch):
+    monkeypatch.setattr(_host, "_num_threads", None)
+    monkeypatch.setenv("FASTATTN_NUM_THREADS", str(2**31))
+    with pytest.raises(ValueError, match=r"^FASTATTN_NUM_THREADS must be a positive integer below 2\*\*31"):
+        fastattn.get_num_threads()
+
+
+@linux_only
+class TestThreadsThatCannotBeStarted:
+    """OpenMP's runtime and Numba's pools end the process, or wait for ever, where one cannot."""
+
+    @pytest.mark.usefixtures("compiled")
+    def test_compiled(self):
+        code = """
+leave_room(5)
+first = more_threads(num_threads=40)
+print(first, more_threads(num_threads=40) + first, more_threads(num_threads=2))
+"""
+        first, second, third = printed(code)
+        assert 0 <= first < 5
+        assert 0 <= second < 5
+        assert third <= 0
+
+    @pytest.mark.usefixtures("compiled")
+    def test_in_another_python_thread(self):
+        """Which has OpenMP threads of its own."""
+        code = """
+more_threads(num_threads=4)
+leave_room(4)
+def call():
+    print(more_threads(num_threads=40))
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+"""
+        (more,) = printed(code)
+        assert 0 <= more < 4
+
+    def test_numba(self, pool_environment):
+        (more,) = printed(
+            "leave_room(2); print(more_threads(num_threads=4))", backend="numba", **pool_environment
+        )
+        assert more == 0
+
+    @pytest.mark.skipif(
+        not hasattr(os, "getuid") or os.getuid() != 0, reason="root may become a user without processes"
+    )
+    @pytest.mark.parametrize("backend", ["cython", "numba"])
+    def test_a_limit_on_the_processes_of_a_user(self, backend):
+        """As `ulimit -u` sets; it does not hold for root, so another user it is."""
+        pytest.importorskip("fastattn.backends.cython.driver" if backend == "cython" else "numba")
+        code = """
+resource.setrlimit(resource.RLIMIT_NPROC, (5, 5))
+os.setresuid(54321, 54321, 54321)
+print(more_threads(num_threads=40), more_threads(num_threads=40), threads())
+"""
+        *_, after = printed(code, backend=backend, NUMBA_NUM_THREADS="40")
+        assert after <= 5
+
+    def test_the_trial_leaves_no_thread(self):
+        code = """
+from fastattn import _threads
+before = threads()
+assert _threads._startable(20) == 20
+print(threads() - before)
+"""
+        assert printed(code) == [0]
+
+    def test_each_python_thread_tries_once(self, monkeypatch):
+        tried = []
+        monkeypatch.setattr(_threads, "_started", threading.local())
+        monkeypatch.setattr(_threads, "_startable", lambda count: tried.append(count) or count)
+        assert [_threads.thread_limit(count) for count in (1, 3, 2, 3, 7, 7, 1)] == [1, 3, 2, 3, 7, 7, 1]
+        assert tried == [2, 4]
+
+    @pytest.mark.parametrize("started, given", [(0, 1), (1, 1), (5, 3), (8, 5)])
+    def test_half_of_those_that_could_be_started(self, monkeypatch, started, given):
+        monkeypatch.setattr(_threads, "_started", threading.local())
+        monkeypatch.setattr(_threads, "_startable", lambda count: min(count, started))
+        assert [_threads.thread_limit(12) for _ in range(3)] == [given] * 3
+        assert not _threads.can_start(12)
+
+    def test_no_more_than_the_bound(self, monkeypatch):
+        monkeypatch.setattr(_threads, "_started", threading.local())
+        monkeypatch.setattr(_threads, "_startable", lambda count: count)
+        assert _threads.thread_limit(10**6) == _threads.MAX_THREADS
+        assert not _threads.can_start(_threads.MAX_THREADS + 1)
+
+
+class TestOmpNumThreads:
+    """The default where FASTATTN_NUM_THREADS is absent, as job schedulers set it."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_set(self, monkeypatch):
+        monkeypatch.setattr(_host, "_num_threads", None)
+        monkeypatch.delenv("FASTATTN_NUM_THREADS", raising=False)
+
+    @pytest.mark.parametrize(
+        "text, count", [("1", 1), ("3", 3), (" 3 ", 3), ("4,2", 4), ("7 , 2,1", 7), ("+2", 2), ("0012", 12)]
+    )
+    def test_it_counts(self, monkeypatch, text, count):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert fastattn.get_num_threads() == count
+        assert _host.num_threads_and_source() == (count, "OMP_NUM_THREADS")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            " ",
+            "two",
+            "0",
+            "-2",
+            "1.5",
+            "4,0",
+            "4,x",
+            "4,",
+            ",4",
+            "4 2",
+            "2**3",
+            "9" * 5000,
+            str(2**31),
+            "٣",
+        ],
+    )
+    def test_nonsense_is_passed_over(self, monkeypatch, text):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert fastattn.get_num_threads() == _host.available_cores()
+
+    def test_others_go_before_it(self, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        monkeypatch.setenv("FASTATTN_NUM_THREADS", "5")
+        assert fastattn.get_num_threads() == 5
+        monkeypatch.setattr(_host, "_num_threads", 7)
+        assert fastattn.get_num_threads() == 7
+
+    @linux_only
+    @pytest.mark.usefixtures("compiled")
+    @pytest.mark.parametrize("text, more", [("1", 0), ("3", 2), ("4,2", 3)])
+    def test_a_call_runs_on_as_many(self, text, more):
+        assert printed("print(more_threads())", OMP_NUM_THREADS=text) == [more]
+
+    @linux_only
+    @pytest.mark.usefixtures("compiled")
+    def test_more_may_be_asked_for(self):
+        code = "print(more_threads(num_threads=3))"
+        assert printed(code, OMP_NUM_THREADS="1") == [2]
+        assert printed("print(more_threads())", OMP_NUM_THREADS="1", FASTATTN_NUM_THREADS="4") == [3]
+
+    @pytest.mark.parametrize(
+        "variables, shown",
+        [
+            ({}, "(from the usable cores)"),
+            ({"OMP_NUM_THREADS": "5,2"}, "5 (from OMP_NUM_THREADS)"),
+            ({"OMP_NUM_THREADS": "5", "FASTATTN_NUM_THREADS": "6"}, "6 (from FASTATTN_NUM_THREADS)"),
+            ({"FASTATTN_NUM_THREADS": "many"}, "error: FASTATTN_NUM_THREADS must be"),
+        ],
+        ids=str,
+    )
+    def test_show_config_says_where_it_comes_from(self, monkeypatch, capsys, variables, shown):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        fastattn.show_config()
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("threads ")]
+        assert shown in line
+
+    def test_show_config_says_so_of_set_num_threads(self, monkeypatch, capsys):
+        monkeypatch.setattr(_host, "_num_threads", 3)
+        fastattn.show_config()
+        assert "threads   3 (from set_num_threads)\n" in capsys.readouterr().out
+
+
+class TestThreadpoolctl:
+    """Its limits hold whatever OpenMP's default is, and for all Python threads."""
+
+    @linux_only
+    @pytest.mark.usefixtures("compiled")
+    @pytest.mark.parametrize("imports", ["fastattn, threadpoolctl", "threadpoolctl, fastattn"])
+    @pytest.mark.parametrize("limit, default", [(1, 1), (2, 2), (2, 1), (1, 2), (3, 8)])
+    def test_whatever_the_default_of_openmp_is(self, limit, default, imports):
+        code = f"""
+import os, numpy as np, {imports}
+x = np.random.default_rng(0).standard_normal((1, 8, 512, 64)).astype(np.float32)
+with threadpoolctl.threadpool_limits({limit}):
+    before = len(os.listdir("/proc/self/task"))
+    fastattn.attention(x, x, x)
+    limited = len(os.listdir("/proc/self/task")) - before
+fastattn.attention(x, x, x)
+print(limited, len(os.listdir("/proc/self/task")) - before)
+"""
+        variables = {
+            "OMP_NUM_THREADS": str(default),
+            "FASTATTN_NUM_THREADS": "8",
+            "FASTATTN_BACKEND": "cython",
+        }
+        assert python(code, env=variables).split() == [str(limit - 1), "7"]
+
+    @pytest.fixture
+    def limits(self, monkeypatch):
+        threadpoolctl = pytest.importorskip("threadpoolctl")
+        monkeypatch.setattr(_threads, "_started", threading.local())
+        monkeypatch.setattr(_threads, "_startable", lambda count: count)
+        return threadpoolctl.threadpool_limits
+
+    @staticmethod
+    def in_a_thread(function):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(function()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    @pytest.mark.parametrize("user_api", [None, "openmp"])
+    def test_other_threads_see_it(self, limits, user_api):
+        with limits(2, user_api=user_api):
+            assert _threads.thread_limit(5) == 2
+            assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 2
+        assert _threads.thread_limit(5) == 5
+        assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 5
+
+    def test_a_thread_of_its_own_limit(self, limits):
+        def inner():
+            with limits(3):
+                return _threads.thread_limit(5), self.in_a_thread(lambda: _threads.thread_limit(5))
+
+        with limits(2):
+            assert self.in_a_thread(inner) == (3, 2)
+            assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 2
+        assert _threads._limits == {}
+
+    def test_limits_that_end_in_any_order(self, limits):
+        """Two threads enter, and the one that came first leaves first."""
+        entered, left = threading.Event(), threading.Event()
+
+        def second():
+            with limits(1):
+                entered.set()
+                left.wait(20)
+
+        thread = threading.Thread(target=second)
+        with limits(1):
+            thread.start()
+            entered.wait(20)
+        left.set()
+        thread.join()
+        assert _threads.thread_limit(5) == 5
+
+    def test_nested(self, limits):
+        with limits(4):
+            with limits(2):
+                assert _threads.thread_limit(5) == 2
+            with limits(1, user_api="blas"):
+                assert _threads.thread_limit(5) == 4
+            assert _threads.thread_limit(5) == 4
+        assert _threads.thread_limit(5) == 5
+
+    def test_it_raises_no_number(self, limits):
+        with limits(9):
+            assert _threads.thread_limit(5) == 5
+
+    def test_a_number_set_within_outlives_the_limit(self, limits, monkeypatch):
+        monkeypatch.setattr(_host, "_num_threads", 3)
+        with limits(2):
+            fastattn.set_num_threads(6)
+        assert _threads.thread_limit(fastattn.get_num_threads()) == 6
+
+    def test_it_is_listed_once(self, limits, monkeypatch):
+        import threadpoolctl
+
+        monkeypatch.setattr(_host, "_num_threads", 3)
+        with limits(2):
+            ours = [pool for pool in threadpoolctl.threadpool_info() if pool["internal_api"] == "fastattn"]
+            assert [(pool["user_api"], pool["num_threads"]) for pool in ours] == [("openmp", 2)]
+
+    def test_show_config_shows_it(self, limits, monkeypatch, capsys):
+        monkeypatch.setattr(_host, "_num_threads", 3)
+        with limits(2):
+            fastattn.show_config()
+        assert "threads   3 (from set_num_threads), at most 2 (threadpoolctl)\n" in capsys.readouterr().out
+
+    def test_numba(self, pool_environment):
+        """On each of its pools, whatever OpenMP's default is."""
+        code = """
+import threadpoolctl
+import fastattn
+from fastattn.backends.numba.threads import thread_limit
+limits = [thread_limit(4)]
+for limit in (1, 3, 4):
+    with threadpoolctl.threadpool_limits(limits=limit):
+        limits.append(thread_limit(4))
+print(limits + [thread_limit(4)])
+"""
+        assert python(code, env=pool_environment | {"OMP_NUM_THREADS": "3"}).strip() == "[4, 1, 3, 4, 4]"
+
+    def test_an_old_version_has_nothing_to_register_with(self):
+        code = """
+import types, sys
+sys.modules["threadpoolctl"] = types.ModuleType("threadpoolctl")
+import fastattn
+"""
+        python(code)
+
+    def test_finding_it_does_not_import_it(self):
+        code = """
+import importlib.util, sys
+import fastattn
+spec = importlib.util.find_spec("threadpoolctl")
+assert "threadpoolctl" not in sys.modules
+import threadpoolctl
+assert type(threadpoolctl.__loader__).__module__ != "fastattn._threads"
+assert "fastattn" in {pool["internal_api"] for pool in threadpoolctl.threadpool_info()}
+"""
+        pytest.importorskip("threadpoolctl")
+        python(code)

@@ -231,8 +231,9 @@ class Emitter:
         return self.builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(self.lanes), 0))
 
     def multiply_exactly(self, x: ir.Value, high: ir.Value, low: ir.Value) -> ir.Value:
-        """x * (high + low), rounded about once; see `multiply_exactly` in ``cython/kernels/vec.h``."""
-        return self.fma(x, high, self.mul(x, low))
+        """x * (high + low), rounded about once, and +0 for a zero of either sign; see `multiply_exactly` in
+        ``cython/kernels/vec.h``."""
+        return self.fma(x, high, self.fma(x, low, self.zero()))
 
     def words_allow(self, words: ir.Value, bit: ir.Value | int) -> ir.Value:
         """Lanes in whose word this bit is set."""

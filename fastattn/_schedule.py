@@ -1,65 +1,34 @@
 """Problem and host to `Schedule`: every decision on how a call is cut up, once, for all CPU drivers.
 
 Pure functions of sizes, strides and options; no array is read. The drivers look decisions up and make none.
+What decisions are tuned by is in `fastattn._constants`.
 """
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from fastattn._constants import (
+    BLOCK_K,
+    COPY_BLOCKS,
+    COPY_NBYTES,
+    FEW_ROWS,
+    GAP_BLOCKS,
+    LEAST_CAPPED_FACTOR,
+    LOG2E,
+    LONG_HEAD,
+    PREFETCH_DISTANCE,
+    SMALL_WORK,
+    SPLIT_TASKS,
+    UNCACHED_NBYTES,
+)
 from fastattn._problem import Problem, Sizes
 
-LOG2E = 1.4426950408889634074
 WORD = 32  #: keys whose mask bits are in one word; a block of keys is a multiple of it
-
-# Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
-# amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group square`.
-BLOCK_K = 256
-
-# Below this many multiply-adds one thread is faster than waking a second: the region costs about 5 us.
-# 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group small`.
-SMALL_WORK = 400_000
-
-# Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill
-# only some of the places in a cache, and packs values in the order in which they are read. At 1024 keys that
-# takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks
-# keys gain nothing, with 3 they lose 5 %; with 3 blocks values with gaps gain 9 %, others nothing. 1 MB each
-# leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys, and 5 % at
-# 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
-COPY_BLOCKS = 8
-GAP_BLOCKS = 3
-COPY_NBYTES = 1 << 20
-
-# So many query rows of a key/value head, or fewer than a vector has lanes, stand side by side; for more,
-# lanes of queries are filled well enough. Times over those with lanes of queries, 1024 keys in the cache,
-# head_dim 64, two threads:
-#                     1 row      4      8
-#   AVX-512 float32   0.41    0.53   0.69
-#   AVX-512 float64                  0.88
-#   AVX2 float32      0.52    0.73   1.11
-#   AVX2 float64              1.03   1.27
-# From memory, or with fewer heads than threads, few rows win by more: the threads share the keys of a head.
-# Just as many rows as lanes, 16, take 1 to 1.3 of the time in the cache, but 0.85 to 0.93 at 4096 keys and
-# head_dim 128 from memory, and half where one head has 65536 keys. So they stand side by side where key and
-# value of a head have so many elements, 2 MB of float32, the size of a core's cache; other bounds were not
-# measured. 2 cores of Emerald Rapids, 2026-11-21, calls in turns.
-FEW_ROWS = 8
-LONG_HEAD = 1 << 19
-
-# A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
-# Other counts were not measured.
-SPLIT_TASKS = 8
-
-# Few rows leave a core to wait for memory, of which it sees by itself no further than to the end of a page.
-# Asking for it 8 KB ahead instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; not at all 1.4
-# times at 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache it
-# costs up to 13 %; where the cache ends was taken from its size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21,
-# keys and values from memory, calls in turns.
-PREFETCH_DISTANCE = 1 << 14
-UNCACHED_NBYTES = 1 << 21
 
 
 class Target(NamedTuple):
@@ -87,9 +56,10 @@ class Schedule(NamedTuple):
     copies_keys: bool  #: each thread copies the keys of a head, without gaps
     packs_values: bool  #: each thread packs the values of a head into panels
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
-    query_factor: float  #: what the packed query is multiplied by
-    softcap: float  #: in the domain of the scores; 0: none
-    exponent_factor: float  #: 1 where scores are held times log2(e), log2(e) where they are natural
+    query_factor: float  #: this and the others are those of `score_factors`
+    score_root: float
+    softcap: float
+    exponent_factor: float
 
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
@@ -101,7 +71,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         num_threads = 1
     block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
-    factors = _factors(problem)
+    is_natural = problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
+    factors = score_factors(problem.scale, problem.softcap, problem.query.itemsize, is_natural)
     columns = sizes.head_dim + sizes.value_dim
     if rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
@@ -125,8 +96,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
         )
     return Schedule(
-        min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks, -(-n_vectors // n_blocks) * lanes,
-        heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0), *factors,
+        min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
+        -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0), *factors,
     )  # fmt: skip
 
 
@@ -143,6 +114,77 @@ def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tupl
     return copies_keys, packs_values
 
 
+@lru_cache(maxsize=1024)
+def score_factors(
+    scale: float, softcap: float | None, itemsize: int, is_natural: bool
+) -> tuple[float, float, float, float]:
+    """Where the scale and the soft-cap are applied, so that no call loses what the formula would keep.
+
+    The formula is ``s = scale * (q @ k)``, ``s = softcap * tanh(s / softcap)``, ``exp(s - largest)``. A
+    factor of the query costs nothing per key, so all factors of the score go there: ``scale * log2(e)``, for
+    weights that are powers of two; ``scale`` alone where scores are natural; ``scale / softcap`` before a
+    tanh.
+
+    *Overflow.* A factor of at most 1 makes no product larger than those of ``q @ k``. A larger one is written
+    as ``m * 2^n`` with ``1/4 <= m <= 1``: m goes into the query, and 2^n to where nothing is lost. That is
+    the exponent, a difference of scores times a factor, where scores need not be natural; else the scores, in
+    an additional pass, as two factors, for 2^n may itself be too large.
+
+    *Underflow.* A packed query is rounded to a multiple of the smallest subnormal number t, which moves a
+    score by ``t / 2 * sum(abs(k))`` at most: ``head_dim * 2^-22`` where keys are as large as float32 goes. A
+    weight does not notice. But behind a tanh it is multiplied by the soft-cap. So a factor below 2^-24 is
+    split, too; a larger one moves a score by less than ``abs(scale) * sum(abs(k))`` times the smallest normal
+    number, as if that had been added to the query.
+
+    A power of two rounds nothing: where neither way overflows they give the same bits.
+
+    Parameters
+    ----------
+    scale : float
+    softcap : float or None
+    itemsize : int
+        Of a score, 4 or 8.
+    is_natural : bool
+        Whether something given in natural units must stay exact: a bias of any finite size must not
+        overflow, a row with a sink alone has just that as its lse, and the user's function sees scores as
+        they are.
+
+    Returns
+    -------
+    query : float
+        The packed query is multiplied by it.
+    root : float
+        Raw scores are multiplied by it twice; a power of two, 1 where they are not.
+    softcap : float
+        In the domain of the scores; 0 when there is none.
+    exponent : float
+        The weight of a score s is ``2^(exponent * (s - largest))``.
+    """
+    largest = 127 if itemsize == 4 else 1023  # exponent of the largest power of two
+    unit, exponent = LOG2E, 1.0
+    if is_natural or (softcap is not None and softcap >= 2.0**largest / 2):
+        unit, exponent = 1.0, LOG2E
+    factor = scale * unit if softcap is None else scale / softcap
+    least = 0.0 if softcap is None or scale == 0 else LEAST_CAPPED_FACTOR
+    cap = 0.0 if softcap is None else softcap * unit
+    if least <= abs(factor) <= 1:
+        return factor, 1.0, cap, exponent
+
+    # The factor may be no number, but its parts are.
+    part, power = math.frexp(scale)
+    if softcap is None:
+        part, more = math.frexp(part * unit)
+    else:
+        below, less = math.frexp(softcap)
+        part, more = math.frexp(part / below)
+        power -= less
+    power += more
+    if softcap is None and exponent == 1 and power < largest:
+        return part, 1.0, cap, math.ldexp(1.0, power)
+    root = min(max((power + 1) // 2, 1 - largest), largest)
+    return math.ldexp(part, power % -2), math.ldexp(1.0, root), cap, exponent
+
+
 def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
     """Split-KV: key tiles of a task, a power of two, and tasks of a head."""
     tiles = 1
@@ -151,21 +193,6 @@ def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
     ):
         tiles *= 2
     return tiles, max(1, -(-n_key_tiles // tiles))
-
-
-def _factors(problem: Problem) -> tuple[float, float, float]:
-    """The factor of the packed query, the soft-cap and the factor of the exponents.
-
-    Scores are held times log2(e), with factor 1, unless something given in natural units must stay exact: a
-    bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and a
-    score_mod sees the scores as they are.
-    """
-    natural = problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
-    unit = 1.0 if natural else LOG2E
-    exponent_factor = LOG2E if natural else 1.0
-    if problem.softcap is None:
-        return problem.scale * unit, 0.0, exponent_factor
-    return problem.scale / problem.softcap, problem.softcap * unit, exponent_factor
 
 
 def _has_gaps(array: np.ndarray) -> bool:

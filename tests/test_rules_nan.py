@@ -114,6 +114,31 @@ def test_padding_behind_the_lengths_of_a_cache(engine, len_q, len_k):
             assert_same_bits(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", [(1, 40), (2, 300), (20, 40), (20, 300)], ids=str)
+def test_the_sign_of_a_masked_value_is_not_that_of_a_zero(engine, sizes, dtype):
+    """Weights that a sink or another key makes small, times values below all normal numbers: results that
+    underflow to zero, beside zeros that are exact. What stands in a masked value adds 0 or -0 to both."""
+    query, key, value = problem(*sizes, dtype)
+    value[...] = -8 * np.finfo(dtype).smallest_subnormal
+    value[..., 3] = 0.0
+    value[..., 4] = -0.0
+    masked = np.random.default_rng(0).random(sizes[1]) < 0.3
+    masked[-1] = True
+    bias = np.where(np.arange(sizes[1]) == 1, 20.0, 0.0).astype(dtype)
+    value[..., 1, :] = 0
+    masked[1] = False
+    for extra in (*({"sinks": np.full(HEADS, sink, dtype)} for sink in (3.0, 20.0, 60.0)), {"bias": bias}):
+        options = {"mask": ~masked, **extra}
+        results = []
+        for number in (-1.0, 1.0, -0.0, np.nan, -np.inf):
+            value[:, :, masked] = number
+            results.append(engine.attention(query, key, value, **options))
+        for other in results[1:]:
+            assert_same_bits(other, results[0])
+        assert not np.signbit(results[0][..., 3:5]).any(), "an exact zero is +0.0"
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("bias_dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", FLOATS)

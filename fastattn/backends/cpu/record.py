@@ -42,7 +42,7 @@ COUNTS = (
     "has_score_mod",
     "is_masked",  # by a band, intervals, an array or a mask map
     "may_mask",  # bias or score_mod: a key may be masked where no word says so
-    "adjusts_all",  # by soft-cap, score_mod or bias: every score is touched once more, masked or not
+    "adjusts_all",  # by factor, soft-cap, score_mod or bias: each score is touched once more, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths",  # see `Band`
     "bias_nbytes", "bias_swapped", "convert_bias", "dense_nbytes",  # of an element
     "tile_q", "tile_k",  # of the mask map
@@ -55,7 +55,7 @@ COUNTS = (
     "failed",  # no thread could have its memory
     "scratch_nbytes",
 )  # fmt: skip
-REALS = ("query_factor", "softcap", "exponent_factor")  #: see `Schedule`
+REALS = ("query_factor", "score_root", "softcap", "exponent_factor")  #: see `Schedule`
 
 #: Every field, in order; the table of views follows, and the leading axes.
 FIELDS = (*COUNTS, *(f"to_{name}" for name in SCRATCH), *REALS)
@@ -109,8 +109,6 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
         fields["convert_bias"] = bias.dtype != problem.query.dtype or bias.strides[-1] != itemsize
     if problem.score_mod is not None:
         fields["has_score_mod"] = fields["may_mask"] = fields["adjusts_all"] = True
-    if problem.softcap is not None:
-        fields["adjusts_all"] = True
     if problem.key_start is not None:
         fields["has_intervals"] = fields["is_masked"] = True
     if problem.dense is not None:
@@ -153,8 +151,11 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         fields["packs_values"] = schedule.packs_values
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
     fields["query_factor"] = schedule.query_factor
+    fields["score_root"] = schedule.score_root
     fields["softcap"] = schedule.softcap
     fields["exponent_factor"] = schedule.exponent_factor
+    if schedule.softcap or schedule.score_root != 1:
+        fields["adjusts_all"] = True
 
 
 def _lay_out(

@@ -18,7 +18,7 @@ includes hold the rest.
 """
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -29,6 +29,8 @@ from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 
 import numpy as np
+
+from fastattn._constants import ISAS
 
 include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
 include "blocks.pxi"     # where a block of query rows finds everything
@@ -53,8 +55,6 @@ cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
 include "signature.pxi"  # what calls that are done alike have in common
-
-ISAS = ("avx512", "avx2", "neon", "portable")  # best first
 
 READ_PIECE_NBYTES = READ_PIECE
 

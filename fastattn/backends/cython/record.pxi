@@ -14,7 +14,7 @@ cdef extern from "kernels.h" nogil:
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
                       Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
+        void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, double, const char *const *,
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
                         double) noexcept nogil
@@ -34,7 +34,7 @@ cdef extern from "kernels.h" nogil:
                           double) noexcept nogil
         void (*score_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
                            Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, const char *const *,
+        void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, double, const char *const *,
                             const uint32_t *) noexcept nogil
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
         void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
@@ -102,7 +102,7 @@ cdef struct Job:
     int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
     int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_stops, to_part_stops
     int64_t to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy
-    double query_factor, softcap, exponent_factor
+    double query_factor, score_root, softcap, exponent_factor
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
 
 

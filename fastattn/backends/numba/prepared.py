@@ -37,6 +37,7 @@ _CONDITIONS = {
     "has_weights": ("write_weights", "write_row_weights"),
     "has_copies": ("copy_new",),
     "has_last": ("accumulate_last",),
+    "has_sinks": ("end_rows",),
     "is_spread": ("spread_start", "spread_enter", "spread_leave"),
     "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
 }
@@ -64,6 +65,7 @@ class Prepared:
         target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
         schedule = make_schedule(problem, target, num_threads)
         self.is_small = schedule.is_small
+        self._has_sinks = problem.sinks is not None
         self._table = table(problem.query.dtype.name)
         fields, views = write_record(problem, schedule, target, **_larger_tiles(problem, schedule))
         record = np.zeros(1, JOB)
@@ -131,6 +133,7 @@ class Prepared:
             "is_adjusted": job["is_masked"] or job["adjusts_all"],
             "has_copies": job["copies_keys"] or job["packs_values"],
             "has_last": job["value_dim"] % TARGET.tile_rows != 0,
+            "has_sinks": self._has_sinks,
             "prefetches_rows": job["has_bias"] or job["has_dense"],
             "is_nonfinite_safe": is_nonfinite_safe,
             "is_spread": IS_LINUX and self._num_threads > 1,

@@ -62,8 +62,9 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
 }
 
 /* x * (high + low), where low is what the rounding of high towards 0 left: about one rounding in all where
- * multiply-adds are fused, else low is mostly lost. inf stays inf: low has the sign of high and is 0 only with it. */
-INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) { return x * high + x * low; }
+ * multiply-adds are fused, else low is mostly lost. inf stays inf: low has the sign of high and is 0 only with it.
+ * A zero gives +0, of whichever sign it is; adding 0 for that makes a fused multiply-add of the product x * low. */
+INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) { return x * high + (x * low + 0); }
 
 /* A finite x that is not 0, rounded towards 0 by one unit in the last place. */
 INLINE REAL NAME(towards_zero)(REAL x) {

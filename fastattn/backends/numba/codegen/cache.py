@@ -27,7 +27,9 @@ def _stamp() -> str:
     package = Path(__file__).parents[3]
     rooms = ("backends/numba", "backends/cpu", "backends/jit")
     inside = (source for room in rooms for source in (package / room).rglob("*.py"))
-    for source in sorted([*inside, package / "_schedule.py", package / "_mask_map.py"]):
+    for source in sorted(
+        [*inside, package / "_constants.py", package / "_schedule.py", package / "_mask_map.py"]
+    ):
         contents.update(str(source.relative_to(package)).encode())
         contents.update(source.read_bytes())
     contents.update(repr((ISA, TARGET, llvmlite.__version__)).encode())

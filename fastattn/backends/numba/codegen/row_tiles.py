@@ -12,10 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn.backends.numba.codegen.emit import EXPONENT_MIN, INT32, Emitter
+from fastattn._constants import EXP2_KEYS, EXPONENT_MIN
+from fastattn.backends.numba.codegen.emit import INT32, Emitter
 from fastattn.backends.numba.codegen.intrinsics import stage
 from fastattn.backends.numba.codegen.register_tiles import (
-    EXP2_KEYS,
     LINE_BYTES,
     add_in_tree,
     hyperbolic_tangent,
@@ -85,6 +85,15 @@ def _score_rows_tile(rows: int) -> Any:
 
 
 score_rows_tile_1, score_rows_tile_2, score_rows_tile_4 = (_score_rows_tile(rows) for rows in (1, 2, 4))
+
+
+@stage()
+def multiply_row(e: Emitter, s, n_vectors, root) -> None:
+    """s = root * (root * s)."""
+    root = e.splat(root)
+    with e.loop(e.count(0), n_vectors) as i:
+        at = e.at(s, (i, e.lanes * e.itemsize))
+        e.store(at, e.mul(root, e.mul(root, e.load(at))))
 
 
 @stage()

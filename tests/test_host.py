@@ -9,7 +9,7 @@ from fastattn import _host
 
 @pytest.fixture
 def quota(tmp_path, monkeypatch):
-    """The CPU quota that the process finds, given the lines of its memberships and the files of its groups."""
+    """The CPU quota that is found, given the lines of the memberships and the files of the groups."""
 
     def found(memberships, **files):
         for name, text in files.items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastattn._problem import Problem
 from fastattn._schedule import Schedule
-from fastattn._threads import importing
+from fastattn._threads import no_fork
 
 
 class NumbaBackend:
@@ -43,7 +43,7 @@ backend = NumbaBackend()
 def _missing() -> list[str]:
     if find_spec("numba") is None:
         return ["numba is not installed: pip install 'fastattn[numba]'"]
-    with importing:
+    with no_fork:
         try:
             import numba
         except Exception as error:  # beside ImportError what another NumPy makes of its extension modules

@@ -20,6 +20,7 @@ from fastattn._mask_map import MaskMap, Node, Size
 from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
 from fastattn._problem import Mod
 from fastattn._registry import usable
+from fastattn._threads import no_fork
 from fastattn.masks import BlockMask, Mask, describe
 
 if TYPE_CHECKING:
@@ -338,7 +339,8 @@ def _evaluate(
     compiler = _compiler()
     compiler.mask_loop(function, aux)
     compiler.check_indices("mask_mod", function, aux, np.dtype(np.int64), sizes)
-    evaluate = import_module("fastattn.backends.numba.mask_map").evaluate
+    with no_fork:
+        evaluate = import_module("fastattn.backends.numba.mask_map").evaluate
     mask_map: MaskMap = evaluate(function, aux, *planes, L, S, num_threads)
     return mask_map
 
@@ -359,7 +361,8 @@ def _reads(function: Any, place: int) -> bool:
 def _compiler() -> Any:
     """What compiles functions; BackendError where it is not here."""
     usable("numba", "functions for scores and masks are compiled by Numba")
-    return import_module("fastattn.backends.numba.modify")
+    with no_fork:
+        return import_module("fastattn.backends.numba.modify")
 
 
 def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -30,9 +31,41 @@ _forked = False
 _started = threading.local()  # .count: so many threads a call from this Python thread has been able to start
 _limits: dict[int, int] = {}  # that threadpoolctl has set, by the Python thread that set it
 
-#: Held while modules are imported that a call needs, and by whoever forks: a child inherits no import that
-#: another thread has begun, of which it would wait for the end for ever.
-importing = threading.RLock()
+
+class _NoFork:
+    """A lock that is held amid what a forked child cannot go on with, and by whoever forks.
+
+    Who waits to fork goes before who comes later: a thread that takes the lock again and again would keep it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._gate = threading.RLock(), threading.RLock()
+
+    def __enter__(self) -> None:
+        self.let_forks_pass()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def let_forks_pass(self) -> None:
+        """Waits for a fork that waits, unless it waits for the calling thread."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks it
+            with self._gate:
+                pass
+
+    def before_fork(self) -> None:
+        self._gate.acquire()
+        self._lock.acquire()
+
+    def after_fork(self) -> None:
+        self._lock.release()
+        self._gate.release()
+
+
+#: Amid imports of what a call needs, and amid compilation: in a child forked then the lock of a module, or of
+#: a compiler, would never be opened.
+no_fork = _NoFork()
 
 
 def thread_limit(wanted: int) -> int:
@@ -202,11 +235,37 @@ else:
 # Forks --------------------------------------------------------------------------------------------
 
 
+_holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
+_held: list[Callable[[], object]] = []  # what ends each hold of the fork under way
+
+
+def hold_at_fork(acquire: Callable[[], object], release: Callable[[], object]) -> None:
+    """Has `acquire` called before each fork from now on, and `release` after it, in the parent and the child.
+
+    Not as hooks of their own: a thread that imports a backend would add them while another waits to fork,
+    which would then call the second without the first.
+    """
+    _holds.append((acquire, release))
+
+
+def _before_fork() -> None:
+    no_fork.before_fork()
+    for acquire, release in _holds:
+        acquire()
+        _held.append(release)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop()()
+    no_fork.after_fork()
+
+
 def _in_child() -> None:
     global _forked
     _forked = True
-    importing.release()
+    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=importing.acquire, after_in_parent=importing.release, after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

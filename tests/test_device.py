@@ -39,7 +39,7 @@ def test_views_are_those_of_numpy(slices, axes, dtype):
     assert_same_elements(ours.swapaxes(-3, -2), array.swapaxes(-3, -2))
     assert_same_elements(ours[None], array[None])
     shape = (2, 5, *array.shape)
-    assert_same_elements(broadcast_to(ours[None], shape), np.broadcast_to(array[None], shape))
+    assert_same_elements(broadcast_to(ours[None], shape, "array"), np.broadcast_to(array[None], shape))
     assert np.shares_memory(ours.addresses(), array) == bool(array.size)
     assert place(ours) == "cuda:0" and place(array) == "the host"
 
@@ -199,3 +199,19 @@ def test_shapes_fit():
                 at * itemsize % 16 for at in (where.q_line, where.k_line, where.to_keys, where.half)
             )
             assert where.to_values * itemsize % 16 == 0
+
+
+@pytest.mark.parametrize("interface", [3, "shape", (1, 2), object()], ids=["int", "str", "tuple", "object"])
+@pytest.mark.parametrize("argument", ["query", "mask", "bias", "key_lengths", "sinks"])
+def test_an_interface_that_is_no_dict(interface, argument):
+    """As a mock object has; what it has was asked for its entries."""
+
+    class Mock:
+        __cuda_array_interface__ = interface
+
+    x = np.ones((1, 2, 3, 4), np.float32)
+    arguments = {"query": x, "key": x, "value": x} | {argument: Mock()}
+    with pytest.raises(
+        TypeError, match=f"^{argument} does not convert to an array: its __cuda_array_interface__"
+    ):
+        fastattn.attention(**arguments)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import operator
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -596,3 +599,84 @@ class TestRefused:
             fastattn.attention(*arrays, mask=mask, backend=backend.backend)
         for word in [*words, "mask", *(str(array.shape) for array in arrays)]:
             assert word in str(caught.value)
+
+
+class TestMaskedArrays:
+    """Their mask says what is missing: as an argument they are refused, and so they are inside of a mask."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            masks.Dense,
+            masks.KeyLengths,
+            masks.PrefixLM,
+            masks.GlobalTokens,
+            masks.Segments,
+            lambda array: masks.Segments([0, 1], array),
+            lambda array: masks.Causal(offset=array),
+        ],
+    )
+    def test_in_a_mask(self, make):
+        with pytest.raises(TypeError, match="masked array"):
+            make(np.ma.masked_array([1, 0], [True, False]))
+
+    def test_among_what_functions_read(self):
+        x = np.ones((1, 2, 3, 4), np.float32)
+        array = np.ma.masked_array([1.0, 2.0], [True, False])
+        with pytest.raises(TypeError, match=r"^aux\[0\] is a masked array"):
+            fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, q, k, a: s * a[h], aux=(array,))
+
+
+class TestIntegersBeyondInt64:
+    @pytest.mark.parametrize("offset", [2**63 - 1, np.uint64(2**63), 2**63, 2**64, 2**100, [2**64]], ids=str)
+    def test_an_offset_that_allows_all(self, offset):
+        assert masks.Causal(offset=offset).materialize(1, 3, 4).all()
+        assert not masks.Causal(offset=np.negative(np.array(offset, object))).materialize(1, 3, 4).any()
+
+    def test_a_prefix_and_tokens(self):
+        assert masks.PrefixLM(np.uint64(2**64 - 1)).materialize(1, 3, 4).all()
+        np.testing.assert_array_equal(
+            masks.GlobalTokens([2**64, 1]).materialize(1, 3, 3), masks.GlobalTokens([1]).materialize(1, 3, 3)
+        )
+
+    @pytest.mark.parametrize("number", [np.uint64(2**63), 2**64, -(2**64)], ids=str)
+    def test_where_no_such_number_has_a_meaning(self, number):
+        for make in (masks.KeyLengths, lambda n: masks.Segments([0, n])):
+            with pytest.raises(ValueError, match=rf"must be in -2\*\*63\.\.2\*\*63 - 1, got {number}"):
+                make(number)
+
+    def test_objects_are_no_integers(self):
+        with pytest.raises(TypeError, match="object"):
+            masks.KeyLengths(np.array([1, 2], object))
+
+
+class TestDepth:
+    @pytest.mark.parametrize("combine", [operator.and_, operator.or_])
+    def test_thousands_side_by_side(self, combine):
+        mask = masks.Window(2, 2)
+        for _ in range(3000):
+            mask = combine(mask, masks.Window(2, 2))
+        np.testing.assert_array_equal(mask.materialize(1, 4, 6), masks.Window(2, 2).materialize(1, 4, 6))
+        assert len(repr(mask)) > 3000
+
+    def test_thousands_inside_each_other(self):
+        mask, count = masks.Window(2, 2), 0
+        with pytest.raises(ValueError, match="100 deep"):
+            for count in range(5000):  # noqa: B007
+                mask = ~((mask | masks.Window(0, 0)) & masks.Window(2, 2))
+        assert 30 <= count <= 34
+
+    def test_the_deepest(self, backend):
+        """Is used, compared, printed, copied and pickled by a caller that nests calls itself."""
+        mask = masks.Window(2, 2)
+        for _ in range(50):
+            mask = (mask | masks.Window(0, 0)) & masks.Window(2, 2)
+        x = np.random.default_rng(0).standard_normal((1, 1, 70, 4)).astype(np.float32)
+        np.testing.assert_allclose(
+            backend.attention(x, x, x, mask=mask),
+            backend.attention(x, x, x, mask=masks.Window(2, 2)),
+            rtol=1e-5,
+        )
+        assert pickle.loads(pickle.dumps(mask)) == copy.deepcopy(mask) == mask
+        assert hash(mask) == hash(copy.deepcopy(mask))
+        assert repr(mask).count("Window") == 101

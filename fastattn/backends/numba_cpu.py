@@ -9,8 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastattn._problem import Problem
+<<<<<<< HEAD
 from fastattn._threads import importing
 from fastattn.backends._base import Prepared
+=======
+from fastattn._schedule import Schedule
+from fastattn._threads import no_fork
+>>>>>>> h-edge
 
 
 class NumbaBackend:
@@ -41,7 +46,7 @@ backend = NumbaBackend()
 def _missing() -> list[str]:
     if find_spec("numba") is None:
         return ["numba is not installed: pip install 'fastattn[numba]'"]
-    with importing:
+    with no_fork:
         try:
             import numba
         except Exception as error:  # beside ImportError what another NumPy makes of its extension modules

@@ -28,6 +28,7 @@ from numba.np.arrayobj import make_array, populate_array
 from fastattn._constants import SCORE_KEYS
 from fastattn._mask_map import TILE_K, WORDS
 from fastattn._problem import Mod
+from fastattn._threads import no_fork
 from fastattn.backends.numba.codegen import vector_math
 from fastattn.backends.numba.codegen.calls import OPTIONS, compile_function
 from fastattn.backends.numba.codegen.intrinsics import (
@@ -130,7 +131,8 @@ def identity(function: Any) -> Any:
 
 
 def _compile(kind: str, function: Any, kinds: tuple[Any, ...], dtype: np.dtype, define: Any) -> Any:
-    called = typed(kind, function, kinds, dtype)
+    with no_fork:
+        called = typed(kind, function, kinds, dtype)
     loop = define(called, _reader(kinds), dtype.type(0))
     n_arguments = len(inspect.signature(loop).parameters)
     return compile_function(loop, types.intp(*[types.intp] * n_arguments), keep=False)

@@ -1,0 +1,124 @@
+"""A child forked while another thread is at work: it inherits no lock that nobody opens."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.process import python
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+WHILE = """
+import os, signal, sys, threading, time
+import numpy as np
+import fastattn
+
+x = np.random.default_rng(0).standard_normal((1, 2, 100, 16)).astype(np.float32)
+
+def make(factor):
+    return lambda score, b, h, q, k: score * factor
+
+def flex(factor):
+    fastattn.flex_attention(x, x, x, score_mod=make(factor))
+
+{start}
+stop = threading.Event()
+failed = []
+
+def busy():
+    try:
+        {work}
+    except BaseException as error:
+        failed.append(error)
+
+worker = threading.Thread(target=busy)
+worker.start()
+for number in range({forks}):
+    time.sleep({pause})
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # ends a child that hangs
+        {child}
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 0:
+        stop.set()
+        raise SystemExit(f"child {{number}} ended with {{status}}")
+stop.set()
+worker.join()
+assert not failed, failed
+print("done")
+"""
+
+
+def run(**code):
+    environment = {"PYTHONWARNINGS": "ignore", "NUMBA_NUM_THREADS": "2"}
+    assert python(WHILE.format(**code), env=environment, timeout=300).split()[-1] == "done"
+
+
+@pytest.mark.slow
+def test_while_a_function_is_compiled():
+    """By Numba's compiler, whose lock the other thread held in the child for ever."""
+    pytest.importorskip("numba")
+    run(
+        start="flex(0.5)",
+        work="""count = 1
+        while not stop.is_set():
+            count += 1
+            flex(float(count))""",
+        forks=3,
+        pause=0.1,
+        child="flex(-1.0 - number)",
+    )
+
+
+@pytest.mark.slow
+def test_while_somebody_else_compiles():
+    """Functions of the caller's own, one after another: who waits to fork gets its turn."""
+    pytest.importorskip("numba")
+    run(
+        start="import numba; flex(0.5)",
+        work="""while not stop.is_set():
+            numba.njit(lambda number: number + 1)(1.0)""",
+        forks=3,
+        pause=0.05,
+        child="flex(-1.0 - number)",
+    )
+
+
+@pytest.mark.parametrize("pause", [0.05, 0.3])
+def test_while_numba_is_imported(pause):
+    """By the first call that needs it; the lock of a module stays closed in the child."""
+    pytest.importorskip("numba")
+    run(
+        start="",
+        work='fastattn.attention(x, x, x, backend="numba")',
+        forks=1,
+        pause=pause,
+        child='fastattn.attention(x, x, x, backend="numba")',
+    )
+
+
+def test_a_fork_waits_for_no_other_lock():
+    """Of a thread that holds one of the locks itself."""
+    pytest.importorskip("numba")
+    code = """
+import os
+import numpy as np
+import fastattn
+from numba.core.compiler_lock import global_compiler_lock
+from fastattn import _threads
+x = np.ones((1, 2, 3, 4))
+fastattn.attention(x, x, x, backend="numba")
+with global_compiler_lock, _threads.no_fork:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert python(code, env={"PYTHONWARNINGS": "ignore"}).split() == ["7"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,6 +69,80 @@ SPLIT_TASKS = 8
 # keys and values from memory, calls in turns.
 PREFETCH_DISTANCE = 1 << 14
 UNCACHED_NBYTES = 1 << 21
+
+
+LOG2E = 1.4426950408889634074
+
+# Below this a factor is not packed into the query where there is a soft-cap: see `score_factors`. Common ones
+# are above 2^-9, as 1/8 over 30 to 50.
+LEAST_CAPPED_FACTOR = 2.0**-24
+
+
+class ScoreFactors(NamedTuple):
+    """What makes scores of queries and keys, and weights of scores; see `score_factors`."""
+
+    query: float  #: the packed query is multiplied by it
+    root: float  #: raw scores are multiplied by it twice, a power of two; 1 where they are not
+    softcap: float  #: in the domain of the scores; 0 when there is none
+    exponent: float  #: the weight of a score s is 2^(exponent * (s - largest))
+
+
+@lru_cache(maxsize=1024)
+def score_factors(scale: float, softcap: float | None, itemsize: int, is_natural: bool) -> ScoreFactors:
+    """Where the scale and the soft-cap are applied, so that no call loses what the formula would keep.
+
+    The formula is ``s = scale * (q @ k)``, ``s = softcap * tanh(s / softcap)``, ``exp(s - largest)``. A
+    factor of the query costs nothing per key, so all factors of the score go there: ``scale * log2(e)``, for
+    weights that are powers of two; ``scale`` alone where scores are natural; ``scale / softcap`` before a
+    tanh.
+
+    *Overflow.* A factor of at most 1 makes no product larger than those of ``q @ k``. A larger one is written
+    as ``m * 2^n`` with ``1/4 <= m <= 1``: m goes into the query, and 2^n to where nothing is lost. That is
+    the exponent, a difference of scores times a factor, where scores need not be natural; else the scores, in
+    an additional pass, as two factors, for 2^n may itself be too large.
+
+    *Underflow.* A packed query is rounded to a multiple of the smallest subnormal number t, which moves a
+    score by ``t / 2 * sum(abs(k))`` at most: ``head_dim * 2^-22`` where keys are as large as float32 goes. A
+    weight does not notice. But behind a tanh it is multiplied by the soft-cap. So a factor below 2^-24 is
+    split, too; a larger one moves a score by less than ``abs(scale) * sum(abs(k))`` times the smallest normal
+    number, as if that had been added to the query.
+
+    A power of two rounds nothing: where neither way overflows they give the same bits.
+
+    Parameters
+    ----------
+    scale : float
+    softcap : float or None
+    itemsize : int
+        Of a score, 4 or 8.
+    is_natural : bool
+        Whether something given in natural units must stay exact: a bias of any finite size must not
+        overflow, a row with a sink alone has just that as its lse, and the user's function sees scores as
+        they are.
+    """
+    largest = 127 if itemsize == 4 else 1023  # exponent of the largest power of two
+    unit, exponent = LOG2E, 1.0
+    if is_natural or (softcap is not None and softcap >= 2.0**largest / 2):
+        unit, exponent = 1.0, LOG2E
+    factor = scale * unit if softcap is None else scale / softcap
+    least = 0.0 if softcap is None or scale == 0 else LEAST_CAPPED_FACTOR
+    cap = 0.0 if softcap is None else softcap * unit
+    if least <= abs(factor) <= 1:
+        return ScoreFactors(factor, 1.0, cap, exponent)
+
+    # The factor may be no number, but its parts are.
+    part, power = math.frexp(scale)
+    if softcap is None:
+        part, more = math.frexp(part * unit)
+    else:
+        below, less = math.frexp(softcap)
+        part, more = math.frexp(part / below)
+        power -= less
+    power += more
+    if softcap is None and exponent == 1 and power < largest:
+        return ScoreFactors(part, 1.0, cap, math.ldexp(1.0, power))
+    root = min(max((power + 1) // 2, 1 - largest), largest)
+    return ScoreFactors(math.ldexp(part, power % -2), math.ldexp(1.0, root), cap, exponent)
 
 
 def is_small(heads: int, head_rows: int, len_k: int, columns: int) -> bool:

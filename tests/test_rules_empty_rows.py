@@ -74,3 +74,38 @@ def test_sink_of_any_size(engine, sink):
     sinks = np.full(2, sink)
     results = engine.everything(*arrays, sinks=sinks)
     assert_attention(results, *arrays, sinks=sinks)
+
+
+@pytest.mark.parametrize("len_q", [3, LEN_Q], ids=["few", "many"])
+@pytest.mark.parametrize("sink", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sink_that_is_not_finite(engine, dtype, sink, len_q):
+    """A row without keys has it as its lse; a row with keys is NaN by the formula, or as without a sink where
+    that is -inf. Neither depends on the rows beside it, nor on whether any of them has keys."""
+    arrays = random_arrays(heads=2, len_q=len_q, len_k=LEN_K, dtype=dtype)
+    i, j = np.arange(len_q)[:, None], np.arange(LEN_K)
+    some = np.random.default_rng(1).random((len_q, LEN_K)) < 0.5
+    ways = {
+        "mask": {"mask": some & (i % 2 == 1)},
+        "all but one": {"mask": (i == len_q - 1) & (j >= 0)},
+        "none": {"mask": np.zeros((len_q, LEN_K), bool)},
+        "bias": {"bias": np.where(some & (i % 2 == 1), 0.5, -np.inf).astype(dtype)},
+        "intervals": {"mask": masks.Causal(offset=-1)},
+    }
+    sinks = np.array([sink, 0.5], dtype)
+    for name, options in ways.items():
+        results = out, lse, weights = engine.everything(*arrays, sinks=sinks, **options)
+        allowed = options.get("mask", options.get("bias", 0) == 0.5)
+        if name == "intervals":
+            allowed = j <= i - 1
+        empty = ~allowed.any(axis=-1)
+        assert empty.any(), name
+        assert not out[:, empty].any(), name
+        assert not weights[:, empty].any(), name
+        np.testing.assert_array_equal(lse[:, empty], np.broadcast_to(sinks[:, None], lse[:, empty].shape))
+        rules = {"bias": options["bias"]} if name == "bias" else {"mask": allowed}
+        assert_attention(results, *arrays, sinks=sinks, **rules)
+        if sink != -np.inf:
+            assert np.isnan(out[0, ~empty]).all(), name
+            assert np.isnan(lse[0, ~empty]).all(), name
+            np.testing.assert_array_equal(np.isnan(weights[0]), allowed, name)

@@ -124,8 +124,9 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
     scores[~allowed] = -np.inf
 
     sink = dtype(-np.inf) if problem.sinks is None else problem.sinks[head]
-    row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    row_max[row_max == -np.inf] = 0  # a row without keys: all its weights are exp(-inf) = 0
+    row_max = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    empty = row_max == -np.inf  # a row without keys: its weights are exp(-inf - 0) = 0, whatever its sink is
+    row_max = np.where(empty, dtype(0), np.maximum(row_max, sink))
     weights = np.exp(scores - row_max)
     weights[~allowed] = 0
     row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
@@ -139,10 +140,10 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
             readers = allowed[:, j - keys.start]
             acc[readers] += weights[readers, j - keys.start, None] * source.value[j]
 
-    divisor = np.where(row_sum == 0, 1, row_sum)
+    divisor = np.where(empty, dtype(1), row_sum)
     problem.out[item][head, rows] = acc / divisor
     if problem.lse is not None:
-        problem.lse[item][head, rows] = (row_max + np.log(row_sum))[:, 0]
+        problem.lse[item][head, rows] = np.where(empty, sink, row_max + np.log(row_sum))[:, 0]
     if problem.weights is not None:
         weights /= divisor
         weights[~allowed] = 0  # also in a row of NaN, where 0 / NaN is NaN

@@ -42,7 +42,7 @@ static void attend_lanes(const int *rows_of, int n_rows, int isolated, double so
             if (stops[row] - key0 > *stop) *stop = stops[row] - key0 < n_keys ? stops[row] - key0 : n_keys;
         }
         kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, NULL, 0, 0);
-        kernels->adjust(s, tile_max, ld, stops_of, softcap, bias, words);
+        kernels->adjust(s, tile_max, ld, stops_of, 1, softcap, bias, words);
         kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, first_chunk, LOG2E);
         const fastattn_values values = values_at(&value, key0);
         void *const scale = first ? NULL : rescale;
@@ -94,7 +94,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
             bias[r] = element(&bias_rows, row, key0);
         }
         kernels->score_rows(s, BLOCK_K, q, q_ld, n_rows, element(&key, key0, 0), key.row, n_keys, HEAD_DIM, ANY_DISTANCE);
-        kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, softcap, bias, words);
+        kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, 1, softcap, bias, words);
         kernels->softmax_rows(s, BLOCK_K, row_max[leaf], row_sum[leaf], n_rows, n_keys, LOG2E, 0);
         if (isolated)
             kernels->accumulate_rows_nonfinite(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,

@@ -18,7 +18,7 @@ includes hold the rest.
 """
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport INFINITY, isfinite, sqrt
+from libc.math cimport INFINITY, NAN, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -28,6 +28,8 @@ cimport numpy as cnp
 import os
 
 import numpy as np
+
+from fastattn._schedule import score_factors
 
 include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
 include "blocks.pxi"     # where a block of query rows finds everything
@@ -51,8 +53,6 @@ cdef extern from *:
     const bint HAVE_OPENMP "FASTATTN_HAVE_OPENMP"
 
 cnp.import_array()
-
-cdef double LOG2E = 1.4426950408889634074
 
 cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
@@ -261,14 +261,15 @@ def run(problem, plan):
         job.tile_k = bits.shape[2] * WORD
     if problem.sinks is not None:
         job.sinks = <char *>cnp.PyArray_DATA(<cnp.ndarray>problem.sinks)
-    solve(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap, plan)
+    solve(&job, problem.scale, problem.softcap, plan)
 
 
-cdef int solve(Job *job, double scale, double softcap, plan) except -1:
+cdef int solve(Job *job, double scale, softcap, plan) except -1:
     cdef int num_threads = plan.num_threads
     if job.batch == 0 or job.num_heads == 0 or job.len_q == 0:
         return 0
-    set_options(job, scale, softcap)
+    job.query_factor, job.score_root, job.softcap, job.exponent_factor = score_factors(
+        scale, softcap, job.itemsize, job.bias.data != NULL or job.sinks != NULL)
     set_blocks(job, plan.block_q, plan.block_k)
     job.uses_split_kv = plan.uses_split_kv
     if job.uses_split_kv:
@@ -342,26 +343,11 @@ def run_plain(query, key, value, causal, scale, plan):
         job.key_stop.data = <char *>(stops + 1)
         job.key_stop.row = sizeof(int64_t)
     try:
-        solve(&job, factor, 0.0, plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size,
+        solve(&job, factor, None, plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size,
                                       job.len_k, job.head_dim + job.value_dim))
     finally:
         free(stops)
     return out
-
-
-cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:
-    """Chooses the domain of the scores: times log2(e), unless something given in natural units must stay exact.
-
-    A bias of any finite size must not overflow, and a row with a sink alone has just that as its lse.
-    """
-    cdef bint natural = job.bias.data != NULL or job.sinks != NULL
-    cdef double unit = 1.0 if natural else LOG2E
-    job.exponent_factor = LOG2E if natural else 1.0
-    if softcap > 0:
-        job.query_factor = scale / softcap
-        job.softcap = softcap * unit
-    else:
-        job.query_factor = scale * unit
 
 
 cdef void set_blocks(Job *job, Py_ssize_t block_q, Py_ssize_t block_k) noexcept nogil:

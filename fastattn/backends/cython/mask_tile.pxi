@@ -32,7 +32,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef int32_t entry
     cdef const char *index
     cdef bint intervals_only = job.dense.data == NULL and job.tile_index.data == NULL
-    cdef bint masks_only = job.bias.data == NULL and job.softcap == 0
+    cdef bint masks_only = job.bias.data == NULL and job.softcap == 0 and job.score_root == 1
     plain[0] = 0
     plain_stop[0] = n_keys if masks_only else 0
     for j in range(block.n_vectors):
@@ -168,8 +168,8 @@ cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block,
     if n_keys <= 0:
         return
     score_keys(job, w, block, NULL, key0, first, n_keys)
-    job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.softcap,
-                       bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+    job.kernels.adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, job.score_root,
+                       job.softcap, bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
 
 
 cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,

@@ -14,7 +14,7 @@ cdef extern from "kernels.h" nogil:
         void (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
         void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
                       Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, const char *const *,
+        void (*adjust)(void *, void *, Py_ssize_t, const Py_ssize_t *, double, double, const char *const *,
                        const uint32_t *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, Py_ssize_t, const Py_ssize_t *, Py_ssize_t,
                         double) noexcept nogil
@@ -34,7 +34,7 @@ cdef extern from "kernels.h" nogil:
                           double) noexcept nogil
         void (*score_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
                            Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
-        void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, const char *const *,
+        void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, double, const char *const *,
                             const uint32_t *) noexcept nogil
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
         void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
@@ -95,9 +95,11 @@ cdef struct Job:
     Py_ssize_t tile_q, tile_k
     int bias_size, dense_size
     bint bias_swapped, convert_bias
+    # See `fastattn._schedule.score_factors`.
     double query_factor      # what the packed query is multiplied by
+    double score_root        # what raw scores are then multiplied by twice, 1 where that is not needed
     double softcap           # 0 when there is none; in the domain of the scores
-    double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
+    double exponent_factor
     Py_ssize_t block_k
     Py_ssize_t n_vectors     # vectors of lanes that the rows of one key/value head fill
     Py_ssize_t n_blocks      # blocks that they are cut into

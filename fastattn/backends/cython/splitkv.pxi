@@ -67,9 +67,9 @@ cdef void score_key_tile(const Job *job, Scratch *w, const Block *block, TileSta
                            job.head_dim, distance)
     if job.bias.data != NULL:
         find_bias_rows(job, w, block, key0, n_keys)
-    if job.bias.data != NULL or job.softcap > 0 or state == TILE_PARTIAL:
-        job.kernels.adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, job.softcap, bias_of(job, w),
-                                words_of(w, state))
+    if job.bias.data != NULL or job.softcap > 0 or job.score_root != 1 or state == TILE_PARTIAL:
+        job.kernels.adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, job.score_root, job.softcap,
+                                bias_of(job, w), words_of(w, state))
 
 
 cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssize_t key_tile) noexcept nogil:
@@ -124,20 +124,16 @@ cdef void attend_key_tiles(const Job *job, Scratch *w, const Block *block, Py_ss
 cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nogil:
     """What is left on the stack, if anything, and the sinks in one partial: a sink is a logit without a value."""
     cdef Partial *partial = &stack.partials[stack.depth]
-    cdef Py_ssize_t r
     if stack.depth == 1 and job.sinks == NULL:
         return
     partial.data = w.acc + (job.n_partials - 1) * job.partial_nbytes
     partial.key_tile = 0
     partial.has_masked = False
     memset(partial.data, 0, job.partial_nbytes)
-    memcpy(max_of(job, partial), w.empty, job.max_lanes * job.itemsize)
-    if job.sinks != NULL:
-        for r in range(job.len_q * job.group_size):
-            memcpy(max_of(job, partial) + r * job.itemsize, job.sinks + w.row_h[r] * job.itemsize, job.itemsize)
-            set_real(sum_of(job, partial) + r * job.itemsize, 1, job.itemsize)
+    start_rows(job, w, max_of(job, partial), sum_of(job, partial), job.len_q * job.group_size)
     stack.depth += 1
     merge_before(job, stack, -1)
+    end_rows(job, w, max_of(job, stack.partials), sum_of(job, stack.partials), job.len_q * job.group_size)
 
 
 cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:

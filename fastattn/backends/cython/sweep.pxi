@@ -102,20 +102,37 @@ cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept
             clear_masked(job, w, block, state, n_keys)
 
 
-cdef void start_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The state before any key: a sink is one logit already seen, without a value."""
+cdef inline double sink_of(const Job *job, const Scratch *w, Py_ssize_t lane) noexcept nogil:
+    return get_real(job.sinks + w.row_h[lane] * job.itemsize, job.itemsize)
+
+
+cdef void start_rows(const Job *job, const Scratch *w, char *row_max, char *row_sum, Py_ssize_t n_rows) noexcept nogil:
+    """The state before any key: a finite sink is one logit already seen, without a value."""
     cdef Py_ssize_t lane, size = job.itemsize
-    memcpy(w.row_max, w.empty, block.ld * size)
-    memset(w.row_sum, 0, block.ld * size)
+    memcpy(row_max, w.empty, job.max_lanes * size)
+    memset(row_sum, 0, n_rows * size)
     if job.sinks == NULL:
         return
-    for lane in range(block.ld):
-        if size == 4:
-            (<float *>w.row_max)[lane] = (<float *>job.sinks)[w.row_h[lane]]
-            (<float *>w.row_sum)[lane] = 1
-        else:
-            (<double *>w.row_max)[lane] = (<double *>job.sinks)[w.row_h[lane]]
-            (<double *>w.row_sum)[lane] = 1
+    for lane in range(n_rows):
+        if isfinite(sink_of(job, w, lane)):
+            set_real(row_max + lane * size, sink_of(job, w, lane), size)
+            set_real(row_sum + lane * size, 1, size)
+
+
+cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_sum, Py_ssize_t n_rows) noexcept nogil:
+    """The state after all keys, with sinks that are inf or NaN: a row is NaN where it has a key, as inf - inf is; else
+    it has its sink alone. During the sweep they would make NaN of a row without keys where another row of its block
+    has some."""
+    cdef Py_ssize_t lane, size = job.itemsize
+    cdef bint empty
+    if job.sinks == NULL:
+        return
+    for lane in range(n_rows):
+        if not sink_of(job, w, lane) < INFINITY:
+            # No sum of a row with keys is 0: the weight of its largest score is 1.
+            empty = get_real(row_sum + lane * size, size) == 0
+            set_real(row_max + lane * size, sink_of(job, w, lane), size)
+            set_real(row_sum + lane * size, 1 if empty else NAN, size)
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
@@ -140,8 +157,9 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     for lane in range(block.ld):
         w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
     find_prefetches(job, w, &block, task + 1)
-    start_rows(job, w, &block)
+    start_rows(job, w, w.row_max, w.row_sum, block.ld)
     partial = attend(job, w, &block, NULL)
+    end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels.finish(w.inverse, w.lse if job.lse.data != NULL else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor)
 
@@ -151,8 +169,9 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
         if clean == NULL:
             job.out_of_memory = True
             return
-        start_rows(job, w, &block)
+        start_rows(job, w, w.row_max, w.row_sum, block.ld)
         attend(job, w, &block, clean)
+        end_rows(job, w, w.row_max, w.row_sum, block.ld)
         free(clean)
         kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse)
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule
+from fastattn._schedule import Schedule, score_factors
 from fastattn.backends.numba.codegen.calls import reached, table
-from fastattn.backends.numba.codegen.emit import LOG2E
 from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.backends.numba.layout import ADDRESS, BLOCK, JOB, LEAD, PARTIAL, SCRATCH, SHARE, WORD
 from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
@@ -35,6 +34,7 @@ _CONDITIONS = {
     "has_weights": ("write_weights", "write_row_weights"),
     "has_copies": ("copy_new",),
     "has_last": ("accumulate_last",),
+    "has_sinks": ("end_rows",),
     "is_spread": ("spread_start", "spread_enter", "spread_leave"),
     "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
 }
@@ -86,6 +86,7 @@ class Form:
 
     def __init__(self, problem: Problem, plan: Schedule) -> None:
         self._plan = plan
+        self._has_sinks = problem.sinks is not None
         self.table = table(problem.query.dtype.name)
         self._values: dict[str, Any] = dict.fromkeys(JOB.names or (), 0)
         self._values.update(calls=self.table.address, cores=CORES.ctypes.data, n_cpus=len(CORES))
@@ -149,6 +150,7 @@ class Form:
             "has_last": values["value_dim"] % TARGET.tile_rows != 0,
             "prefetches_rows": values["has_bias"] or values["has_dense"],
             "is_nonfinite_safe": is_nonfinite_safe,
+            "has_sinks": self._has_sinks,
             "is_spread": IS_LINUX and self.num_threads > 1,
         }
         without = [name for flag, names in _CONDITIONS.items() if not holds[flag] for name in names]
@@ -193,26 +195,21 @@ class Form:
             )
         values["has_score_mod"] = problem.score_mod is not None
         values["may_mask"] = values["has_bias"] or values["has_score_mod"]
-        values["adjusts_all"] = values["may_mask"] or problem.softcap is not None
         values["is_masked"] = values["has_intervals"] or values["has_dense"] or values["has_mask_map"]
 
     def _set_options(self, problem: Problem) -> None:
-        """The factor of the packed query, the soft-cap and the factor of the exponents.
-
-        Scores are held times log2(e), with factor 1, unless something given in natural units must stay exact:
-        a bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and the
-        user's function sees them as they are.
-        """
-        natural = self._values["may_mask"] or problem.sinks is not None
-        unit = 1.0 if natural else LOG2E
-        softcap = problem.softcap
-        factor = problem.scale / softcap if softcap else problem.scale * unit
-        high, low = _in_two(factor, problem.query.dtype)
-        self._values.update(
+        """The factor of the packed query, in two parts, and what else is applied to scores."""
+        values, query = self._values, problem.query
+        is_natural = values["may_mask"] or self._has_sinks
+        factors = score_factors(problem.scale, problem.softcap, query.itemsize, is_natural)
+        high, low = _in_two(factors.query, query.dtype)
+        values.update(
             query_high=high,
             query_low=low,
-            softcap=softcap * unit if softcap else 0.0,
-            exponent_factor=LOG2E if natural else 1.0,
+            score_root=factors.root,
+            softcap=factors.softcap,
+            exponent_factor=factors.exponent,
+            adjusts_all=values["may_mask"] or factors.softcap > 0 or factors.root != 1,
         )
 
     def _set_tiles(self, problem: Problem) -> None:
@@ -339,11 +336,10 @@ def _has_gaps(array: np.ndarray) -> bool:
 
 def _in_two(factor: float, dtype: np.dtype) -> tuple[float, float]:
     """The factor rounded towards 0 to the dtype and what that left, of the same sign and 0 only with it."""
-    with np.errstate(over="ignore"):
-        high = dtype.type(factor)
+    high = dtype.type(factor)
     if abs(float(high)) > abs(factor):
         high = np.nextafter(high, dtype.type(0))
-    low = dtype.type(factor - float(high)) if np.isfinite(high) else high
+    low = dtype.type(factor - float(high))
     if low == 0:
         low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
     return float(high), float(low)

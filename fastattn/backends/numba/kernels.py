@@ -46,6 +46,7 @@ from fastattn.backends.numba.codegen.register_tiles import (
 )
 
 LN2 = 0.69314718055994530942
+LOG2E = 1.4426950408889634074
 
 
 @njit(**calls.OPTIONS)
@@ -172,13 +173,16 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     j += SCORE_ROWS
         return 0
 
-    def adjust(s, top, spare, ld, n_vectors, stops, softcap, bias_rows, words):
-        """Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where
-        the bias is -inf or bit j % 32 of words[j / 32][lane] is 0; `top` takes them in. bias_rows and words
-        may be 0."""
+    def adjust(s, top, spare, ld, n_vectors, stops, root, softcap, bias_rows, words):
+        """Turns raw scores into scores: s = root * (root * s), in two steps as root * root may not be a
+        number; then s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the bias is -inf or
+        bit j % 32 of words[j / 32][lane] is 0; `top` takes them in. bias_rows and words may be 0."""
         ends = int64s(stops)
         for i in range(n_vectors):
             at = i * LANE_BYTES
+            if root != 1:
+                top_at = top if softcap == 0 and bias_rows == 0 and words == 0 else spare
+                tiles.multiply_scores(zero, s + at, top_at + at, ld, ends[i], real(root))
             if softcap > 0:
                 top_at = top if bias_rows == 0 and words == 0 else spare
                 tiles.cap_scores(zero, s + at, top_at + at, ld, ends[i], real(softcap))
@@ -311,14 +315,28 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     def start_rows(row_max, row_sum, n_rows, sinks, row_h):
-        """The state before any key: a sink is one logit already seen, without a value. sinks may be 0."""
+        """The state before any key: a finite sink is one logit already seen, without a value. sinks may be
+        0."""
         tops, sums = reals(zero, row_max), reals(zero, row_sum)
-        if sinks == 0:
+        for r in range(n_rows):
+            tops[r], sums[r] = real(-math.inf), zero
+        if sinks != 0:
             for r in range(n_rows):
-                tops[r], sums[r] = real(-math.inf), zero
-        else:
-            for r in range(n_rows):
-                tops[r], sums[r] = reals(zero, sinks)[int64s(row_h)[r]], real(1)
+                sink = reals(zero, sinks)[int64s(row_h)[r]]
+                if math.isfinite(sink):
+                    tops[r], sums[r] = sink, real(1)
+        return 0
+
+    def end_rows(row_max, row_sum, n_rows, sinks, row_h):
+        """The state after all keys, with sinks that are inf or NaN: a row is NaN where it has a key, as
+        inf - inf is; else it has its sink alone. During the sweep they would make NaN of a row without keys
+        where another row of its block has some."""
+        tops, sums = reals(zero, row_max), reals(zero, row_sum)
+        for r in range(n_rows):
+            sink = reals(zero, sinks)[int64s(row_h)[r]]
+            if not sink < math.inf:
+                # No sum of a row with keys is 0: the weight of its largest score is 1.
+                tops[r], sums[r] = sink, real(1 if sums[r] == 0 else math.nan)
         return 0
 
     def finish(inverse, lse, row_max, row_sum, ld, factor):
@@ -328,7 +346,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         if lse != 0:
             tops, sums, logs = reals(zero, row_max), reals(zero, row_sum), reals(zero, lse)
             # Back to natural units from whichever domain the scores were in.
-            unit = LN2 if factor == 1 else 1.0
+            unit = 1.0 if factor == LOG2E else factor * LN2
             for lane in range(ld):
                 logs[lane] = real(np.float64(tops[lane]) * unit + math.log(np.float64(sums[lane])))
         return 0
@@ -405,10 +423,10 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     return (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
-            clean_values, add_nonfinite_values, clear_masked, start_rows, finish, scatter, fill_words,
-            clear_words, convert_row, mask_words)  # fmt: skip
+            clean_values, add_nonfinite_values, clear_masked, start_rows, end_rows, finish, scatter,
+            fill_words, clear_words, convert_row, mask_words)  # fmt: skip
 
 
 (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
- clean_values, add_nonfinite_values, clear_masked, start_rows, finish, scatter, fill_words, clear_words,
- convert_row, mask_words) = calls.kernels(_define)  # fmt: skip
+ clean_values, add_nonfinite_values, clear_masked, start_rows, end_rows, finish, scatter, fill_words,
+ clear_words, convert_row, mask_words) = calls.kernels(_define)  # fmt: skip

@@ -32,7 +32,7 @@ _COUNTS = (
     "bias_size", "bias_swapped", "convert_bias", "dense_size", "tile_bits", "tile_q", "tile_k",
     "acc_columns", "block_k", "n_vectors", "n_blocks", "n_tasks", "max_lanes", "lanes", "itemsize",
     "has_score_mod", "score_mod", "aux",  # addresses of the user's function and its `aux`, see `modify`
-    "adjusts_all",  # by soft-cap, score_mod or bias: every score is touched once more, masked or not
+    "adjusts_all",  # by factor, soft-cap, score_mod or bias: each score is touched once more, masked or not
     "may_mask",  # bias or score_mod, where no words say so
     "saw_nan",  # set by a thread: NaN came out where some rows may not read every value
     "is_nonfinite_safe",  # NaN and inf in values are kept from rows that may not read them
@@ -44,8 +44,10 @@ _COUNTS = (
 )  # fmt: skip
 _REALS = (
     "query_high", "query_low",  # the factor of the packed query, in two parts
+    # The others of `fastattn._schedule.score_factors`.
+    "score_root",  # what raw scores are multiplied by twice, 1 where they are not
     "softcap",  # 0 when there is none; in the domain of the scores
-    "exponent_factor",  # 1 where scores are held times log2(e), log2(e) where they are natural
+    "exponent_factor",
 )  # fmt: skip
 
 #: One call. Addresses are those of arrays that outlive it.

@@ -259,9 +259,9 @@ def score_keys(job, w, block, top, key0, first, n_keys):
 def modify_scores(job, w, block, top, key0):
     """What the user's function makes of the scores, after the soft-cap; `top` takes them in. See `modify`."""
     scores = w + job.to_scores
-    if job.softcap > 0:
+    if job.softcap > 0 or job.score_root != 1:
         kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
-                       w + job.to_part_stops, job.softcap, 0, 0)  # fmt: skip
+                       w + job.to_part_stops, job.score_root, job.softcap, 0, 0)  # fmt: skip
     call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
                 block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
     return 0
@@ -271,15 +271,15 @@ def modify_scores(job, w, block, top, key0):
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
     """`score_keys` and what is to be done to raw scores; first is 0 where all are touched."""
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
-    words, softcap = words_of(job, w, state), job.softcap
+    words, root, softcap = words_of(job, w, state), job.score_root, job.softcap
     if job.has_score_mod:
         is_last = words == 0 and not job.has_bias
         modify_scores(job, w, block, w + job.to_tile_max if is_last else w + job.to_spare, key0)
-        softcap = 0.0
+        root, softcap = 1.0, 0.0
     if words != 0:
         words += first // WORD * block.ld * 4
     kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
-                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, softcap,
+                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, root, softcap,
                    bias_rows_of(job, w), words)  # fmt: skip
     return 0
 

@@ -140,11 +140,13 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 r, prefetched = r + count, prefetch_to
         return 0
 
-    def adjust_rows(s, ld, n_rows, n_keys, softcap, bias_rows, words):
+    def adjust_rows(s, ld, n_rows, n_keys, root, softcap, bias_rows, words):
         """As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]."""
         n_vectors = (n_keys + lanes - 1) // lanes
         for r in range(n_rows):
             row = s + r * ld * size
+            if root != 1:
+                row_tiles.multiply_row(zero, row, n_vectors, real(root))
             if softcap > 0:
                 row_tiles.cap_row(zero, row, n_vectors, real(softcap))
             if bias_rows != 0:

@@ -87,18 +87,18 @@ def score_key_tile(job, w, block, state, key0, n_keys):
         keys, key_row, distance = w + job.to_key_copy, job.head_dim * job.itemsize, 0
     row_kernels.score_rows(job, scores, job.block_k, w + job.to_query, job.query_ld, block.n_rows, keys,
                             key_row, n_keys, job.head_dim, distance)  # fmt: skip
-    softcap = job.softcap
+    root, softcap = job.score_root, job.softcap
     if job.has_score_mod:
-        if softcap > 0:
-            row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, 0, 0)
-            softcap = 0.0
+        if softcap > 0 or root != 1:
+            row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, root, softcap, 0, 0)
+            root, softcap = 1.0, 0.0
         call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
                     w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
-    if job.has_bias or softcap > 0 or state == TILE_PARTIAL:
-        row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, softcap, bias_rows_of(job,
-                                 w), words_of(job, w, state))  # fmt: skip
+    if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
+        row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, root, softcap,
+                                bias_rows_of(job, w), words_of(job, w, state))  # fmt: skip
     if job.has_score_mod and job.is_nonfinite_safe:
         return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
     return state
@@ -180,6 +180,11 @@ def add_sinks(job, w, block):
     kernels.fill(job, acc_of(job, partial.data), n_rows_of(job) * job.acc_ld, 0.0)
     block.depth += 1
     merge_before(job, w, block, -1)
+    if job.sinks != 0:
+        partial = stacked(job, w, 0)
+        kernels.end_rows(
+            job, partial.data, sums_of(job, partial.data), n_rows_of(job), job.sinks, w + job.to_row_h
+        )
     return 0
 
 

@@ -109,6 +109,8 @@ def attend(job, w, block):
         is_first = 0
     if is_first:
         kernels.fill(job, w + job.to_acc, job.value_dim * block.ld, 0.0)
+    if job.sinks != 0:
+        kernels.end_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
     return partial
 
 

@@ -349,13 +349,19 @@ INLINE ptrdiff_t NAME(keys_to_boundary)(const char *row) {
     return past % sizeof(REAL) ? 0 : (ptrdiff_t)((VECTOR_BYTES - past) % VECTOR_BYTES / sizeof(REAL));
 }
 
-static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double softcap,
-                         const char *const *bias_rows, const uint32_t *words) {
-    const VEC cap = NAME(splat)((REAL)softcap);
+static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double root,
+                         double softcap, const char *const *bias_rows, const uint32_t *words) {
+    const VEC half = NAME(splat)((REAL)root), cap = NAME(splat)((REAL)softcap);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const ptrdiff_t n_keys = *stops++;
         REAL *s = (REAL *)s_tile + lane, *const lane_max = (REAL *)tile_max + lane;
         VEC top = NAME(load)(lane_max);
+        if (root != 1)
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const VEC x = half * (half * NAME(load)(s + j * ld));
+                NAME(store)(s + j * ld, x);
+                if (softcap == 0 && !bias_rows && !words) top = NAME(max)(top, x);
+            }
         if (softcap > 0)
             for (ptrdiff_t j = 0; j < n_keys; j++) {
                 const VEC x = cap * NAME(tanh)(NAME(load)(s + j * ld));
@@ -493,7 +499,7 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
     for (ptrdiff_t lane = 0; lane < ld; lane++) {
         const double top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
         /* Back to natural units from whichever domain the scores were in. */
-        ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == 1 ? LN2 : 1.0) + log(sum));
+        ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == LOG2E ? 1.0 : exponent_factor * LN2) + log(sum));
     }
 }
 

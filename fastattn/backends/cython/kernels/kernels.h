@@ -12,8 +12,8 @@
  * `stops` has an entry for each vector of lanes: the v-th has the keys j < stops[v] of the tile. It never falls
  * from one to the next. What a tile of scores holds past a vector's stop is nobody's to read.
  *
- * Scores may be held in two domains: times log2(e), with exponent_factor 1; or natural, with
- * exponent_factor log2(e), where a bias of any finite size must not overflow.
+ * exponent_factor times a score is its natural value times log2(e): 1 or a power of two where scores are held times
+ * log2(e), and log2(e) where they are natural. `fastattn._schedule.score_factors` chooses it.
  */
 #ifndef FASTATTN_KERNELS_H
 #define FASTATTN_KERNELS_H
@@ -50,10 +50,11 @@ typedef struct {
                   const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                   const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
 
-    /* Turns raw scores into scores: s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the
-     * bias is -inf or bit j % 32 of words[j / 32][lane] (or NULL) is 0; tile_max takes them in. bias_rows (or
-     * NULL) has ld pointers to rows of REAL, of any alignment, without gaps, one for each lane. */
-    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double softcap,
+    /* Turns raw scores into scores: s = root * (root * s), in two steps as root * root may not be a number; then
+     * s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the bias is -inf or bit j % 32 of
+     * words[j / 32][lane] (or NULL) is 0; tile_max takes them in. bias_rows (or NULL) has ld pointers to rows of
+     * REAL, of any alignment, without gaps, one for each lane. */
+    void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double root, double softcap,
                    const char *const *bias_rows, const uint32_t *words);
 
     /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
@@ -86,7 +87,9 @@ typedef struct {
                    double exponent_factor);
 
     /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two parts of
-     * a factor as `finish` makes them; returns 1 if any is NaN, else 0. */
+     * a factor as `finish` makes them; returns 1 if any is NaN, else 0. A zero in the tile comes out as +0: which
+     * sign it has may depend on a masked value, whose product with its weight is 0 or -0. All other operations on
+     * accumulators give the same numbers, up to the signs of zeros, whatever the signs of zeros are. */
     int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                   ptrdiff_t n_cols, const void *factor);
 
@@ -110,7 +113,7 @@ typedef struct {
                        ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance);
 
     /* As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]. */
-    void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
+    void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double root, double softcap,
                         const char *const *bias_rows, const uint32_t *words);
 
     /* s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is found here unless has_max. */

@@ -175,14 +175,15 @@ static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptr
     }
 }
 
-static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double softcap,
-                              const char *const *bias_rows, const uint32_t *words) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY), cap = NAME(splat)((REAL)softcap);
+static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double root,
+                              double softcap, const char *const *bias_rows, const uint32_t *words) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY), cap = NAME(splat)((REAL)softcap), half = NAME(splat)((REAL)root);
     const IVEC lane = NAME(lane_numbers)();
     for (ptrdiff_t r = 0; r < n_rows; r++)
         for (ptrdiff_t j = 0; j < n_keys; j += LANES) {
             REAL *const s = (REAL *)s_tile + r * ld + j;
             VEC x = NAME(load)(s);
+            if (root != 1) x = half * (half * x);
             if (softcap > 0) x = cap * NAME(tanh)(x);
             if (bias_rows) {
                 const VEC bias = NAME(load_upto)(bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);

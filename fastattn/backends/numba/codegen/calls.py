@@ -32,7 +32,7 @@ from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.layout import BLOCK, JOB
 
 #: Parameters that are reals, always double.
-REALS = frozenset({"high", "low", "softcap", "factor", "x"})
+REALS = frozenset({"high", "low", "root", "softcap", "factor", "x"})
 
 #: No code may assume that NaN or inf never comes: they are data. Multiply-adds are written as such.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}

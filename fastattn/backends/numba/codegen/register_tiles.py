@@ -215,6 +215,20 @@ def raise_top(e: Emitter, s, top, ld, n_keys) -> None:
 
 
 @stage()
+def multiply_scores(e: Emitter, s, top, ld, n_keys, root) -> None:
+    """s = root * (root * s)."""
+    line = e.builder.mul(ld, e.count(e.itemsize))
+    highest = e.variable(e.load(top))
+    root = e.splat(root)
+    with e.loop(e.count(0), n_keys) as j:
+        at = e.at(s, (j, line))
+        y = e.mul(root, e.mul(root, e.load(at)))
+        e.store(at, y)
+        highest.set(e.maximum(highest.get(), y))
+    e.store(top, highest.get())
+
+
+@stage()
 def cap_scores(e: Emitter, s, top, ld, n_keys, cap) -> None:
     """s = cap * tanh(s)."""
     line = e.builder.mul(ld, e.count(e.itemsize))

@@ -88,6 +88,15 @@ score_rows_tile_1, score_rows_tile_2, score_rows_tile_4 = (_score_rows_tile(rows
 
 
 @stage()
+def multiply_row(e: Emitter, s, n_vectors, root) -> None:
+    """s = root * (root * s)."""
+    root = e.splat(root)
+    with e.loop(e.count(0), n_vectors) as i:
+        at = e.at(s, (i, e.lanes * e.itemsize))
+        e.store(at, e.mul(root, e.mul(root, e.load(at))))
+
+
+@stage()
 def cap_row(e: Emitter, s, n_vectors, cap) -> None:
     """s = cap * tanh(s)."""
     cap = e.splat(cap)

@@ -83,8 +83,8 @@ numbers = device_function("score_mod", mod, np.dtype(np.float32))
 show(numbers, (types.float32, *[types.int64] * 4), device=True)
 """
 
-PLAIN = (False,) * 8 + (True, True)
-EVERYTHING = (True,) * 8 + (False, False)
+PLAIN = (False,) * 9 + (True, True)
+EVERYTHING = (True,) * 9 + (False, False)
 FORMS = [
     ("float32", 4096, 64, PLAIN, "out", "float32"),
     ("float32", 4096, 128, PLAIN, "out", "float32"),

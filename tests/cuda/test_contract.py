@@ -147,6 +147,65 @@ def test_allowed_nan_goes_where_the_formula_sends_it(engine):
     assert np.isnan(out[0, 3]).all() and np.isfinite(out[0, [0, 1, 2, 4]]).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("len_k", [9, 14], ids=["whole", "split"])
+@pytest.mark.parametrize("sink", [np.inf, -np.inf, np.nan, 3e38])
+def test_rows_without_keys_have_their_sink_alone(engine, sink, len_k):
+    """Whatever it is, and whatever rows stand beside them; the others do what the formula does."""
+    len_q = 2 if len_k == 14 else 5
+    arrays = random_arrays(heads=2, len_q=len_q, len_k=len_k, head_dim=3)
+    sinks = np.array([sink, 0.5], np.float32)
+    for mask in (np.arange(len_q)[:, None] % 2 > np.zeros(len_k), np.zeros((len_q, len_k), bool)):
+        out, lse, weights = engine.everything(*arrays, mask=mask, sinks=sinks)
+        empty = ~mask.any(axis=-1)
+        assert not out[:, empty].any() and not weights[:, empty].any()
+        np.testing.assert_array_equal(lse[:, empty], np.broadcast_to(sinks[:, None], lse[:, empty].shape))
+        assert_attention((out, lse, weights), *arrays, mask=mask, sinks=sinks)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("len_k", [9, 14], ids=["whole", "split"])
+def test_the_sign_of_a_masked_value_is_not_that_of_a_zero(engine, len_k):
+    query, key, value = random_arrays(heads=1, len_q=2, len_k=len_k, head_dim=3)
+    value[...] = -1e-44
+    value[..., 1], value[..., 2] = 0.0, -0.0
+    value[:, 1] = 0
+    bias = np.where(np.arange(len_k) == 1, 20.0, 0.0).astype(np.float32)
+    results = []
+    for number in (-1.0, 1.0, np.nan):
+        value[:, -1] = number
+        results.append(engine.attention(query, key, value, mask=np.arange(len_k) < len_k - 1, bias=bias))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+    assert not np.signbit(results[0][..., 1:]).any()
+
+
+@pytest.mark.parametrize("scale, cap", [(1.0, None), (3e38, None), (-3e38, None), (1e30, 1e-30), (1.0, 1e30)])
+def test_scale_of_any_size(engine, scale, cap):
+    """Scores near the largest number, times log2(e), are beyond it."""
+    query, key, value = random_arrays(heads=1, len_q=3, len_k=5, head_dim=3)
+    query *= np.float32(2.0) ** -round(np.log2(abs(scale)))
+    assert_attention(
+        engine.everything(query, key, value, scale=scale, softcap=cap),
+        query,
+        key,
+        value,
+        scale=scale,
+        softcap=cap,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_scores_near_the_largest_number(engine):
+    query, key, value = random_arrays(heads=1, len_q=3, len_k=5, head_dim=3)
+    query[...], key[...] = [1, 0, 0], 1
+    key[:, :, 0] = np.float32([3e38, 2.9e38, -3e38, 3e38, 0])
+    out = engine.attention(query, key, value, scale=1.0)
+    np.testing.assert_allclose(
+        out, np.broadcast_to(value[:, [0, 3]].mean(1, keepdims=True), out.shape), rtol=1e-6
+    )
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_lowest_numbers_are_numbers(engine, dtype):
     query, key, value = random_arrays(heads=1, len_q=3, len_k=5, head_dim=4, dtype=dtype)

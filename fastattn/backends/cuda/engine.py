@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._device import DeviceArray
 from fastattn._problem import Problem
+from fastattn._schedule import LOG2E
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
@@ -75,14 +76,14 @@ def _solve(problem: Problem, stream: Stream) -> None:
     form = Form(
         str(dtype), shape, problem.key_start is not None, problem.dense is not None, mask_map is not None,
         problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
-        problem.score_mod is not None, problem.mask_mod is not None,
+        problem.score_mod is not None, problem.mask_mod is not None, abs(problem.scale) * LOG2E > 1,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
         D % shape.span == E % shape.span == 0 and all(x.is_packed(dtype, shape.span) for x in (q, k, v)),
         "out" if n_splits == 1 else "parts",
     )  # fmt: skip
     n_tiles = -(-head_rows // shape.tile_q)
     tiles_and_splits = (n_tiles, max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
-    factor = 1.0 if form.is_natural else math.log2(math.e)
+    factor = 1.0 if form.is_natural else LOG2E
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
     B = problem.lead[-1] if n_lead else 1

@@ -35,10 +35,9 @@ def _power(dtype: str, is_natural: bool) -> Any:
     return power
 
 
-def _units(dtype: str, is_natural: bool) -> tuple[Any, Any]:
-    """What turns natural logarithms into the unit of the scores, and back."""
-    into, back = (1, 1) if is_natural else (math.log2(math.e), math.log(2))
-    return np.dtype(dtype).type(into), np.dtype(dtype).type(back)
+def _unit(dtype: str, is_natural: bool) -> Any:
+    """What turns scores into natural logarithms; sinks always are."""
+    return np.dtype(dtype).type(1 if is_natural else math.log(2))
 
 
 @cache
@@ -71,7 +70,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     IS_EVEN, IS_WEIGHTS, IS_PARTS = form.is_even, form.result == "weights", form.result == "parts"
     ZERO, ONE, MASKED, MINUS_ZERO = real(0), real(1), real(-math.inf), real(-0.0)
     ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
-    INTO, BACK = _units(form.dtype, form.is_natural)
+    BACK = _unit(form.dtype, form.is_natural)
 
     Q_LINE, _, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, _, SHARED = layout(shape)
     tile = tile_functions(form)
@@ -369,22 +368,24 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 if not IS_PARTS:
                     sink = MASKED
                     if HAS_SINKS:
-                        sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+                        sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
                     base = softmax_base(max(peak[i], sink))
                     rescale = power(peak[i] - base)
+                    is_empty = whole_sum == ZERO  # of weights, the largest of which is 1
                     whole_sum = cuda.fma(whole_sum, rescale, power(sink - base))
-                    factor = ZERO if whole_sum == ZERO else rescale / whole_sum
+                    factor = ZERO if is_empty else rescale / whole_sum
                     at = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
                     step = out_view[4]
                     if part == 0 and tx == 0:
                         to = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
-                        lse[U(to)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+                        lse[U(to)] = sink if is_empty else base * BACK + real(math.log(whole_sum))
                 if part == 0 and tx == 0:
                     row_max[U(line)], row_sum[U(line)] = base, whole_sum
                 for c in range(COLUMNS):
                     column = column0 + place(c, tx, THREADS_K)
                     if IS_EVEN or column < value_dim:
-                        out[U(at + column * step)] = acc[i, c] * factor
+                        # +0 for a zero of either sign: a masked value may have given it that.
+                        out[U(at + column * step)] = cuda.fma(acc[i, c], factor, ZERO)
 
     return cuda.jit(attend)
 
@@ -399,7 +400,7 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
     """
     real = np.dtype(dtype).type
     ZERO, MASKED = real(0), real(-math.inf)
-    INTO, BACK = _units(dtype, is_natural)
+    BACK = _unit(dtype, is_natural)
     power = _power(dtype, is_natural)
 
     def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits):
@@ -413,25 +414,28 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
         item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
         sink = MASKED
         if has_sinks:
-            sink = real(sinks[U(sink_view[0] + head * sink_view[1])]) * INTO
+            sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]
             top = x if x > top else top
         base = top if top > MASKED else ZERO
-        acc, whole_sum = ZERO, power(sink - base)
+        acc, whole_sum, is_empty = ZERO, power(sink - base), True
         for split in range(n_splits):
             line = split * n_rows + row
             weight = power(maxima[U(line)] - base)
+            if sums[U(line)] != ZERO:
+                is_empty = False
             whole_sum = cuda.fma(weight, sums[U(line)], whole_sum)
             if value_dim > 0:
                 acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
         if value_dim > 0:
             line = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
-            out[U(line + column * out_view[4])] = ZERO if whole_sum == ZERO else acc / whole_sum
+            # With + 0 for a zero of either sign, as in `attend`.
+            out[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
         if column == 0:
             row_max[U(row)], row_sum[U(row)] = base, whole_sum
             line = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
-            lse[U(line)] = MASKED if whole_sum == ZERO else base * BACK + real(math.log(whole_sum))
+            lse[U(line)] = sink if is_empty else base * BACK + real(math.log(whole_sum))
 
     return cuda.jit(merge)

@@ -3,6 +3,7 @@
 A call goes one way, and each line imports only what stands above it:
 
 ===================  =================================================================================
+``_constants``       numbers that more than one place knows, or that were found by measuring
 ``_mask_map``        masks bound to a problem size: key intervals per row, or tiles with bits
 `fastattn.masks`     mask objects, which lower to those
 ``_options``         the options of the public functions as types, for checkers and editors
@@ -10,7 +11,7 @@ A call goes one way, and each line imports only what stands above it:
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
-``_schedule``        `Problem` to `Schedule`: block sizes and threads, and every tuning constant
+``_schedule``        `Problem` to `Schedule`: block sizes, threads, and where the scale is applied
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_api``             `attention` and its relatives: normalise, select, plan, run

@@ -14,10 +14,10 @@ from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING
 
+from fastattn._constants import ISAS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-ISAS = ("avx512", "avx2", "neon", "portable")  #: instruction sets that kernels exist for, best first
 
 _CPUS = "/sys/devices/system/cpu"
 _CGROUP_ROOT = "/sys/fs/cgroup"

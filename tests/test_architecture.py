@@ -27,6 +27,7 @@ COMPILED_SOURCES = sorted(
 #: Each line may import from the lines above it, and from nothing else in the package.
 LAYERS = [
     {"_version"},
+    {"_constants"},
     {"_device"},
     {"_mask_map"},
     {"masks"},

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._schedule import BLOCK_K, FEW_ROWS, LONG_HEAD, make_schedule
+from fastattn._constants import BLOCK_K, FEW_ROWS, LONG_HEAD
+from fastattn._schedule import make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve

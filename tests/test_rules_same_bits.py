@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastattn import masks
-from fastattn._schedule import FEW_ROWS
+from fastattn._constants import FEW_ROWS
 from tests.cases import FLOATS, random_arrays
 from tests.tolerances import assert_same_bits
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastattn import _host
 from fastattn._problem import Problem
-from fastattn._schedule import Schedule, is_small, make_schedule
+from fastattn._schedule import Schedule, is_small, make_schedule, score_factors
 
 try:
     import fastattn.backends.cython.driver as driver
@@ -53,14 +53,20 @@ class CythonBackend:
         )
 
     def run(self, problem: Problem, plan: Schedule) -> None:
-        driver.run(problem, plan)
+        is_natural = problem.bias is not None or problem.sinks is not None
+        itemsize = problem.query.itemsize
+        driver.run(problem, score_factors(problem.scale, problem.softcap, itemsize, is_natural), plan)
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
         """The short way for a call with no other option; None where it does not apply."""
-        return driver.run_plain(query, key, value, causal, scale, _plain_plan)
+        return driver.run_plain(query, key, value, causal, scale, _plain_factors, _plain_plan)
 
 
 backend = CythonBackend()
+
+
+def _plain_factors(scale: float, itemsize: int) -> tuple[float, float, float, float]:
+    return score_factors(scale, None, itemsize, False)
 
 
 def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._constants import LOG2E
 from fastattn._device import DeviceArray
 from fastattn._problem import Problem
-from fastattn._schedule import LOG2E
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel

@@ -29,7 +29,7 @@ import os
 
 import numpy as np
 
-from fastattn._schedule import score_factors
+from fastattn._constants import ISAS
 
 include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
 include "blocks.pxi"     # where a block of query rows finds everything
@@ -56,8 +56,6 @@ cnp.import_array()
 
 cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
-
-ISAS = ("avx512", "avx2", "neon", "portable")  # best first
 
 READ_PIECE_NBYTES = READ_PIECE
 
@@ -230,8 +228,11 @@ cdef int set_arrays(Job *job, cnp.ndarray query, cnp.ndarray key, cnp.ndarray va
     return 0
 
 
-def run(problem, plan):
-    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._schedule.Schedule`."""
+def run(problem, factors, plan):
+    """Fills problem.out, and problem.lse and problem.weights where present.
+
+    factors are those of `fastattn._schedule.score_factors`, plan is a `fastattn._schedule.Schedule`.
+    """
     cdef Job job
     cdef cnp.ndarray bits
     set_arrays(&job, problem.query, problem.key, problem.value, problem.out)
@@ -261,15 +262,14 @@ def run(problem, plan):
         job.tile_k = bits.shape[2] * WORD
     if problem.sinks is not None:
         job.sinks = <char *>cnp.PyArray_DATA(<cnp.ndarray>problem.sinks)
-    solve(&job, problem.scale, problem.softcap, plan)
+    solve(&job, factors, plan)
 
 
-cdef int solve(Job *job, double scale, softcap, plan) except -1:
+cdef int solve(Job *job, factors, plan) except -1:
     cdef int num_threads = plan.num_threads
     if job.batch == 0 or job.num_heads == 0 or job.len_q == 0:
         return 0
-    job.query_factor, job.score_root, job.softcap, job.exponent_factor = score_factors(
-        scale, softcap, job.itemsize, job.bias.data != NULL or job.sinks != NULL)
+    job.query_factor, job.score_root, job.softcap, job.exponent_factor = factors
     set_blocks(job, plan.block_q, plan.block_k)
     job.uses_split_kv = plan.uses_split_kv
     if job.uses_split_kv:
@@ -293,11 +293,11 @@ cdef inline bint is_plain(object array) noexcept:
     return (typenum == cnp.NPY_FLOAT or typenum == cnp.NPY_DOUBLE) and cnp.PyArray_ISNOTSWAPPED(a) and a.ndim >= 3
 
 
-def run_plain(query, key, value, causal, scale, plan):
+def run_plain(query, key, value, causal, scale, factors, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    plan is called with the size of an element, and the arguments of `fastattn._schedule.is_small`. The short way for small
-    arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
+    factors is called with the scale and the size of an element, plan with the size of an element and the arguments of
+    `fastattn._schedule.is_small`. The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
     is left to the general way, which gives the same bits.
     """
     cdef Job job
@@ -343,8 +343,9 @@ def run_plain(query, key, value, causal, scale, plan):
         job.key_stop.data = <char *>(stops + 1)
         job.key_stop.row = sizeof(int64_t)
     try:
-        solve(&job, factor, None, plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size,
-                                      job.len_k, job.head_dim + job.value_dim))
+        solve(&job, factors(factor, job.itemsize),
+              plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size, job.len_k,
+                   job.head_dim + job.value_dim))
     finally:
         free(stops)
     return out

@@ -201,15 +201,17 @@ class Form:
         """The factor of the packed query, in two parts, and what else is applied to scores."""
         values, query = self._values, problem.query
         is_natural = values["may_mask"] or self._has_sinks
-        factors = score_factors(problem.scale, problem.softcap, query.itemsize, is_natural)
-        high, low = _in_two(factors.query, query.dtype)
+        factor, root, softcap, exponent = score_factors(
+            problem.scale, problem.softcap, query.itemsize, is_natural
+        )
+        high, low = _in_two(factor, query.dtype)
         values.update(
             query_high=high,
             query_low=low,
-            score_root=factors.root,
-            softcap=factors.softcap,
-            exponent_factor=factors.exponent,
-            adjusts_all=values["may_mask"] or factors.softcap > 0 or factors.root != 1,
+            score_root=root,
+            softcap=softcap,
+            exponent_factor=exponent,
+            adjusts_all=values["may_mask"] or softcap > 0 or root != 1,
         )
 
     def _set_tiles(self, problem: Problem) -> None:

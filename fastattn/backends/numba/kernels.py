@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from fastattn._constants import LN2, LOG2E, SCORE_COLUMNS, SCORE_KEYS
 from fastattn.backends.numba.codegen import calls
 from fastattn.backends.numba.codegen import register_tiles as tiles
 from fastattn.backends.numba.codegen.intrinsics import (
@@ -36,17 +37,12 @@ from fastattn.backends.numba.codegen.register_tiles import (
     LAST_ROWS,
     LINE_BYTES,
     NARROW_ROWS,
-    SCORE_COLUMNS,
-    SCORE_KEYS,
     SCORE_ROWS,
     SCORE_VECTORS,
     TILE_ROWS,
     TILE_VECTORS,
     WIDE_ROWS,
 )
-
-LN2 = 0.69314718055994530942
-LOG2E = 1.4426950408889634074
 
 
 @njit(**calls.OPTIONS)

@@ -25,6 +25,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
+from fastattn._constants import SCORE_KEYS
 from fastattn._mask_map import TILE_K, WORDS
 from fastattn._problem import Mod
 from fastattn.backends.numba.codegen import vector_math
@@ -37,7 +38,7 @@ from fastattn.backends.numba.codegen.intrinsics import (
     uint8s,
     uint32s,
 )
-from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, SCORE_KEYS, raise_top
+from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, raise_top
 from fastattn.backends.numba.codegen.weak_numbers import WeakNumbers
 
 #: Of a user's arithmetic: a product may be rounded with a sum, and a division may be a product.

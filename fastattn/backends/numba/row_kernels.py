@@ -14,9 +14,10 @@ from typing import Any
 
 from numba import njit
 
+from fastattn._constants import KEY_CHUNK
 from fastattn.backends.numba.codegen import calls, row_tiles
 from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals, store_real
-from fastattn.backends.numba.codegen.register_tiles import KEY_CHUNK, LANE_BYTES, LINE_BYTES
+from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, LINE_BYTES
 from fastattn.backends.numba.codegen.row_tiles import WIDE_1, WIDE_2, WIDE_4
 
 # Not among the kernels: what a function finds in a closure is part of what the cache on disk knows it by, and

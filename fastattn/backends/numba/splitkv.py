@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from numba import njit
 
+from fastattn._constants import KEY_CHUNK
 from fastattn.backends.numba import kernels, row_kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_rows, row_stride
 from fastattn.backends.numba.codegen.calls import OPTIONS, routine
 from fastattn.backends.numba.codegen.intrinsics import call_modify, fetch_add, int64s, record_at
-from fastattn.backends.numba.codegen.register_tiles import KEY_CHUNK
 from fastattn.backends.numba.layout import KEY, LSE, OUT, PARTIAL, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.mask_tile import (
     TILE_EMPTY,

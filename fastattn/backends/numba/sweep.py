@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastattn._constants import KEY_CHUNK
 from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_queries, find_rows, row_stride
 from fastattn.backends.numba.codegen.calls import routine
 from fastattn.backends.numba.codegen.intrinsics import int64s
-from fastattn.backends.numba.codegen.register_tiles import KEY_CHUNK, LINE_BYTES, TILE_ROWS
+from fastattn.backends.numba.codegen.register_tiles import LINE_BYTES, TILE_ROWS
 from fastattn.backends.numba.layout import BIAS, DENSE, LSE, OUT, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.mask_tile import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
 

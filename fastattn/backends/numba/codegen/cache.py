@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import llvmlite
 from numba.core import caching
 
+from fastattn import _constants
 from fastattn.backends.numba.codegen.target import ISA, TARGET
 
 
@@ -24,7 +25,7 @@ def _stamp() -> str:
     """What compiled code depends on beside its signature, and the CPU and Numba version, which Numba compares
     itself."""
     contents = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parents[1].rglob("*.py")), Path(str(_constants.__file__))):
         contents.update(source.name.encode())
         contents.update(source.read_bytes())
     contents.update(repr((ISA, TARGET, llvmlite.__version__)).encode())

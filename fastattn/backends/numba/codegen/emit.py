@@ -14,39 +14,12 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from fastattn._constants import EXP2_COEFFICIENTS, EXPONENT_MIN, MANTISSA_BITS
 from fastattn.backends.numba.codegen.target import TARGET
 
 INTP = ir.IntType(64)
 INT32 = ir.IntType(32)
 BOOL = ir.IntType(1)
-
-#: 2 (2^f - 1) / f on [-1/2, 1/2] as a polynomial, lowest power first; see ``backends/cython/kernels/vec.h``.
-EXP2_COEFFICIENTS = {
-    4: (
-        1.386294405711940786,
-        0.4804529582699803028,
-        0.11100664939387825982,
-        0.019236874732831904476,
-        0.002679774973317259018,
-        0.0003070672126048424178,
-    ),
-    8: (
-        1.3862943611198906516,
-        0.4804530139182026252,
-        0.11100821732964016804,
-        0.019236258215188238088,
-        0.002666711629354889396,
-        0.0003080706091422534998,
-        0.000030505466986563373,
-        0.000002643087056470190644,
-        2.035639902501223256e-7,
-        1.4147566389765493892e-8,
-        8.869559076315603354e-10,
-    ),
-}
-MANTISSA_BITS = {4: 23, 8: 52}
-EXPONENT_MIN = {4: -126, 8: -1022}
-LOG2E = 1.4426950408889634074
 
 
 class Variable:

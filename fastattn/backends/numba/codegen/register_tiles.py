@@ -13,18 +13,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn.backends.numba.codegen.emit import EXPONENT_MIN, INT32, LOG2E, Emitter
+from fastattn._constants import (
+    EXP2_KEYS,
+    EXPONENT_MIN,
+    KEY_CHUNK,
+    LOG2E,
+    PREFETCH_KEYS,
+    PREFETCH_PACKED,
+    PREFETCH_VALUES,
+)
+from fastattn.backends.numba.codegen.emit import INT32, Emitter
 from fastattn.backends.numba.codegen.intrinsics import stage
 from fastattn.backends.numba.codegen.target import TARGET
 
-#: Sizes and distances as in the compiled kernels, which say where they come from.
-KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
-SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
-SCORE_COLUMNS = 128
-EXP2_KEYS = 4
-PREFETCH_KEYS = 4  #: rows of keys and values that memory is asked for ahead of their use
-PREFETCH_VALUES = 32
-PREFETCH_PACKED = 8  #: of values while they are packed
 LANE_BYTES = TARGET.vector_bytes
 LINE_BYTES = 64
 #: Frozen into the compiled code as plain numbers.

@@ -12,10 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn.backends.numba.codegen.emit import EXPONENT_MIN, INT32, Emitter
+from fastattn._constants import EXP2_KEYS, EXPONENT_MIN
+from fastattn.backends.numba.codegen.emit import INT32, Emitter
 from fastattn.backends.numba.codegen.intrinsics import stage
 from fastattn.backends.numba.codegen.register_tiles import (
-    EXP2_KEYS,
     LINE_BYTES,
     add_in_tree,
     hyperbolic_tangent,

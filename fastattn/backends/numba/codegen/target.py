@@ -1,4 +1,4 @@
-"""The host's registers, and the shapes of the tiles that fill them.
+"""The host's registers, and which tiles fill them.
 
 Everything here is frozen into the compiled code, so it is part of what the disk cache compares (see `cache`).
 """
@@ -10,10 +10,11 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from fastattn import _host
+from fastattn._constants import CPU_FEATURES, ISAS, REGISTER_BLOCKING
 
 
 class Target(NamedTuple):
-    """Register blocking, as in the compiled kernels; its source is ``cython/kernels/kernels.c``."""
+    """Register blocking, as in the compiled kernels, and what else LLVM is to know."""
 
     vector_bytes: int
     tile_rows: int  #: columns of the values in a tile of `accumulate`
@@ -28,26 +29,13 @@ class Target(NamedTuple):
     few_registers: bool  #: 16 of x86; see `Emitter._together`
 
 
-AVX512 = Target(64, 8, 3, 16, 4, 3, 16, 3, 16, True, False)
-AVX2 = Target(32, 6, 2, 6, 4, 3, 16, 6, 8, True, True)
-NEON = Target(16, 8, 3, 8, 4, 3, 8, 12, 16, True, False)
-PORTABLE = Target(16, 4, 2, 4, 4, 2, 4, 6, 8, False, False)
-
-BY_ISA = {"avx512": AVX512, "avx2": AVX2, "neon": NEON, "portable": PORTABLE}
-
-
 def usable_isas() -> list[str]:
     """Names of the instruction sets that LLVM may use on this host, best first."""
-    features = llvm.get_host_cpu_features()
     architecture = llvm.get_process_triple().partition("-")[0]
-    names = []
-    if all(features.get(name) for name in ("avx512f", "avx512dq", "avx512bw", "avx512vl")):
-        names.append("avx512")
-    if features.get("avx2") and features.get("fma"):
-        names.append("avx2")
+    found = llvm.get_host_cpu_features()
     if architecture in ("aarch64", "arm64"):
-        names.append("neon")
-    return [*names, "portable"]
+        return ["neon", "portable"]
+    return [isa for isa in ISAS if isa != "neon" and all(found.get(name) for name in CPU_FEATURES[isa])]
 
 
 def choose() -> str:
@@ -60,4 +48,4 @@ def choose() -> str:
 
 
 ISA = choose()
-TARGET = BY_ISA[ISA]
+TARGET = Target(**REGISTER_BLOCKING[ISA], has_fma=ISA != "portable", few_registers=ISA == "avx2")

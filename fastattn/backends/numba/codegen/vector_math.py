@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from fastattn.backends.numba.codegen.emit import MANTISSA_BITS, Emitter
+from fastattn._constants import MANTISSA_BITS
+from fastattn.backends.numba.codegen.emit import Emitter
 from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
 #: log2(e) in two parts of each dtype, the first rounded: their sum is far more exact.

@@ -1,0 +1,84 @@
+"""What both the compiled kernels and the package know: the same numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fastattn import _constants as constants
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "fastattn" / "backends" / "cython" / "kernels"
+
+#: What a compiler defines for each instruction set.
+MACROS = {"__AVX512F__": "avx512", "__AVX2__": "avx2", "__aarch64__": "neon", None: "portable"}
+
+
+def source(path: Path) -> str:
+    if not path.exists():
+        pytest.skip("the sources are not here")
+    return path.read_text()
+
+
+def defines(code: str) -> dict[str, str]:
+    return dict(re.findall(r"^#define (\w+) (\S+)", code, re.MULTILINE))
+
+
+def blocks() -> dict[str, dict[str, str]]:
+    """The defines of kernels.c for each instruction set, and those for all."""
+    code = source(KERNELS / "kernels.c")
+    chain = code[code.index("#if defined(__AVX512F__)") :]
+    chain, rest = chain.split("\n#endif", 1)
+    parts = re.split(r"^#(?:if|elif|else)(?: defined\((\w+)\))?$", chain, flags=re.MULTILINE)[1:]
+    common = defines(rest.split("#define CONCAT_")[0])
+    return {
+        MACROS[macro]: common | defines(body) for macro, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def number(table: dict[str, str], name: str) -> int:
+    """What a name stands for: a number, or another name."""
+    text = table[name]
+    return int(text) if text.isdigit() else number(table, text)
+
+
+def test_tiles_of_each_instruction_set():
+    found = blocks()
+    assert tuple(found) == constants.ISAS == tuple(constants.REGISTER_BLOCKING)
+    for isa, table in found.items():
+        for name, wanted in constants.REGISTER_BLOCKING[isa].items():
+            assert number(table, name.upper()) == wanted, f"{name} of {isa}"
+        assert number(table, "SCORE_KEYS") == constants.SCORE_KEYS
+        for name in ("PREFETCH_KEYS", "PREFETCH_VALUES", "PREFETCH_PACKED"):
+            assert number(table, name) == getattr(constants, name)
+        if isa != "portable":  # kernels.c says why it has others there
+            assert number(table, "SCORE_COLUMNS") == constants.SCORE_COLUMNS
+            assert number(table, "EXP2_KEYS") == constants.EXP2_KEYS
+    assert int(defines(source(KERNELS / "kernels.h"))["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
+
+
+def test_polynomials_and_logarithms():
+    code = source(KERNELS / "vec.h")
+    arrays = re.findall(r"exp2_coefficients\)\[\] = \{(.*?)\};", code, re.DOTALL)
+    for itemsize, array in zip((4, 8), arrays, strict=True):
+        coefficients = tuple(float(x.strip().rstrip("f")) for x in array.split(","))
+        assert coefficients == constants.EXP2_COEFFICIENTS[itemsize]
+    of_floats = re.findall(r"#define (MANTISSA_BITS|EXPONENT_MIN) \(?(-?\d+)", code)
+    wanted = [("MANTISSA_BITS", constants.MANTISSA_BITS), ("EXPONENT_MIN", constants.EXPONENT_MIN)]
+    assert of_floats == [(name, str(table[itemsize])) for itemsize in (4, 8) for name, table in wanted]
+    logarithms = defines(source(KERNELS / "kernels.c"))
+    assert (float(logarithms["LOG2E"]), float(logarithms["LN2"])) == (constants.LOG2E, constants.LN2)
+
+
+def test_instruction_sets_are_built_and_asked_for():
+    """setup.py gives each its flags, dispatch.c asks the CPU for them."""
+    setup, dispatch = source(ROOT / "setup.py"), source(KERNELS / "dispatch.c")
+    entries = dict(re.findall(r"^    ENTRY\((\w+), (.*?)\)$", dispatch, re.MULTILINE | re.DOTALL))
+    assert tuple(entries) == constants.ISAS == tuple(constants.CPU_FEATURES)
+    for isa, features in constants.CPU_FEATURES.items():
+        asked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)', entries[isa])
+        assert tuple(asked) == features
+        flags = re.search(rf'"{isa}": \[(.*?)\]', setup)
+        assert {f"-m{name}" for name in features} <= set(re.findall(r"-m\w+", flags[1] if flags else ""))

@@ -57,9 +57,7 @@ SHAPE_ERRORS = [
     wrong({"value": floats(3)}, ValueError, TWO_AXES),
     wrong({"query": floats(5, 6)}, ValueError, ONE_HEAD),
     wrong({"key": floats(9, 6), "value": floats(9, 3)}, ValueError, ONE_HEAD),
-    wrong(
-        {"key": floats(2, 2, 9, 7)}, ValueError, "query and key must have the same head_dim, got 6 and 7"
-    ),
+    wrong({"key": floats(2, 2, 9, 7)}, ValueError, "query and key must have the same head_dim, got 6 and 7"),
     wrong({"value": floats(2, 2, 8, 3)}, ValueError, "key and value must have the same length, got 9 and 8"),
     wrong(
         {"value": floats(2, 4, 9, 3)},
@@ -100,14 +98,14 @@ TYPE_ERRORS = [
     wrong({"scale": floats(2)}, TypeError, f"scale must be a finite number, got {floats(2)!r}"),
     wrong({"softcap": "big"}, TypeError, "softcap must be a finite number, got 'big'"),
     wrong({"window": 3}, TypeError, "window must be a pair (left, right), got 3"),
-    wrong(
-        {"window": (1.5, 0)}, TypeError, "window: left must be a non-negative integer or None, got 1.5"
-    ),
+    wrong({"window": (1.5, 0)}, TypeError, "window: left must be a non-negative integer or None, got 1.5"),
     wrong({"out": [1.0]}, TypeError, "out must be an ndarray, got list"),
 ]
 
 VALUE_ERRORS = [
-    wrong({"mask": np.ones((5, 8), bool)}, ValueError, f"mask of shape (5, 8) does not broadcast to {SCORES}"),
+    wrong(
+        {"mask": np.ones((5, 8), bool)}, ValueError, f"mask of shape (5, 8) does not broadcast to {SCORES}"
+    ),
     wrong(
         {"mask": np.ones((3, 5, 9), bool)},
         ValueError,
@@ -245,7 +243,9 @@ def test_masked_arrays_are_not_silently_unmasked():
     """The library reads a masked array's data; its mask would be lost without a word."""
     arguments = good()
     arguments["key"] = np.ma.masked_array(arguments["key"], mask=arguments["key"] > 0)
-    with pytest.raises(TypeError, match="^key is a masked array, whose mask would be lost: pass a plain array"):
+    with pytest.raises(
+        TypeError, match=r"^key is a masked array, whose mask would be lost: pass a plain array"
+    ):
         fastattn.attention(**arguments)
 
 
@@ -439,7 +439,7 @@ class TestBackendChoice:
             fastattn.attention(**good(), backend=name)
 
     def test_not_a_name(self):
-        with pytest.raises(ValueError, match="^backend must be one of .*, got 3$"):
+        with pytest.raises(ValueError, match=r"^backend must be one of .*, got 3$"):
             fastattn.attention(**good(), backend=3)
 
     def test_environment_variable_sets_the_default(self):
@@ -471,6 +471,6 @@ except ValueError as error:
 
     def test_a_good_call_after_a_bad_one(self, backend):
         expected = backend.attention(**good())
-        with pytest.raises(ValueError, match="^softcap must be positive"):
+        with pytest.raises(ValueError, match=r"^softcap must be positive"):
             backend.attention(**good(), softcap=0)
         assert_same_bits(backend.attention(**good()), expected)

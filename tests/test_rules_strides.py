@@ -240,7 +240,11 @@ class TestRowsFarApart:
 
 
 class TestOverlap:
-    """`out=` over an input gives the right answer or a ValueError, never a wrong one."""
+    """`out=` over an input gives the right answer, on every CPU backend and wherever the two lie.
+
+    An error would be allowed by the contract; the backends of the CPU need none, and so do not get away with
+    one. On a GPU it is an error: `tests/cuda/test_device_arrays.py`.
+    """
 
     @pytest.mark.parametrize("name", ["query", "key", "value"])
     def test_out_is_an_input(self, engine, name):
@@ -288,18 +292,16 @@ class TestOverlap:
 
     @staticmethod
     def check(engine, arrays, out, expected):
-        before = out.copy()
-        try:
-            got = engine.attention(**arrays, out=out)
-        except ValueError:
-            assert_same_bits(np.ascontiguousarray(out), before, "out after the error")
-        else:
-            assert_same_bits(np.ascontiguousarray(got), expected)
+        assert any(np.shares_memory(out, array) for array in arrays.values())
+        got = engine.attention(**arrays, out=out)
+        assert got is out
+        assert_same_bits(np.ascontiguousarray(out), expected)
 
 
-def test_out_with_repeated_elements_is_refused_or_right(engine):
+def test_out_with_repeated_elements_is_refused(engine):
     """A broadcast `out` has one place for many results."""
     query, key, value = random_arrays()
     out = np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (2, 17, 16), (0, 0, 4))
-    with np.testing.assert_raises(ValueError):
+    with pytest.raises(ValueError, match=r"^out has elements that share memory: shape \(2, 17, 16\)"):
         engine.attention(query, key, value, out=out)
+    assert not out.any()

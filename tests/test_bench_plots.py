@@ -67,6 +67,7 @@ def many_cases() -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_at_the_width_of_a_readme(tmp_path: Path) -> None:
     document = make_document()
     paths = draw_all(document, tmp_path)
@@ -105,7 +106,9 @@ def crowded() -> dict[str, Picture]:
 
 
 @pytest.mark.parametrize("results", ["everything", "crowded"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "ratios" else ()) for name in NAMES]
+)
 def test_no_words_overlap_or_leave_the_page(
     results: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,10 @@ def values_of(item: pytest.Function) -> list[Hashable]:
     return [tuple(id(params[name]) for name in names) for names in [*alone, *together]]
 
 
+def name_of_test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -131,11 +135,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if not item.get_closest_marker("slow"):
             usual.append(item)
-    for _, group in groupby(usual, key=lambda item: item.nodeid.partition("[")[0]):
+    for _, group in groupby(usual, key=name_of_test):
         of_one_test = list(group)
         for item, new in zip(of_one_test, uncovered(map(values_of, of_one_test)), strict=True):
             if not new:
                 item.add_marker(pytest.mark.slow)
+    items[:] = [item for _, group in groupby(items, key=name_of_test) for item in engines_together(group)]
+
+
+def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The engines of a case one after another: a worker has its exact answer (`tests.cases.solve`) already."""
+    places: dict[Hashable, int] = {}
+
+    def place(item: pytest.Item) -> int:
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        params.pop("engine", None)
+        return places.setdefault(tuple((name, id(value)) for name, value in params.items()), len(places))
+
+    return sorted(of_one_test, key=place)
 
 
 @pytest.fixture(params=USABLE)

@@ -144,7 +144,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The engines of a case one after another: a worker has its exact answer (`tests.cases.solve`) already."""
+    """The engines of a case one after another: a worker has its answer already, by `tests.cases.solve`."""
     places: dict[Hashable, int] = {}
 
     def place(item: pytest.Item) -> int:

@@ -88,6 +88,15 @@ ENGINES = (
 EVERY_ISA = ("test_forward.py", "test_few_queries.py")
 
 
+#: For tests that take the reference seconds, and the compiled backends none.
+reference_is_slow = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES],
+    ids=lambda engine: engine.name,
+    indirect=True,
+)
+
+
 def pytest_report_header() -> list[str]:
     absent = [name for name in BACKENDS if name not in USABLE]
     return [

@@ -479,6 +479,7 @@ def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None
             assert expected in reasons
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
 @pytest.mark.parametrize("threads", [1, 2])

@@ -105,10 +105,8 @@ def crowded() -> dict[str, Picture]:
     return drawn(many_cases())
 
 
-@pytest.mark.parametrize("results", ["everything", "crowded"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "ratios" else ()) for name in NAMES]
-)
+@pytest.mark.parametrize("results", ["everything", pytest.param("crowded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_words_overlap_or_leave_the_page(
     results: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,10 +237,12 @@ def without_results(document: dict[str, Any]) -> None:
         (lambda document: None, NAMES),
         (without("limits"), ["ratios", "time", "memory", "sizes"]),
         (lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}), ["ratios", *NAMES[2:]]),
-        (lambda document: document.update(threads=7), ["ratios", *NAMES[2:]]),
+        pytest.param(
+            lambda document: document.update(threads=7), ["ratios", *NAMES[2:]], marks=pytest.mark.slow
+        ),
         (without("memory", "memory_cases"), ["ratios", "roofline", "time", "sizes"]),
-        (without_results, ["ratios", "roofline", "time", "sizes"]),
-        (without_shares, NAMES),
+        pytest.param(without_results, ["ratios", "roofline", "time", "sizes"], marks=pytest.mark.slow),
+        pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
         (as_written_before, ["ratios", "time", "sizes"]),
         (lambda document: document["cases"].clear(), ["memory"]),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from fastattn import masks
 from tests.cases import FLOATS, random_arrays
+from tests.conftest import reference_is_slow
 from tests.tolerances import assert_attention, assert_same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -108,6 +109,7 @@ def test_mask_and_bias(engine, argument, axis):
 LONG = 2**16 + 3  # its square does not fit into 32 bits
 
 
+@reference_is_slow
 def test_more_scores_than_a_32_bit_index_counts(engine):
     """L * S beyond 2^32 with few keys to read: wherever i * S is formed, it must not wrap around."""
     query = np.random.default_rng(0).standard_normal((1, LONG, 2)).astype(np.float32)

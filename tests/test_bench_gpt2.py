@@ -56,6 +56,7 @@ class Script:
         self.shared = log.read_text().split()
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path) -> None:
     script = Script(tmp_path)
     assert script.done.returncode == 0

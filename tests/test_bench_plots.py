@@ -275,6 +275,7 @@ def test_a_peer_that_was_timed_on_some_cases_only() -> None:
     assert list(drawn(document)) == NAMES
 
 
+@pytest.mark.slow
 def test_pyplot_is_left_alone() -> None:
     """It would hold every figure for ever and may want a screen."""
     code = """

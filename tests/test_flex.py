@@ -93,9 +93,16 @@ def test_the_gallery_is_whole():
     assert len(MASKS) == 8
 
 
+#: Each function is compiled for each: by default for one of them, in turn.
+EITHER_DTYPE = [
+    pytest.param(name, dtype, marks=pytest.mark.slow if (place + other) % 2 else ())
+    for place, name in enumerate(GALLERY)
+    for other, dtype in enumerate((np.float32, np.float64))
+]
+
+
 class TestGallery:
-    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-    @pytest.mark.parametrize("name", GALLERY)
+    @pytest.mark.parametrize(("name", "dtype"), EITHER_DTYPE)
     def test_against_the_definition(self, name, dtype):
         results = fastattn.flex_attention(
             *arrays(dtype), **options_of(name, dtype), return_lse=True, return_weights=True
@@ -106,6 +113,7 @@ class TestGallery:
         )
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", GALLERY)
     def test_against_pytorch(self, name):
         torch = pytest.importorskip("torch")
@@ -283,7 +291,7 @@ def test_vector_functions_are_exact(name, dtype):
     """Within 2 units in the last place over their whole range, tanh within 4."""
     import numba
 
-    from fastattn.backends.numba import vector_math
+    from fastattn.backends.numba.codegen import vector_math
 
     function = vector_math._FUNCTIONS[name]
     compiled = numba.njit(lambda x: function(x))

@@ -7,6 +7,7 @@ import pytest
 
 from fastattn import masks
 from tests.cases import FLOATS, MEMORY_LAYOUTS, random_arrays
+from tests.conftest import reference_is_slow
 from tests.tolerances import assert_same_bits
 
 
@@ -197,6 +198,7 @@ class TestRowsFarApart:
             "bias": {"bias": rng.standard_normal((8, 110, 300)).astype(np.float32)},
         }[name]
 
+    @reference_is_slow
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize(
         "option", ["plain", "causal", "window", "lengths", "mask", "parts", "tiles", "bias"]

@@ -80,6 +80,7 @@ def test_every_picture_is_drawn_at_the_width_of_a_readme(tmp_path: Path) -> None
             assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)  # on dark pages too
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
     """Whatever the user has set in matplotlib, and however the JSON was laid out."""
     document = make_document(list(CASES.values())[:3], memory=False)
@@ -236,11 +237,19 @@ def without_results(document: dict[str, Any]) -> None:
     [
         (lambda document: None, NAMES),
         (without("limits"), ["ratios", "time", "memory", "sizes"]),
-        (lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}), ["ratios", *NAMES[2:]]),
+        pytest.param(
+            lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}),
+            ["ratios", *NAMES[2:]],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             lambda document: document.update(threads=7), ["ratios", *NAMES[2:]], marks=pytest.mark.slow
         ),
-        (without("memory", "memory_cases"), ["ratios", "roofline", "time", "sizes"]),
+        pytest.param(
+            without("memory", "memory_cases"),
+            ["ratios", "roofline", "time", "sizes"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(without_results, ["ratios", "roofline", "time", "sizes"], marks=pytest.mark.slow),
         pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
         (as_written_before, ["ratios", "time", "sizes"]),

@@ -1,12 +1,23 @@
-"""Fixtures: every usable backend, on every instruction set of this machine."""
+"""Fixtures: every usable backend, on every instruction set of this machine. And what the default run holds.
+
+``pytest`` leaves out what is marked ``slow``; ``pytest -m ""`` runs all. Three rules say what is slow:
+
+* *All pairs.* Of a test's parameters every pair of values is in the default run, once at least, and not every
+  combination: each dtype meets each option, each option each backend, and so on. `uncovered` chooses.
+* *One instruction set.* The default run uses the best of this machine. All of them run in the files named by
+  `EVERY_ISA`: what is computed in every size, by either path.
+* *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import combinations, groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,9 +85,20 @@ USABLE = tuple(name for name in BACKENDS if _usable(name))
 ISAS = tuple(_isas())
 #: Numba compiles for one instruction set in a process: FASTATTN_ISA names another than the best.
 ENGINES = (
-    Engine("reference"),
     *(Engine("cython", isa) for isa in ISAS),
     *(Engine(name) for name in USABLE if name == "numba"),
+    Engine("reference"),
+)
+#: Files whose tests run on every instruction set by default.
+EVERY_ISA = ("test_forward.py", "test_few_queries.py")
+
+
+#: For tests that take the reference seconds, and the compiled backends none.
+reference_is_slow = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES],
+    ids=lambda engine: engine.name,
+    indirect=True,
 )
 
 
@@ -86,6 +108,65 @@ def pytest_report_header() -> list[str]:
         f"backends: {', '.join(USABLE)}" + (f" (not usable: {', '.join(absent)})" if absent else ""),
         f"instruction sets: {', '.join(ISAS) or 'none'}",
     ]
+
+
+def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
+    """For each combination of parameters in turn, whether it has a pair of values that none before it had.
+
+    Those that have hold every pair there is. One parameter alone is a pair with itself.
+    """
+    seen: set[Hashable] = set()
+    for parameters in combined:
+        values = list(enumerate(parameters))
+        pairs = {*combinations(values, 2)} if len(values) > 1 else {*values}
+        yield not pairs <= seen
+        seen |= pairs
+
+
+def values_of(item: pytest.Function) -> list[Hashable]:
+    """The same object in two combinations is the same value; what one decorator lists is one parameter."""
+    params = dict(item.callspec.params)
+    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names.replace(",", " ").split() if isinstance(names, str) else names for names in together]
+    alone = [[name] for name in params if not any(name in names for names in together)]
+    return [tuple(id(params[name]) for name in names) for names in [*alone, *together]]
+
+
+def name_of_test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    usual = []
+    for item in items:
+        if not hasattr(item, "callspec") or here not in item.path.parents:
+            continue
+        engine = item.callspec.params.get("engine")
+        isa = engine.isa if isinstance(engine, Engine) else None
+        if isa not in (None, *ISAS[:1]) and item.path.name not in EVERY_ISA:
+            item.add_marker(pytest.mark.slow)
+        if not item.get_closest_marker("slow"):
+            usual.append(item)
+    for _, group in groupby(usual, key=name_of_test):
+        of_one_test = list(group)
+        for item, new in zip(of_one_test, uncovered(map(values_of, of_one_test)), strict=True):
+            if not new:
+                item.add_marker(pytest.mark.slow)
+    items[:] = [item for _, group in groupby(items, key=name_of_test) for item in engines_together(group)]
+
+
+def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The engines of a case one after another: a worker has its answer already, by `tests.cases.solve`."""
+    places: dict[Hashable, int] = {}
+
+    def place(item: pytest.Item) -> int:
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        params.pop("engine", None)
+        return places.setdefault(tuple((name, id(value)) for name, value in params.items()), len(places))
+
+    return sorted(of_one_test, key=place)
 
 
 @pytest.fixture(params=USABLE)

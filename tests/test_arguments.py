@@ -241,6 +241,7 @@ Causal() & None
 """
 
 
+@pytest.mark.slow
 def test_types_as_a_checker_sees_them(tmp_path):
     """Right calls have the right types, and each wrong line is an error."""
     pytest.importorskip("mypy")

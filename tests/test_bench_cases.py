@@ -445,8 +445,12 @@ def shares_threads() -> bool:
     return python(code).strip() == "True"
 
 
+#: They compile for seconds.
+SLOW_PEERS = ("torch", "torch-flex", "onnxruntime", "openvino", "jax", "fastattn-numba")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "torch-flex" else name for name in PEERS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_PEERS else ()) for name in PEERS]
 )
 def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None:
     for module in NEEDS.get(name, []):
@@ -475,6 +479,7 @@ def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None
             assert expected in reasons
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
 @pytest.mark.parametrize("threads", [1, 2])

@@ -216,7 +216,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "Interrupted" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_real_interrupt_in_the_rounds(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -293,6 +293,7 @@ def test_a_library_has_a_column_where_it_took_part(
     assert "20.0 ms" in printed
 
 
+@pytest.mark.slow
 def test_a_shape_of_ones_own_goes_to_stdout_as_csv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +328,7 @@ def test_nobody_is_told_what_the_project_wants(
     assert not re.search(r"target|goal|≥|≤|\bpass\b|\bfail", printed, re.IGNORECASE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
 def test_memory_stands_beside_the_times(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"

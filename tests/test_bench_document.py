@@ -107,10 +107,12 @@ def alarms(ours: float, pairs: int = 100) -> float:
     return sum(bool(compare(synthetic(rng), synthetic(rng, ours)).slower) for _ in range(pairs)) / pairs
 
 
+@pytest.mark.slow
 def test_equal_runs_raise_hardly_an_alarm() -> None:
     assert alarms(1.0) <= 0.01
 
 
+@pytest.mark.slow
 def test_the_slower_the_surer_it_is_caught() -> None:
     caught = [alarms(ours, pairs=40) for ours in (1.03, 1.2, 1.3)]
     assert caught[0] <= 0.05

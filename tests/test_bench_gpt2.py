@@ -56,6 +56,7 @@ class Script:
         self.shared = log.read_text().split()
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path) -> None:
     script = Script(tmp_path)
     assert script.done.returncode == 0
@@ -80,6 +81,7 @@ def test_report(tmp_path: Path) -> None:
     assert script.shared == ["True"]  # in the process of the third variant, and in no other
 
 
+@pytest.mark.slow
 def test_threads_that_cannot_be_shared_are_told(tmp_path: Path) -> None:
     script = Script(tmp_path, possible=False)
     assert script.done.returncode == 0
@@ -89,6 +91,7 @@ def test_threads_that_cannot_be_shared_are_told(tmp_path: Path) -> None:
     assert shared["reason"] in script.done.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_told_and_not_timed(tmp_path: Path) -> None:
     script = Script(tmp_path, factor=1.01)
     assert script.done.returncode == 1

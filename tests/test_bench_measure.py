@@ -51,6 +51,7 @@ def test_interval_of_few_values_reaches_all_of_them(count: int) -> None:
     assert (interval.low, interval.high) == (1, count)
 
 
+@pytest.mark.slow
 def test_enough_rounds_are_the_fewest_that_can_tell_a_change_from_chance() -> None:
     """Equal runs look surely slower no more often than the interval leaves on that side."""
     rng = np.random.default_rng(0)

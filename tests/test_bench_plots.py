@@ -67,6 +67,7 @@ def many_cases() -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_at_the_width_of_a_readme(tmp_path: Path) -> None:
     document = make_document()
     paths = draw_all(document, tmp_path)
@@ -79,6 +80,7 @@ def test_every_picture_is_drawn_at_the_width_of_a_readme(tmp_path: Path) -> None
             assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)  # on dark pages too
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
     """Whatever the user has set in matplotlib, and however the JSON was laid out."""
     document = make_document(list(CASES.values())[:3], memory=False)
@@ -104,7 +106,7 @@ def crowded() -> dict[str, Picture]:
     return drawn(many_cases())
 
 
-@pytest.mark.parametrize("results", ["everything", "crowded"])
+@pytest.mark.parametrize("results", ["everything", pytest.param("crowded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_words_overlap_or_leave_the_page(
     results: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -235,11 +237,21 @@ def without_results(document: dict[str, Any]) -> None:
     [
         (lambda document: None, NAMES),
         (without("limits"), ["ratios", "time", "memory", "sizes"]),
-        (lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}), ["ratios", *NAMES[2:]]),
-        (lambda document: document.update(threads=7), ["ratios", *NAMES[2:]]),
-        (without("memory", "memory_cases"), ["ratios", "roofline", "time", "sizes"]),
-        (without_results, ["ratios", "roofline", "time", "sizes"]),
-        (without_shares, NAMES),
+        pytest.param(
+            lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}),
+            ["ratios", *NAMES[2:]],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda document: document.update(threads=7), ["ratios", *NAMES[2:]], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            without("memory", "memory_cases"),
+            ["ratios", "roofline", "time", "sizes"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(without_results, ["ratios", "roofline", "time", "sizes"], marks=pytest.mark.slow),
+        pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
         (as_written_before, ["ratios", "time", "sizes"]),
         (lambda document: document["cases"].clear(), ["memory"]),
     ],
@@ -272,6 +284,7 @@ def test_a_peer_that_was_timed_on_some_cases_only() -> None:
     assert list(drawn(document)) == NAMES
 
 
+@pytest.mark.slow
 def test_pyplot_is_left_alone() -> None:
     """It would hold every figure for ever and may want a screen."""
     code = """

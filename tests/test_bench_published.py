@@ -72,6 +72,7 @@ def published(pattern: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_publishing_leaves_the_rest_of_the_readme_alone(published: Path) -> None:
     text = (published / README).read_text()
     assert text.startswith("# Title\n\nBefore.\n\n")
@@ -115,11 +116,15 @@ def add_picture(root: Path) -> None:
     ("change", "named"),
     [
         (edit_readme, ["README.md: the speed section"]),
-        (edit_results, ["README.md: the speed section", "ratios.png: was drawn from other results"]),
-        (rename_case, ["there is no case bart-batch any more"]),
-        (change_case, ["the case bert-batch is another one now"]),
-        (lose_picture, ["ratios.png: is missing"]),
-        (add_picture, ["extra.png: the results have no such picture"]),
+        pytest.param(
+            edit_results,
+            ["README.md: the speed section", "ratios.png: was drawn from other results"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(rename_case, ["there is no case bart-batch any more"], marks=pytest.mark.slow),
+        pytest.param(change_case, ["the case bert-batch is another one now"], marks=pytest.mark.slow),
+        pytest.param(lose_picture, ["ratios.png: is missing"], marks=pytest.mark.slow),
+        pytest.param(add_picture, ["extra.png: the results have no such picture"], marks=pytest.mark.slow),
     ],
 )
 def test_a_disagreement_is_named(change: Callable[[Path], None], named: list[str], published: Path) -> None:

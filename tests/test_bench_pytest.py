@@ -44,6 +44,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_save_and_compare(tmp_path: Path) -> None:
     storage = f"--benchmark-storage=file://{tmp_path}"
     run(*TINY, *BRIEF, storage, "--benchmark-save=first")
@@ -80,8 +81,9 @@ def collected(*arguments: str) -> set[str]:
     return {line.partition("[")[2].removesuffix(suffix) for line in lines if line.endswith(suffix)}
 
 
+@pytest.mark.slow
 def test_long_cases_run_only_when_asked_for() -> None:
-    usual, every, slow = collected(), collected("--slow"), collected("-m", "slow")
+    usual, every, slow = collected(), collected("-m", ""), collected("-m", "slow")
     timed = [case for case in CASES.values() if case.threads is None and case.model_dim is None]
     assert every == {case.name for case in timed}
     assert usual | slow == every

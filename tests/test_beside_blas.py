@@ -68,7 +68,7 @@ def in_child(run):
 """
 
 
-@pytest.fixture(params=["cython", "numba"])
+@pytest.fixture(params=["cython", pytest.param("numba", marks=pytest.mark.slow)])
 def backend(request):
     if reasons := fastattn._registry.load(request.param).unavailable_reasons():
         pytest.skip(f"{request.param} is not usable here: {reasons}")

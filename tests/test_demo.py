@@ -454,6 +454,7 @@ class TestComplaints:
         assert "interrupted" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @needs_real_model
 def test_whole_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "TIMED_TOKENS", 600)  # or it takes a minute on a busy machine

@@ -312,6 +312,7 @@ class TestRealModel:
         )
         assert anchor @ paraphrase > anchor @ lookalike
 
+    @pytest.mark.slow
     def test_agrees_with_torch(self, embed) -> None:
         """With PyTorch's linear, layer_norm, gelu and attention in float64, on one padded batch."""
         torch = pytest.importorskip("torch")

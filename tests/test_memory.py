@@ -8,10 +8,7 @@ import pytest
 
 from tests.process import python
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 
 SCRIPT = """
 import numpy as np
@@ -58,13 +55,18 @@ def measure(backend, options):
 @pytest.mark.parametrize(
     "options",
     [
-        "{}",
-        "dict(causal='bottom_right')",
         "dict(window=(256, 0))",
-        "dict(mask=masks.Segments(np.arange(query.shape[2]) // 512, np.arange(LENGTH) // 512))",
-        "dict(bias=np.linspace(0, 1, LENGTH, dtype=np.float32))",
-        "dict(mask=np.arange(LENGTH) % 3 > 0)",
-        "dict(num_threads=4)",
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                "{}",
+                "dict(causal='bottom_right')",
+                "dict(mask=masks.Segments(np.arange(query.shape[2]) // 512, np.arange(LENGTH) // 512))",
+                "dict(bias=np.linspace(0, 1, LENGTH, dtype=np.float32))",
+                "dict(mask=np.arange(LENGTH) % 3 > 0)",
+                "dict(num_threads=4)",
+            )
+        ),
     ],
 )
 def test_long_sequence(backend, options):
@@ -72,6 +74,7 @@ def test_long_sequence(backend, options):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
+@pytest.mark.slow
 def test_a_tile_mask_costs_its_partial_tiles(backend):
     options = "dict(mask=masks.Window(256, 0) | masks.GlobalTokens([0]))"
     extra = measure(backend, options)
@@ -79,6 +82,7 @@ def test_a_tile_mask_costs_its_partial_tiles(backend):
     assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4096, 16384])
 def test_rows_far_apart(backend, length):
     """Where threads copy one head of keys and values, and where that would be too much."""
@@ -94,6 +98,7 @@ def test_rows_far_apart(backend, length):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "options"),
     [

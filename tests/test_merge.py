@@ -118,25 +118,39 @@ def test_inputs_are_left_alone():
         assert_same_bits(array, copy)
 
 
+COUNTS = "merge_attention needs as many outs as lses, and at least one; got "
+SHAPES = "every out must have one shape (..., E) and every lse its (...); got outs "
+DTYPES = "; supported are float32 and float64, and integers and bools, which count as float64"
+
+
 @pytest.mark.parametrize(
-    ("outs", "lses", "error", "words"),
+    ("outs", "lses", "error", "said"),
     [
-        ([], [], ValueError, ["outs"]),
-        ([np.zeros((2, 3, 4))], [], ValueError, ["outs", "lses", "1", "0"]),
+        ([], [], ValueError, COUNTS + "0 and 0"),
+        ([np.zeros((2, 3, 4))], [], ValueError, COUNTS + "1 and 0"),
         (
             [np.zeros((2, 3, 4)), np.zeros((2, 3, 5))],
             [np.zeros((2, 3))] * 2,
             ValueError,
-            ["(2, 3, 4)", "(2, 3, 5)"],
+            SHAPES + "[(2, 3, 4), (2, 3, 5)], lses [(2, 3), (2, 3)]",
         ),
-        ([np.zeros((2, 3, 4))] * 2, [np.zeros((2, 3)), np.zeros((2, 4))], ValueError, ["lses", "(2, 4)"]),
-        ([np.zeros((2, 3, 4), complex)], [np.zeros((2, 3))], TypeError, ["outs", "complex128"]),
-        ([np.zeros((2, 3, 4))], [np.zeros((2, 3), "U1")], TypeError, ["lses", "<U1"]),
+        (
+            [np.zeros((2, 3, 4))] * 2,
+            [np.zeros((2, 3)), np.zeros((2, 4))],
+            ValueError,
+            SHAPES + "[(2, 3, 4), (2, 3, 4)], lses [(2, 3), (2, 4)]",
+        ),
+        (
+            [np.zeros((2, 3, 4), complex)],
+            [np.zeros((2, 3))],
+            TypeError,
+            "outs[0] has dtype complex128" + DTYPES,
+        ),
+        ([np.zeros((2, 3, 4))], [np.zeros((2, 3), "U1")], TypeError, "lses[0] has dtype <U1" + DTYPES),
     ],
     ids=["nothing", "unequal_counts", "out_shapes", "lse_shapes", "complex", "string"],
 )
-def test_refused(outs, lses, error, words):
+def test_refused(outs, lses, error, said):
     with pytest.raises(error) as caught:
         fastattn.merge_attention(outs, lses)
-    for word in words:
-        assert word in str(caught.value)
+    assert str(caught.value) == said

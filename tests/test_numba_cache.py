@@ -48,7 +48,7 @@ import numpy as np
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 import fastattn
-from fastattn.backends.numba import calls, work
+from fastattn.backends.numba import work
 compiled = []
 compile_uncached = CFunc._compile_uncached
 CFunc._compile_uncached = lambda self: compiled.append(self.__name__) or compile_uncached(self)
@@ -72,7 +72,7 @@ print(len(compiled))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["emit.py", "blocks.py"])
+@pytest.mark.parametrize("name", ["codegen/emit.py", "blocks.py"])
 def test_a_change_in_any_file_is_seen(tmp_path, name):
     """Numba's own cache looks at the one file that a function stands in."""
     shutil.copytree(ROOT / "fastattn", tmp_path / "fastattn", ignore=shutil.ignore_patterns("__pycache__"))
@@ -85,6 +85,7 @@ def test_a_change_in_any_file_is_seen(tmp_path, name):
     assert python(code, env=environment, cwd=tmp_path).strip() == "compiled"
 
 
+@pytest.mark.slow
 def test_another_instruction_set_has_its_own(tmp_path):
     assert load(tmp_path) == "compiled"
     environment = {"NUMBA_CACHE_DIR": str(tmp_path), "FASTATTN_ISA": "portable"}
@@ -111,7 +112,7 @@ caching._CacheLocator.ensure_cache_path = refuse
     assert python(code + LOAD).strip() == "compiled"
 
 
-@pytest.mark.parametrize("kind", [".nbi", ".nbc"])
+@pytest.mark.parametrize("kind", [".nbi", pytest.param(".nbc", marks=pytest.mark.slow)])
 def test_damaged_files(tmp_path, kind):
     assert load(tmp_path) == "compiled"
     files = list(tmp_path.rglob(f"*{kind}"))

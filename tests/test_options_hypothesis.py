@@ -8,6 +8,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests import cases
+from tests.conftest import reference_is_slow
 from tests.tolerances import assert_attention, assert_same_bits
 
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([31, 32, 33, 47, 48, 49, 65, 127, 129, 130]))
@@ -89,6 +90,7 @@ def problems(draw, any_size=None):
     return tuple(place(draw, array) for array in arrays), ours, theirs
 
 
+@reference_is_slow
 @settings(max_examples=150)
 @given(problem=problems(), num_threads=st.sampled_from([1, 2, 3]), layout=st.sampled_from(["bhsd", "bshd"]))
 def test_all_options_together(engine, problem, num_threads, layout):

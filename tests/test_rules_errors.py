@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -26,100 +28,166 @@ def floats(*shape):
     return np.zeros(shape, np.float32)
 
 
-def wrong(change, error, *words):
-    return pytest.param(change, error, words, id="-".join([*change, *words[:2]]).replace(" ", ""))
+def wrong(change, error, said):
+    """One argument made wrong, and all that its message says ahead of the shapes."""
+    name = "-".join(re.findall(r"[\w.]+", said.rpartition("got")[2] or said))
+    return pytest.param(change, error, said, id="-".join([*change, name[:30]]))
 
+
+def shapes_of(arguments):
+    """What every message ends with."""
+    return "; " + ", ".join(f"{name} {np.shape(arguments[name])}" for name in ("query", "key", "value"))
+
+
+TWO_AXES = "query, key and value must have at least 2 axes"
+ONE_HEAD = "two axes stand for one head, and then query, key and value all have two"
+MULTIPLE = "the heads of query must be a multiple of those of key and value, got "
+DTYPES = "; supported are float32 and float64, and integers and bools, which count as float64"
+BIAS = "bias must be a float16, float32 or float64 array, got dtype "
+MASK = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
+NOT_A_BIAS = "; for numbers added to the scores use bias=, else .astype(bool)"
+CAUSAL = 'causal must be False, True, "top_left" or "bottom_right", got '
+SCORES = "(..., H, L, S) = (2, 4, 5, 9)"
+SOFTCAP = "softcap must be positive, and a normal number in float32, got "
 
 SHAPE_ERRORS = [
-    wrong({"query": floats()}, ValueError, "query", "axes"),
-    wrong({"query": floats(6)}, ValueError, "query", "(6,)"),
-    wrong({"key": floats(9)}, ValueError, "key", "(9,)"),
-    wrong({"value": floats(3)}, ValueError, "value", "(3,)"),
-    wrong({"query": floats(5, 6)}, ValueError, "(5, 6)", "one head"),
-    wrong({"key": floats(9, 6), "value": floats(9, 3)}, ValueError, "(9, 6)", "one head"),
-    wrong({"key": floats(2, 2, 9, 7)}, ValueError, "head_dim", "6", "7"),
-    wrong({"value": floats(2, 2, 8, 3)}, ValueError, "length", "9", "8"),
-    wrong({"value": floats(2, 4, 9, 3)}, ValueError, "heads", "2", "4"),
-    wrong({"query": floats(2, 5, 5, 6)}, ValueError, "heads", "5", "2", "multiple"),
-    wrong({"query": floats(2, 1, 5, 6)}, ValueError, "heads", "1", "2"),
-    wrong({"key": floats(2, 0, 9, 6), "value": floats(2, 0, 9, 3)}, ValueError, "heads", "4", "0"),
-    wrong({"query": floats(3, 4, 5, 6)}, ValueError, "broadcast", "(3, 4, 5, 6)"),
-    wrong({"query": floats(2, 4, 5, 0), "key": floats(2, 2, 9, 0)}, ValueError, "head_dim", "0"),
+    wrong({"query": floats()}, ValueError, TWO_AXES),
+    wrong({"query": floats(6)}, ValueError, TWO_AXES),
+    wrong({"key": floats(9)}, ValueError, TWO_AXES),
+    wrong({"value": floats(3)}, ValueError, TWO_AXES),
+    wrong({"query": floats(5, 6)}, ValueError, ONE_HEAD),
+    wrong({"key": floats(9, 6), "value": floats(9, 3)}, ValueError, ONE_HEAD),
+    wrong({"key": floats(2, 2, 9, 7)}, ValueError, "query and key must have the same head_dim, got 6 and 7"),
+    wrong({"value": floats(2, 2, 8, 3)}, ValueError, "key and value must have the same length, got 9 and 8"),
+    wrong(
+        {"value": floats(2, 4, 9, 3)},
+        ValueError,
+        "key and value must have the same number of heads, got 2 and 4",
+    ),
+    wrong({"query": floats(2, 5, 5, 6)}, ValueError, MULTIPLE + "5 and 2"),
+    wrong({"query": floats(2, 1, 5, 6)}, ValueError, MULTIPLE + "1 and 2"),
+    wrong({"key": floats(2, 0, 9, 6), "value": floats(2, 0, 9, 3)}, ValueError, MULTIPLE + "4 and 0"),
+    wrong(
+        {"query": floats(3, 4, 5, 6)},
+        ValueError,
+        "the leading batch axes of query, key and value do not broadcast",
+    ),
+    wrong(
+        {"query": floats(2, 4, 5, 0), "key": floats(2, 2, 9, 0)},
+        ValueError,
+        "head_dim of query and key must be at least 1, got 0",
+    ),
 ]
 
 TYPE_ERRORS = [
-    wrong({"query": np.zeros((2, 4, 5, 6), complex)}, TypeError, "query", "complex128", "float32"),
-    wrong({"key": np.zeros((2, 2, 9, 6), object)}, TypeError, "key", "object", "float32"),
-    wrong({"value": np.zeros((2, 2, 9, 3), "U2")}, TypeError, "value", "<U2", "float32"),
-    wrong({"bias": np.zeros((5, 9), complex)}, TypeError, "bias", "complex128", "float32"),
-    wrong({"bias": np.zeros((5, 9), bool)}, TypeError, "bias", "bool", "mask="),
-    wrong({"bias": np.zeros((5, 9), np.longdouble)}, TypeError, "bias", str(np.dtype(np.longdouble))),
-    wrong({"mask": floats(5, 9)}, TypeError, "mask", "float32", "bias=", ".astype(bool)"),
-    wrong({"mask": np.zeros((5, 9))}, TypeError, "mask", "float64", "bias=", ".astype(bool)"),
-    wrong({"mask": np.zeros((5, 9), complex)}, TypeError, "mask", "complex128"),
-    wrong({"mask": np.zeros((5, 9), object)}, TypeError, "mask", "object"),
-    wrong({"mask": "causal"}, TypeError, "mask", "<U6"),
-    wrong({"sinks": np.zeros(4, complex)}, TypeError, "sinks", "complex128"),
-    wrong({"key_lengths": [3.0, 4.0]}, TypeError, "key_lengths", "float64", "integers"),
-    wrong({"scale": "big"}, TypeError, "scale", "'big'"),
-    wrong({"scale": 1j}, TypeError, "scale", "1j"),
-    wrong({"scale": floats(2)}, TypeError, "scale"),
-    wrong({"softcap": "big"}, TypeError, "softcap", "'big'"),
-    wrong({"window": 3}, TypeError, "window", "(left, right)", "3"),
-    wrong({"window": (1.5, 0)}, TypeError, "window", "1.5"),
-    wrong({"out": [1.0]}, TypeError, "out", "list"),
+    wrong({"query": np.zeros((2, 4, 5, 6), complex)}, TypeError, "query has dtype complex128" + DTYPES),
+    wrong({"key": np.zeros((2, 2, 9, 6), object)}, TypeError, "key has dtype object" + DTYPES),
+    wrong({"value": np.zeros((2, 2, 9, 3), "U2")}, TypeError, "value has dtype <U2" + DTYPES),
+    wrong({"bias": np.zeros((5, 9), complex)}, TypeError, BIAS + "complex128"),
+    wrong({"bias": np.zeros((5, 9), bool)}, TypeError, BIAS + "bool; to allow keys use mask="),
+    wrong({"bias": np.zeros((5, 9), np.longdouble)}, TypeError, f"{BIAS}{np.dtype(np.longdouble)}"),
+    wrong({"mask": floats(5, 9)}, TypeError, f"{MASK}float32{NOT_A_BIAS}"),
+    wrong({"mask": np.zeros((5, 9))}, TypeError, f"{MASK}float64{NOT_A_BIAS}"),
+    wrong({"mask": np.zeros((5, 9), complex)}, TypeError, MASK + "complex128"),
+    wrong({"mask": np.zeros((5, 9), object)}, TypeError, MASK + "object"),
+    wrong({"mask": "causal"}, TypeError, MASK + "<U6"),
+    wrong({"sinks": np.zeros(4, complex)}, TypeError, "sinks must be a float array, got dtype complex128"),
+    wrong({"key_lengths": [3.0, 4.0]}, TypeError, "key_lengths must be integers, got dtype float64"),
+    wrong({"scale": "big"}, TypeError, "scale must be a finite number, got 'big'"),
+    wrong({"scale": 1j}, TypeError, "scale must be a finite number, got 1j"),
+    wrong({"scale": floats(2)}, TypeError, f"scale must be a finite number, got {floats(2)!r}"),
+    wrong({"softcap": "big"}, TypeError, "softcap must be a finite number, got 'big'"),
+    wrong({"window": 3}, TypeError, "window must be a pair (left, right), got 3"),
+    wrong({"window": (1.5, 0)}, TypeError, "window: left must be a non-negative integer or None, got 1.5"),
+    wrong({"out": [1.0]}, TypeError, "out must be an ndarray, got list"),
 ]
 
 VALUE_ERRORS = [
-    wrong({"mask": np.ones((5, 8), bool)}, ValueError, "mask", "(5, 8)", "(2, 4, 5, 9)"),
-    wrong({"mask": np.ones((3, 5, 9), bool)}, ValueError, "mask", "(3, 5, 9)", "(2, 4, 5, 9)"),
-    wrong({"mask": np.ones((1, 2, 4, 5, 9), bool)}, ValueError, "mask", "(1, 2, 4, 5, 9)", "(2, 4, 5, 9)"),
-    wrong({"mask": masks.Causal()}, ValueError, "mask", "Causal", "5", "9"),
-    wrong({"mask": masks.KeyLengths([1, 2, 3])}, ValueError, "mask", "(3,)", "(2,)"),
-    wrong({"bias": floats(5, 8)}, ValueError, "bias", "(5, 8)", "(2, 4, 5, 9)"),
-    wrong({"bias": floats(3, 1, 5, 9)}, ValueError, "bias", "(3, 1, 5, 9)", "(2, 4, 5, 9)"),
-    wrong({"causal": True}, ValueError, "causal", "5", "9", "top_left", "bottom_right"),
-    wrong({"causal": "left"}, ValueError, "causal", "'left'", "top_left", "bottom_right"),
-    wrong({"causal": None}, ValueError, "causal", "None"),
-    wrong({"window": (1, 2, 3)}, ValueError, "window", "(1, 2, 3)", "(left, right)"),
-    wrong({"window": (-1, 0)}, ValueError, "window", "left", "-1"),
-    wrong({"window": (0, -5)}, ValueError, "window", "right", "-5"),
-    wrong({"key_lengths": [3, 10]}, ValueError, "key_lengths", "10", "9"),
-    wrong({"key_lengths": [-1, 3]}, ValueError, "key_lengths", "-1"),
-    wrong({"key_lengths": [1, 2, 3]}, ValueError, "key_lengths", "(3,)", "(2,)"),
-    wrong({"key_lengths": [[1, 2]]}, ValueError, "key_lengths", "(1, 2)", "(2,)"),
-    wrong({"scale": np.nan}, ValueError, "scale", "nan", "finite"),
-    wrong({"scale": np.inf}, ValueError, "scale", "inf", "finite"),
-    wrong({"softcap": 0.0}, ValueError, "softcap", "0.0", "positive"),
-    wrong({"softcap": -3.0}, ValueError, "softcap", "-3.0", "positive"),
-    wrong({"softcap": np.nan}, ValueError, "softcap", "nan"),
-    wrong({"softcap": np.inf}, ValueError, "softcap", "inf"),
-    wrong({"sinks": floats(2)}, ValueError, "sinks", "(2,)", "(4,)"),
-    wrong({"sinks": np.float32(1)}, ValueError, "sinks", "()", "(4,)"),
-    wrong({"layout": "sbhd"}, ValueError, "layout", "'sbhd'", "bhsd", "bshd"),
-    wrong({"layout": None}, ValueError, "layout", "None"),
+    wrong(
+        {"mask": np.ones((5, 8), bool)}, ValueError, f"mask of shape (5, 8) does not broadcast to {SCORES}"
+    ),
+    wrong(
+        {"mask": np.ones((3, 5, 9), bool)},
+        ValueError,
+        f"mask of shape (3, 5, 9) does not broadcast to {SCORES}",
+    ),
+    wrong(
+        {"mask": np.ones((1, 2, 4, 5, 9), bool)},
+        ValueError,
+        f"mask of shape (1, 2, 4, 5, 9) does not broadcast to {SCORES}",
+    ),
+    wrong(
+        {"mask": masks.Causal()},
+        ValueError,
+        "mask Causal() needs L == S, got L=5 and S=9; "
+        'say Causal(align="top_left") or Causal(align="bottom_right")',
+    ),
+    wrong(
+        {"mask": masks.KeyLengths([1, 2, 3])},
+        ValueError,
+        "mask KeyLengths(lengths=[1, 2, 3]) of shape (3,) does not broadcast to the leading batch axes (2,)",
+    ),
+    wrong({"bias": floats(5, 8)}, ValueError, f"bias of shape (5, 8) does not broadcast to {SCORES}"),
+    wrong(
+        {"bias": floats(3, 1, 5, 9)}, ValueError, f"bias of shape (3, 1, 5, 9) does not broadcast to {SCORES}"
+    ),
+    wrong(
+        {"causal": True},
+        ValueError,
+        'causal=True needs L == S, got L=5 and S=9; say causal="top_left" (query i reads keys j <= i) '
+        'or causal="bottom_right" (the last query reads up to the last key)',
+    ),
+    wrong({"causal": "left"}, ValueError, CAUSAL + "'left'"),
+    wrong({"causal": None}, ValueError, CAUSAL + "None"),
+    wrong({"window": (1, 2, 3)}, ValueError, "window must be a pair (left, right), got (1, 2, 3)"),
+    wrong({"window": (-1, 0)}, ValueError, "window: left must be a non-negative integer or None, got -1"),
+    wrong({"window": (0, -5)}, ValueError, "window: right must be a non-negative integer or None, got -5"),
+    wrong({"key_lengths": [3, 10]}, ValueError, "key_lengths must be in 0..S=9, got 10"),
+    wrong({"key_lengths": [-1, 3]}, ValueError, "key_lengths must be in 0..S=9, got -1"),
+    wrong(
+        {"key_lengths": [1, 2, 3]},
+        ValueError,
+        "key_lengths of shape (3,) does not broadcast to the leading batch axes (2,)",
+    ),
+    wrong(
+        {"key_lengths": [[1, 2]]},
+        ValueError,
+        "key_lengths of shape (1, 2) does not broadcast to the leading batch axes (2,)",
+    ),
+    wrong({"scale": np.nan}, ValueError, "scale must be a finite number, got nan"),
+    wrong({"scale": np.inf}, ValueError, "scale must be a finite number, got inf"),
+    wrong({"softcap": 0.0}, ValueError, SOFTCAP + "0.0"),
+    wrong({"softcap": -3.0}, ValueError, SOFTCAP + "-3.0"),
+    wrong({"softcap": np.nan}, ValueError, "softcap must be a finite number, got nan"),
+    wrong({"softcap": np.inf}, ValueError, "softcap must be a finite number, got inf"),
+    wrong({"sinks": floats(2)}, ValueError, "sinks must have shape (H,) = (4,), got (2,)"),
+    wrong({"sinks": np.float32(1)}, ValueError, "sinks must have shape (H,) = (4,), got ()"),
+    wrong({"layout": "sbhd"}, ValueError, 'layout must be "bhsd" or "bshd", got \'sbhd\''),
+    wrong({"layout": None}, ValueError, 'layout must be "bhsd" or "bshd", got None'),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), [*SHAPE_ERRORS, *TYPE_ERRORS, *VALUE_ERRORS])
-def test_message(backend, change, error, words):
+@pytest.mark.parametrize(("change", "error", "said"), [*SHAPE_ERRORS, *TYPE_ERRORS, *VALUE_ERRORS])
+def test_message(backend, change, error, said):
     arguments = good() | change
     with pytest.raises(error) as caught:
         backend.attention(**arguments)
-    message = str(caught.value)
-    shapes = [str(np.shape(arguments[name])) for name in ("query", "key", "value")]
-    for word in [*words, *shapes]:
-        assert word in message, f"{word!r} is missing in: {message}"
+    assert str(caught.value) == said + shapes_of(arguments)
 
 
-@pytest.mark.parametrize(("change", "error", "words"), [*SHAPE_ERRORS, *TYPE_ERRORS, *VALUE_ERRORS])
-def test_out_is_untouched(backend, change, error, words):
+@pytest.mark.parametrize(("change", "error", "said"), [*SHAPE_ERRORS, *TYPE_ERRORS, *VALUE_ERRORS])
+def test_out_is_untouched(backend, change, error, said):
     if "out" in change:
         pytest.skip("this error is about out itself")
     out = np.full((LEAD, HEADS, LEN_Q, VALUE_DIM), 7.0, np.float32)
-    with pytest.raises(error):
+    with pytest.raises(error, match=re.escape(said)):
         backend.attention(**good() | {"out": out} | change)
     assert (out == 7).all()
+
+
+OUT_SHAPE = "out must have shape (2, 4, 5, 3), got "
+OUT_DTYPE = "out must have the result's dtype float32, got "
+SWAPPED = np.dtype(np.float32).newbyteorder()
 
 
 def read_only():
@@ -129,24 +197,27 @@ def read_only():
 
 
 @pytest.mark.parametrize(
-    ("out", "words"),
+    ("out", "error", "said"),
     [
-        (floats(LEAD, HEADS, LEN_Q, VALUE_DIM + 1), ["(2, 4, 5, 4)", "(2, 4, 5, 3)"]),
-        (floats(1, LEAD, HEADS, LEN_Q, VALUE_DIM), ["(1, 2, 4, 5, 3)", "(2, 4, 5, 3)"]),
-        (floats(HEADS, LEN_Q, VALUE_DIM), ["(4, 5, 3)", "(2, 4, 5, 3)"]),
-        (np.zeros((LEAD, HEADS, LEN_Q, VALUE_DIM)), ["float64", "float32"]),
-        (floats(LEAD, HEADS, LEN_Q, VALUE_DIM).astype(">f4"), [">f4", "float32"]),
-        (np.zeros((LEAD, HEADS, LEN_Q, VALUE_DIM), np.int32), ["int32", "float32"]),
-        (read_only(), ["read-only"]),
-        (np.lib.stride_tricks.as_strided(floats(60), (2, 4, 5, 3), (0, 0, 0, 4)), ["share"]),
+        (floats(LEAD, HEADS, LEN_Q, VALUE_DIM + 1), ValueError, OUT_SHAPE + "(2, 4, 5, 4)"),
+        (floats(1, LEAD, HEADS, LEN_Q, VALUE_DIM), ValueError, OUT_SHAPE + "(1, 2, 4, 5, 3)"),
+        (floats(HEADS, LEN_Q, VALUE_DIM), ValueError, OUT_SHAPE + "(4, 5, 3)"),
+        (np.zeros((LEAD, HEADS, LEN_Q, VALUE_DIM)), TypeError, OUT_DTYPE + "float64"),
+        (floats(LEAD, HEADS, LEN_Q, VALUE_DIM).astype(SWAPPED), TypeError, f"{OUT_DTYPE}{SWAPPED}"),
+        (np.zeros((LEAD, HEADS, LEN_Q, VALUE_DIM), np.int32), TypeError, OUT_DTYPE + "int32"),
+        (read_only(), ValueError, "out must be writeable, got a read-only array"),
+        (
+            np.lib.stride_tricks.as_strided(floats(60), (2, 4, 5, 3), (0, 0, 0, 4)),
+            ValueError,
+            "out has elements that share memory: shape (2, 4, 5, 3) with strides (0, 0, 0, 4)",
+        ),
     ],
     ids=["dim", "rank", "no_lead", "double", "swapped", "integer", "read_only", "overlapping_itself"],
 )
-def test_out_that_does_not_fit(backend, out, words):
-    with pytest.raises((ValueError, TypeError)) as caught:
+def test_out_that_does_not_fit(backend, out, error, said):
+    with pytest.raises(error) as caught:
         backend.attention(**good(), out=out)
-    for word in ["out", *words, *(str(array.shape) for array in good().values())]:
-        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+    assert str(caught.value) == said + shapes_of(good())
     assert not out.any()
 
 
@@ -155,16 +226,16 @@ def test_out_that_does_not_fit(backend, out, words):
     [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError), (True, TypeError)],
 )
 def test_num_threads(backend, num_threads, error):
-    with pytest.raises(error, match="num_threads") as caught:
+    said = re.escape(f"num_threads must be a positive integer, got {num_threads!r}")
+    with pytest.raises(error, match=f"^{said}$"):
         backend.attention(**good(), num_threads=num_threads)
-    assert repr(num_threads) in str(caught.value)
-    with pytest.raises(error, match="num_threads") as caught:
+    with pytest.raises(error, match=f"^{said}$"):
         fastattn.set_num_threads(num_threads)
-    assert repr(num_threads) in str(caught.value)
 
 
 def test_ragged_lists():
-    with pytest.raises((ValueError, TypeError), match="query"):
+    said = r"^query does not convert to an array: .*; query of no shape, key \(1, 2\), value \(1, 1\)$"
+    with pytest.raises(ValueError, match=said):
         fastattn.attention([[1.0, 2.0], [3.0]], [[1.0, 2.0]], [[1.0]])
 
 
@@ -172,7 +243,9 @@ def test_masked_arrays_are_not_silently_unmasked():
     """The library reads a masked array's data; its mask would be lost without a word."""
     arguments = good()
     arguments["key"] = np.ma.masked_array(arguments["key"], mask=arguments["key"] > 0)
-    with pytest.raises(TypeError, match="key"):
+    with pytest.raises(
+        TypeError, match=r"^key is a masked array, whose mask would be lost: pass a plain array"
+    ):
         fastattn.attention(**arguments)
 
 
@@ -361,13 +434,12 @@ class TestTensorsThatRecordGradients:
 class TestBackendChoice:
     @pytest.mark.parametrize("name", ["fast", "", "Cython"])
     def test_unknown_name_lists_the_names(self, name):
-        with pytest.raises(ValueError) as caught:
+        said = f"backend must be one of cython, numba, reference, cuda, got {name!r}"
+        with pytest.raises(ValueError, match=f"^{said}$"):
             fastattn.attention(**good(), backend=name)
-        for word in ["backend", repr(name), "cython", "reference"]:
-            assert word in str(caught.value)
 
     def test_not_a_name(self):
-        with pytest.raises((TypeError, ValueError), match="backend"):
+        with pytest.raises(ValueError, match=r"^backend must be one of .*, got 3$"):
             fastattn.attention(**good(), backend=3)
 
     def test_environment_variable_sets_the_default(self):
@@ -399,6 +471,6 @@ except ValueError as error:
 
     def test_a_good_call_after_a_bad_one(self, backend):
         expected = backend.attention(**good())
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"^softcap must be positive"):
             backend.attention(**good(), softcap=0)
         assert_same_bits(backend.attention(**good()), expected)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.conftest import reference_is_slow
 from tests.process import python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
@@ -76,6 +77,7 @@ print(calls)
 """
 
 
+@reference_is_slow
 def test_nothing_outside_the_arrays_is_touched(engine):
     printed = python(SCRIPT, env=engine.environment(), timeout=240)
     assert int(printed) == 2 * 2 * 10 * 11 * 2 * 2

@@ -7,6 +7,7 @@ import pytest
 
 from fastattn import masks
 from tests.cases import FLOATS, MEMORY_LAYOUTS, random_arrays
+from tests.conftest import reference_is_slow
 from tests.tolerances import assert_same_bits
 
 
@@ -197,6 +198,7 @@ class TestRowsFarApart:
             "bias": {"bias": rng.standard_normal((8, 110, 300)).astype(np.float32)},
         }[name]
 
+    @reference_is_slow
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize(
         "option", ["plain", "causal", "window", "lengths", "mask", "parts", "tiles", "bias"]
@@ -240,7 +242,11 @@ class TestRowsFarApart:
 
 
 class TestOverlap:
-    """`out=` over an input gives the right answer or a ValueError, never a wrong one."""
+    """`out=` over an input gives the right answer, on every CPU backend and wherever the two lie.
+
+    An error would be allowed by the contract; the backends of the CPU need none, and so do not get away with
+    one. On a GPU it is an error: `tests/cuda/test_device_arrays.py`.
+    """
 
     @pytest.mark.parametrize("name", ["query", "key", "value"])
     def test_out_is_an_input(self, engine, name):
@@ -288,18 +294,16 @@ class TestOverlap:
 
     @staticmethod
     def check(engine, arrays, out, expected):
-        before = out.copy()
-        try:
-            got = engine.attention(**arrays, out=out)
-        except ValueError:
-            assert_same_bits(np.ascontiguousarray(out), before, "out after the error")
-        else:
-            assert_same_bits(np.ascontiguousarray(got), expected)
+        assert any(np.shares_memory(out, array) for array in arrays.values())
+        got = engine.attention(**arrays, out=out)
+        assert got is out
+        assert_same_bits(np.ascontiguousarray(out), expected)
 
 
-def test_out_with_repeated_elements_is_refused_or_right(engine):
+def test_out_with_repeated_elements_is_refused(engine):
     """A broadcast `out` has one place for many results."""
     query, key, value = random_arrays()
     out = np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (2, 17, 16), (0, 0, 4))
-    with np.testing.assert_raises(ValueError):
+    with pytest.raises(ValueError, match=r"^out has elements that share memory: shape \(2, 17, 16\)"):
         engine.attention(query, key, value, out=out)
+    assert not out.any()

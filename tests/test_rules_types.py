@@ -151,5 +151,4 @@ def test_other_types_are_refused_by_name(backend, argument, dtype):
     arrays[argument] = np.zeros(arrays[argument].shape, dtype)
     with pytest.raises(TypeError) as caught:
         fastattn.attention(**arrays, backend=backend.backend)
-    assert argument in str(caught.value)
-    assert str(np.dtype(dtype)) in str(caught.value)
+    assert str(caught.value).startswith(f"{argument} has dtype {np.dtype(dtype)}; supported are float32 and ")

@@ -60,6 +60,8 @@ def assert_close(name: str, got: np.ndarray, exact: np.ndarray, reach: np.ndarra
 
 def assert_answer(results: tuple[np.ndarray, ...], exact: Answer, plain: Baseline) -> None:
     """Assert that ``(out, lse, weights)``, or a beginning of it, is within budget."""
+    assert isinstance(results, tuple)
+    assert 1 <= len(results) <= 3
     for name, got in zip(("out", "lse", "weights"), results, strict=False):
         assert_close(name, got, getattr(exact, name), getattr(exact, f"{name}_reach"), getattr(plain, name))
 

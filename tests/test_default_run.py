@@ -1,0 +1,39 @@
+"""What the default run holds: every pair of parameters' values. See ``tests/conftest.py``."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.conftest import ISAS, Engine, uncovered, values_of
+
+
+def pairs(chosen):
+    return {pair for values in chosen for pair in combinations(enumerate(values), 2)}
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 7, 2), (3, 4, 10, 2), (1, 5, 1)], ids=str)
+def test_every_pair_is_held(counts):
+    every = list(product(*map(range, counts)))
+    held = [values for values, new in zip(every, uncovered(every), strict=True) if new]
+    assert pairs(held) == pairs(every)
+    two_largest = sorted(counts)[-2:]
+    assert two_largest[0] * two_largest[1] <= len(held) <= sum(a * b for a, b in combinations(counts, 2))
+    assert len(held) < len(every) or sum(n > 1 for n in counts) < 3
+
+
+def test_one_parameter_alone_is_whole():
+    assert list(uncovered([["a"], ["b"], ["c"]])) == [True] * 3
+
+
+@pytest.mark.parametrize("third", [1, 2])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, 3), (2, 2), (2, 3)])
+def test_what_one_decorator_lists_is_one_parameter(request, first, second, third):
+    assert len(values_of(request.node)) == 2
+
+
+def test_the_best_instruction_set_and_no_other(request, engine):
+    assert isinstance(engine, Engine)
+    slow = request.node.get_closest_marker("slow") is not None
+    assert slow == (engine.isa is not None and engine.isa != ISAS[0])

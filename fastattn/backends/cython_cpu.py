@@ -59,14 +59,10 @@ class CythonBackend:
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
         """The short way for a call with no other option; None where it does not apply."""
-        return driver.run_plain(query, key, value, causal, scale, _plain_factors, _plain_plan)
+        return driver.run_plain(query, key, value, causal, scale, score_factors, _plain_plan)
 
 
 backend = CythonBackend()
-
-
-def _plain_factors(scale: float, itemsize: int) -> tuple[float, float, float, float]:
-    return score_factors(scale, None, itemsize, False)
 
 
 def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:

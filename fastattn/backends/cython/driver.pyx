@@ -296,7 +296,7 @@ cdef inline bint is_plain(object array) noexcept:
 def run_plain(query, key, value, causal, scale, factors, plan):
     """The result of a call without options beyond causal and scale, or None where it is not plain enough.
 
-    factors is called with the scale and the size of an element, plan with the size of an element and the arguments of
+    factors is `fastattn._schedule.score_factors`; plan is called with the size of an element and the arguments of
     `fastattn._schedule.is_small`. The short way for small arrays: three ndarrays of one native float dtype with equal leading axes. Whatever is not so, and every error,
     is left to the general way, which gives the same bits.
     """
@@ -343,7 +343,7 @@ def run_plain(query, key, value, causal, scale, factors, plan):
         job.key_stop.data = <char *>(stops + 1)
         job.key_stop.row = sizeof(int64_t)
     try:
-        solve(&job, factors(factor, job.itemsize),
+        solve(&job, factors(factor, None, job.itemsize, False),
               plan(job.itemsize, job.batch * job.num_kv_heads, job.len_q * job.group_size, job.len_k,
                    job.head_dim + job.value_dim))
     finally:

@@ -97,7 +97,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         )
     return Schedule(
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
-        -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0), *factors,
+        -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0),
+        *factors,
     )  # fmt: skip
 
 

@@ -9,13 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastattn._problem import Problem
-<<<<<<< HEAD
-from fastattn._threads import importing
-from fastattn.backends._base import Prepared
-=======
-from fastattn._schedule import Schedule
 from fastattn._threads import no_fork
->>>>>>> h-edge
+from fastattn.backends._base import Prepared
 
 
 class NumbaBackend:

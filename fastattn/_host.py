@@ -166,6 +166,12 @@ def default_backend() -> str | None:
     return os.environ.get("FASTATTN_BACKEND") or None
 
 
+def checks_indices() -> bool:
+    """Whether functions of the caller's may read nothing outside of their arrays: unless FASTATTN_CHECK_INDICES
+    is 0."""
+    return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
+
+
 def blas_timeout() -> int | None:
     """OPENBLAS_THREAD_TIMEOUT as OpenBLAS takes it, None where it is not set."""
     try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ class CythonBackend:
         return [_missing] if driver is None else []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
+        if problem.score_mod is None or find_spec("numba") is not None:
+            return []
+        return ["a score_mod needs numba as its compiler: pip install 'fastattn[numba]'"]
 
     def plan(self, problem: Problem, num_threads: int) -> Schedule:
         return make_schedule(
@@ -53,7 +56,15 @@ class CythonBackend:
         )
 
     def run(self, problem: Problem, plan: Schedule) -> None:
-        driver.run(problem, plan)
+        if problem.score_mod is None:
+            driver.run(problem, plan)
+            return
+        from fastattn.backends.jit.functions import score_loop
+
+        is_grouped = problem.group_size > 1
+        loop = score_loop(problem.score_mod, problem.query.dtype, plan.uses_split_kv, is_grouped)
+        outside = driver.run(problem, plan, loop.address, loop.aux_address)
+        loop.check(outside, (problem.batch, problem.num_heads, problem.len_q, problem.len_k))
 
     def plain_attention(self, query: Any, key: Any, value: Any, causal: Any, scale: Any) -> np.ndarray | None:
         """The short way for a call with no other option; None where it does not apply."""

@@ -27,7 +27,7 @@ class ReferenceBackend:
         return []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
+        return [] if problem.score_mod is None else ["it runs no score_mod"]
 
     def plan(self, problem: Problem, num_threads: int) -> Schedule:
         row_bytes = max(1, problem.len_k) * problem.query.itemsize

@@ -230,8 +230,11 @@ cdef int set_arrays(Job *job, cnp.ndarray query, cnp.ndarray key, cnp.ndarray va
     return 0
 
 
-def run(problem, plan):
-    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._schedule.Schedule`."""
+def run(problem, plan, size_t score_mod=0, size_t aux=0):
+    """Fills problem.out, and problem.lse and problem.weights where present; see `fastattn._schedule.Schedule`.
+
+    score_mod and aux are the addresses of the problem's, see `fastattn.backends.jit`. Returns the bits of its loop.
+    """
     cdef Job job
     cdef cnp.ndarray bits
     set_arrays(&job, problem.query, problem.key, problem.value, problem.out)
@@ -261,7 +264,10 @@ def run(problem, plan):
         job.tile_k = bits.shape[2] * WORD
     if problem.sinks is not None:
         job.sinks = <char *>cnp.PyArray_DATA(<cnp.ndarray>problem.sinks)
+    job.score_mod = <score_loop>score_mod
+    job.aux = <const char *>aux
     solve(&job, problem.scale, 0.0 if problem.softcap is None else problem.softcap, plan)
+    return job.read_outside
 
 
 cdef int solve(Job *job, double scale, double softcap, plan) except -1:
@@ -352,9 +358,10 @@ def run_plain(query, key, value, causal, scale, plan):
 cdef void set_options(Job *job, double scale, double softcap) noexcept nogil:
     """Chooses the domain of the scores: times log2(e), unless something given in natural units must stay exact.
 
-    A bias of any finite size must not overflow, and a row with a sink alone has just that as its lse.
+    A bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and a score_mod sees
+    scores as they are.
     """
-    cdef bint natural = job.bias.data != NULL or job.sinks != NULL
+    cdef bint natural = may_mask(job) or job.sinks != NULL
     cdef double unit = 1.0 if natural else LOG2E
     job.exponent_factor = LOG2E if natural else 1.0
     if softcap > 0:

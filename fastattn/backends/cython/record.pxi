@@ -83,6 +83,11 @@ cdef struct Partial:
     bint has_masked          # whether in any of them only some rows may read a key
 
 
+ctypedef int64_t (*score_loop)(void *scores, void *tile_max, Py_ssize_t ld, Py_ssize_t n, Py_ssize_t stops,
+                               Py_ssize_t key0, Py_ssize_t item, const Py_ssize_t *row_h, const Py_ssize_t *row_i,
+                               const char *aux) noexcept nogil
+
+
 cdef struct Job:
     const fastattn_kernels *kernels
     Py_ssize_t itemsize
@@ -95,6 +100,9 @@ cdef struct Job:
     Py_ssize_t tile_q, tile_k
     int bias_size, dense_size
     bint bias_swapped, convert_bias
+    score_loop score_mod     # the caller's function over a tile, see jit/loops.py, or NULL
+    const char *aux          # what it reads
+    int64_t read_outside     # set by a thread: what it returned, unless 0
     double query_factor      # what the packed query is multiplied by
     double softcap           # 0 when there is none; in the domain of the scores
     double exponent_factor   # see kernels.h: 1 in the log2 domain, log2(e) in the natural one
@@ -201,6 +209,11 @@ cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ss
 
 cdef inline const char *const *bias_of(const Job *job, const Scratch *w) noexcept nogil:
     return <const char *const *>w.bias_rows if job.bias.data != NULL else NULL
+
+
+cdef inline bint may_mask(const Job *job) noexcept nogil:
+    """Whether scores may be -inf where no mask word says so."""
+    return job.bias.data != NULL or job.score_mod != NULL
 
 
 cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept nogil:

@@ -36,19 +36,25 @@ def address_of(array: np.ndarray) -> int:
 def run_job(problem: Problem, plan: Schedule) -> None:
     """Fills the outputs of a problem with any options."""
     fields: dict[str, int] = {}
+    loop = None
     if problem.score_mod is not None:
         # First of all: it may raise.
-        from fastattn.backends.numba.modify import aux_words, score_loop
+        from fastattn.backends.jit.functions import score_loop
 
         is_grouped = problem.group_size > 1
         loop = score_loop(problem.score_mod, problem.query.dtype, plan.uses_split_kv, is_grouped)
-        aux = aux_words(problem.score_mod.aux)
-        fields = {"score_mod": loop, "aux": address_of(aux)}
+        fields = {"score_mod": loop.address, "aux": loop.aux_address}
     if problem.sinks is not None:
         fields["sinks"] = address_of(problem.sinks)
     if problem.mask_map is not None:
         fields["tile_bits"] = address_of(problem.mask_map.bits)
-    Job(form_of(problem, plan), fields).run(arrays_of(problem))
+    job = Job(form_of(problem, plan), fields)
+    job.run(arrays_of(problem))
+    if loop is not None:
+        loop.check(
+            int(job.words[PLACE["read_outside"]]),
+            (problem.batch, problem.num_heads, problem.len_q, problem.len_k),
+        )
 
 
 class Job:

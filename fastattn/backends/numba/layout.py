@@ -31,7 +31,8 @@ _COUNTS = (
     "sinks", "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "is_masked",
     "bias_size", "bias_swapped", "convert_bias", "dense_size", "tile_bits", "tile_q", "tile_k",
     "acc_columns", "block_k", "n_vectors", "n_blocks", "n_tasks", "max_lanes", "lanes", "itemsize",
-    "has_score_mod", "score_mod", "aux",  # addresses of the user's function and its `aux`, see `modify`
+    "has_score_mod", "score_mod", "aux",  # addresses of the loop and of what it reads, see `jit.functions`
+    "read_outside",  # set by a thread: what that loop returned
     "adjusts_all",  # by soft-cap, score_mod or bias: every score is touched once more, masked or not
     "may_mask",  # bias or score_mod, where no words say so
     "saw_nan",  # set by a thread: NaN came out where some rows may not read every value

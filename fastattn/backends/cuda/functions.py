@@ -24,7 +24,7 @@ def device_function(kind: str, mod: Mod, dtype: np.dtype) -> Any:
     """A score_mod or mask_mod for kernels to call, the same one for functions that do the same.
 
     In a score_mod of float32 numbers with a point that stand in the code are float32. Beside integers Numba
-    computes in float64, as NumPy does with arrays of them. Arrays from outside are compiled in.
+    computes in float64, as NumPy does with arrays of them. What is captured is compiled in.
 
     Raises
     ------
@@ -42,7 +42,11 @@ def device_function(kind: str, mod: Mod, dtype: np.dtype) -> Any:
             function = wrapper(kind, function, len(mod.aux))
         return _on_device(function, of)
 
-    return _compiled.get((kind, found.key, tuple(map(Same, found.arrays)), kinds, of.char), compiled)
+    return _compiled.get((kind, found.key, tuple(map(_token, found.captured)), kinds, of.char), compiled)
+
+
+def _token(captured: Any) -> Any:
+    return captured.hex() if type(captured) is float else Same(captured)
 
 
 def check_indices(kind: str, mod: Mod, dtype: np.dtype, sizes: tuple[int, ...]) -> None:

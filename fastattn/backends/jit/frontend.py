@@ -3,7 +3,7 @@
 One function is left, with everything in sight. Numba's own steps come first and last; between them
 
     inline     calls of functions, compiled by Numba or not, become part of the caller
-    rewrite    literals take the scores' dtype, exp, exp2 and tanh are ours, arrays from outside become
+    rewrite    literals take the scores' dtype, exp, exp2 and tanh are ours, captured arrays and floats become
                arguments, and elements of arrays are read by `checks.CHECKED`
 """
 
@@ -45,8 +45,8 @@ class _Task(NamedTuple):
     """What the steps below know of the function at hand."""
 
     first_value: int  #: the place among the arguments of the first that the caller gives
-    first_array: int  #: of the first array from outside
-    arrays: Sequence[np.ndarray]  #: those, in the order of the arguments
+    first_captured: int  #: of the first captured one
+    captured: Sequence[Any]  #: arrays and floats from outside, in the order of the arguments
     checks_indices: bool
     has_weak_literals: bool
 
@@ -55,13 +55,13 @@ def typed(
     call: Callable[..., Any],
     arguments: Sequence[Any],
     first_value: int,
-    first_array: int,
-    arrays: Sequence[np.ndarray],
+    first_captured: int,
+    captured: Sequence[Any],
     checks_indices: bool,
     has_weak_literals: bool,
 ) -> Typed:
     """`call`, a function of the types `arguments`, of which one is named ``checks``."""
-    call.task = _Task(first_value, first_array, arrays, checks_indices, has_weak_literals)  # type: ignore[attr-defined]
+    call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals)  # type: ignore[attr-defined]
     flags = compiler.Flags()
     options = {
         "nopython": True, "_nrt": True, "error_model": "numpy", "fastmath": FASTMATH, "forceinline": True,
@@ -178,7 +178,8 @@ class _Rewriting:
                 self._call(statement, operate, (value.lhs, value.rhs), scope, body)
             return
         found = value_from_outside(self._ir, value)
-        if isinstance(found, np.ndarray):
+        is_variable = isinstance(value, (ir.Global, ir.FreeVar)) and type(found) is float
+        if isinstance(found, np.ndarray) or is_variable:
             statement.value = self._scope.get_exact(self._names[self._argument_of(found)])
         elif self._task.has_weak_literals and type(found) is float:
             statement.value = ir.Const(literals.number(found), value.loc)
@@ -187,9 +188,10 @@ class _Rewriting:
         elif (ours := vector_math.instead_of(found)) is not found:
             statement.value = ir.Global(ours.__name__, ours, value.loc)
 
-    def _argument_of(self, array: np.ndarray) -> int:
-        """The place among the arguments of an array from outside."""
-        return self._task.first_array + next(i for i, it in enumerate(self._task.arrays) if it is array)
+    def _argument_of(self, captured: Any) -> int:
+        """The place among the arguments of an array or float from outside."""
+        place = next(i for i, known in enumerate(self._task.captured) if known is captured)
+        return self._task.first_captured + place
 
     def _read_checked(self, statement: Any, scope: Any, body: list[Any]) -> None:
         value = statement.value

@@ -24,7 +24,7 @@ from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
-from fastattn.backends.jit.memory import kind_of, words_of
+from fastattn.backends.jit.memory import as_value, kind_of, words_of
 
 #: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
 MAX_LOOPS = 256
@@ -69,13 +69,13 @@ class BoundLoop:
     ) -> None:
         found = identify(function)
         self._kind, self._function, self._aux, self._dtype = kind, function, aux, dtype
-        self._values = (*aux, *found.arrays)
+        self._values = (*aux, *(as_value(value, dtype) for value in found.captured))
         kinds = tuple(map(kind_of, self._values))
         checks_indices = _host.checks_indices()
         key = (found.key, kinds, dtype.char, kind, write, checks_indices)
 
         def compiled() -> Machine:
-            made = _typed(kind, function, len(aux), found.arrays, kinds, dtype, checks_indices)
+            made = _typed(kind, function, len(aux), found.captured, kinds, dtype, checks_indices)
             return write(made, kinds, dtype)
 
         self._machine: Machine = loops.get(key, compiled)
@@ -112,12 +112,12 @@ def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> BoundLoop:
 
 def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:
     """TypeError or ValueError where a function cannot be compiled, for compilers that say less of it."""
-    arrays = identify(function).arrays
-    kinds = (*kinds, *map(kind_of, arrays))
-    _typed(kind, function, len(kinds) - len(arrays), arrays, kinds, dtype, checks_indices=True)
+    captured = identify(function).captured
+    all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
+    _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
 
 
-def wrapper(kind: str, function: Any, n_aux: int, n_arrays: int = 0, before_aux: str = "") -> FunctionType:
+def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
     """A Python function of the arguments of compiled loops, which calls the caller's."""
     given: dict[str, Any] = {}
     first, last = [], []
@@ -144,7 +144,7 @@ def wrapper(kind: str, function: Any, n_aux: int, n_arrays: int = 0, before_aux:
         arguments[n_named:] = [f"({''.join(f'{it}, ' for it in arguments[n_named:])})"]
     given["function"] = function
     parameters = [*score, *_INDICES, *([before_aux] if before_aux else []), *aux]
-    parameters += [f"c{i}" for i in range(n_arrays)]
+    parameters += [f"c{i}" for i in range(n_captured)]
     source = f"def call({', '.join(parameters)}):\n    return function({', '.join([*arguments, *last])})\n"
     exec(compile(source, messages.WRAPPER, "exec"), given)
     call: FunctionType = given["call"]
@@ -152,18 +152,18 @@ def wrapper(kind: str, function: Any, n_aux: int, n_arrays: int = 0, before_aux:
 
 
 def _typed(
-    kind: str, function: Any, n_aux: int, arrays: Sequence[np.ndarray], kinds: Sequence[Any], dtype: np.dtype,
+    kind: str, function: Any, n_aux: int, captured: Sequence[Any], kinds: Sequence[Any], dtype: np.dtype,
     checks_indices: bool,
 ) -> Typed:  # fmt: skip
     """The function with its wrapper, compiled for its arguments but for machine code."""
     messages.check_raises(kind, function)
     score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
-    call = wrapper(kind, function, n_aux, len(arrays), "checks")
+    call = wrapper(kind, function, n_aux, len(captured), "checks")
     arguments = (*score, *[types.intp] * len(_INDICES), types.intp, *kinds)
     first_value = len(arguments) - len(kinds)
     is_weak = dtype == np.float32
     try:
-        made = typed(call, arguments, first_value, first_value + n_aux, arrays, checks_indices, is_weak)
+        made = typed(call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak)
     except Exception as error:  # Numba has more kinds of them than a common base
         raise TypeError(messages.not_compiled(kind, function, error)) from error
     returned = made.signature.return_type

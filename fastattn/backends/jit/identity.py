@@ -1,14 +1,13 @@
 """What makes two functions the same, and what a function reads from outside.
 
 Two are the same if their code is and all that it uses from outside: defaults, closures, globals, attributes of
-modules, of nested functions and of called ones too. Numbers and strings are compared, other objects are told
-apart by which one they are. Arrays are compared by what is compiled for them, dtype, axes and layout: which
-ones they are is looked up at each call.
+modules, of nested functions and of called ones too. Integers and strings are compared, other objects are told
+apart by which one they are. Arrays and floats are captured: they are compared by what is compiled for them,
+and looked up at each call.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dis import get_instructions
 from functools import partial
@@ -31,18 +30,18 @@ class Identity(NamedTuple):
     """A function as caches know it."""
 
     key: Any  #: hashable, equal for functions that do the same
-    arrays: tuple[np.ndarray, ...]  #: that it reads from outside
+    captured: tuple[Any, ...]  #: arrays and floats that it reads from outside
 
 
 def identify(function: Any) -> Identity:
     """The identity of a function, or of a `functools.partial` of one."""
     walk = _Walk()
     walk.add(function)
-    return Identity(tuple(walk.key), tuple(walk.arrays))
+    return Identity(tuple(walk.key), tuple(walk.captured))
 
 
 def captured_names(function: Any) -> list[str]:
-    """What the arrays are called that `identify` finds, in the same order."""
+    """What `identify` finds captured, by name, in the same order."""
     walk = _Walk()
     walk.add(function)
     return walk.names
@@ -120,7 +119,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.key: list[Any] = []
-        self.arrays: list[np.ndarray] = []
+        self.captured: list[Any] = []
         self.names: list[str] = []
         self.functions: list[FunctionType] = []
 
@@ -129,33 +128,44 @@ class _Walk:
         if kind in _PLAIN:
             self.key.append((kind, value))
         elif kind is float:
-            self.key.append((kind, value) if value else (kind, math.copysign(1.0, value), 0))
+            self._capture(float, value, name)
         elif kind is tuple:
             self.key.append((tuple, len(value)))
             for item in value:
-                self.add(item, name)
+                self._add_constant(Same(item) if isinstance(item, np.ndarray) else item, name)
         elif isinstance(value, np.ndarray):
-            self._add_array(value, name)
+            self._capture((value.dtype, value.ndim, value.flags.c_contiguous), value, name)
         elif isinstance(value, partial):
-            self.key.append((partial, len(value.args), *value.keywords))
+            self.key.append((partial, len(value.args)))
+            self.key += value.keywords.keys()
             for item in (*value.args, *value.keywords.values()):
                 self.add(item, "an argument of a functools.partial")
             self.add(value.func)
         elif (function := as_function(value)) is not None:
             self._add_function(function)
+        elif kind is Same:
+            self.key.append(value)
         else:
             self.key.append(Same(value))
             if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FIXED:
                 for attribute in attributes:
-                    self.add(getattr(value, attribute, None), f"{name}.{attribute}", attributes)
+                    self._add_constant(getattr(value, attribute, None), f"{name}.{attribute}", attributes)
 
-    def _add_array(self, array: np.ndarray, name: str) -> None:
-        for place, known in enumerate(self.arrays):
-            if known is array:
+    def _add_constant(self, value: Any, name: str, attributes: Any = ()) -> None:
+        """`add` where Numba has floats as constants."""
+        if type(value) is float:
+            self.key.append(value.hex())
+        else:
+            self.add(value, name, attributes)
+
+    def _capture(self, kind: Any, value: Any, name: str) -> None:
+        # Names of one object are names of one argument.
+        for place, known in enumerate(self.captured):
+            if known is value:
                 self.key.append(place)
                 return
-        self.key.append((array.dtype, array.ndim, array.flags.c_contiguous))
-        self.arrays.append(array)
+        self.key.append(kind)
+        self.captured.append(value)
         self.names.append(name)
 
     def _add_function(self, function: FunctionType) -> None:
@@ -166,7 +176,7 @@ class _Walk:
         code = _code(function.__code__)
         self.key.append(code)
         for value in function.__defaults__ or ():
-            self.add(value, "a default argument")
+            self._add_constant(value, "a default argument")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.add(cell.cell_contents, name, code.attributes)
         for name in code.globals:

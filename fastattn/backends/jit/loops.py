@@ -25,8 +25,6 @@ from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
 from fastattn.backends.numba.codegen.target import TARGET
 
-#: Keys whose scores are still in the cache when their largest is found.
-TOP_KEYS = 32
 #: The mask bits of one word.
 WORD_KEYS = 32
 
@@ -149,25 +147,17 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
             builder.position_at_end(end)
             return builder.mul(vector, lanes)
 
-        with loop.each(WORD(0), n_keys, TOP_KEYS) as j0:
-            stop = loop.least(n_keys, builder.add(j0, WORD(TOP_KEYS)))
-            before = builder.load(first)
-            with loop.each(j0, stop) as j:
-                line, key = builder.gep(at["s"], [builder.mul(j, ld)]), builder.add(at["key0"], j)
-                with loop.each(first_lane(j), ld) as lane:
-                    slot = builder.gep(line, [lane])
-                    if is_grouped:
-                        h, i = loop.load(heads, lane), loop.load(rows, lane)
-                    else:
-                        h, i = head, loop.least(builder.add(row, lane), last)
-                    builder.store(loop.call(builder.load(slot), at["b"], h, i, key), slot)
-            builder.store(before, first)
-            with loop.each(j0, stop) as j:
-                line = builder.gep(at["s"], [builder.mul(j, ld)])
-                with loop.each(first_lane(j), ld) as lane:
-                    slot, x = builder.gep(at["top"], [lane]), builder.load(builder.gep(line, [lane]))
-                    top = builder.load(slot)
-                    builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), slot)
+        with loop.each(WORD(0), n_keys) as j:
+            line, key = builder.gep(at["s"], [builder.mul(j, ld)]), builder.add(at["key0"], j)
+            with loop.each(first_lane(j), ld) as lane:
+                slot, largest = builder.gep(line, [lane]), builder.gep(at["top"], [lane])
+                if is_grouped:
+                    h, i = loop.load(heads, lane), loop.load(rows, lane)
+                else:
+                    h, i = head, loop.least(builder.add(row, lane), last)
+                x, top = loop.call(builder.load(slot), at["b"], h, i, key), builder.load(largest)
+                builder.store(x, slot)
+                builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
         return loop.compile()
 
     return write

@@ -30,6 +30,13 @@ def kind_of(value: Any) -> Any:
     return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
 
 
+def as_value(captured: Any, dtype: np.dtype) -> Any:
+    """An array from outside, or a float from there as a literal in the code is."""
+    if type(captured) is not float:
+        return captured
+    return np.float32(captured) if dtype == np.float32 else np.float64(captured)
+
+
 def words_of(values: Sequence[Any]) -> np.ndarray:
     """What `read_words` reads; the arrays must live as long."""
     words: list[int] = []

@@ -78,7 +78,7 @@ def outside(
 ) -> IndexError:
     """The error of a loop that returned these bits."""
     names = [f"aux[{i}]" for i in range(len(aux))] + captured_names(function)
-    arrays = [*aux, *identify(function).arrays]
+    arrays = [*aux, *identify(function).captured]
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
     read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or "an array"
     where, cause = _first_failure(kind, function, aux, dtype, sizes)

@@ -50,26 +50,21 @@ def _element(array: Any, index: Any, indices: Any, checks: Any, place: int) -> t
         given = cgutils.unpack_tuple(builder, values[1]) if isinstance(index, types.BaseTuple) else [values[1]]
         shape = cgutils.unpack_tuple(builder, view.shape, count=array.ndim)
         strides = cgutils.unpack_tuple(builder, view.strides, count=array.ndim)
-        is_inside, offset = ir.IntType(1)(1), ir.IntType(64)(0)
-        for axis, (kind, number, length) in enumerate(zip(indices, given, shape, strict=True)):
+        slot = builder.inttoptr(values[2], BITS.as_pointer())
+        places = []
+        # Axis by axis: of those that a loop does not change nothing is left in it.
+        for kind, number, length in zip(indices, given, shape, strict=True):
             at = context.cast(builder, number, kind, types.intp)
             if kind.signed:
                 is_negative = builder.icmp_signed("<", at, at.type(0))
                 at = builder.select(is_negative, builder.add(at, length), at)
-            is_inside = builder.and_(is_inside, builder.icmp_unsigned("<", at, length))
-            # In elements where they lie without gaps, else in bytes.
-            step = length if array.layout == "C" else strides[axis]
-            offset = builder.add(builder.mul(offset, step), at) if array.layout == "C" else builder.add(
-                offset, builder.mul(at, step))
-        slot = builder.inttoptr(values[2], BITS.as_pointer())
-        bit = builder.select(is_inside, BITS(0), BITS(1 << place))
-        builder.store(builder.or_(builder.load(slot), bit), slot)
-        offset = builder.select(is_inside, offset, offset.type(0))
-        if array.layout == "C":
-            element = builder.gep(view.data, [offset])
-        else:
-            data = builder.bitcast(view.data, ir.IntType(8).as_pointer())
-            element = builder.bitcast(builder.gep(data, [offset]), view.data.type)
+            is_inside = builder.icmp_unsigned("<", at, length)
+            bit = builder.select(is_inside, BITS(0), BITS(1 << place))
+            builder.store(builder.or_(builder.load(slot), bit), slot)
+            places.append(builder.select(is_inside, at, at.type(0)))
+        element = cgutils.get_item_pointer2(
+            context, builder, view.data, shape, strides, array.layout, places
+        )
         return load_item(context, builder, array, element)
 
     return array.dtype(array, index, checks), codegen

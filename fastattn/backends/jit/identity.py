@@ -134,7 +134,7 @@ class _Walk:
             for item in value:
                 self._add_constant(Same(item) if isinstance(item, np.ndarray) else item, name)
         elif isinstance(value, np.ndarray):
-            self._capture((value.dtype, value.ndim, value.flags.c_contiguous), value, name)
+            self._capture((value.dtype, value.ndim, value.flags.c_contiguous, value.size > 0), value, name)
         elif isinstance(value, partial):
             self.key.append((partial, len(value.args)))
             self.key += value.keywords.keys()

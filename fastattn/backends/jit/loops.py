@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
 from fastattn._mask_map import TILE_K, TILE_Q, WORDS
@@ -35,14 +36,22 @@ class Machine:
     """Machine code of one loop. It is freed with this object, which every user of `address` must hold."""
 
     def __init__(self, module: Any, name: str) -> None:
-        codegen = cpu_target.target_context.codegen()
-        options: dict[str, Any] = {"opt": 3}
-        codegen._customize_tm_options(options)
-        target = llvm.Target.from_triple(llvm.get_process_triple())
+        target = _target()
+        builder = create_pass_builder(target, opt=3, loop_vectorize=True, slp_vectorize=False)
+        builder.getModulePassManager().run(module, builder)
         # An engine of its own: Numba's never gives code back.
-        self._engine = llvm.create_mcjit_compiler(module, target.create_target_machine(**options))
+        self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
         self.address = int(self._engine.get_function_address(name))
+
+
+def _target() -> Any:
+    """The host as LLVM knows it, and as Numba compiles for it, but for gathers."""
+    options: dict[str, Any] = {"opt": 3}
+    cpu_target.target_context.codegen()._customize_tm_options(options)
+    if llvm.get_process_triple().startswith("x86_64"):
+        options["features"] += ",+prefer-no-gather"
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(**options)
 
 
 class Loop:
@@ -111,7 +120,6 @@ class Loop:
         for function in library._final_module.functions:
             if not function.is_declaration and function.name != self.function.name:
                 function.linkage = "internal"
-        library._optimize_final_module()
         return Machine(library._final_module, self.function.name)
 
 

@@ -26,7 +26,7 @@ def kind_of(value: Any) -> Any:
     """The type that a value of `aux` or a captured array has in compiled code."""
     if not value.ndim:
         return numba.from_dtype(value.dtype)
-    layout = "C" if isinstance(value, np.ndarray) and value.flags.c_contiguous else "A"
+    layout = "C" if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.size else "A"
     return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
 
 
@@ -42,8 +42,10 @@ def words_of(values: Sequence[Any]) -> np.ndarray:
     words: list[int] = []
     for value in values:
         if isinstance(value, np.ndarray):
-            at = value.ctypes.data if value.size else _ZERO.ctypes.data
-            words += [at, *value.shape, *value.strides]
+            if value.size:
+                words += [value.ctypes.data, *value.shape, *value.strides]
+            else:
+                words += [_ZERO.ctypes.data, *value.shape, *[0] * value.ndim]
         else:
             wide = np.float64(value) if value.dtype.kind == "f" else np.int64(value)
             words.append(int(wide.view(np.int64)))

@@ -123,6 +123,7 @@ def flex_attention(
     value : array_like, shape (..., K, S, E)
         As in `attention`.
     score_mod : function, optional
+        A Python function, one of `numba.njit`, or a `functools.partial` of either.
         ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives what takes the place of a scaled (and
         soft-capped) score, one number for one number: `score` is of the dtype of the computation, `b` counts
         the flattened leading axes, `h` the query heads, `q_idx` the queries and `kv_idx` the keys, all from
@@ -134,14 +135,14 @@ def flex_attention(
         A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
     aux : sequence of array_like, optional
         What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
-        They are read when called: others of the same dtypes and numbers of axes need no compilation. Indices
-        must lie inside of them. For a query on a GPU arrays are there, too, and numbers are Python's.
+        They are read when called: others of the same dtypes and numbers of axes need no compilation. For a
+        query on a GPU arrays are there, too, and numbers are Python's.
     bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
         As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"numba", "cython", "reference", "cuda"}, optional
-        On the CPU a `score_mod` needs Numba; without one any will do.
+        The first two take a `score_mod`, and need Numba as its compiler; without one any will do.
 
     Returns
     -------
@@ -156,6 +157,9 @@ def flex_attention(
         As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
         number or a bool, or raises: the message names the function and the line, and Numba's is chained to
         it.
+    IndexError
+        A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
+        found at work, and `out` may be partly written by then.
     BackendError
         Numba is not installed, or no backend, or not the one named, can take the problem.
 
@@ -165,11 +169,17 @@ def flex_attention(
 
     Notes
     -----
-    Compilation takes about a second for each new function, and several the first time in an environment.
-    Numbers written in a function take the dtype of the scores, as Python's numbers do beside an array of
-    NumPy's. What a function uses from outside is compiled into it; what changes belongs in `aux`. ``exp``,
-    ``exp2`` and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library
-    on one at a time.
+    Compilation takes a quarter of a second for each new function, and a second more for the first of a
+    process. Floats written in a function, or read from its closure or its globals, take the dtype of the
+    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays are read at each call,
+    as `aux` is; integers and all else from outside are compiled in, and the function is compiled again when
+    they change. The 256 loops used last are kept. ``exp``, ``exp2`` and ``tanh`` of `math` and `numpy` run on
+    many scores at once, other functions of the C library on one at a time.
+
+    Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
+    that can be measured where a score reads one or two elements, and up to half in a function that loops over
+    many. The environment variable ``FASTATTN_CHECK_INDICES=0`` leaves the checks out. On a GPU only the first
+    and the last of each index are tried, before the kernel starts.
 
     On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
     that it leaves empty are passed over. Beside integers they compute in float64 there.
@@ -281,6 +291,8 @@ def create_block_mask(
     ------
     TypeError, ValueError
         Sizes that are not numbers, or negative; and for the function as in `flex_attention`.
+    IndexError
+        The function reads outside of an array.
     BackendError
         Numba is not installed.
 
@@ -331,9 +343,11 @@ def _evaluate(
     function: Callable[..., Any], aux: Sequence[Any], sizes: Sequence[int], num_threads: int
 ) -> MaskMap:
     """The function's tile map; one plane for all items or heads where it does not look at them."""
-    B, H, L, S = sizes
+    B, H = sizes[:2]
     if find_spec("numba") is None:
-        raise BackendError("a mask_mod is compiled by Numba, which is not here: pip install 'fastattn[numba]'")
+        raise BackendError(
+            "a mask_mod is compiled by Numba, which is not here: pip install 'fastattn[numba]'"
+        )
     planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
     evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
     mask_map: MaskMap = evaluate(function, aux, sizes, planes, num_threads)

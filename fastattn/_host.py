@@ -167,8 +167,7 @@ def default_backend() -> str | None:
 
 
 def checks_indices() -> bool:
-    """Whether functions of the caller's may read nothing outside of their arrays: unless FASTATTN_CHECK_INDICES
-    is 0."""
+    """Whether the caller's functions are kept within their arrays: unless FASTATTN_CHECK_INDICES is 0."""
     return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
 
 

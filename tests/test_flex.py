@@ -618,7 +618,9 @@ class TestErrors:
         assert "nopython" in str(caught.value.__cause__)
 
     def test_an_index_outside_of_aux(self):
-        with pytest.raises(IndexError, match=r"'beyond' reads outside of aux\[0\] of shape \(69,\)") as caught:
+        with pytest.raises(
+            IndexError, match=r"'beyond' reads outside of aux\[0\] of shape \(69,\)"
+        ) as caught:
             fastattn.flex_attention(*arrays(), score_mod=beyond, aux=(np.zeros(S - 1),))
         assert "(b, h, q_idx, kv_idx) = (0, 0, 0, 69)" in str(caught.value)
         assert isinstance(caught.value.__cause__, IndexError)

@@ -47,7 +47,9 @@ def _checked(place: int) -> Any:
 def _element(array: Any, index: Any, indices: Any, checks: Any, place: int) -> tuple[Any, Any]:
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         view = make_array(array)(context, builder, values[0])
-        given = cgutils.unpack_tuple(builder, values[1]) if isinstance(index, types.BaseTuple) else [values[1]]
+        given = (
+            cgutils.unpack_tuple(builder, values[1]) if isinstance(index, types.BaseTuple) else [values[1]]
+        )
         shape = cgutils.unpack_tuple(builder, view.shape, count=array.ndim)
         strides = cgutils.unpack_tuple(builder, view.strides, count=array.ndim)
         slot = builder.inttoptr(values[2], BITS.as_pointer())
@@ -62,14 +64,13 @@ def _element(array: Any, index: Any, indices: Any, checks: Any, place: int) -> t
             bit = builder.select(is_inside, BITS(0), BITS(1 << place))
             builder.store(builder.or_(builder.load(slot), bit), slot)
             places.append(builder.select(is_inside, at, at.type(0)))
-        element = cgutils.get_item_pointer2(
-            context, builder, view.data, shape, strides, array.layout, places
-        )
+        element = cgutils.get_item_pointer2(context, builder, view.data, shape, strides, array.layout, places)
         return load_item(context, builder, array, element)
 
     return array.dtype(array, index, checks), codegen
 
 
-#: ``CHECKED[place](array, index, checks)``: the element, with bit `place` set at the address `checks` where it
+        is_tuple = isinstance(index, types.BaseTuple)
+        given = cgutils.unpack_tuple(builder, values[1]) if is_tuple else [values[1]]
 #: is not one.
 CHECKED = [_checked(place) for place in range(OTHER + 1)]

@@ -1,4 +1,4 @@
-"""The caller's function as one of Numba's: all that it calls inlined, its literals, arrays and indices seen to.
+"""The caller's function as one of Numba's: all that it calls inlined, literals and indices seen to.
 
 One function is left, with everything in sight. Numba's own steps come first and last; between them
 

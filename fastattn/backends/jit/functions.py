@@ -93,8 +93,8 @@ _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_g
 
 
 def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> BoundLoop:
-    """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if is_grouped;
-    compiled if it was not yet.
+    """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
+    is_grouped; compiled if it was not yet.
 
     Raises
     ------
@@ -120,7 +120,8 @@ def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dty
 def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
     """A Python function of the arguments of compiled loops, which calls the caller's."""
     given: dict[str, Any] = {}
-    first, last = [], []
+    first: list[str] = []
+    last: list[str] = []
     while isinstance(function, partial):
         names = [f"p{len(given) + i}" for i in range(len(function.args))]
         given.update(zip(names, function.args, strict=True))

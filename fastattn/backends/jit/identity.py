@@ -1,9 +1,9 @@
 """What makes two functions the same, and what a function reads from outside.
 
-Two are the same if their code is and all that it uses from outside: defaults, closures, globals, attributes of
-modules, of nested functions and of called ones too. Integers and strings are compared, other objects are told
-apart by which one they are. Arrays and floats are captured: they are compared by what is compiled for them,
-and looked up at each call.
+Two are the same if their code is and all that it uses from outside: defaults, closures, globals, attributes
+of modules, of nested functions and of called ones too. Integers and strings are compared, other objects are
+told apart by which one they are. Arrays and floats are captured: they are compared by what is compiled for
+them, and looked up at each call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def reached(function: Any) -> Iterator[FunctionType]:
 def as_function(value: Any) -> FunctionType | None:
     """The Python function to inline for a call of this value, or None."""
     if isinstance(value, Dispatcher):
-        return value.py_func  # type: ignore[no-any-return]
+        return value.py_func
     if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _FIXED:
         return value
     return None

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.core import ir
-from numba.extending import intrinsic
 
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 

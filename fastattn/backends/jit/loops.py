@@ -57,12 +57,13 @@ def _target() -> Any:
 class Loop:
     """A loop as it is being written, with what its body needs."""
 
-    def __init__(self, typed: Typed, kinds: Sequence[Any], dtype: np.dtype | None, names: Sequence[str]) -> None:
+    def __init__(
+        self, typed: Typed, kinds: Sequence[Any], dtype: np.dtype | None, names: Sequence[str]
+    ) -> None:
         self._typed, self._kinds = typed, kinds
         self.context = cpu_target.target_context
         self.real = _REALS[4 if dtype is None else dtype.itemsize]
         self._type = types.boolean if dtype is None else numba.from_dtype(dtype)
-        self.size = self.real == _REALS[4] and 4 or 8
         module = typed.library.create_ir_module("fastattn.loop")
         pointers = ("s", "top", "words", "flags")  # the driver's own memory, which nothing else points to
         parameters = [self.real.as_pointer() if name in ("s", "top") else ir.IntType(8).as_pointer()
@@ -194,7 +195,7 @@ def over_mask(typed: Typed, kinds: Sequence[Any], dtype: None = None) -> Machine
     lengths they are 0. `flags` has room for TILE_K bytes."""
     loop = Loop(typed, kinds, None, _MASK)
     builder, at = loop.builder, loop.arguments
-    byte, one = ir.IntType(8), WORD(1)
+    byte = ir.IntType(8)
     row_nbytes = WORD(4 * WORDS)
     with loop.each(at["first"], at["stop"]) as tile:
         tile_k, rest = builder.srem(tile, at["grid_k"]), builder.sdiv(tile, at["grid_k"])

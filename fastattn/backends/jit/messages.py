@@ -82,9 +82,7 @@ def outside(
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
     read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or "an array"
     where, cause = _first_failure(kind, function, aux, dtype, sizes)
-    error = IndexError(
-        f"{kind} {name_of(function)} reads outside of {read}{where}\nat {place_of(function)}"
-    )
+    error = IndexError(f"{kind} {name_of(function)} reads outside of {read}{where}\nat {place_of(function)}")
     error.__cause__ = cause
     return error
 

@@ -183,6 +183,7 @@ call_modify = _caller_at(
     "call_modify", ["s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux"]
 )
 
+
 @intrinsic
 def fetch_add(context: Any, address: Any, n: Any) -> Any:
     """What stood at the address before n was added, at one stroke for all threads."""

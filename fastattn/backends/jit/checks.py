@@ -70,7 +70,6 @@ def _element(array: Any, index: Any, indices: Any, checks: Any, place: int) -> t
     return array.dtype(array, index, checks), codegen
 
 
-        is_tuple = isinstance(index, types.BaseTuple)
-        given = cgutils.unpack_tuple(builder, values[1]) if is_tuple else [values[1]]
-#: is not one.
+#: ``CHECKED[place](array, index, checks)``: the element, with bit `place` set at the address `checks` where
+#: it is not one.
 CHECKED = [_checked(place) for place in range(OTHER + 1)]

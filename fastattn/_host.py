@@ -166,8 +166,10 @@ def default_backend() -> str | None:
     return os.environ.get("FASTATTN_BACKEND") or None
 
 
+@cache
 def checks_indices() -> bool:
-    """Whether the caller's functions are kept within their arrays: unless FASTATTN_CHECK_INDICES is 0."""
+    """Whether the caller's functions are kept within their arrays: unless FASTATTN_CHECK_INDICES is 0 when it
+    is first asked for."""
     return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
 
 

@@ -193,7 +193,7 @@ cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileS
 
 cdef TileState note_masked(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t row, Py_ssize_t key,
                            Py_ssize_t n_keys, TileState state) noexcept nogil:
-    """Mask words that say as well which scores are -inf, as a score_mod makes them; the tile's new state.
+    """Words that say as well which scores are -inf, as a score_mod makes them; the new state of the tile.
 
     From one query row and from one key to the next there are `row` and `key` bytes of scores.
     """

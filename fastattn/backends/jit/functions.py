@@ -6,6 +6,7 @@ the `MAX_LOOPS` that were used last. Sizes and what arrays hold are read at each
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import threading
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
-from fastattn.backends.jit.memory import as_value, kind_of, words_of
+from fastattn.backends.jit.memory import as_value, form_of, kind_of, words_of
 
 #: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
 MAX_LOOPS = 256
@@ -70,18 +71,18 @@ class BoundLoop:
         found = identify(function)
         self._kind, self._function, self._aux, self._dtype = kind, function, aux, dtype
         self._values = (*aux, *(as_value(value, dtype) for value in found.captured))
-        kinds = tuple(map(kind_of, self._values))
-        checks_indices = _host.checks_indices()
-        key = (found.key, kinds, dtype.char, kind, write, checks_indices)
+        key = (found.key, tuple(map(form_of, self._values)), dtype.char, write)
 
         def compiled() -> Machine:
+            kinds = tuple(map(kind_of, self._values))
+            checks_indices = _host.checks_indices()
             made = _typed(kind, function, len(aux), found.captured, kinds, dtype, checks_indices)
             return write(made, kinds, dtype)
 
         self._machine: Machine = loops.get(key, compiled)
         self._words = words_of(self._values)
         self.address = self._machine.address
-        self.aux_address = int(self._words.ctypes.data)
+        self.aux_address = ctypes.addressof(self._words)
 
     def check(self, bits: int, sizes: Sequence[int]) -> None:
         """IndexError for what the loop returned, unless that is 0; sizes: B, H, L and S."""

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def evaluate(
         return call(to, ctypes.addressof(flags), start, stop, H, *grid, L, S, loop.aux_address)
 
     kept, count = [], 0
-    full = _full_tiles(grid, L, S)
+    full = _full_tiles(L - (grid[0] - 1) * TILE_Q, S - (grid[1] - 1) * TILE_K)
     for first in range(0, n_tiles, BATCH_TILES):
         stop = min(n_tiles, first + BATCH_TILES)
         loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S))
@@ -89,10 +90,10 @@ def _on_threads(tiles: Callable[[int, int], int], first: int, stop: int, num_thr
     return int(np.bitwise_or.reduce(returned, initial=0))
 
 
-def _full_tiles(grid: tuple[int, int], L: int, S: int) -> np.ndarray:
+@lru_cache(maxsize=64)
+def _full_tiles(last_rows: int, last_keys: int) -> np.ndarray:
     """The bits of a tile that is all allowed: inside, at the last keys, at the last rows, and at both."""
     tiles = np.zeros((4, TILE_Q, TILE_K), np.uint8)
-    last_rows, last_keys = L - (grid[0] - 1) * TILE_Q, S - (grid[1] - 1) * TILE_K
     for number, (rows, keys) in enumerate(itertools.product((TILE_Q, last_rows), (TILE_K, last_keys))):
         tiles[number, :rows, :keys] = 1
     return np.packbits(tiles, axis=-1, bitorder="little").view("<u4").astype(np.uint32)

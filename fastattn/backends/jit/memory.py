@@ -6,6 +6,7 @@ addresses are compiled in, and only dtypes and numbers of axes are what a loop i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,19 @@ WORD = ir.IntType(64)
 _ZERO = np.zeros(1, np.float64)
 
 
+def form_of(value: Any) -> tuple[Any, ...]:
+    """All of a value that decides its type in compiled code."""
+    if not value.ndim:
+        return (value.dtype,)
+    return (value.dtype, value.ndim, type(value) is np.ndarray and value.flags.c_contiguous and value.size > 0)
+
+
 def kind_of(value: Any) -> Any:
     """The type that a value of `aux` or a captured array has in compiled code."""
-    if not value.ndim:
-        return numba.from_dtype(value.dtype)
-    layout = "C" if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.size else "A"
-    return types.Array(numba.from_dtype(value.dtype), value.ndim, layout, readonly=True)
+    dtype, *axes = form_of(value)
+    if not axes:
+        return numba.from_dtype(dtype)
+    return types.Array(numba.from_dtype(dtype), axes[0], "C" if axes[1] else "A", readonly=True)
 
 
 def as_value(captured: Any, dtype: np.dtype) -> Any:
@@ -37,19 +45,19 @@ def as_value(captured: Any, dtype: np.dtype) -> Any:
     return np.float32(captured) if dtype == np.float32 else np.float64(captured)
 
 
-def words_of(values: Sequence[Any]) -> np.ndarray:
-    """What `read_words` reads; the arrays must live as long."""
+def words_of(values: Sequence[Any]) -> Any:
+    """What `read_words` reads, an array of ctypes; the arrays must live as long."""
     words: list[int] = []
     for value in values:
         if isinstance(value, np.ndarray):
             if value.size:
-                words += [value.ctypes.data, *value.shape, *value.strides]
+                words += [value.__array_interface__["data"][0], *value.shape, *value.strides]
             else:
                 words += [_ZERO.ctypes.data, *value.shape, *[0] * value.ndim]
         else:
             wide = np.float64(value) if value.dtype.kind == "f" else np.int64(value)
             words.append(int(wide.view(np.int64)))
-    return np.array(words or [0], dtype=np.int64)
+    return (ctypes.c_int64 * len(words))(*words)
 
 
 def read_words(context: Any, builder: Any, at: Any, kinds: Sequence[Any]) -> list[Any]:

@@ -7,8 +7,11 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dis import get_instructions
+from functools import lru_cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from math import prod
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -19,7 +22,7 @@ from fastattn._host import check_num_threads, get_num_threads
 from fastattn._mask_map import MaskMap, Node, Size
 from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
 from fastattn._problem import Mod
-from fastattn._registry import usable
+from fastattn._registry import BackendError
 from fastattn._threads import no_fork
 from fastattn.masks import BlockMask, Mask, describe
 
@@ -121,6 +124,7 @@ def flex_attention(
     value : array_like, shape (..., K, S, E)
         As in `attention`.
     score_mod : function, optional
+        A Python function, one of `numba.njit`, or a `functools.partial` of either.
         ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives what takes the place of a scaled (and
         soft-capped) score, one number for one number: `score` is of the dtype of the computation, `b` counts
         the flattened leading axes, `h` the query heads, `q_idx` the queries and `kv_idx` the keys, all from
@@ -132,14 +136,14 @@ def flex_attention(
         A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
     aux : sequence of array_like, optional
         What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
-        They are read when called: others of the same dtypes and numbers of axes need no compilation. Indices
-        must lie inside of them. For a query on a GPU arrays are there, too, and numbers are Python's.
+        They are read when called: others of the same dtypes and numbers of axes need no compilation. For a
+        query on a GPU arrays are there, too, and numbers are Python's.
     bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
         As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"numba", "cython", "reference", "cuda"}, optional
-        On the CPU a `score_mod` needs Numba; without one any will do.
+        The first two take a `score_mod`, and need Numba as its compiler; without one any will do.
 
     Returns
     -------
@@ -154,6 +158,9 @@ def flex_attention(
         As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
         number or a bool, or raises: the message names the function and the line, and Numba's is chained to
         it.
+    IndexError
+        A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
+        found at work, and `out` may be partly written by then.
     BackendError
         Numba is not installed, or no backend, or not the one named, can take the problem.
 
@@ -163,11 +170,17 @@ def flex_attention(
 
     Notes
     -----
-    Compilation takes about a second for each new function, and several the first time in an environment.
-    Numbers written in a function take the dtype of the scores, as Python's numbers do beside an array of
-    NumPy's. What a function uses from outside is compiled into it; what changes belongs in `aux`. ``exp``,
-    ``exp2`` and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library
-    on one at a time.
+    Compilation takes a quarter of a second for each new function, and a second more for the first of a
+    process. Floats written in a function, or read from its closure or its globals, take the dtype of the
+    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays are read at each call,
+    as `aux` is; integers and all else from outside are compiled in, and the function is compiled again when
+    they change. The 256 loops used last are kept. ``exp``, ``exp2`` and ``tanh`` of `math` and `numpy` run on
+    many scores at once, other functions of the C library on one at a time.
+
+    Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
+    that can be measured where a score reads one or two elements, and up to half in a function that loops over
+    many. The environment variable ``FASTATTN_CHECK_INDICES=0`` leaves the checks out. On a GPU only the first
+    and the last of each index are tried, before the kernel starts.
 
     On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
     that it leaves empty are passed over. Beside integers they compute in float64 there.
@@ -212,7 +225,6 @@ def flex_attention(
     function_mask = None
     if mask_mod is not None and on_gpu is None:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-        _compiler().mask_loop(mask_mod, values)
         function_mask = _FunctionMask(mask_mod, tuple(values), threads)
     request = normalize(
         query,
@@ -236,10 +248,6 @@ def flex_attention(
     named = (("score_mod", score_mod), ("mask_mod", None if on_gpu is None else mask_mod))
     mods = {kind: function for kind, function in named if function is not None}
     if mods:
-        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-        for kind, function in mods.items():
-            dtype = problem.query.dtype if kind == "score_mod" else np.dtype(np.int64)
-            _compiler().check_indices(kind, function, [_on_host(value) for value in values], dtype, sizes)
         aux = tuple(values if out is None else (_apart(value, problem.out) for value in values))
         changed: dict[str, Any] = {kind: Mod(function, aux) for kind, function in mods.items()}
         request = request._replace(problem=problem._replace(**changed))
@@ -284,6 +292,8 @@ def create_block_mask(
     ------
     TypeError, ValueError
         Sizes that are not numbers, or negative; and for the function as in `flex_attention`.
+    IndexError
+        The function reads outside of an array.
     BackendError
         Numba is not installed.
 
@@ -334,49 +344,56 @@ def _evaluate(
     function: Callable[..., Any], aux: Sequence[Any], sizes: Sequence[int], num_threads: int
 ) -> MaskMap:
     """The function's tile map; one plane for all items or heads where it does not look at them."""
-    B, H, L, S = sizes
+    B, H = sizes[:2]
+    if find_spec("numba") is None:
+        raise BackendError(
+            "a mask_mod is compiled by Numba, which is not here: pip install 'fastattn[numba]'"
+        )
     planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
-    compiler = _compiler()
-    compiler.mask_loop(function, aux)
-    compiler.check_indices("mask_mod", function, aux, np.dtype(np.int64), sizes)
     with no_fork:
-        evaluate = import_module("fastattn.backends.numba.mask_map").evaluate
-    mask_map: MaskMap = evaluate(function, aux, *planes, L, S, num_threads)
+        evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
+    mask_map: MaskMap = evaluate(function, aux, sizes, planes, num_threads)
     return mask_map
 
 
 def _reads(function: Any, place: int) -> bool:
     """Whether a function's code names the parameter at this place; True where that cannot be told."""
     plain = getattr(function, "py_func", function)
-    if not inspect.isfunction(plain) or plain.__code__.co_argcount <= place or plain.__code__.co_cellvars:
+    return not isinstance(plain, FunctionType) or _code_reads(plain.__code__, place)
+
+
+@lru_cache(maxsize=256)
+def _code_reads(code: CodeType, place: int) -> bool:
+    if code.co_argcount <= place or code.co_cellvars:
         return True
-    name = plain.__code__.co_varnames[place]
-    for instruction in get_instructions(plain):
+    name = code.co_varnames[place]
+    for instruction in get_instructions(code):
         named = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if instruction.opname.startswith("LOAD_FAST") and name in named:
             return True
     return False
 
 
-def _compiler() -> Any:
-    """What compiles functions; BackendError where it is not here."""
-    usable("numba", "functions for scores and masks are compiled by Numba")
-    with no_fork:
-        return import_module("fastattn.backends.numba.modify")
-
-
 def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:
-    """Raises where it cannot be called with its arguments."""
-    if not callable(function):
-        raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
-    plain = getattr(function, "py_func", function)
+    """Raises where it is no function, or cannot be called with its arguments."""
+    plain = function
+    while isinstance(plain, partial):
+        plain = plain.func
+    plain = getattr(plain, "py_func", plain)
+    if not isinstance(plain, FunctionType):
+        raise TypeError(
+            f"{kind} must be a function, got {_described(plain)} (a Python function, one compiled by "
+            f"numba.njit, or a functools.partial of either)"
+        )
+    code = plain.__code__
+    if plain is function and code.co_argcount == len(names) + len(aux) and not code.co_kwonlyargcount:
+        return
     try:
-        signature = inspect.signature(plain)
+        signature = inspect.signature(plain if not isinstance(function, partial) else function)
         signature.bind(*names, *aux)
     except (TypeError, ValueError) as error:
-        code = getattr(plain, "__code__", None)
-        place = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
-        name = getattr(function, "__name__", type(function).__name__)
+        place = f" ({code.co_filename}, line {code.co_firstlineno})"
+        name = plain.__name__
         wanted = ", ".join([*names, *(f"aux[{i}]" for i in range(len(aux)))])
         raise TypeError(
             f"{kind} {name!r}{place}\nis called with {len(names) + len(aux)} arguments, ({wanted}),\n"
@@ -410,11 +427,13 @@ def _aux(aux: Any) -> list[Any]:
     return values
 
 
-def _on_host(value: Any) -> Any:
-    """An array of zeros in the place of one on a GPU, where only its shape matters."""
-    return (
-        np.broadcast_to(np.zeros((), value.dtype), value.shape) if isinstance(value, DeviceArray) else value
-    )
+def _described(value: Any) -> str:
+    if isinstance(value, MethodType):
+        owner = type(value.__self__).__name__
+        return f"the method {value.__name__!r} of a {owner}, whose attributes are not compiled"
+    if callable(value) and not isinstance(value, type):
+        return f"a callable {type(value).__name__}, whose attributes are not compiled"
+    return type(value).__name__
 
 
 def _apart(value: Any, out: Any) -> Any:

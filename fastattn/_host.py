@@ -189,6 +189,13 @@ def default_backend() -> str | None:
     return os.environ["FASTATTN_BACKEND"] if name else None
 
 
+@cache
+def checks_indices() -> bool:
+    """Whether the caller's functions are kept within their arrays: unless FASTATTN_CHECK_INDICES is 0 when it
+    is first asked for."""
+    return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
+
+
 def blas_timeout() -> int | None:
     """OPENBLAS_THREAD_TIMEOUT as OpenBLAS takes it, None where it is not set."""
     try:

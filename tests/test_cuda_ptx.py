@@ -66,7 +66,7 @@ show(probes.read_kernel(), (flat(types.float32), flat(types.float32)))
 """
 
 FUNCTIONS = """
-from fastattn.backends.numba.modify import kind_of
+from fastattn.backends.jit.memory import kind_of
 from tests.test_flex import GALLERY, SCORES, aux_of
 
 for dtype in (np.dtype(np.float32), np.dtype(np.float64)):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends._base import Prepared
+from fastattn.backends.cpu.functions import loop_of
 from fastattn.backends.cpu.record import write_record
 
 try:
@@ -42,7 +44,9 @@ class CythonBackend:
         return [_missing] if driver is None else []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
+        if problem.score_mod is None or find_spec("numba") is not None:
+            return []
+        return ["a score_mod needs numba as its compiler: pip install 'fastattn[numba]'"]
 
     def thread_limit(self, num_threads: int) -> int:
         return _threads.thread_limit(num_threads) if driver.HAS_OPENMP else 1
@@ -50,8 +54,10 @@ class CythonBackend:
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(*driver.target(problem.query.itemsize))
         schedule = make_schedule(problem, target, num_threads)
+        loop = loop_of(problem, schedule)
+        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         record = write_record(problem, schedule, target)
-        return driver.Prepared(*record, schedule.num_threads, schedule.is_small)
+        return driver.Prepared(*record, schedule.num_threads, schedule.is_small, loop, sizes)
 
     def run(self, problem: Problem, num_threads: int) -> None:
         self.prepare(problem, num_threads).run(problem.arrays())

@@ -26,7 +26,7 @@ class ReferenceBackend:
         return []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["a score_mod runs on the numba backend alone"]
+        return [] if problem.score_mod is None else ["it runs no score_mod"]
 
     def thread_limit(self, num_threads: int) -> int:
         return 1

@@ -1,7 +1,7 @@
 """What the CPU drivers, Cython's and Numba's, have in common.
 
     record      the record of a call: sizes, strides, options and scratch layout, as both drivers read it
-    prepared    what a call's signature decides, kept for the next call of that signature
+    functions   the caller's function on scores, as a loop over a tile
 
 Each knows those above it.
 """

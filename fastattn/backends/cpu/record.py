@@ -37,7 +37,8 @@ SCRATCH = (
 COUNTS = (
     "kernels",  # address of the driver's table of kernels
     "n_lead", "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
-    "sinks", "mask_bits", "score_mod", "aux",  # addresses
+    "sinks", "mask_bits", "score_mod", "aux",  # addresses; of a loop over a tile and what it reads, see `jit`
+    "read_outside",  # set by a thread: what that loop returned, unless 0
     "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
     "has_score_mod",
     "is_masked",  # by a band, intervals, an array or a mask map

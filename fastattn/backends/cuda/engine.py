@@ -12,7 +12,7 @@ from fastattn._constants import LOG2E
 from fastattn._device import DeviceArray
 from fastattn._problem import Problem
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
-from fastattn.backends.cuda.functions import device_function
+from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
@@ -98,6 +98,8 @@ def _solve(problem: Problem, stream: Stream) -> None:
     weights = out if problem.weights is None else result(problem.weights, problem.weights.shape)
 
     mods = {kind: device_function(kind, mod, dtype) for kind, mod in given.items()}
+    for kind, mod in given.items():
+        check_indices(kind, mod, dtype, (problem.batch, H, L, S))
     aux = tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
     masks = (start.flat, stop.flat, dense.flat, index.flat, bits.flat)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from types import CellType, FunctionType
 from typing import Any
 
@@ -10,16 +12,19 @@ from numba import cuda
 from numba.core.dispatcher import Dispatcher
 
 from fastattn._problem import Mod
-from fastattn.backends.numba.modify import identity, kind_of, typed
+from fastattn.backends.jit import messages
+from fastattn.backends.jit.functions import MAX_LOOPS, Kept, check_compiles, wrapper
+from fastattn.backends.jit.identity import Same, as_function, identify
+from fastattn.backends.jit.memory import kind_of
 
-_compiled: dict[Any, Any] = {}
+_compiled = Kept(MAX_LOOPS)
 
 
 def device_function(kind: str, mod: Mod, dtype: np.dtype) -> Any:
     """A score_mod or mask_mod for kernels to call, the same one for functions that do the same.
 
     In a score_mod of float32 numbers with a point that stand in the code are float32. Beside integers Numba
-    computes in float64, as NumPy does with arrays of them.
+    computes in float64, as NumPy does with arrays of them. What is captured is compiled in.
 
     Raises
     ------
@@ -28,23 +33,49 @@ def device_function(kind: str, mod: Mod, dtype: np.dtype) -> Any:
     """
     kinds = tuple(map(kind_of, mod.aux))
     of = dtype if kind == "score_mod" else np.dtype(np.int64)
-    key = (kind, identity(mod.function), kinds, of.char)
-    found = _compiled.get(key)
-    if found is None:
-        typed(kind, mod.function, kinds, of)
-        found = _compiled.setdefault(key, _on_device(mod.function, of))
-    return found
+    found = identify(mod.function)
+
+    def compiled() -> Any:
+        check_compiles(kind, mod.function, kinds, of)
+        function = mod.function
+        if isinstance(function, partial):
+            function = wrapper(kind, function, len(mod.aux))
+        return _on_device(function, of)
+
+    return _compiled.get((kind, found.key, tuple(map(_token, found.captured)), kinds, of.char), compiled)
+
+
+def _token(captured: Any) -> Any:
+    return captured.hex() if type(captured) is float else Same(captured)
+
+
+def check_indices(kind: str, mod: Mod, dtype: np.dtype, sizes: tuple[int, ...]) -> None:
+    """IndexError where the function reads outside of `aux` for the first or the last of each index.
+
+    That is all that is checked: in a kernel there is nobody to raise to. It sees zeros in the place of what
+    arrays hold.
+    """
+    if not mod.aux or 0 in sizes:
+        return
+    function = mod.function.py_func if isinstance(mod.function, Dispatcher) else mod.function
+    score = (dtype.type(0),) if kind == "score_mod" else ()
+    aux = [np.broadcast_to(np.zeros((), x.dtype), x.shape) if x.ndim else x for x in mod.aux]
+    for indices in product(*[sorted({0, n - 1}) for n in sizes]):
+        try:
+            with np.errstate(all="ignore"):
+                function(*score, *indices, *aux)
+        except IndexError as error:
+            raise messages.outside(kind, mod.function, aux, dtype, sizes, 0) from error
 
 
 def _on_device(function: Any, dtype: np.dtype) -> Any:
     plain = function.py_func if isinstance(function, Dispatcher) else function
-    if not isinstance(plain, FunctionType):
-        plain = plain.__call__
     code = plain.__code__
 
     def found(value: Any) -> Any:
         """What it calls must be on the device, too."""
-        return _on_device(value, dtype) if isinstance(value, Dispatcher) and value is not function else value
+        is_called = as_function(value) is not None and value is not function
+        return _on_device(value, dtype) if is_called else value
 
     names = {name: found(plain.__globals__[name]) for name in code.co_names if name in plain.__globals__}
     cells = tuple(CellType(found(cell.cell_contents)) for cell in plain.__closure__ or ())

@@ -166,14 +166,16 @@ def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t
 
 
 cdef class Prepared:
-    """A call of the Cython driver but for its arrays' addresses; see `fastattn.backends.cpu.prepared`."""
+    """A call of the Cython driver but for its arrays; loop, if any, is its score_mod, see `fastattn.backends.jit`."""
 
     cdef char *record
     cdef Py_ssize_t nbytes
     cdef int num_threads
     cdef readonly bint is_small
+    cdef object loop
+    cdef tuple sizes
 
-    def __cinit__(self, bytes fields, bytes views, int num_threads, bint is_small):
+    def __cinit__(self, bytes fields, bytes views, int num_threads, bint is_small, loop=None, tuple sizes=None):
         cdef const int64_t *view = <const int64_t *><const char *>views
         cdef Py_ssize_t nbytes = len(fields)
         cdef int64_t *leads
@@ -189,8 +191,13 @@ cdef class Prepared:
         self.record = <char *>job
         self.num_threads = num_threads
         self.is_small = is_small
+        self.loop = loop
+        self.sizes = sizes
         memcpy(job, <const char *>fields, nbytes)
         job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
+        if loop is not None:
+            job.score_mod = loop.address
+            job.aux = loop.aux_address
         n_lead = job.n_lead
         leads = <int64_t *>(job + 1)
         for number in range(N_VIEWS):
@@ -209,6 +216,7 @@ cdef class Prepared:
         cdef char *partials = NULL
         cdef int number
         cdef bint failed
+        cdef int64_t outside
         if job.n_tasks == 0 or job.n_vectors == 0:
             return
         job = <Job *>malloc(self.nbytes)
@@ -227,10 +235,13 @@ cdef class Prepared:
             else:
                 run_job(job, self.num_threads)
                 failed = job.failed
+            outside = job.read_outside
             free(partials)
             free(job)
         if failed:
             raise MemoryError("no memory for the tiles of a thread")
+        if self.loop is not None:
+            self.loop.check(outside, self.sizes)
 
 
 cdef inline int64_t address_of(array):

@@ -161,20 +161,59 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
                           block.key_col, block.value + start * job.value.row, job.value.row, prefetch_nbytes)
 
 
-cdef inline void adjusted_scores(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0) noexcept nogil:
+    """What the caller's function makes of the scores, after the soft-cap; tile_max takes them in."""
+    cdef int64_t outside
+    if job.softcap > 0 or job.score_root != 1:
+        # w.rescale is free between two steps of the softmax.
+        kernels_of(job).adjust(w.scores, w.rescale, block.ld, w.part_stops, job.score_root, job.softcap, NULL, NULL)
+    outside = (<score_loop><size_t>job.score_mod)(w.scores, tile_max, block.ld, block.n_vectors, <Py_ssize_t>w.part_stops, key0, block.item,
+                            w.row_h, w.row_i, <const char *><size_t>job.aux)
+    if outside != 0:
+        job.read_outside = outside
+
+
+cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
                                  Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
-    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias."""
+    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias or a score_mod."""
     cdef const uint32_t *words = words_of(w, state)
+    cdef double root = job.score_root, softcap = job.softcap
     if n_keys <= 0:
         return
     score_keys(job, w, block, NULL, key0, first, n_keys)
-    kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops,
-                       job.score_root, job.softcap, bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+    if job.has_score_mod:
+        if words == NULL and not job.has_bias:
+            modify_scores(job, w, block, w.tile_max, key0)
+            return
+        modify_scores(job, w, block, w.rescale, key0)
+        root = 1
+        softcap = 0
+    kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, root, softcap,
+                           bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
 
 
-cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
+cdef TileState note_masked(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t row, Py_ssize_t key,
+                           Py_ssize_t n_keys, TileState state) noexcept nogil:
+    """Words that say as well which scores are -inf, as a score_mod makes them; the new state of the tile.
+
+    From one query row and from one key to the next there are `row` and `key` bytes of scores.
+    """
+    cdef Py_ssize_t r, j
+    if state != TILE_PARTIAL:
+        memset(w.words, 0xff, (n_keys + WORD - 1) // WORD * n_rows * sizeof(uint32_t))
+    for j in range(n_keys):
+        for r in range(n_rows):
+            if get_real(w.scores + r * row + j * key, job.itemsize) == -INFINITY:
+                w.words[j // WORD * n_rows + r] &= ~(<uint32_t>1 << (j % WORD))
+    return TILE_PARTIAL
+
+
+cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
                           bint whole) noexcept nogil:
-    """Scores of one key tile, masked, into w.scores; nothing where the tile is empty. whole: see `mask_tile`."""
+    """Scores of one key tile, masked, into w.scores; nothing where the tile is empty.
+
+    whole: see `mask_tile`; then the words say as well what a score_mod masked.
+    """
     cdef Py_ssize_t plain, plain_stop
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &plain, &plain_stop)
     if state == TILE_EMPTY:
@@ -185,4 +224,6 @@ cdef TileState score_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
     adjusted_scores(job, w, block, state, key0, 0, plain)
     score_keys(job, w, block, w.tile_max, key0, plain, plain_stop - plain)
     adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
+    if job.has_score_mod and whole:
+        return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
     return state

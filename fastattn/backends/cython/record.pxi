@@ -80,12 +80,18 @@ cdef struct Partial:
     int64_t has_masked  # whether in any of them only some rows may read a key
 
 
+ctypedef int64_t (*score_loop)(void *scores, void *tile_max, Py_ssize_t ld, Py_ssize_t n, Py_ssize_t stops,
+                               Py_ssize_t key0, Py_ssize_t item, const Py_ssize_t *row_h, const Py_ssize_t *row_i,
+                               const char *aux) noexcept nogil
+
+
 cdef struct Job:
     # The record of a call, as backends/cpu/record.py writes it and says what is in it; addresses are filled in by `run`.
     # The leading strides of each view follow, from the innermost out, then the leading axes in that order.
     int64_t kernels
     int64_t n_lead, batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim, itemsize
     int64_t sinks, mask_bits, score_mod, aux
+    int64_t read_outside
     int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
     int64_t is_masked, may_mask, adjusts_all
     int64_t band_left, band_right, band_at_end, has_lengths
@@ -200,6 +206,11 @@ cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ss
 
 cdef inline const char *const *bias_of(const Job *job, const Scratch *w) noexcept nogil:
     return <const char *const *>w.bias_rows if job.has_bias else NULL
+
+
+cdef inline bint may_mask(const Job *job) noexcept nogil:
+    """Whether scores may be -inf where no mask word says so."""
+    return job.may_mask != 0
 
 
 cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept nogil:

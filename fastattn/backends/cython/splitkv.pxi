@@ -49,9 +49,14 @@ cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile)
         stack.depth -= 1
 
 
-cdef void score_key_tile(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
-                     Py_ssize_t n_keys) noexcept nogil:
-    """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores."""
+cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                              Py_ssize_t n_keys, bint notes_masked) noexcept nogil:
+    """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores; the state of their words.
+
+    notes_masked: the words are to say as well what a score_mod masked.
+    """
+    cdef double root = job.score_root, softcap = job.softcap
+    cdef int64_t outside
     cdef const char *keys = block.key + key0 * job.key.row
     cdef Py_ssize_t key_row = job.key.row, distance = job.key_prefetch
     if job.key.col != job.itemsize:
@@ -61,11 +66,23 @@ cdef void score_key_tile(const Job *job, Scratch *w, const Block *block, TileSta
         distance = 0
     kernels_of(job).score_rows(w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
                            job.head_dim, distance)
+    if job.has_score_mod:
+        if softcap > 0 or root != 1:
+            kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
+            root = 1
+            softcap = 0
+        outside = (<score_loop><size_t>job.score_mod)(w.scores, NULL, job.block_k, block.n_rows, n_keys, key0, block.item,
+                                                      w.row_h, w.row_i, <const char *><size_t>job.aux)
+        if outside != 0:
+            job.read_outside = outside
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
-    if job.adjusts_all or state == TILE_PARTIAL:
-        kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, job.score_root, job.softcap,
-                                bias_of(job, w), words_of(w, state))
+    if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
+        kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, bias_of(job, w),
+                                    words_of(w, state))
+    if job.has_score_mod and notes_masked:
+        return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
+    return state
 
 
 cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssize_t key_tile) noexcept nogil:
@@ -73,7 +90,7 @@ cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssi
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
 
 
-cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
+cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
                       char *clean) noexcept nogil:
     """Softmax and values over one key_tile into partial; whether any row may attend any of its keys. clean: see `attend`."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
@@ -84,7 +101,7 @@ cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, True, &plain, &plain_stop)
     if state == TILE_EMPTY:
         return False
-    score_key_tile(job, w, block, state, key0, n_keys)
+    state = score_key_tile(job, w, block, state, key0, n_keys, clean != NULL)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
                          job.exponent_factor, False)
     if job.value.col != job.itemsize:
@@ -99,11 +116,11 @@ cdef bint attend_key_tile(const Job *job, Scratch *w, const Block *block, Py_ssi
         kernels.accumulate_rows(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
                                 n_keys, job.value_dim, distance)
     partial.key_tile = key_tile
-    partial.has_masked = state == TILE_PARTIAL or job.has_bias != 0
+    partial.has_masked = state == TILE_PARTIAL or may_mask(job)
     return True
 
 
-cdef void attend_key_tiles(const Job *job, Scratch *w, const Block *block, Py_ssize_t first, Py_ssize_t stop,
+cdef void attend_key_tiles(Job *job, Scratch *w, const Block *block, Py_ssize_t first, Py_ssize_t stop,
                         Stack *stack, char *clean) noexcept nogil:
     """The key tiles first .. stop - 1 into one partial on the stack, or none where no row may attend a key of them."""
     cdef Py_ssize_t key_tile
@@ -142,7 +159,7 @@ cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stac
                                    w.inverse, job.max_lanes)
 
 
-cdef void write_row_weights(const Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
+cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
     """The weights of all rows: their scores once more, against the row_max and row_sum in partial."""
     cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
     cdef TileState state
@@ -154,7 +171,7 @@ cdef void write_row_weights(const Job *job, Scratch *w, const Block *block, cons
         state = mask_tile(job, w, block, key0, n_keys, True, &plain, &plain_stop)
         if state == TILE_EMPTY:
             continue
-        score_key_tile(job, w, block, state, key0, n_keys)
+        state = score_key_tile(job, w, block, state, key0, n_keys, True)
         kernels_of(job).softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
                                  job.exponent_factor, True)
         for lane in range(block.n_rows):

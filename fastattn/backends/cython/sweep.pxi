@@ -24,7 +24,7 @@ cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *vi
             at += step
 
 
-cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
+cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
     """The online softmax and value accumulation over every key tile of the block.
 
     clean: room for one tile of values where NaN and inf in them must be kept from lanes that may not read
@@ -43,7 +43,7 @@ cdef bint attend(const Job *job, Scratch *w, Block *block, char *clean) noexcept
         state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
-        partial = partial or state == TILE_PARTIAL or job.has_bias != 0
+        partial = partial or state == TILE_PARTIAL or may_mask(job)
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
@@ -80,7 +80,7 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
                 set_real(w.rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 
-cdef void write_weights(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
     """The weights of the block's rows: its scores once more, against the row_max and row_sum now known."""
     cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
     cdef TileState state

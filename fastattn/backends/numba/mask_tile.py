@@ -257,13 +257,15 @@ def score_keys(job, w, block, top, key0, first, n_keys):
 
 @routine
 def modify_scores(job, w, block, top, key0):
-    """What the user's function makes of the scores, after the soft-cap; `top` takes them in. See `modify`."""
+    """What the caller's function makes of the scores, after the soft-cap; `top` takes them in. See `jit`."""
     scores = w + job.to_scores
     if job.softcap > 0 or job.score_root != 1:
         kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
                        w + job.to_part_stops, job.score_root, job.softcap, 0, 0)  # fmt: skip
-    call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
-                block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+    outside = call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
+                          block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+    if outside != 0:
+        job.read_outside = outside
     return 0
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fastattn._problem import Problem
 from fastattn._schedule import Schedule, make_schedule
 from fastattn._schedule import Target as DriverTarget
+from fastattn.backends.cpu.functions import loop_of
 from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, lines, write_record
 from fastattn.backends.numba.codegen.calls import reached, table
 from fastattn.backends.numba.codegen.target import TARGET
@@ -73,7 +74,10 @@ class Prepared:
         job = record[0]
         self.n_tasks = int(job["n_tasks"]) if problem.num_heads and problem.len_q else 0
         self._num_threads = max(1, min(schedule.num_threads, self.n_tasks))
-        self._keep = _set_user_function(problem, schedule, job)
+        self.sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        self.loop = loop_of(problem, schedule)
+        if self.loop is not None:
+            job["score_mod"], job["aux"] = self.loop.address, self.loop.aux_address
         _set_own(problem, schedule, job)
         job["kernels"], job["cores"], job["n_cpus"] = self._table.address, CORES.ctypes.data, len(CORES)
 
@@ -184,6 +188,9 @@ class _Job:
             words[_NUMBER["is_nonfinite_safe"]] = 1
             on_pool(num_threads, self._run)
             words[_NUMBER["is_nonfinite_safe"]] = words[_NUMBER["saw_nan"]] = 0
+        if self._prepared.loop is not None:
+            outside, words[_NUMBER["read_outside"]] = int(words[_NUMBER["read_outside"]]), 0
+            self._prepared.loop.check(outside, self._prepared.sizes)
 
     def _run(self, num_threads: int) -> None:
         if self._left is not None:
@@ -192,19 +199,6 @@ class _Job:
         if IS_LINUX and num_threads > 1 and caller_takes_part():
             self._start_spread(self._address)
         run_work(self._work, self._address, self._shares, num_threads)
-
-
-def _set_user_function(problem: Problem, schedule: Schedule, job: Any) -> Any:
-    """The addresses of a score_mod and of its `aux`; what must live as long."""
-    if problem.score_mod is None:
-        return None
-    from fastattn.backends.numba.modify import aux_words, score_loop
-
-    is_grouped = problem.group_size > 1
-    aux = aux_words(problem.score_mod.aux)
-    job["score_mod"] = score_loop(problem.score_mod, problem.query.dtype, schedule.uses_split_kv, is_grouped)
-    job["aux"] = address_of(aux)
-    return problem.score_mod, aux
 
 
 def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:

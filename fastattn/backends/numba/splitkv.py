@@ -92,8 +92,10 @@ def score_key_tile(job, w, block, state, key0, n_keys):
         if softcap > 0 or root != 1:
             row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, root, softcap, 0, 0)
             root, softcap = 1.0, 0.0
-        call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
-                    w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+        outside = call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
+                              w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
+        if outside != 0:
+            job.read_outside = outside
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:

@@ -182,9 +182,6 @@ call_work = _caller_at("call_work", ["job", "shares", "thread", "num_threads"])
 call_modify = _caller_at(
     "call_modify", ["s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux"]
 )
-call_allowed = _caller_at(
-    "call_allowed", ["words", "flags", "b", "h", "row0", "n_rows", "key0", "n_keys", "aux"]
-)
 
 
 @intrinsic

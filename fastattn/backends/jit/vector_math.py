@@ -7,16 +7,16 @@ else as in those modules. Errors are within 2 ULP, those of tanh within 4.
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
 
 from fastattn._constants import MANTISSA_BITS
+from fastattn.backends.jit.literals import fallback
 from fastattn.backends.numba.codegen.emit import Emitter
+from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
 #: log2(e) in two parts of each dtype, the first rounded: their sum is far more exact.
@@ -83,61 +83,30 @@ def _exp2(e: Emitter, x: Any) -> Any:
     return _power(e, x, *_EXP2_RANGE[e.itemsize], split)
 
 
-def _scalar(write: Any) -> Any:
-    @intrinsic
-    def of(context: Any, x: Any) -> Any:
+def _in_place_of(name: str, write: Any) -> Any:
+    """An intrinsic that is `write` for a float, and NumPy's function for all else."""
+
+    def definition(context: Any, x: Any) -> Any:
+        if not (isinstance(x, types.Float) and x.bitwidth in (32, 64)):
+            return fallback(context, getattr(np, name), (x,))
+
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return write(ScalarEmitter(builder, x.bitwidth // 8), values[0])
 
         return x(x), codegen
 
-    return of
+    return intrinsic_of(definition, name, ["x"])
 
 
-def _in_place_of(name: str, write: Any) -> Any:
-    """A function that is `write` for a float, and NumPy's for all else."""
-
-    def function(x):
-        return getattr(np, name)(x)
-
-    function.__name__ = name
-    of, other = _scalar(write), getattr(np, name)
-
-    @overload(function)
-    def _(x):
-        if isinstance(x, types.Float) and x.bitwidth in (32, 64):
-            return lambda x: of(x)
-        return lambda x: other(x)
-
-    return function
-
-
-_FUNCTIONS = {
+FUNCTIONS = {
     name: _in_place_of(name, write)
     for name, write in (("exp", _exp), ("exp2", _exp2), ("tanh", hyperbolic_tangent))
 }
 
 
-def _copy_of(module: ModuleType) -> ModuleType:
-    copied = ModuleType(module.__name__)
-    copied.__dict__.update({name: getattr(module, name) for name in dir(module) if not name.startswith("__")})
-    copied.__dict__.update(_FUNCTIONS)
-    return copied
-
-
-_math = _copy_of(math)
-_numpy: ModuleType | None = None
-
-
 def instead_of(value: Any) -> Any:
-    """What a user's function finds where it names this."""
-    global _numpy
-    if value is math:
-        return _math
-    if value is np:
-        _numpy = _numpy or _copy_of(np)
-        return _numpy
-    for name, function in _FUNCTIONS.items():
-        if value is getattr(math, name, None) or value is getattr(np, name):
-            return function
+    """What takes the place of a function of `math` or `numpy`, or the value itself."""
+    name = getattr(value, "__name__", None)
+    if name in FUNCTIONS and (value is getattr(math, name, None) or value is getattr(np, name)):
+        return FUNCTIONS[name]
     return value

@@ -1,0 +1,214 @@
+"""The caller's function as one of Numba's: all that it calls inlined, literals and indices seen to.
+
+One function is left, with everything in sight. Numba's own steps come first and last; between them
+
+    inline     calls of functions, compiled by Numba or not, become part of the caller
+    rewrite    literals take the scores' dtype, exp, exp2 and tanh are ours, captured arrays and floats become
+               arguments, and elements of arrays are read by `checks.CHECKED`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.core import compiler, ir
+from numba.core.compiler_machinery import FunctionPass, register_pass
+from numba.core.inline_closurecall import InlineWorker, callee_ir_validator
+from numba.core.ir_utils import guard
+from numba.core.postproc import PostProcessor
+from numba.core.registry import cpu_target
+from numba.core.untyped_passes import InlineInlinables
+
+from fastattn.backends.jit import literals, vector_math
+from fastattn.backends.jit.checks import CHECKED, OTHER
+from fastattn.backends.jit.identity import as_function
+
+#: Of a caller's arithmetic: a product may be rounded with a sum, and a division may be a product.
+FASTMATH = {"contract", "arcp"}
+
+#: More calls than this within one function are taken for a recursion.
+MAX_INLINED = 256
+
+
+class Typed(NamedTuple):
+    """A function that Numba has typed and lowered, but not compiled to machine code."""
+
+    library: Any
+    descriptor: Any
+    signature: Any
+
+
+class _Task(NamedTuple):
+    """What the steps below know of the function at hand."""
+
+    first_value: int  #: the place among the arguments of the first that the caller gives
+    first_captured: int  #: of the first captured one
+    captured: Sequence[Any]  #: arrays and floats from outside, in the order of the arguments
+    checks_indices: bool
+    has_weak_literals: bool
+
+
+def typed(
+    call: Callable[..., Any],
+    arguments: Sequence[Any],
+    first_value: int,
+    first_captured: int,
+    captured: Sequence[Any],
+    checks_indices: bool,
+    has_weak_literals: bool,
+) -> Typed:
+    """`call`, a function of the types `arguments`, of which one is named ``checks``."""
+    call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals)  # type: ignore[attr-defined]
+    flags = compiler.Flags()
+    options = {
+        "nopython": True, "_nrt": True, "error_model": "numpy", "fastmath": FASTMATH, "forceinline": True,
+        "boundscheck": checks_indices, "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    }  # fmt: skip
+    cpu_target.options.parse_as_flags(flags, options)
+    flags.no_compile = True
+    result = compiler.compile_extra(
+        cpu_target.typing_context, cpu_target.target_context, call, tuple(arguments), None, flags, {},
+        pipeline_class=_Compiler,
+    )  # fmt: skip
+    return Typed(result.library, result.fndesc, result.signature)
+
+
+class _Compiler(compiler.CompilerBase):
+    """Numba's compiler with the two steps."""
+
+    def define_pipelines(self) -> list[Any]:
+        steps = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+        steps.add_pass_after(_Inline, InlineInlinables)
+        steps.add_pass_after(_Rewrite, _Inline)
+        steps.finalize()
+        return [steps]
+
+
+def value_from_outside(func_ir: Any, definition: Any) -> Any:
+    """The Python value that a definition of Numba's IR stands for, through modules; None where it is none."""
+    if isinstance(definition, (ir.Global, ir.FreeVar, ir.Const)):
+        return definition.value
+    if isinstance(definition, ir.Expr) and definition.op == "getattr":
+        module = value_from_outside(func_ir, guard(ir_definition, func_ir, definition.value))
+        if isinstance(module, ModuleType):
+            return getattr(module, definition.attr, None)
+    return None
+
+
+def ir_definition(func_ir: Any, variable: Any) -> Any:
+    try:
+        return func_ir.get_definition(variable)
+    except KeyError:
+        return None
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Inline(FunctionPass):
+    _name = "fastattn_inline"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def run_pass(self, state: Any) -> bool:
+        worker = InlineWorker(
+            state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags, callee_ir_validator
+        )
+        waiting, n_inlined = list(state.func_ir.blocks.values()), 0
+        while waiting:
+            block = waiting.pop()
+            for place, statement in enumerate(block.body):
+                call = statement.value if isinstance(statement, ir.Assign) else None
+                if not (isinstance(call, ir.Expr) and call.op == "call"):
+                    continue
+                callee = value_from_outside(state.func_ir, ir_definition(state.func_ir, call.func))
+                function = as_function(callee)
+                if function is None:
+                    continue
+                n_inlined += 1
+                if n_inlined > MAX_INLINED:
+                    raise TypeError(f"{function.__name__!r} calls itself, or calls are nested too deeply")
+                found = worker.inline_function(state.func_ir, block, place, function)
+                waiting += [inlined for _, inlined in found[3]]
+                break  # the rest of the block is another one now
+        PostProcessor(state.func_ir).run()
+        return True
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _Rewrite(FunctionPass):
+    _name = "fastattn_rewrite"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def run_pass(self, state: Any) -> bool:
+        rewriting = _Rewriting(state)
+        for block in state.func_ir.blocks.values():
+            body: list[Any] = []
+            for statement in block.body:
+                if isinstance(statement, ir.Assign):
+                    rewriting.rewrite(statement, block.scope, body)
+                body.append(statement)
+            block.body = body
+        return True
+
+
+class _Rewriting:
+    """Of one function's assignments, one after another."""
+
+    def __init__(self, state: Any) -> None:
+        self._ir, self._arguments = state.func_ir, state.args
+        self._task: _Task = state.func_id.func.task
+        self._names = state.func_ir.arg_names
+        self._scope = next(iter(state.func_ir.blocks.values())).scope
+
+    def rewrite(self, statement: Any, scope: Any, body: list[Any]) -> None:
+        """Changes what is assigned; statements that must come before go to the end of `body`."""
+        value = statement.value
+        if isinstance(value, ir.Expr) and value.op in ("getitem", "static_getitem"):
+            if self._task.checks_indices:
+                self._read_checked(statement, scope, body)
+            return
+        if isinstance(value, ir.Expr) and value.op != "getattr":
+            operate = literals.operation(value) if self._task.has_weak_literals else None
+            if operate is not None:
+                self._call(statement, operate, (value.lhs, value.rhs), scope, body)
+            return
+        found = value_from_outside(self._ir, value)
+        is_variable = isinstance(value, (ir.Global, ir.FreeVar)) and type(found) is float
+        if isinstance(found, np.ndarray) or is_variable:
+            statement.value = self._scope.get_exact(self._names[self._argument_of(found)])
+        elif self._task.has_weak_literals and type(found) is float:
+            statement.value = ir.Const(literals.number(found), value.loc)
+        elif as_function(found) is not None:
+            statement.value = ir.Const(None, value.loc)  # its calls are inlined; there is no other use
+        elif (ours := vector_math.instead_of(found)) is not found:
+            statement.value = ir.Global(ours.__name__, ours, value.loc)
+
+    def _argument_of(self, captured: Any) -> int:
+        """The place among the arguments of an array or float from outside."""
+        place = next(i for i, known in enumerate(self._task.captured) if known is captured)
+        return self._task.first_captured + place
+
+    def _read_checked(self, statement: Any, scope: Any, body: list[Any]) -> None:
+        value = statement.value
+        place = OTHER
+        source = ir_definition(self._ir, value.value)
+        if isinstance(source, ir.Arg):
+            place = min(source.index - self._task.first_value, OTHER)
+        elif isinstance(found := value_from_outside(self._ir, source), np.ndarray):
+            place = min(self._argument_of(found) - self._task.first_value, OTHER)
+        index = value.index if value.op == "getitem" else value.index_var
+        if value.op == "static_getitem" and (place == OTHER or index is None):
+            return  # of a tuple, mostly, whose items have types of their own
+        checks = self._scope.get_exact("checks")
+        self._call(statement, CHECKED[place], (value.value, index, checks), scope, body)
+
+    def _call(self, statement: Any, function: Any, arguments: Any, scope: Any, body: list[Any]) -> None:
+        loc = statement.value.loc
+        name = scope.redefine("$ours", loc)
+        body.append(ir.Assign(ir.Global(function.__name__, function, loc), name, loc))
+        statement.value = ir.Expr.call(name, arguments, (), loc)

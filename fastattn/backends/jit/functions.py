@@ -1,0 +1,176 @@
+"""The way in: a function, what it reads and a dtype give a compiled loop over a tile.
+
+A loop is remembered for the function's identity, the types of what it reads, the dtype and the kind of tile,
+the `MAX_LOOPS` that were used last. Sizes and what arrays hold are read at each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from fastattn import _host
+from fastattn._problem import Mod
+from fastattn.backends.jit import messages
+from fastattn.backends.jit.frontend import Typed, typed
+from fastattn.backends.jit.identity import identify
+from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
+from fastattn.backends.jit.memory import as_value, form_of, kind_of, words_of
+
+#: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
+MAX_LOOPS = 256
+
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+_MASK_DTYPE = np.dtype(np.int64)
+
+
+class Kept:
+    """The values that were used last, by their keys."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Any, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value of this key, made if it is not here; the first one where several threads make it."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        made = make()
+        with self._lock:
+            value = self._values.setdefault(key, made)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+            return value
+
+
+loops = Kept(MAX_LOOPS)
+
+
+class BoundLoop:
+    """A loop with what it reads in one call; holds both."""
+
+    def __init__(
+        self, kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, write: Callable[..., Machine]
+    ) -> None:
+        found = identify(function)
+        self._kind, self._function, self._aux, self._dtype = kind, function, aux, dtype
+        self._values = (*aux, *(as_value(value, dtype) for value in found.captured))
+        key = (found.key, tuple(map(form_of, self._values)), dtype.char, write)
+
+        def compiled() -> Machine:
+            kinds = tuple(map(kind_of, self._values))
+            checks_indices = _host.checks_indices()
+            made = _typed(kind, function, len(aux), found.captured, kinds, dtype, checks_indices)
+            return write(made, kinds, dtype)
+
+        self._machine: Machine = loops.get(key, compiled)
+        self._words = words_of(self._values)
+        self.address = self._machine.address
+        self.aux_address = ctypes.addressof(self._words)
+
+    def check(self, bits: int, sizes: Sequence[int]) -> None:
+        """IndexError for what the loop returned, unless that is 0; sizes: B, H, L and S."""
+        if bits:
+            raise messages.outside(self._kind, self._function, self._aux, self._dtype, sizes, bits)
+
+
+_over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_grouped=True)
+
+
+def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> BoundLoop:
+    """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
+    is_grouped; compiled if it was not yet.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The function cannot be compiled, or raises.
+    """
+    write = over_rows if uses_split_kv else _over_grouped_lanes if is_grouped else _over_lanes
+    return BoundLoop("score_mod", mod.function, mod.aux, dtype, write)
+
+
+def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> BoundLoop:
+    """A mask_mod over the tiles of a mask map; raises as `score_loop` does."""
+    return BoundLoop("mask_mod", function, aux, _MASK_DTYPE, over_mask)
+
+
+def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:
+    """TypeError or ValueError where a function cannot be compiled, for compilers that say less of it."""
+    captured = identify(function).captured
+    all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
+    _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
+
+
+def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
+    """A Python function of the arguments of compiled loops, which calls the caller's."""
+    given: dict[str, Any] = {}
+    first: list[str] = []
+    last: list[str] = []
+    while isinstance(function, partial):
+        names = [f"p{len(given) + i}" for i in range(len(function.args))]
+        given.update(zip(names, function.args, strict=True))
+        first = [*names, *first]
+        for keyword, value in function.keywords.items():
+            if not any(argument.startswith(f"{keyword}=") for argument in last):
+                given[f"k{len(given)}"] = value
+                last.append(f"{keyword}=k{len(given) - 1}")
+        function = function.func
+    score = ["score"] if kind == "score_mod" else []
+    aux = [f"a{i}" for i in range(n_aux)]
+    arguments = [*first, *score, *_INDICES, *aux]
+    if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_VARARGS:
+        # Numba inlines no function of *args. As a parameter like the others it takes a tuple.
+        code = function.__code__
+        flags, n_named = code.co_flags & ~inspect.CO_VARARGS, code.co_argcount
+        code = code.replace(co_argcount=n_named + 1, co_flags=flags)
+        function = FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        arguments[n_named:] = [f"({''.join(f'{it}, ' for it in arguments[n_named:])})"]
+    given["function"] = function
+    parameters = [*score, *_INDICES, *([before_aux] if before_aux else []), *aux]
+    parameters += [f"c{i}" for i in range(n_captured)]
+    source = f"def call({', '.join(parameters)}):\n    return function({', '.join([*arguments, *last])})\n"
+    exec(compile(source, messages.WRAPPER, "exec"), given)
+    call: FunctionType = given["call"]
+    return call
+
+
+def _typed(
+    kind: str, function: Any, n_aux: int, captured: Sequence[Any], kinds: Sequence[Any], dtype: np.dtype,
+    checks_indices: bool,
+) -> Typed:  # fmt: skip
+    """The function with its wrapper, compiled for its arguments but for machine code."""
+    messages.check_raises(kind, function)
+    score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
+    call = wrapper(kind, function, n_aux, len(captured), "checks")
+    arguments = (*score, *[types.intp] * len(_INDICES), types.intp, *kinds)
+    first_value = len(arguments) - len(kinds)
+    is_weak = dtype == np.float32
+    try:
+        made = typed(call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak)
+    except Exception as error:  # Numba has more kinds of them than a common base
+        raise TypeError(messages.not_compiled(kind, function, error)) from error
+    returned = made.signature.return_type
+    wanted = types.Boolean if kind == "mask_mod" else types.Number
+    if not isinstance(returned, wanted) or isinstance(returned, types.Complex):
+        shown = (*score, *[types.intp] * len(_INDICES), *kinds[:n_aux])
+        raise TypeError(messages.wrong_result(kind, function, returned, shown))
+    return made

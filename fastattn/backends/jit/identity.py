@@ -1,0 +1,183 @@
+"""What makes two functions the same, and what a function reads from outside.
+
+Two are the same if their code is and all that it uses from outside: defaults, closures, globals, attributes
+of modules, of nested functions and of called ones too. Integers and strings are compared, other objects are
+told apart by which one they are. Arrays and floats are captured: they are compared by what is compiled for
+them, and looked up at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dis import get_instructions
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+
+#: Codes whose names are remembered.
+MAX_CODES = 1024
+
+#: Modules of these packages do not change.
+_FIXED = frozenset({"numpy", "math", "numba", "builtins", "operator"})
+
+_PLAIN = frozenset({int, bool, str, bytes, type(None)})
+
+
+class Identity(NamedTuple):
+    """A function as caches know it."""
+
+    key: Any  #: hashable, equal for functions that do the same
+    captured: tuple[Any, ...]  #: arrays and floats that it reads from outside
+
+
+def identify(function: Any) -> Identity:
+    """The identity of a function, or of a `functools.partial` of one."""
+    walk = _Walk()
+    walk.add(function)
+    return Identity(tuple(walk.key), tuple(walk.captured))
+
+
+def captured_names(function: Any) -> list[str]:
+    """What `identify` finds captured, by name, in the same order."""
+    walk = _Walk()
+    walk.add(function)
+    return walk.names
+
+
+def reached(function: Any) -> Iterator[FunctionType]:
+    """The function and all functions that it calls by name."""
+    walk = _Walk()
+    walk.add(function)
+    return iter(walk.functions)
+
+
+def as_function(value: Any) -> FunctionType | None:
+    """The Python function to inline for a call of this value, or None."""
+    if isinstance(value, Dispatcher):
+        return value.py_func
+    if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _FIXED:
+        return value
+    return None
+
+
+class Same:
+    """Equal to itself: an object by which it is, kept alive so that no other takes its place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Code:
+    """The names that a code and those nested in it read; equal to itself, the same for equal codes."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.globals: list[str] = []
+        self.attributes: list[str] = []
+        for part in nested(code):
+            for instruction in get_instructions(part):
+                name = instruction.argval
+                if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name not in self.globals:
+                    self.globals.append(name)
+                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in self.attributes:
+                    self.attributes.append(name)
+
+
+_by_place: dict[int, tuple[CodeType, _Code]] = {}
+_by_value: dict[CodeType, _Code] = {}
+
+
+def _code(code: CodeType) -> _Code:
+    found = _by_place.get(id(code))
+    if found is None:
+        if len(_by_place) >= MAX_CODES:
+            _by_place.clear()
+            _by_value.clear()
+        known = _by_value.get(code) or _by_value.setdefault(code, _Code(code))
+        found = _by_place[id(code)] = (code, known)
+    return found[1]
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code and all codes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested(constant)
+
+
+class _Walk:
+    """Over all that a function uses from outside."""
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.captured: list[Any] = []
+        self.names: list[str] = []
+        self.functions: list[FunctionType] = []
+
+    def add(self, value: Any, name: str = "", attributes: Any = ()) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self.key.append((kind, value))
+        elif kind is float:
+            self._capture(float, value, name)
+        elif kind is tuple:
+            self.key.append((tuple, len(value)))
+            for item in value:
+                self._add_constant(Same(item) if isinstance(item, np.ndarray) else item, name)
+        elif isinstance(value, np.ndarray):
+            self._capture((value.dtype, value.ndim, value.flags.c_contiguous, value.size > 0), value, name)
+        elif isinstance(value, partial):
+            self.key.append((partial, len(value.args)))
+            self.key += value.keywords.keys()
+            for item in (*value.args, *value.keywords.values()):
+                self.add(item, "an argument of a functools.partial")
+            self.add(value.func)
+        elif (function := as_function(value)) is not None:
+            self._add_function(function)
+        elif kind is Same:
+            self.key.append(value)
+        else:
+            self.key.append(Same(value))
+            if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FIXED:
+                for attribute in attributes:
+                    self._add_constant(getattr(value, attribute, None), f"{name}.{attribute}", attributes)
+
+    def _add_constant(self, value: Any, name: str, attributes: Any = ()) -> None:
+        """`add` where Numba has floats as constants."""
+        if type(value) is float:
+            self.key.append(value.hex())
+        else:
+            self.add(value, name, attributes)
+
+    def _capture(self, kind: Any, value: Any, name: str) -> None:
+        # Names of one object are names of one argument.
+        for place, known in enumerate(self.captured):
+            if known is value:
+                self.key.append(place)
+                return
+        self.key.append(kind)
+        self.captured.append(value)
+        self.names.append(name)
+
+    def _add_function(self, function: FunctionType) -> None:
+        if function in self.functions:
+            self.key.append(self.functions.index(function))
+            return
+        self.functions.append(function)
+        code = _code(function.__code__)
+        self.key.append(code)
+        for value in function.__defaults__ or ():
+            self._add_constant(value, "a default argument")
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.add(cell.cell_contents, name, code.attributes)
+        for name in code.globals:
+            self.add(function.__globals__.get(name), name, code.attributes)

@@ -1,0 +1,61 @@
+"""Numbers that stand in a function take the dtype of its scores.
+
+As with Python's numbers in NumPy: Numba itself makes float64 of ``score * 0.5`` and of ``score * kv_idx``,
+with half as many lanes as float32 has.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core import ir
+
+from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
+
+
+def fallback(typing: Any, function: Any, arguments: Any) -> tuple[Any, Any]:
+    """For an intrinsic: what Numba makes of the function itself."""
+    signature = typing.resolve_function_type(function, arguments, {})
+    if signature is None:
+        return None, None
+
+    def codegen(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        return context.get_function(context.typing_context.resolve_value_type(function), signature)(
+            builder, values
+        )
+
+    return signature, codegen
+
+
+def _weak(operate: Any) -> Any:
+    """The operation in which an integer beside a float32 becomes one."""
+
+    def definition(context: Any, a: Any, b: Any) -> Any:
+        if a == types.float32 and isinstance(b, (types.Integer, types.Boolean)):
+            b = a
+        elif b == types.float32 and isinstance(a, (types.Integer, types.Boolean)):
+            a = b
+        return fallback(context, operate, (a, b))
+
+    return intrinsic_of(definition, operate.__name__, ["a", "b"])
+
+
+_WEAK = {
+    operate: _weak(operate)
+    for operate in (operator.add, operator.sub, operator.mul, operator.truediv, operator.mod)
+}
+
+
+def operation(expression: ir.Expr) -> Any:
+    """What takes the place of a binary operation of Numba's IR, or None."""
+    if expression.op not in ("binop", "inplace_binop"):
+        return None
+    return _WEAK.get(expression.fn if expression.op == "binop" else expression.immutable_fn)
+
+
+def number(value: Any) -> Any:
+    """A number as it stands among float32 scores."""
+    return np.float32(value) if type(value) is float else value

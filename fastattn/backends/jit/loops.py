@@ -1,0 +1,224 @@
+"""The loop over a tile around a function, as LLVM IR: Numba would take longer for it than for the function.
+
+A loop is a C function of ten `intptr_t`. It returns 0, or bits that say what was read outside: bit i for the
+i-th of the arrays and numbers that the function reads, `checks.OTHER` for what has none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.llvm_bindings import create_pass_builder
+from numba.core.registry import cpu_target
+
+from fastattn._mask_map import TILE_K, TILE_Q, WORDS
+from fastattn.backends.jit.checks import BITS, OTHER
+from fastattn.backends.jit.frontend import Typed
+from fastattn.backends.jit.memory import WORD, read_words
+from fastattn.backends.numba.codegen.target import TARGET
+
+#: The mask bits of one word.
+WORD_KEYS = 32
+
+_REALS = {4: ir.FloatType(), 8: ir.DoubleType()}
+
+
+class Machine:
+    """Machine code of one loop. It is freed with this object, which every user of `address` must hold."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        target = _target()
+        builder = create_pass_builder(target, opt=3, loop_vectorize=True, slp_vectorize=False)
+        builder.getModulePassManager().run(module, builder)
+        # An engine of its own: Numba's never gives code back.
+        self._engine = llvm.create_mcjit_compiler(module, target)
+        self._engine.finalize_object()
+        self.address = int(self._engine.get_function_address(name))
+
+
+def _target() -> Any:
+    """The host as LLVM knows it, and as Numba compiles for it, but for gathers."""
+    options: dict[str, Any] = {"opt": 3}
+    cpu_target.target_context.codegen()._customize_tm_options(options)
+    if llvm.get_process_triple().startswith("x86_64"):
+        options["features"] += ",+prefer-no-gather"
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(**options)
+
+
+class Loop:
+    """A loop as it is being written, with what its body needs."""
+
+    def __init__(
+        self, typed: Typed, kinds: Sequence[Any], dtype: np.dtype | None, names: Sequence[str]
+    ) -> None:
+        self._typed, self._kinds = typed, kinds
+        self.context = cpu_target.target_context
+        self.real = _REALS[4 if dtype is None else dtype.itemsize]
+        self._type = types.boolean if dtype is None else numba.from_dtype(dtype)
+        module = typed.library.create_ir_module("fastattn.loop")
+        pointers = ("s", "top", "words", "flags")  # the driver's own memory, which nothing else points to
+        parameters = [self.real.as_pointer() if name in ("s", "top") else ir.IntType(8).as_pointer()
+                      if name in pointers else WORD for name in names]  # fmt: skip
+        self.function = ir.Function(module, ir.FunctionType(WORD, parameters), "fastattn.loop")
+        for name, argument in zip(names, self.function.args, strict=True):
+            argument.name = name
+            if name in pointers:
+                argument.add_attribute("noalias")
+        # By itself LLVM uses half of AVX-512's vectors. A set of the words that llvmlite knows, which this is
+        # not one of.
+        set.add(self.function.attributes, f'"prefer-vector-width"="{8 * TARGET.vector_bytes}"')
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.arguments = dict(zip(names, self.function.args, strict=True))
+        self._checks = cgutils.alloca_once_value(self.builder, BITS(0))
+        at = self.builder.inttoptr(self.arguments["aux"], WORD.as_pointer())
+        self._values = read_words(self.context, self.builder, at, kinds)
+
+    def pointer(self, name: str) -> ir.Value:
+        """An argument as the address of words."""
+        return self.builder.inttoptr(self.arguments[name], WORD.as_pointer())
+
+    def load(self, pointer: ir.Value, place: ir.Value) -> ir.Value:
+        return self.builder.load(self.builder.gep(pointer, [place]))
+
+    def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    @contextmanager
+    def each(self, start: ir.Value, stop: ir.Value, step: int = 1) -> Iterator[ir.Value]:
+        with cgutils.for_range_slice(self.builder, start, stop, WORD(step), WORD) as (number, _):
+            yield number
+
+    def call(self, score: ir.Value | None, *indices: ir.Value) -> ir.Value:
+        """What the function returns for these four indices, as a real or a bit."""
+        builder, signature = self.builder, self._typed.signature
+        descriptor = self._typed.descriptor
+        module_function = self.context.declare_function(builder.module, descriptor)
+        given = [*([] if score is None else [score]), *indices, builder.ptrtoint(self._checks, WORD)]
+        status, returned = self.context.call_conv.call_function(
+            builder, module_function, signature.return_type, signature.args, [*given, *self._values]
+        )
+        bit = builder.select(status.is_error, BITS(1 << OTHER), BITS(0))
+        builder.store(builder.or_(builder.load(self._checks), bit), self._checks)
+        return self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
+
+    @global_compiler_lock
+    def compile(self) -> Machine:
+        """Ends the loop and makes machine code of it."""
+        self.builder.ret(self.builder.zext(self.builder.load(self._checks), WORD))
+        library = self._typed.library
+        library.add_ir_module(self.function.module)
+        for other in library._linking_libraries:
+            library._final_module.link_in(other._get_module_for_linking(), preserve=True)
+        for function in library._final_module.functions:
+            if not function.is_declaration and function.name != self.function.name:
+                function.linkage = "internal"
+        return Machine(library._final_module, self.function.name)
+
+
+_SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")
+
+
+def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
+    """The scores of a tile with query rows as lanes; `top` takes in the largest of each lane.
+
+    is_grouped: the rows are of several heads. Else they follow each other, and the last is repeated in the
+    lanes past it.
+    """
+
+    def write(typed: Typed, kinds: Sequence[Any], dtype: np.dtype) -> Machine:
+        loop = Loop(typed, kinds, dtype, _SCORES)
+        builder, at = loop.builder, loop.arguments
+        ld, ends, heads, rows = at["ld"], loop.pointer("stops"), loop.pointer("row_h"), loop.pointer("row_i")
+        lanes, one = builder.sdiv(ld, at["n"]), WORD(1)
+        head, row = loop.load(heads, WORD(0)), loop.load(rows, WORD(0))
+        last = loop.load(rows, builder.sub(ld, one))
+        n_keys = loop.load(ends, builder.sub(at["n"], one))
+        first = cgutils.alloca_once_value(builder, WORD(0))  # vector that has the key
+
+        def first_lane(key: ir.Value) -> ir.Value:
+            test, step, end = (builder.append_basic_block() for _ in range(3))
+            builder.branch(test)
+            builder.position_at_end(test)
+            vector = builder.load(first)
+            builder.cbranch(builder.icmp_signed("<=", loop.load(ends, vector), key), step, end)
+            builder.position_at_end(step)
+            builder.store(builder.add(vector, one), first)
+            builder.branch(test)
+            builder.position_at_end(end)
+            return builder.mul(vector, lanes)
+
+        with loop.each(WORD(0), n_keys) as j:
+            line, key = builder.gep(at["s"], [builder.mul(j, ld)]), builder.add(at["key0"], j)
+            with loop.each(first_lane(j), ld) as lane:
+                slot, largest = builder.gep(line, [lane]), builder.gep(at["top"], [lane])
+                if is_grouped:
+                    h, i = loop.load(heads, lane), loop.load(rows, lane)
+                else:
+                    h, i = head, loop.least(builder.add(row, lane), last)
+                x, top = loop.call(builder.load(slot), at["b"], h, i, key), builder.load(largest)
+                builder.store(x, slot)
+                builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
+        return loop.compile()
+
+    return write
+
+
+def over_rows(typed: Typed, kinds: Sequence[Any], dtype: np.dtype) -> Machine:
+    """The scores of a row tile: `n` rows, `ld` elements apart, of `stops` keys each; `top` is not used."""
+    loop = Loop(typed, kinds, dtype, _SCORES)
+    builder, at = loop.builder, loop.arguments
+    heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
+    with loop.each(WORD(0), at["n"]) as r:
+        line = builder.gep(at["s"], [builder.mul(r, at["ld"])])
+        h, i = loop.load(heads, r), loop.load(rows, r)
+        with loop.each(WORD(0), at["stops"]) as j:
+            slot = builder.gep(line, [j])
+            new = loop.call(builder.load(slot), at["b"], h, i, builder.add(at["key0"], j))
+            builder.store(new, slot)
+    return loop.compile()
+
+
+_MASK = ("words", "flags", "first", "stop", "heads", "grid_q", "grid_k", "len_q", "len_k", "aux")
+
+
+def over_mask(typed: Typed, kinds: Sequence[Any], dtype: None = None) -> Machine:
+    """The bits of the tiles first .. stop - 1 of a mask map, of TILE_Q rows of WORDS words each; past the
+    lengths they are 0. `flags` has room for TILE_K bytes."""
+    loop = Loop(typed, kinds, None, _MASK)
+    builder, at = loop.builder, loop.arguments
+    byte = ir.IntType(8)
+    row_nbytes = WORD(4 * WORDS)
+    with loop.each(at["first"], at["stop"]) as tile:
+        tile_k, rest = builder.srem(tile, at["grid_k"]), builder.sdiv(tile, at["grid_k"])
+        tile_q, plane = builder.srem(rest, at["grid_q"]), builder.sdiv(rest, at["grid_q"])
+        b, h = builder.sdiv(plane, at["heads"]), builder.srem(plane, at["heads"])
+        row0, key0 = builder.mul(tile_q, WORD(TILE_Q)), builder.mul(tile_k, WORD(TILE_K))
+        n_rows = loop.least(WORD(TILE_Q), builder.sub(at["len_q"], row0))
+        n_keys = loop.least(WORD(TILE_K), builder.sub(at["len_k"], key0))
+        number = builder.sub(tile, at["first"])
+        to = builder.gep(at["words"], [builder.mul(number, builder.mul(WORD(TILE_Q), row_nbytes))])
+        cgutils.memset(builder, at["flags"], WORD(TILE_K), byte(0))
+        cgutils.memset(builder, to, builder.mul(WORD(TILE_Q), row_nbytes), byte(0))
+        with loop.each(WORD(0), n_rows) as r:
+            i = builder.add(row0, r)
+            with loop.each(WORD(0), n_keys) as j:
+                allowed = loop.call(None, b, h, i, builder.add(key0, j))
+                builder.store(builder.zext(allowed, byte), builder.gep(at["flags"], [j]))
+            line = builder.gep(to, [builder.mul(r, row_nbytes)])
+            vector = ir.VectorType(byte, WORD_KEYS)
+            for word in range(WORDS):
+                flags = builder.gep(at["flags"], [WORD(WORD_KEYS * word)])
+                x = builder.load(builder.bitcast(flags, vector.as_pointer()), align=1)
+                bits = builder.bitcast(builder.icmp_unsigned("!=", x, ir.Constant(vector, None)), BITS)
+                slot = builder.gep(line, [WORD(4 * word)])
+                builder.store(bits, builder.bitcast(slot, BITS.as_pointer()), align=4)
+    return loop.compile()

@@ -1,0 +1,106 @@
+"""The tile map of a function: which keys each query may attend to, evaluated tile by tile on every core."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, MaskMap
+from fastattn.backends.jit.functions import mask_loop
+
+#: Tiles that are evaluated at a time: 4 MB of bits; and by one thread at a time.
+BATCH_TILES, STEP_TILES = 4096, 16
+
+_LOOP = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 8)
+
+
+def evaluate(
+    function: Callable[..., Any],
+    aux: Sequence[Any],
+    sizes: Sequence[int],
+    planes: Sequence[int],
+    num_threads: int,
+) -> MaskMap:
+    """The tile map of ``function(b, h, q_idx, kv_idx, *aux)``, of index ``(*planes, ...)``.
+
+    sizes: B, H, L and S. planes: how many items and heads are told apart.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The function cannot be compiled, or raises.
+    IndexError
+        It reads outside of an array.
+    """
+    B, H = planes
+    L, S = sizes[2:]
+    grid = (-(-L // TILE_Q), -(-S // TILE_K))
+    n_tiles = B * H * grid[0] * grid[1]
+    index = np.empty(n_tiles, np.int32)
+    bits = np.empty((min(n_tiles, BATCH_TILES), TILE_Q, WORDS), np.uint32)
+    loop = mask_loop(function, aux)
+    call = _LOOP(loop.address)
+
+    def tiles(start: int, stop: int) -> int:
+        """The bits of the tiles start .. stop - 1, from the first of `bits` for those of a batch."""
+        flags = (ctypes.c_uint8 * TILE_K)()
+        to = bits.ctypes.data + start % BATCH_TILES * bits.strides[0]
+        return call(to, ctypes.addressof(flags), start, stop, H, *grid, L, S, loop.aux_address)
+
+    kept, count = [], 0
+    full = _full_tiles(L - (grid[0] - 1) * TILE_Q, S - (grid[1] - 1) * TILE_K)
+    for first in range(0, n_tiles, BATCH_TILES):
+        stop = min(n_tiles, first + BATCH_TILES)
+        loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S))
+        found = bits[: stop - first]
+        part = index[first:stop]
+        is_empty = ~found.any((1, 2))
+        is_full = (found == full[_shapes(grid, first, stop)]).all((1, 2))
+        part[is_empty], part[is_full] = INDEX_EMPTY, INDEX_FULL
+        some = np.flatnonzero(~is_empty & ~is_full)
+        part[some] = np.arange(count, count + len(some))
+        kept.append(found[some])
+        count += len(some)
+    together = np.concatenate(kept) if kept else bits[:0]
+    return MaskMap(index.reshape(B, H, *grid), together)
+
+
+def _on_threads(tiles: Callable[[int, int], int], first: int, stop: int, num_threads: int) -> int:
+    """All tiles first .. stop - 1, a few at a time, on so many threads; what any of the loops returned."""
+    starts = itertools.count(first, STEP_TILES)  # its steps are whole where threads take them
+    returned = []
+
+    def work() -> None:
+        while (start := next(starts)) < stop:
+            returned.append(tiles(start, min(start + STEP_TILES, stop)))
+
+    others = min(num_threads, -(-(stop - first) // STEP_TILES)) - 1
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    return int(np.bitwise_or.reduce(returned, initial=0))
+
+
+@lru_cache(maxsize=64)
+def _full_tiles(last_rows: int, last_keys: int) -> np.ndarray:
+    """The bits of a tile that is all allowed: inside, at the last keys, at the last rows, and at both."""
+    tiles = np.zeros((4, TILE_Q, TILE_K), np.uint8)
+    for number, (rows, keys) in enumerate(itertools.product((TILE_Q, last_rows), (TILE_K, last_keys))):
+        tiles[number, :rows, :keys] = 1
+    return np.packbits(tiles, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _shapes(grid: tuple[int, int], first: int, stop: int) -> np.ndarray:
+    """Which of `_full_tiles` each of the tiles first .. stop - 1 is compared with."""
+    tile = np.arange(first, stop)
+    is_last_row = tile // max(grid[1], 1) % max(grid[0], 1) == grid[0] - 1
+    return 2 * is_last_row + (tile % max(grid[1], 1) == grid[1] - 1)

@@ -1,0 +1,98 @@
+"""How `aux` and captured arrays reach compiled code: as words at an address, read once per tile.
+
+Of an array there are its address, its shape and its strides, of a number itself. So neither sizes nor
+addresses are compiled in, and only dtypes and numbers of axes are what a loop is compiled for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.np.arrayobj import make_array, populate_array
+
+WORD = ir.IntType(64)
+
+#: Read in the place of an array without elements.
+_ZERO = np.zeros(1, np.float64)
+
+
+def form_of(value: Any) -> tuple[Any, ...]:
+    """All of a value that decides its type in compiled code."""
+    if not value.ndim:
+        return (value.dtype,)
+    return (
+        value.dtype,
+        value.ndim,
+        type(value) is np.ndarray and value.flags.c_contiguous and value.size > 0,
+    )
+
+
+def kind_of(value: Any) -> Any:
+    """The type that a value of `aux` or a captured array has in compiled code."""
+    dtype, *axes = form_of(value)
+    if not axes:
+        return numba.from_dtype(dtype)
+    return types.Array(numba.from_dtype(dtype), axes[0], "C" if axes[1] else "A", readonly=True)
+
+
+def as_value(captured: Any, dtype: np.dtype) -> Any:
+    """An array from outside, or a float from there as a literal in the code is."""
+    if type(captured) is not float:
+        return captured
+    return np.float32(captured) if dtype == np.float32 else np.float64(captured)
+
+
+def words_of(values: Sequence[Any]) -> Any:
+    """What `read_words` reads, an array of ctypes; the arrays must live as long."""
+    words: list[int] = []
+    for value in values:
+        if isinstance(value, np.ndarray):
+            if value.size:
+                words += [value.__array_interface__["data"][0], *value.shape, *value.strides]
+            else:
+                words += [_ZERO.ctypes.data, *value.shape, *[0] * value.ndim]
+        else:
+            wide = np.float64(value) if value.dtype.kind == "f" else np.int64(value)
+            words.append(int(wide.view(np.int64)))
+    return (ctypes.c_int64 * len(words))(*words)
+
+
+def read_words(context: Any, builder: Any, at: Any, kinds: Sequence[Any]) -> list[Any]:
+    """Written into a function: the values, as Numba has them, out of the words at a pointer."""
+    place = 0
+
+    def take() -> Any:
+        nonlocal place
+        place += 1
+        return builder.load(builder.gep(at, [WORD(place - 1)]))
+
+    values = []
+    for kind in kinds:
+        first = take()
+        if isinstance(kind, types.Array):
+            shape = [take() for _ in range(kind.ndim)]
+            strides = [take() for _ in range(kind.ndim)]
+            array = make_array(kind)(context, builder)
+            element = context.get_data_type(kind.dtype)
+            populate_array(
+                array,
+                builder.inttoptr(first, element.as_pointer()),
+                cgutils.pack_array(builder, shape, WORD),
+                cgutils.pack_array(builder, strides, WORD),
+                context.get_constant(types.intp, context.get_abi_sizeof(element)),
+                None,
+            )
+            values.append(array._getvalue())
+        elif isinstance(kind, types.Float):
+            wide = builder.bitcast(first, ir.DoubleType())
+            values.append(context.cast(builder, wide, types.float64, kind))
+        else:
+            values.append(context.cast(builder, first, types.int64, kind))
+    return values

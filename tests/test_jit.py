@@ -1,0 +1,415 @@
+"""Functions of the caller's: what makes two the same, what is compiled, what may be read, what is kept."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import fastattn
+from tests.process import python
+from tests.tolerances import assert_same_bits
+
+numba = pytest.importorskip("numba")
+
+from fastattn.backends.jit import functions  # noqa: E402  (behind the question whether Numba is here)
+
+BACKENDS = ["cython", "numba"]
+
+
+def arrays(dtype=np.float64, length=40, heads=2):
+    return np.random.default_rng(0).standard_normal((1, heads, length, 8)).astype(dtype)
+
+
+def attend(function, x=None, backend=None, **options):
+    x = arrays() if x is None else x
+    return fastattn.flex_attention(x, x, x, score_mod=function, backend=backend, **options)
+
+
+def scaled(x, factor):
+    return fastattn.attention(x, x, x, scale=factor / math.sqrt(x.shape[-1]))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many loops were compiled since."""
+    counted = []
+    typed = functions._typed
+    monkeypatch.setattr(
+        functions, "_typed", lambda *given, **named: counted.append(given) or typed(*given, **named)
+    )
+    return counted
+
+
+class TestWhichBackend:
+    def test_the_compiled_one_takes_them(self):
+        """Without a kernel of Numba's."""
+        code = """
+import sys
+import numpy as np, fastattn
+x = np.ones((1, 2, 30, 8), np.float32)
+fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s, mask_mod=lambda b, h, i, j: j <= i)
+print([name for name in sys.modules if name.startswith("fastattn.backends.numba.")
+       and "codegen" not in name], "fastattn.backends.cython.driver" in sys.modules)
+"""
+        assert python(code).strip() == "[] True"
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"softcap": 2.0},
+            {"window": (9, 3)},
+            {"bias": np.ones(40)},
+            {"sinks": np.ones(4)},
+            {"causal": True, "bias": np.ones(40)},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("len_q", [3, 40])
+    @pytest.mark.parametrize("kv_heads", [1, 4])
+    def test_backends_agree(self, kv_heads, len_q, options):
+        rng = np.random.default_rng(1)
+        query, key = rng.standard_normal((2, 4, len_q, 8)), rng.standard_normal((2, kv_heads, 40, 8))
+        options = options if len_q == 40 else {**options, "causal": "bottom_right"}
+
+        def some(score, b, h, q_idx, kv_idx):
+            return score * 0.5 + h - 0.125 * abs(q_idx - kv_idx) if (kv_idx + b) % 5 else -math.inf
+
+        one, two = (
+            fastattn.flex_attention(query, key, key, score_mod=some, return_lse=True, return_weights=True,
+                                    backend=name, **options) for name in BACKENDS
+        )  # fmt: skip
+        for a, b in zip(one, two, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("len_q", [2, 40])
+    def test_nan_that_a_score_masks_is_not_seen(self, backend, len_q):
+        x = arrays(length=40)
+        poisoned = x.copy()
+        poisoned[:, :, 30:] = np.nan
+        options = {"score_mod": lambda s, b, h, i, j: s if j < 30 else -math.inf, "return_weights": True}
+        expected = fastattn.flex_attention(x[:, :, :len_q], x, x, backend=backend, **options)
+        got = fastattn.flex_attention(x[:, :, :len_q], poisoned, poisoned, backend=backend, **options)
+        for one, wanted in zip(got, expected, strict=True):
+            assert_same_bits(one, wanted)
+
+
+class TestIdentity:
+    def test_of_one_source_in_two_namespaces(self):
+        """What a nested function reads counts, too."""
+        source = "def mod(score, b, h, q, k):\n    cap = lambda z: z * ALPHA\n    return cap(score)\n"
+        code, x = compile(source, "mods.py", "exec"), arrays()
+        for alpha in (1.0, 3.0, 2):
+            namespace = {"ALPHA": alpha}
+            exec(code, namespace)
+            np.testing.assert_allclose(attend(namespace["mod"], x), scaled(x, alpha), rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("kind", ["global", "nested", "called", "compiled", "module"])
+    def test_a_change_is_followed(self, kind):
+        source = """
+import numba, types
+G, WHOLE = 1.0, 1
+module = types.ModuleType("somewhere")
+module.G = 1.0
+def called(x): return x * G * WHOLE
+compiled = numba.njit(called)
+def of_global(score, b, h, q, k): return score * G * WHOLE
+def of_nested(score, b, h, q, k):
+    f = lambda z: z * G * WHOLE
+    return f(score)
+def of_called(score, b, h, q, k): return called(score)
+def of_compiled(score, b, h, q, k): return compiled(score)
+def of_module(score, b, h, q, k): return score * module.G * WHOLE
+"""
+        namespace, x = {}, arrays()
+        exec(source, namespace)
+        function = namespace[f"of_{kind}"]
+        for factor, whole in ((1.0, 1), (3.0, 1), (3.0, 2)):
+            namespace["G"] = namespace["module"].G = factor
+            namespace["WHOLE"] = whole
+            expected = scaled(x, factor * whole)
+            np.testing.assert_allclose(attend(function, x), expected, rtol=1e-12, atol=1e-13)
+
+    def test_a_literal_is_not_a_variable_of_its_value(self):
+        source = "FACTOR = 0.5\ndef mod(score, b, h, q, k): return score * FACTOR + 0.5 * score"
+        namespace, x = {}, arrays()
+        exec(source, namespace)
+        np.testing.assert_allclose(attend(namespace["mod"], x), scaled(x, 1), rtol=1e-12, atol=1e-13)
+        namespace["FACTOR"] = 1.5
+        np.testing.assert_allclose(attend(namespace["mod"], x), scaled(x, 2), rtol=1e-12, atol=1e-13)
+
+    def test_two_variables_that_were_one_object(self):
+        def with_both(first, second):
+            return lambda score, b, h, q, k: score * first + score * second
+
+        x, half = arrays(), 0.5
+        for first, second in ((half, half), (0.25, 1.75), (1.75, 0.25)):
+            expected = scaled(x, first + second)
+            np.testing.assert_allclose(attend(with_both(first, second), x), expected, rtol=1e-12, atol=1e-13)
+        tables = np.full(40, 0.5), np.full(40, 1.5)
+
+        def with_tables(first, second):
+            return lambda score, b, h, q, k: score * first[k] + score * second[q]
+
+        for a, b in ((0, 0), (0, 1), (1, 1)):
+            expected = scaled(x, tables[a][0] + tables[b][0])
+            got = attend(with_tables(tables[a], tables[b]), x)
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_arrays_in_a_tuple(self):
+        def over(pair):
+            return lambda score, b, h, q, k: score * pair[0][k] * pair[1][q]
+
+        x = arrays()
+        for factor in (1.0, 2.0):
+            got = attend(over((np.full(40, factor), np.full(40, 2.0))), x)
+            np.testing.assert_allclose(got, scaled(x, 2 * factor), rtol=1e-12, atol=1e-13)
+
+
+def slope(score, b, h, q, k, factor=0.5):
+    return score * factor
+
+
+class TestWhatMayBeGiven:
+    def test_partial(self):
+        x = arrays()
+        for factor in (0.25, 0.75):
+            for function in (
+                functools.partial(slope, factor=factor),
+                functools.partial(lambda factor, score, b, h, q, k: score * factor, factor),
+                functools.partial(functools.partial(slope, factor=9.0), factor=factor),
+                functools.partial(numba.njit(slope), factor=factor),
+            ):
+                np.testing.assert_allclose(attend(function, x), scaled(x, factor), rtol=1e-12, atol=1e-13)
+        near = fastattn.create_block_mask(functools.partial(lambda w, b, h, q, k: q - k < w, 3), 1, 1, 20, 20)
+        assert near.materialize(1, 20, 20).sum() == sum(
+            min(20, i + 1 + 19 - i) - max(0, i - 2) for i in range(20)
+        )
+
+    def test_methods_and_objects_are_refused(self):
+        class Decay:
+            rate = 0.5
+
+            def mod(self, score, b, h, q, k):
+                return score - self.rate
+
+            __call__ = mod
+
+        for function, said in (
+            (Decay().mod, "the method 'mod' of a Decay"),
+            (Decay(), "a callable Decay"),
+            (functools.lru_cache(slope), "a callable _lru_cache_wrapper"),
+            (functools.partial(Decay().mod), "the method 'mod'"),
+            (max, "a callable builtin_function_or_method"),
+            (Decay, "got type"),
+        ):
+            with pytest.raises(TypeError, match=f"score_mod must be a function, got.*{said}|{said}"):
+                attend(function)
+            with pytest.raises(TypeError, match="mask_mod must be a function"):
+                fastattn.create_block_mask(function, 1, 1, 5, 5)
+
+    def test_functions_without_njit_may_be_called(self):
+        def half(x, by=2.0):
+            if x > 0:
+                return x / by
+            return x / by
+
+        def halved(score, b, h, q, k):
+            return half(score)
+
+        np.testing.assert_allclose(attend(halved), scaled(arrays(), 0.5), rtol=1e-12, atol=1e-13)
+
+    def test_recursion_is_refused(self):
+        def down(score, b, h, q, k):
+            return down(score - 1, b, h, q, k) if score > 0 else score
+
+        with pytest.raises(TypeError, match="calls itself"):
+            attend(down)
+
+
+class TestLiterals:
+    @pytest.mark.parametrize("where", ["code", "closure", "nested", "default", "called"])
+    def test_float32_stays_float32(self, where):
+        """0.1 is then the float32 nearest to it, as beside an array of NumPy's."""
+        factor = 0.1
+
+        @numba.njit
+        def called(x):
+            return x * 0.1
+
+        def nested(score, b, h, q, k):
+            return (lambda z: z * 0.1)(score)
+
+        function = {
+            "code": lambda score, b, h, q, k: score * 0.1,
+            "closure": lambda score, b, h, q, k: score * factor,
+            "nested": nested,
+            "default": lambda score, b, h, q, k, factor=0.1: score * factor,
+            "called": lambda score, b, h, q, k: called(score),
+        }[where]
+        exact = np.float32(0.1)
+        expected = attend(lambda score, b, h, q, k: score * exact, arrays(np.float32))
+        assert_same_bits(attend(function, arrays(np.float32)), expected)
+
+
+class TestCompiledOnce:
+    def test_for_all_sizes(self, compiled):
+        def alibi(score, b, h, q, k, slopes, table):
+            return score - slopes[h] * abs(q - k) + table[k]
+
+        for heads, length in ((1, 30), (2, 30), (3, 55), (5, 31)):
+            x = arrays(np.float32, length, heads)
+            for n in (len(x), 2):
+                many = np.repeat(x, n, axis=0)
+                aux = (np.ones(heads, np.float32), np.zeros(length + n))
+                fastattn.flex_attention(many, many, many, score_mod=alibi, aux=aux)
+                fastattn.create_block_mask(lambda b, h, q, k, ids: ids[q] == ids[k], n, heads, length, length,
+                                           aux=(np.arange(length),))  # fmt: skip
+        assert len(compiled) == 2
+
+    def test_for_what_is_captured(self, compiled):
+        """Floats and arrays are read at each call."""
+
+        def over(table, factor):
+            return lambda score, b, h, q, k: score * table[k] * factor
+
+        for factor in (1.0, 2.0, 3.0):
+            x = arrays()
+            got = attend(over(np.full(40, factor), factor), x)
+            np.testing.assert_allclose(got, scaled(x, factor**2), rtol=1e-12, atol=1e-13)
+        assert len(compiled) == 1
+
+
+class TestBounded:
+    def test_loops(self, monkeypatch):
+        monkeypatch.setattr(functions, "loops", functions.Kept(3))
+        machines = weakref.WeakSet()
+        for n in range(5):
+            namespace = {"N": n}
+            exec("def mod(score, b, h, q, k): return score * N", namespace)
+            attend(namespace["mod"])
+            machines |= weakref.WeakSet(functions.loops._values.values())
+        gc.collect()
+        assert len(functions.loops) == 3 == len(machines)
+
+    def test_the_last_used_stay(self):
+        kept = functions.Kept(2)
+        for key in (1, 2, 1, 3):
+            kept.get(key, lambda key=key: key)
+        assert kept.get(1, lambda: "again") == 1
+        assert kept.get(2, lambda: "again") == "again"
+
+    def test_captured_arrays_are_let_go(self):
+        def over(table):
+            return lambda score, b, h, q, k: score * table[k]
+
+        table = np.ones(40)
+        gone = weakref.ref(table)
+        attend(over(table))
+        del table
+        gc.collect()
+        assert gone() is None
+
+    def test_a_running_call_keeps_its_code(self, monkeypatch):
+        """Another thread's loops push it out of the cache."""
+        monkeypatch.setattr(functions, "loops", functions.Kept(1))
+        x, done = arrays(length=400), []
+
+        def slow(score, b, h, q, k):
+            for _ in range(300):
+                score = score * 1.0000001 - math.sin(score) * 1e-9
+            return score
+
+        expected = attend(slow, x)
+        thread = threading.Thread(target=lambda: done.append(attend(slow, x, num_threads=1)))
+        thread.start()
+        time.sleep(0.05)
+        for n in range(3):
+            attend(functools.partial(lambda n, score, b, h, q, k: score * n, n))
+            gc.collect()
+        thread.join()
+        assert_same_bits(done[0], expected)
+
+
+TABLE = np.zeros(10)
+
+
+class TestReadsOutside:
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("len_q", [2, 300])
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("far", [10, -11, 10**12, -(10**12)])
+    def test_anywhere(self, backend, len_q, dtype, far):
+        """Not only at the corners."""
+
+        def beyond(score, b, h, q, k, table):
+            return score + table[far if k == 5 else 0]
+
+        x = arrays(dtype, 300)
+        with pytest.raises(
+            IndexError, match=r"score_mod 'beyond' reads outside of aux\[0\] of shape \(10,\)"
+        ):
+            fastattn.flex_attention(
+                x[:, :, :len_q], x, x, score_mod=beyond, aux=(np.zeros(10),), backend=backend
+            )
+
+    def test_names_all_kinds(self):
+        local = np.zeros((3, 4))
+        rows, empty = (np.zeros(4), np.zeros(5)), np.zeros((0, 3))
+
+        def helper(x, k):
+            return x + TABLE[k]
+
+        for function, said in (
+            (
+                lambda score, b, h, q, k: score + TABLE[k],
+                r"TABLE of shape \(10,\) for \(b, h, q_idx, kv_idx\) =",
+            ),
+            (lambda score, b, h, q, k: score + local[h, k], r"local of shape \(3, 4\)"),
+            (lambda score, b, h, q, k: score + helper(score, k), "TABLE"),
+            (lambda score, b, h, q, k: score + (lambda i: TABLE[i])(k), "TABLE"),
+            (lambda score, b, h, q, k: score + rows[0][k], "an array"),
+            (lambda score, b, h, q, k: score + empty[0, 2], r"empty of shape \(0, 3\)"),
+            (lambda score, b, h, q, k: score + local[h][k], "an array|local"),
+            (lambda score, b, h, q, k: score + local[k].sum(), "an array|local"),
+        ):
+            with pytest.raises(IndexError, match=f"reads outside of ({said})"):
+                attend(function)
+        with pytest.raises(IndexError, match="mask_mod '<lambda>' reads outside of TABLE"):
+            fastattn.create_block_mask(lambda b, h, q, k: TABLE[k * 10**7] == 0, 1, 1, 300, 300)
+
+    def test_negative_indices_count_from_the_end(self):
+        table = np.arange(40.0)
+        got = attend(lambda score, b, h, q, k: score + table[k - 40] + table[np.uint8(k)])
+        x = arrays()
+        np.testing.assert_allclose(got, fastattn.attention(x, x, x, bias=2 * table), rtol=1e-12, atol=1e-13)
+
+    def test_where_it_is_not_called_nothing_is_read(self):
+        """Keys that are masked otherwise may have no place in the array."""
+        x = arrays()
+        got = fastattn.flex_attention(
+            x, x, x, score_mod=lambda score, b, h, q, k: score + (TABLE[k] if k < 10 else 0.0), key_lengths=10
+        )
+        np.testing.assert_allclose(got, fastattn.attention(x, x, x, key_lengths=10), rtol=1e-12, atol=1e-13)
+
+    def test_the_switch(self):
+        """Without checks nothing is raised; here what lies outside is still the array's own memory."""
+        code = """
+import numpy as np, fastattn
+whole = np.zeros(100)
+part = whole[:10]
+x = np.ones((1, 1, 40, 8))
+out = fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + part[k])
+print(np.allclose(out, 1))
+"""
+        assert python(code, env={"FASTATTN_CHECK_INDICES": "0"}).strip() == "True"
+        with pytest.raises(AssertionError, match="IndexError"):
+            python(code)

@@ -7,6 +7,7 @@ where a call has fewer tasks.
 from __future__ import annotations
 
 import _thread
+import logging  # noqa: F401  # whose hooks at a fork must be added first, to run after ours
 import os
 import sys
 import threading
@@ -40,6 +41,9 @@ class _NoFork:
 
     def __init__(self) -> None:
         self._lock, self._gate = threading.RLock(), threading.RLock()
+        self._holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self._held: list[Callable[[], object]] = []  # what ends each hold of the fork under way
+        self._is_held = False  # by a fork under way
 
     def __enter__(self) -> None:
         self.let_forks_pass()
@@ -54,11 +58,31 @@ class _NoFork:
             with self._gate:
                 pass
 
-    def before_fork(self) -> None:
+    def hold_at_fork(self, acquire: Callable[[], object], release: Callable[[], object]) -> None:
+        """Has `acquire` called before each fork, when this lock is held, and `release` after it."""
+        self._holds.append((acquire, release))
+
+    def watch(self) -> None:
+        """Adds the hooks at forks."""
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork
+            )
+
+    def _before_fork(self) -> None:
         self._gate.acquire()
         self._lock.acquire()
+        for acquire, release in self._holds:
+            acquire()
+            self._held.append(release)
+        self._is_held = True
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
+        if not self._is_held:  # these hooks were added amid the fork
+            return
+        self._is_held = False
+        while self._held:
+            self._held.pop()()
         self._lock.release()
         self._gate.release()
 
@@ -66,6 +90,7 @@ class _NoFork:
 #: Amid imports of what a call needs, and amid compilation: in a child forked then the lock of a module, or of
 #: a compiler, would never be opened.
 no_fork = _NoFork()
+no_fork.watch()
 
 
 def thread_limit(wanted: int) -> int:
@@ -235,37 +260,10 @@ else:
 # Forks --------------------------------------------------------------------------------------------
 
 
-_holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
-_held: list[Callable[[], object]] = []  # what ends each hold of the fork under way
-
-
-def hold_at_fork(acquire: Callable[[], object], release: Callable[[], object]) -> None:
-    """Has `acquire` called before each fork from now on, and `release` after it, in the parent and the child.
-
-    Not as hooks of their own: a thread that imports a backend would add them while another waits to fork,
-    which would then call the second without the first.
-    """
-    _holds.append((acquire, release))
-
-
-def _before_fork() -> None:
-    no_fork.before_fork()
-    for acquire, release in _holds:
-        acquire()
-        _held.append(release)
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop()()
-    no_fork.after_fork()
-
-
 def _in_child() -> None:
     global _forked
     _forked = True
-    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_in_child)

@@ -82,7 +82,7 @@ def _new_lock() -> None:
 
 
 numba_events.register("numba:compiler_lock", _LetForksPass())
-_threads.hold_at_fork(_stop_compilers, _let_compilers_go_on)
+_threads.no_fork.hold_at_fork(_stop_compilers, _let_compilers_go_on)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 

@@ -59,10 +59,8 @@ class CythonBackend:
         if problem.score_mod is None:
             driver.run(problem, plan)
             return
-        from fastattn.backends.jit.functions import score_loop
-
         is_grouped = problem.group_size > 1
-        loop = score_loop(problem.score_mod, problem.query.dtype, plan.uses_split_kv, is_grouped)
+        loop = _functions().score_loop(problem.score_mod, problem.query.dtype, plan.uses_split_kv, is_grouped)
         outside = driver.run(problem, plan, loop.address, loop.aux_address)
         loop.check(outside, (problem.batch, problem.num_heads, problem.len_q, problem.len_k))
 
@@ -72,6 +70,14 @@ class CythonBackend:
 
 
 backend = CythonBackend()
+
+
+@cache
+def _functions() -> Any:
+    """The module that loads Numba."""
+    import fastattn.backends.jit.functions as functions
+
+    return functions
 
 
 def _plain_plan(itemsize: int, heads: int, head_rows: int, len_k: int, columns: int) -> Schedule:

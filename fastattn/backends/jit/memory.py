@@ -27,7 +27,11 @@ def form_of(value: Any) -> tuple[Any, ...]:
     """All of a value that decides its type in compiled code."""
     if not value.ndim:
         return (value.dtype,)
-    return (value.dtype, value.ndim, type(value) is np.ndarray and value.flags.c_contiguous and value.size > 0)
+    return (
+        value.dtype,
+        value.ndim,
+        type(value) is np.ndarray and value.flags.c_contiguous and value.size > 0,
+    )
 
 
 def kind_of(value: Any) -> Any:

@@ -205,13 +205,11 @@ class Table:
         return int(self._addresses[self._places[name]])
 
 
-def compile_function(function: Function, signature: Any = None, keep: bool = True) -> CFunc:
-    """The function with an address that C can call, kept on disk if so wanted."""
-    signature = signature or _signature(function)
+def compile_function(function: Function) -> CFunc:
+    """The function with an address that C can call, kept on disk."""
+    signature = _signature(function)
     with _threads.no_fork:
-        compiled = CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS))
-        if keep:
-            cached(compiled)
+        compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS)))
         compiled.compile()
     return compiled
 

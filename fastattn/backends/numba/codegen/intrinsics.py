@@ -13,7 +13,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from fastattn.backends.numba.codegen.emit import INT32, INTP, Emitter
-from fastattn.backends.numba.codegen.target import TARGET
 
 
 def intrinsic_of(definition: Callable[..., Any], name: str, parameters: Sequence[str]) -> Any:
@@ -92,19 +91,6 @@ uint32s = _pointer_to(types.uint32)
 int32s = _pointer_to(types.int32)
 uint8s = _pointer_to(types.uint8)
 int8s = _pointer_to(types.int8)
-
-
-@intrinsic
-def prefer_whole_vectors(context: Any) -> Any:
-    """Has LLVM fill the host's vectors in the loops of this function: by itself it uses half of AVX-512's."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        # A set of the words that llvmlite knows, which this is not one of.
-        width = f'"prefer-vector-width"="{8 * TARGET.vector_bytes}"'
-        set.add(builder.function.attributes, width)
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 def record_at(dtype: Any) -> Any:

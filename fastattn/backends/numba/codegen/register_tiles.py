@@ -206,16 +206,6 @@ def each_chunk(e: Emitter, n_keys: Any, first_chunk: Any) -> Iterator[tuple[Any,
 
 
 @stage()
-def raise_top(e: Emitter, s, top, ld, n_keys) -> None:
-    """`top` takes in the scores of one vector of lanes."""
-    line = e.builder.mul(ld, e.count(e.itemsize))
-    highest = e.variable(e.load(top))
-    with e.loop(e.count(0), n_keys) as j:
-        highest.set(e.maximum(highest.get(), e.load(e.at(s, (j, line)))))
-    e.store(top, highest.get())
-
-
-@stage()
 def multiply_scores(e: Emitter, s, top, ld, n_keys, root) -> None:
     """s = root * (root * s)."""
     line = e.builder.mul(ld, e.count(e.itemsize))

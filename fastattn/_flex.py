@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dis import get_instructions
 from functools import lru_cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from math import prod
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -345,10 +344,10 @@ def _evaluate(
 ) -> MaskMap:
     """The function's tile map; one plane for all items or heads where it does not look at them."""
     B, H = sizes[:2]
-    if find_spec("numba") is None:
-        raise BackendError(
-            "a mask_mod is compiled by Numba, which is not here: pip install 'fastattn[numba]'"
-        )
+    from fastattn.backends.cpu.functions import reasons_no_compiler
+
+    if reasons := reasons_no_compiler():
+        raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
     planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
     with no_fork:
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate

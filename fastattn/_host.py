@@ -24,7 +24,7 @@ _CGROUP_ROOT = "/sys/fs/cgroup"
 _CACHES = f"{_CPUS}/cpu0/cache"
 
 _MAX_COUNT = 2**31 - 1  # of threads: OpenMP and Numba count them in 32 bits
-_OMP_LIST = re.compile(r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*", re.ASCII)
+_OMP_LIST = r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*"
 
 _num_threads: int | None = None  # set by set_num_threads
 
@@ -157,7 +157,7 @@ def _omp_num_threads() -> int | None:
     """OMP_NUM_THREADS: of a list, one number for each level of nested regions, the first. None where it is
     not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
-    if not _OMP_LIST.fullmatch(text):
+    if not re.fullmatch(_OMP_LIST, text, re.ASCII):
         return None
     counts = [int(number) for number in text.split(",")]
     return counts[0] if min(counts) >= 1 and max(counts) <= _MAX_COUNT else None

@@ -56,15 +56,17 @@ class Request(NamedTuple):
         return results[0] if len(results) == 1 else results
 
 
-class _Inputs(NamedTuple):
+class _Inputs:
     """Query, key and value as ``(*lead, heads, length, dim)`` views in the compute dtype."""
 
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
-    flat: bool  #: the caller gave matrices: one head without an axis of its own
-    swapped: bool  #: the caller's length axis stands before the head axis
-    sizes: Size
+    __slots__ = ("flat", "key", "query", "sizes", "swapped", "value")
+
+    def __init__(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, *, flat: bool, swapped: bool):
+        self.query, self.key, self.value = query, key, value
+        self.flat = flat  #: the caller gave matrices: one head without an axis of its own
+        self.swapped = swapped  #: the caller's length axis stands before the head axis
+        *_, H, L, _ = query.shape
+        self.sizes = Size(query.shape[:-3], H, L, key.shape[-2])
 
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
@@ -359,7 +361,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     elif swapped:
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
 
-    *q_lead, H, L, D = q.shape
+    *q_lead, H, _, D = q.shape
     *k_lead, K, S, key_dim = k.shape
     *v_lead, value_heads, value_length, _ = v.shape
     if key_dim != D:
@@ -378,7 +380,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
         q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:]), name) for array, name in _named(q, k, v))
-    inputs = _Inputs(q, k, v, min(ranks) == 2, swapped, Size(q.shape[:-3], H, L, S))
+    inputs = _Inputs(q, k, v, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
 
@@ -599,7 +601,8 @@ def _assemble(
     return_weights: bool,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
-    q, k, v, flat, swapped, (lead, H, L, S) = inputs
+    q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
+    lead, H, L, S = inputs.sizes
     dtype = q.dtype
     scale = 1 / sqrt(q.shape[-1]) if scale is None else _finite(scale, "scale")
     if softcap is not None:

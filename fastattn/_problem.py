@@ -35,31 +35,23 @@ class Mod(NamedTuple):
     aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
 
 
-class Sizes(NamedTuple):
-    """The sizes of a problem."""
+class Sizes:
+    """The sizes of a problem, and what follows from them."""
 
-    batch: int  #: items of all leading axes
-    num_heads: int
-    num_kv_heads: int
-    len_q: int
-    len_k: int
-    head_dim: int
-    value_dim: int
+    __slots__ = (
+        "batch", "group_size", "head_dim", "heads", "len_k", "len_q", "num_heads", "num_kv_heads", "rows",
+        "value_dim",
+    )  # fmt: skip
 
-    @property
-    def heads(self) -> int:
-        """Key/value heads of all batch items."""
-        return self.batch * self.num_kv_heads
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that read one key/value head; 1 when there is no head at all."""
-        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
-
-    @property
-    def rows(self) -> int:
-        """Query rows that read one key/value head."""
-        return self.len_q * self.group_size
+    def __init__(self, query: np.ndarray, value: np.ndarray) -> None:
+        *lead, num_heads, len_q, self.head_dim = query.shape
+        *_, num_kv_heads, self.len_k, self.value_dim = value.shape
+        self.len_q, self.num_heads, self.num_kv_heads = len_q, num_heads, num_kv_heads
+        self.batch = batch = prod(lead)
+        self.heads = batch * num_kv_heads  #: key/value heads of all batch items
+        #: Query heads that read one key/value head; 1 when there is no head at all.
+        self.group_size = group_size = num_heads // num_kv_heads if num_kv_heads else 1
+        self.rows = len_q * group_size  #: query rows that read one key/value head
 
 
 class Problem(NamedTuple):
@@ -120,9 +112,7 @@ class Problem(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        *lead, num_heads, len_q, head_dim = self.query.shape
-        *_, num_kv_heads, len_k, value_dim = self.value.shape
-        return Sizes(prod(lead), num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim)
+        return Sizes(self.query, self.value)
 
     @property
     def batch(self) -> int:

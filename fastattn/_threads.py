@@ -6,11 +6,9 @@ where a call has fewer tasks.
 
 from __future__ import annotations
 
-import _thread
-import logging  # noqa: F401  # whose hooks at a fork must be added first, to run after ours
+import _thread  # and not threading, whose import takes a twentieth of the package's
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +27,7 @@ MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
 _LEAVE_SECONDS = 1.0
 
 _forked = False
-_started = threading.local()  # .count: so many threads a call from this Python thread has been able to start
+_started = _thread._local()  # .count: so many threads a call from this Python thread has been able to start
 _limits: dict[int, int] = {}  # that threadpoolctl has set, by the Python thread that set it
 
 
@@ -40,14 +38,18 @@ class _NoFork:
     """
 
     def __init__(self) -> None:
-        self._lock, self._gate = threading.RLock(), threading.RLock()
+        self._lock, self._gate = _thread.RLock(), _thread.RLock()
         self._holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self._held: list[Callable[[], object]] = []  # what ends each hold of the fork under way
         self._is_held = False  # by a fork under way
+        self._watches = False  # forks
 
     def __enter__(self) -> None:
         self.let_forks_pass()
         self._lock.acquire()
+        if not self._watches:
+            self._watches = True
+            self._watch()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -62,8 +64,10 @@ class _NoFork:
         """Has `acquire` called before each fork, when this lock is held, and `release` after it."""
         self._holds.append((acquire, release))
 
-    def watch(self) -> None:
-        """Adds the hooks at forks."""
+    def _watch(self) -> None:
+        """Adds the hooks at forks, now that a fork has something to wait for."""
+        import logging  # noqa: F401  # whose own hooks must be added first, to run after ours
+
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
                 before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork
@@ -90,7 +94,6 @@ class _NoFork:
 #: Amid imports of what a call needs, and amid compilation: in a child forked then the lock of a module, or of
 #: a compiler, would never be opened.
 no_fork = _NoFork()
-no_fork.watch()
 
 
 def thread_limit(wanted: int) -> int:
@@ -168,7 +171,7 @@ def _startable(count: int) -> int:
 
 def limit_by_threadpoolctl() -> int | None:
     """The limit that the calling thread has set, or else the least that another has."""
-    own = _limits.get(threading.get_ident())
+    own = _limits.get(_thread.get_ident())
     return min(list(_limits.values()), default=None) if own is None else own
 
 
@@ -185,7 +188,7 @@ def _reported() -> _Reported:
         count = _host.available_cores()
     limit = limit_by_threadpoolctl()
     reported = _Reported(count if limit is None else min(count, limit))
-    reported.limit = _limits.get(threading.get_ident())
+    reported.limit = _limits.get(_thread.get_ident())
     return reported
 
 
@@ -193,9 +196,9 @@ def _set_limit(limit: int) -> None:
     """A limit for the calling thread, and for all that have set none; or the state before, as reported."""
     wanted = limit.limit if isinstance(limit, _Reported) else max(1, limit)
     if wanted is None:
-        _limits.pop(threading.get_ident(), None)
+        _limits.pop(_thread.get_ident(), None)
     else:
-        _limits[threading.get_ident()] = wanted
+        _limits[_thread.get_ident()] = wanted
 
 
 def _register(threadpoolctl: Any) -> None:

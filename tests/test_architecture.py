@@ -267,11 +267,13 @@ def test_backends_name_no_mask():
 RAISES_BEHIND_THE_EDGE = {
     "backends/cython/driver.pyx: choose_isa": "a name that FASTATTN_ISA or a test gives, not a call",
     "backends/numba/codegen/target.py: choose": "the same, at import",
-    "backends/cython/driver.pyx: __cinit__": "the record is not of this driver, which no argument can cause",
+    "backends/cython/driver.pyx: read_memory": "of __cinit__: the record is not of this driver",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
-    "backends/numba/modify.py: typed": "the function does not compile, or returns something else",
-    "backends/numba/modify.py: check_indices": "the function reads outside of an array",
-    "backends/numba/modify.py: _check_raises": "the function has a raise of its own",
+    "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",
+    "backends/jit/functions.py: check": "the function read outside of an array",
+    "backends/jit/frontend.py: run_pass": "the function does what no loop can",
+    "backends/jit/messages.py: check_raises": "the function has a raise of its own",
+    "backends/cuda/functions.py: check_indices": "the function reads outside of an array",
 }
 BEHIND_THE_EDGE = [
     PACKAGE / "_problem.py",

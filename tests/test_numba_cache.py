@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 LOAD = """
 import numpy as np
 from numba.core.ccallback import CFunc
-import fastattn.backends.numba.job
+import fastattn.backends.numba.prepared
 from fastattn.backends.numba.codegen.calls import table
 
 compiled = []

@@ -60,7 +60,8 @@ class TestBounds:
         """Which are blocks of query rows, or of few over long keys the key tiles of a head."""
         code = """
 from fastattn.backends import cython_cpu
-rows, lanes = cython_cpu.driver.tile_rows(4)
+lanes, vectors, _ = cython_cpu.driver.target(4)
+rows = lanes * vectors
 vectors = -(-512 // lanes)
 few = x[:, :3, :2], np.repeat(x[:, :3], 2, axis=2)
 before = threads()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends._base import Prepared
-from fastattn.backends.cpu.functions import loop_of
+from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
 
 try:
@@ -44,9 +43,9 @@ class CythonBackend:
         return [_missing] if driver is None else []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        if problem.score_mod is None or find_spec("numba") is not None:
+        if problem.score_mod is None or not (reasons := reasons_no_compiler()):
             return []
-        return ["a score_mod needs numba as its compiler: pip install 'fastattn[numba]'"]
+        return [f"a score_mod is compiled by Numba, and {'; '.join(reasons)}"]
 
     def thread_limit(self, num_threads: int) -> int:
         return _threads.thread_limit(num_threads) if driver.HAS_OPENMP else 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from fastattn._problem import Problem
 from fastattn._threads import no_fork
 from fastattn.backends._base import Prepared
+from fastattn.backends.cpu.functions import reasons_no_compiler
 
 
 class NumbaBackend:
@@ -39,15 +39,9 @@ backend = NumbaBackend()
 
 @cache
 def _missing() -> list[str]:
-    if find_spec("numba") is None:
-        return ["numba is not installed: pip install 'fastattn[numba]'"]
+    if reasons := reasons_no_compiler():
+        return reasons
     with no_fork:
-        try:
-            import numba
-        except Exception as error:  # beside ImportError what another NumPy makes of its extension modules
-            return [f"numba does not load ({type(error).__name__}: {error})"]
-        if numba.config.DISABLE_JIT:
-            return ["NUMBA_DISABLE_JIT is set, and then numba compiles nothing"]
         try:
             from fastattn.backends.numba.threads import reason_no_pool
 

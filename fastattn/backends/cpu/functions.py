@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from fastattn._threads import no_fork
 
 if TYPE_CHECKING:
     from fastattn._problem import Problem
     from fastattn._schedule import Schedule
+
+
+@cache
+def reasons_no_compiler() -> list[str]:
+    """Why Numba cannot compile a function here; empty where it can."""
+    if find_spec("numba") is None:
+        return ["numba is not installed: pip install 'fastattn[numba]'"]
+    with no_fork:
+        try:
+            import numba
+        except Exception as error:  # beside ImportError what another NumPy makes of its extension modules
+            return [f"numba does not load ({type(error).__name__}: {error})"]
+    return ["NUMBA_DISABLE_JIT is set, and then numba compiles nothing"] if numba.config.DISABLE_JIT else []
 
 
 def loop_of(problem: Problem, schedule: Schedule) -> Any:

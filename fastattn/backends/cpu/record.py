@@ -90,16 +90,16 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     """Sizes, options, and which arrays there are."""
-    batch, num_heads, num_kv_heads, len_q, len_k, head_dim, value_dim = problem.sizes
+    sizes = problem.sizes
     itemsize = problem.query.itemsize
     fields["n_lead"] = problem.query.ndim - 3
-    fields["batch"] = batch
-    fields["num_kv_heads"] = num_kv_heads
-    fields["group_size"] = num_heads // num_kv_heads if num_kv_heads else 1
-    fields["len_q"] = len_q
-    fields["len_k"] = len_k
-    fields["head_dim"] = head_dim
-    fields["value_dim"] = value_dim
+    fields["batch"] = sizes.batch
+    fields["num_kv_heads"] = sizes.num_kv_heads
+    fields["group_size"] = sizes.group_size
+    fields["len_q"] = sizes.len_q
+    fields["len_k"] = sizes.len_k
+    fields["head_dim"] = sizes.head_dim
+    fields["value_dim"] = sizes.value_dim
     fields["itemsize"] = itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None

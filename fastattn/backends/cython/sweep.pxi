@@ -158,6 +158,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     find_prefetches(job, w, &block, task + 1)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
     partial = attend(job, w, &block, NULL)
+    end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor)
 

@@ -695,7 +695,7 @@ class TestIntegersBeyondInt64:
 
     @pytest.mark.parametrize("number", [np.uint64(2**63), 2**64, -(2**64)], ids=str)
     def test_where_no_such_number_has_a_meaning(self, number):
-        for make in (masks.KeyLengths, lambda n: masks.Segments([0, int(n)])):
+        for make in (masks.KeyLengths, lambda n: masks.Segments(np.array([0, int(n)], object))):
             with pytest.raises(ValueError, match=rf"must be in -2\*\*63\.\.2\*\*63 - 1, got {number}"):
                 make(number)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 #: The public functions, as signatures tell them apart.
 _ATTENTION, _SDPA, _SDPA_GQA, _VARLEN = range(4)
+_MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
 
 
 @overload
@@ -485,7 +486,7 @@ def varlen_attention(
     cu_seqlens_q = counts(cu_seqlens_q)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else counts(cu_seqlens_k)
     signature = None
-    if type(cu_seqlens_q) is type(cu_seqlens_k) is np.ndarray:
+    if type(cu_seqlens_q) is type(cu_seqlens_k) is np.ndarray and cu_seqlens_q.size <= _MAX_DOCUMENTS:
         starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, cu_seqlens_k))
         signature = signature_of(
             _VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,

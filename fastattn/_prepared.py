@@ -30,7 +30,7 @@ except ImportError:
     from fastattn._signature import signature as _signature
 
 MAX_CALLS = 512  #: that are kept; the oldest goes first
-MAX_HELD_NBYTES = 1 << 20  #: of a mask object's intervals and map, which a call keeps
+MAX_HELD_NBYTES = 1 << 16  #: of a mask object's intervals and map, which a call keeps: 32 MB in all
 
 _calls: dict[Any, PreparedCall] = {}
 
@@ -96,7 +96,8 @@ def run(
         if call.held_nbytes > MAX_HELD_NBYTES:
             return
         if len(_calls) >= MAX_CALLS:
-            del _calls[next(iter(_calls))]
+            with suppress(RuntimeError):  # another thread keeps a call at the same time
+                _calls.pop(next(iter(_calls), None), None)
         _calls[signature] = call
     call.by_threads[1 if call.is_small else threads] = prepared
 

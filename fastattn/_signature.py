@@ -34,11 +34,18 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
             or causal is True
             or (type(causal) is str and causal in ("top_left", "bottom_right"))
         )
-        and type(layout) is str
+        and (type(layout) is str and layout in ("bhsd", "bshd"))
         and all(
             number is None or isinstance(number, float) or type(number) is int for number in (scale, softcap)
         )
-        and (window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window)))
+        and (
+            window is None
+            or (
+                type(window) is tuple
+                and len(window) == 2
+                and all(n is None or type(n) is int for n in window)
+            )
+        )
         and (num_threads is None or type(num_threads) is int)
         and backend in (None, "numba")
     ):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _prepared, masks
+from fastattn import _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.process import ROOT
@@ -375,3 +375,46 @@ def test_both_drivers_read_one_record():
         for name in declared.split(", ")
     ]
     assert names == [*record.FIELDS, *record.VIEWS]
+
+
+def signatures():
+    """Arguments of a signature, most of which differ from the first in one thing."""
+    x, y = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 7, 4), np.float32)
+    lengths, mask, bias = np.array([3, 7]), np.ones((5, 7), bool), np.zeros((5, 7), np.float32)
+    plain = {
+        "function": 0, "query": x, "key": y, "value": y, "mask": None, "bias": None, "causal": False,
+        "window": None, "key_lengths": None, "scale": None, "softcap": None, "sinks": None, "layout": "bhsd",
+        "out": None, "return_lse": False, "return_weights": False, "num_threads": None, "backend": None,
+    }  # fmt: skip
+    read_only = np.zeros_like(x)
+    read_only.flags.writeable = False
+    changes = [
+        {}, {"function": 1}, {"query": x.copy()}, {"query": x.astype(np.float64)}, {"query": x[:1]},
+        {"query": x[..., ::-1]}, {"query": x[0]}, {"key": y.astype(">f4")}, {"value": y.swapaxes(1, 2)},
+        {"mask": mask}, {"mask": mask.copy()}, {"mask": mask.astype(np.int8)}, {"bias": bias},
+        {"bias": bias.astype(np.float16)}, {"bias": mask}, {"sinks": np.zeros(3, np.float32)}, {"out": x},
+        {"out": read_only}, {"causal": True}, {"causal": "top_left"}, {"causal": "bottom_right"},
+        {"causal": "left"}, {"causal": 1}, {"window": (1, 2)}, {"window": (2, 1)}, {"window": (None, 1)},
+        {"window": (1, None)}, {"window": [1, 2]}, {"window": (1, 2, 3)}, {"key_lengths": lengths},
+        {"key_lengths": lengths + 1}, {"key_lengths": lengths.astype(np.int32)}, {"key_lengths": [3, 7]},
+        {"key_lengths": lengths[:1]}, {"scale": 1.0}, {"scale": 1}, {"scale": 0.5},
+        {"scale": np.float64(0.5)}, {"scale": np.float32(0.5)}, {"scale": "1"}, {"softcap": 1.0},
+        {"softcap": 0.5}, {"layout": "bshd"},
+        {"layout": "shbd"}, {"layout": None}, {"return_lse": True}, {"return_lse": 1},
+        {"return_weights": True}, {"num_threads": 1}, {"num_threads": 2}, {"num_threads": True},
+        {"num_threads": "2"},
+        {"backend": "numba"}, {"backend": "reference"}, {"backend": "none"}, {"backend": 3},
+    ]  # fmt: skip
+    return [tuple((plain | change).values()) for change in changes]
+
+
+def test_both_signatures_tell_the_same_calls_apart():
+    """The compiled one and the one where there is no extension."""
+    driver = pytest.importorskip("fastattn.backends.cython.driver")
+    compiled, plain = (
+        [make(*given) for given in signatures()] for make in (driver.signature, _signature.signature)
+    )
+    assert [a is None for a in compiled] == [b is None for b in plain]
+    for n, (a, b) in enumerate(zip(compiled, plain, strict=True)):
+        for m in range(n):
+            assert (a == compiled[m]) == (b == plain[m]), (n, m)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPRE
 from fastattn.backends.numba.threads import caller_takes_part, on_pool
 from fastattn.backends.numba.work import run_work
 
-#: Scratch memory that a call may leave for the next; not measured: it bounds what stays to some 32 MB.
-MAX_IDLE_NBYTES = 1 << 22
+#: Prepared calls that leave scratch memory for the next call, and how much of it at most; not measured: they
+#: bound what stays to some 32 MB.
+MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
 #: Functions that not every call reaches, by what in its record says that it does.
 _CONDITIONS = {
@@ -105,20 +107,20 @@ class Prepared:
             )
             if array is not None
         ]
-        self._idle: list[_Job] = []
 
     def run(self, arrays: tuple[Any, ...]) -> None:
         """Fill the outputs among the arrays, which are those of `Problem.arrays`."""
         if not self.n_tasks:
             return
         self._table.need(self._needed)
+        idle = _idle_jobs(self)
         try:
-            job = self._idle.pop()
+            job = idle.pop()
         except IndexError:
             job = _Job(self, self._table)
         job.run(arrays, self._num_threads)
-        if not self._idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
-            self._idle.append(job)
+        if not idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
+            idle.append(job)
 
     def share_out(self, words: np.ndarray, num_threads: int) -> None:
         """Gives each of so many threads its share of the tasks: some that follow each other, so that not
@@ -150,6 +152,12 @@ class Prepared:
         ]
         roots = ("spread_start", "work")  # that Python calls
         return frozenset().union(*(reached(root, frozenset(without)) for root in roots))
+
+
+@lru_cache(maxsize=MAX_IDLE)
+def _idle_jobs(prepared: Prepared) -> list[_Job]:
+    """A job of this prepared call that no call uses at the moment, if there is one."""
+    return []
 
 
 class _Job:

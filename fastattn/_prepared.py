@@ -79,7 +79,7 @@ def run(
 ) -> None:
     """Solves the problem of a request on a backend, and keeps the call for others of its signature."""
     problem = request.problem
-    if not any(result.size for result in request.results):
+    if problem.device == "cpu" and not any(result.size for result in request.results):
         return  # nothing to do, for any number of rows
     threads = backend.thread_limit(_host.get_num_threads() if num_threads is None else num_threads)
     prepared = backend.prepare(problem, threads)

@@ -62,7 +62,7 @@ def test_gallery(library, name, dtype):
     assert all(isinstance(result, library.result) for result in results)
     options = oracle(name, function, aux)
     exact, plain = naive.attention(*given(dtype), **options), naive.formula(*given(dtype), **options)
-    assert_answer([library.get(result) for result in results], exact, plain)
+    assert_answer(tuple(library.get(result) for result in results), exact, plain)
 
 
 def indices(score, b, h, q_idx, kv_idx):

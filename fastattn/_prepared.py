@@ -170,7 +170,7 @@ class PreparedCall:
             mask = mask.array if type(mask) is Dense else None
         lengths = None
         if key_lengths is not None:
-            lengths = np.array(key_lengths, np.int64)
+            lengths = np.array(key_lengths, np.int64, order="C")  # as at the first call, whatever its strides
             numbers = (
                 lengths.ravel().tolist() if lengths.size <= 64 else [int(lengths.min()), int(lengths.max())]
             )

@@ -756,14 +756,14 @@ def _check_align(align: Any) -> None:
 
 
 def integers(value: ArrayLike, name: str, minimum: int | None = None, saturate: bool = False) -> np.ndarray:
-    """A read-only int64 copy of an integer array_like. Numbers beyond int64 are refused, or with `saturate`
+    """A read-only, C-contiguous int64 copy of an integer array_like. Numbers beyond int64 are refused, or with `saturate`
     cut at its ends."""
     array = host_array(value, name)
     if array.dtype.kind in "uO" and array.size:
         array = _within_int64(array, name, saturate)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
-    array = array.astype(np.int64)
+    array = array.astype(np.int64, order="C")
     if minimum is not None and array.size and array.min() < minimum:
         raise ValueError(f"{name} must not be below {minimum}, got {array.min()}")
     array.flags.writeable = False

@@ -320,6 +320,16 @@ def test_lengths_are_checked_at_each_call(engine, lengths):
         engine.attention(*arrays, key_lengths=np.array([4.0, 3.0]))
 
 
+def test_lengths_of_any_layout(engine):
+    """Their strides are no part of a signature: rows of items, then the same numbers column by column."""
+    arrays = random_arrays(lead=(2, 3), heads=2, len_q=L, len_k=S)
+    lengths = np.arange(3, 9).reshape(2, 3)
+    expected = [engine.attention(*arrays, key_lengths=lengths[::step]) for step in (1, -1)]
+    for given in (lengths, np.asfortranarray(lengths), lengths.astype(np.int32, order="F")):
+        for step, wanted in zip((1, -1), expected, strict=True):
+            assert_same_bits(engine.attention(*arrays, key_lengths=given[::step]), wanted)
+
+
 def test_out_is_checked_at_each_call(engine):
     arrays = random_arrays(lead=(2,), heads=3)
     out = np.empty_like(engine.attention(*arrays))

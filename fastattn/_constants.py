@@ -101,7 +101,7 @@ SMALL_WORK = 400_000
 # takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks
 # keys gain nothing, with 3 they lose 5 %; with 3 blocks values with gaps gain 9 %, others nothing. 1 MB each
 # leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys, and 5 % at
-# 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, calls in turns with and without.
+# 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B with and without.
 COPY_BLOCKS = 8
 GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20
@@ -118,7 +118,7 @@ COPY_NBYTES = 1 << 20
 # Just as many rows as lanes, 16, take 1 to 1.3 of the time in the cache, but 0.85 to 0.93 at 4096 keys and
 # head_dim 128 from memory, and half where one head has 65536 keys. So they stand side by side where key and
 # value of a head have so many elements, 2 MB of float32, the size of a core's cache; other bounds were not
-# measured. 2 cores of Emerald Rapids, 2026-11-21, calls in turns.
+# measured. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
 LONG_HEAD = 1 << 19
 
@@ -130,7 +130,7 @@ SPLIT_TASKS = 8
 # Asking for it 8 KB ahead instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; not at all 1.4
 # times at 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache it
 # costs up to 13 %; where the cache ends was taken from its size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21,
-# keys and values from memory, calls in turns.
+# keys and values from memory, interleaved A/B.
 PREFETCH_DISTANCE = 1 << 14
 UNCACHED_NBYTES = 1 << 21
 

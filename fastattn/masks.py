@@ -756,8 +756,8 @@ def _check_align(align: Any) -> None:
 
 
 def integers(value: ArrayLike, name: str, minimum: int | None = None, saturate: bool = False) -> np.ndarray:
-    """A read-only, C-contiguous int64 copy of an integer array_like. Numbers beyond int64 are refused, or with
-    `saturate` cut at its ends."""
+    """A read-only, C-contiguous int64 copy of an integer array_like. Numbers beyond int64 are refused, or
+    clipped where `saturate` is set."""
     array = host_array(value, name)
     if array.dtype.kind in "uO" and array.size:
         array = _within_int64(array, name, saturate)

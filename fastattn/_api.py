@@ -19,7 +19,7 @@ from fastattn._normalize import (
     normalize_varlen,
     refuse_arguments,
 )
-from fastattn._prepared import counts, reuse, signature_of
+from fastattn._prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, reuse, signature_of
 from fastattn._registry import select, usable
 from fastattn.masks import Mask
 
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
         WindowBounds,
     )
 
-#: The public functions, as signatures tell them apart.
-_ATTENTION, _SDPA, _SDPA_GQA, _VARLEN = range(4)
 _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
 
 
@@ -271,7 +269,7 @@ def attention(
     if isinstance(key_lengths, (list, tuple, int)):
         key_lengths = counts(key_lengths)
     signature = signature_of(
-        _ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
+        ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
         out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
     )  # fmt: skip
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
@@ -361,7 +359,7 @@ def scaled_dot_product_attention(
     given = (query, key, value, attn_mask, None, None, None, None)
     if dropout_p == 0 and is_causal in (False, True) and not isinstance(attn_mask, Mask):
         signature = signature_of(
-            _SDPA_GQA if enable_gqa else _SDPA, query, key, value, attn_mask, None,
+            SDPA_GQA if enable_gqa else SDPA, query, key, value, attn_mask, None,
             "top_left" if is_causal else False, None, None, scale, None, None, "bhsd", None, False, False,
             None, default_backend(),
         )  # fmt: skip
@@ -489,7 +487,7 @@ def varlen_attention(
     if type(cu_seqlens_q) is type(cu_seqlens_k) is np.ndarray and cu_seqlens_q.size <= _MAX_DOCUMENTS:
         starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, cu_seqlens_k))
         signature = signature_of(
-            _VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
+            VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
             return_lse, False, num_threads, default_backend() if backend is None else backend, more=starts,
         )  # fmt: skip
     given = (query, key, value, None, None, None, sinks, out)

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from math import prod
 from types import CodeType, FunctionType, MethodType
@@ -17,9 +17,10 @@ import numpy as np
 
 from fastattn._api import solve
 from fastattn._device import DeviceArray, as_device_array, host_array
-from fastattn._host import check_num_threads, get_num_threads
+from fastattn._host import check_num_threads, default_backend, get_num_threads
 from fastattn._mask_map import MaskMap, Node, Size
 from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
+from fastattn._prepared import FLEX, counts, reuse, signature_of
 from fastattn._problem import Mod
 from fastattn._registry import BackendError
 from fastattn._threads import no_fork
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
+_AUX_DTYPES = "?bBhHiIlLqQfd"  # those that are read as they are
 
 
 @overload
@@ -130,7 +132,8 @@ def flex_attention(
         0. ``-inf`` masks. Numba compiles it into the loop over a tile of scores.
     mask_mod : function, optional
         ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key. It is
-        evaluated for all of them at each call; `create_block_mask` does that once for many calls.
+        evaluated for all of them at each call; where it reads no arrays, a result of up to 64 KB is kept for
+        the next call of the same sizes. `create_block_mask` evaluates once for many calls.
     block_mask : fastattn.masks.Mask, optional
         A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
     aux : sequence of array_like, optional
@@ -173,8 +176,8 @@ def flex_attention(
     process. Floats written in a function, or read from its closure or its globals, take the dtype of the
     scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays are read at each call,
     as `aux` is; integers and all else from outside are compiled in, and the function is compiled again when
-    they change. The 256 loops used last are kept. ``exp``, ``exp2`` and ``tanh`` of `math` and `numpy` run on
-    many scores at once, other functions of the C library on one at a time.
+    they change. Some hundreds of such loops are kept, the last used. ``exp``, ``exp2`` and ``tanh`` of `math`
+    and `numpy` run on many scores at once, other functions of the C library on one at a time.
 
     Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
     that can be measured where a score reads one or two elements, and up to half in a function that loops over
@@ -211,20 +214,33 @@ def flex_attention(
     """
     if extra or unknown:
         refuse_arguments(flex_attention, extra, unknown)
-    values = _aux(aux)
-    for kind, function, names in (("score_mod", score_mod, _SCORE_MOD), ("mask_mod", mask_mod, _MASK_MOD)):
-        if function is not None:
-            _check_function(kind, function, names, values)
     if block_mask is not None and not isinstance(block_mask, Mask):
         raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
+    values = _aux(aux)
+    score, allowed = _mod(score_mod, values), _mod(mask_mod, values)
+    if isinstance(key_lengths, (list, tuple, int)):
+        key_lengths = counts(key_lengths)
+    signature, given = None, (query, key, value, block_mask, bias, key_lengths, sinks, out)
+    if allowed is None or not _reads_arrays(allowed):
+        keys = None if score is allowed is None else (score and score.key, allowed and _constant_key(allowed))
+        signature = signature_of(
+            FLEX, query, key, value, block_mask, bias, causal, window, key_lengths, scale, softcap, sinks,
+            layout, out, return_lse, return_weights, num_threads,
+            default_backend() if backend is None else backend, more=keys,
+        )  # fmt: skip
+        if (results := reuse(signature, given, score)) is not None:
+            return results
+    for kind, mod, names in (("score_mod", score, _SCORE_MOD), ("mask_mod", allowed, _MASK_MOD)):
+        if mod is not None:
+            _check_function(kind, mod.function, names, values)
     on_gpu = as_device_array(query, "query")
-    if score_mod is not None or mask_mod is not None:
+    if score is not None or allowed is not None:
         arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
         check_places(query=query if on_gpu is None else on_gpu, **arrays)
     function_mask = None
-    if mask_mod is not None and on_gpu is None:
+    if allowed is not None and on_gpu is None:
         threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-        function_mask = _FunctionMask(mask_mod, tuple(values), threads)
+        function_mask = _FunctionMask(allowed, threads)
     request = normalize(
         query,
         key,
@@ -244,13 +260,11 @@ def flex_attention(
         return_weights=return_weights,
     )
     problem = request.problem
-    named = (("score_mod", score_mod), ("mask_mod", None if on_gpu is None else mask_mod))
-    mods = {kind: function for kind, function in named if function is not None}
-    if mods:
-        aux = tuple(values if out is None else (_apart(value, problem.out) for value in values))
-        changed: dict[str, Any] = {kind: Mod(function, aux) for kind, function in mods.items()}
-        request = request._replace(problem=problem._replace(**changed))
-    return solve(request, num_threads, backend)
+    changed: dict[str, Any] = {"score_mod": score, "mask_mod": None if on_gpu is None else allowed}
+    if out is not None:
+        changed = {kind: mod and _apart(mod, problem.out) for kind, mod in changed.items()}
+    request = request._replace(problem=problem._replace(**changed))
+    return solve(request, num_threads, backend, signature, given)
 
 
 def create_block_mask(
@@ -323,36 +337,67 @@ def create_block_mask(
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
     sizes = [_size(n, name) for n, name in ((B, "B"), (H, "H"), (L, "L"), (S, "S"))]
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-    return BlockMask(_evaluate(mask_mod, values, sizes, threads), *sizes)
+    return BlockMask(_evaluate(_mod(mask_mod, values), sizes, threads), *sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _FunctionMask(Mask):
     """A mask function that is evaluated when the sizes are known."""
 
-    function: Callable[..., Any]
-    aux: tuple[Any, ...]
+    mod: Mod
     num_threads: int
 
     def _bind(self, size: Size) -> Node:
         sizes = [prod(size.lead), size.H, size.L, size.S]
-        return BlockMask(_evaluate(self.function, self.aux, sizes, self.num_threads), *sizes)._bind(size)
+        return BlockMask(_evaluate(self.mod, sizes, self.num_threads), *sizes)._bind(size)
 
 
-def _evaluate(
-    function: Callable[..., Any], aux: Sequence[Any], sizes: Sequence[int], num_threads: int
-) -> MaskMap:
-    """The function's tile map; one plane for all items or heads where it does not look at them."""
+def _evaluate(mod: Mod, sizes: Sequence[int], num_threads: int) -> MaskMap:
+    """The function's mask map; one plane for all items or heads where it does not read their index."""
     B, H = sizes[:2]
     from fastattn.backends.cpu.functions import reasons_no_compiler
 
     if reasons := reasons_no_compiler():
         raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
-    planes = [n if _reads(function, place) else min(n, 1) for place, n in enumerate((B, H))]
+    planes = [n if _reads(mod.function, place) else min(n, 1) for place, n in enumerate((B, H))]
     with no_fork:
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
-    mask_map: MaskMap = evaluate(function, aux, sizes, planes, num_threads)
+    mask_map: MaskMap = evaluate(mod, sizes, planes, num_threads)
     return mask_map
+
+
+@cache
+def _compiler() -> Any:
+    """The module that compiles functions of the caller's, None where Numba is not there to do it."""
+    from fastattn.backends.cpu.functions import reasons_no_compiler
+
+    if reasons_no_compiler():
+        return None
+    with no_fork:
+        return import_module("fastattn.backends.jit.functions")
+
+
+def _mod(function: Any, aux: Sequence[Any]) -> Any:
+    """A function of the caller's, None for none, with what it reads and what tells it apart from others."""
+    if function is None:
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return Mod(function, tuple(aux))  # which a backend refuses
+    return compiler.as_mod(function, aux)
+
+
+def _reads_arrays(mod: Mod) -> bool:
+    return any(np.ndim(value) for value in (*mod.aux, *mod.captured))
+
+
+def _constant_key(mod: Mod) -> Any:
+    """Equal for functions that give the same for the same indices; for those that read no array."""
+    numbers = (
+        value.tobytes() if isinstance(value, np.generic) else value.hex()
+        for value in (*mod.aux, *mod.captured)
+    )
+    return mod.key, *numbers
 
 
 def _reads(function: Any, place: int) -> bool:
@@ -402,10 +447,18 @@ def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Seque
 
 def _aux(aux: Any) -> list[Any]:
     """Arrays and NumPy scalars of native bool, integer or float dtypes."""
-    if isinstance(aux, (str, bytes)) or not isinstance(aux, Sequence):
+    if type(aux) not in (tuple, list) and (isinstance(aux, (str, bytes)) or not isinstance(aux, Sequence)):
         raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")
     values = []
     for i, given in enumerate(aux):
+        if (
+            type(given) is np.ndarray
+            and given.ndim
+            and given.dtype.char in _AUX_DTYPES
+            and given.dtype.isnative
+        ):
+            values.append(given)
+            continue
         on_gpu = as_device_array(given, f"aux[{i}]")
         value: Any = np.asarray(given) if on_gpu is None else on_gpu
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
@@ -435,13 +488,17 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _apart(value: Any, out: Any) -> Any:
-    """One of `aux` that writing to `out` does not change."""
-    if not value.ndim or not overlap(out, value):
-        return value
-    if isinstance(value, DeviceArray):
-        raise ValueError(f"out must not share memory with aux on {value.device}")
-    return value.copy()
+def _apart(mod: Mod, out: Any) -> Mod:
+    """The function with copies of those arrays that writing to `out` would change."""
+
+    def apart(value: Any) -> Any:
+        if not np.ndim(value) or not overlap(out, value):
+            return value
+        if isinstance(value, DeviceArray):
+            raise ValueError(f"out must not share memory with aux on {value.device}")
+        return value.copy()
+
+    return mod._replace(aux=tuple(map(apart, mod.aux)), captured=tuple(map(apart, mod.captured)))
 
 
 def _size(n: Any, name: str) -> int:

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastattn._normalize import Request
+    from fastattn._problem import Mod
     from fastattn.backends._base import Backend, Prepared
 
 try:
     from fastattn.backends.cython.driver import signature as _signature
 except ImportError:
     from fastattn._signature import signature as _signature
+
+#: The public functions, as signatures tell them apart.
+ATTENTION, SDPA, SDPA_GQA, VARLEN, FLEX = range(5)
 
 MAX_CALLS = 512  #: that are kept; the oldest goes first
 MAX_HELD_NBYTES = 1 << 16  #: of a mask object's intervals and map, which a call keeps: 32 MB in all
@@ -47,7 +51,7 @@ def signature_of(function: int, *arguments: Any, more: Any = None) -> Any:
                 return None
             mask = mask.array
         else:
-            more, mask = mask, None
+            more, mask = (mask if more is None else (mask, more)), None
         arguments = (*arguments[:3], mask, *arguments[4:])
     signature = _signature(function, *arguments)
     return signature if more is None or signature is None else (signature, more)
@@ -61,13 +65,14 @@ def counts(values: Any) -> Any:
     return values
 
 
-def reuse(signature: Any, given: tuple[Any, ...]) -> Any:
+def reuse(signature: Any, given: tuple[Any, ...], score_mod: Mod | None = None) -> Any:
     """The results of a call whose signature is known; None where it must go through `fastattn._normalize`.
 
-    `given` are the caller's query, key, value, mask, bias, key_lengths, sinks and out.
+    `given` are the caller's query, key, value, mask, bias, key_lengths, sinks and out; the key of `score_mod`
+    is part of the signature.
     """
     call = None if signature is None else _calls.get(signature)
-    return None if call is None else call(*given)
+    return None if call is None else call(score_mod, *given)
 
 
 def run(
@@ -87,7 +92,7 @@ def run(
         backend.run(problem, threads)
         return
     arrays = problem.arrays()
-    prepared.run(arrays)
+    prepared.run(arrays, problem.score_mod)
     if signature is None or not _reads_as_given(arrays, given, request):
         return
     call = _calls.get(signature)
@@ -156,7 +161,16 @@ class PreparedCall:
         self.by_threads: dict[int, Prepared] = {}
 
     def __call__(
-        self, query: Any, key: Any, value: Any, mask: Any, bias: Any, key_lengths: Any, sinks: Any, out: Any
+        self,
+        score_mod: Mod | None,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        bias: Any,
+        key_lengths: Any,
+        sinks: Any,
+        out: Any,
     ) -> Any:
         """The results; None where this call must go through `fastattn._normalize` after all."""
         threads = 1
@@ -179,7 +193,8 @@ class PreparedCall:
         if out is None:
             out = np.empty(self._shape, self._dtype)
         else:
-            for array in (query, key, value, mask, bias, sinks):
+            reads = () if score_mod is None else (*score_mod.aux, *score_mod.captured)
+            for array in (query, key, value, mask, bias, sinks, *reads):
                 if array is not None and np.may_share_memory(out, array):
                     return None
         lse = None if self._lse_shape is None else np.empty(self._lse_shape, self._dtype)
@@ -187,7 +202,8 @@ class PreparedCall:
         if self._mask_is_bias:
             mask, bias = None, mask
         prepared.run(
-            (query, key, value, out, lse, weights, bias, mask, *self._held, lengths, sinks, self._bits)
+            (query, key, value, out, lse, weights, bias, mask, *self._held, lengths, sinks, self._bits),
+            score_mod,
         )
         if lse is None:
             return out if weights is None else (out, weights)

@@ -33,6 +33,8 @@ class Mod(NamedTuple):
 
     function: Callable[..., Any]
     aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
+    key: Any = None  #: what the function is compiled for: equal for functions that do the same
+    captured: tuple[Any, ...] = ()  #: arrays and floats that it reads from its closure and its globals
 
 
 class Sizes:

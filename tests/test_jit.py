@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn import _prepared
 from tests.process import python
 from tests.tolerances import assert_same_bits
 
@@ -291,6 +292,8 @@ class TestCompiledOnce:
 class TestBounded:
     def test_loops(self, monkeypatch):
         monkeypatch.setattr(functions, "loops", functions.Kept(3))
+        monkeypatch.setattr(_prepared, "_calls", {})
+        monkeypatch.setattr(_prepared, "MAX_CALLS", 3)
         machines = weakref.WeakSet()
         for n in range(5):
             namespace = {"N": n}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fastattn import _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.process import ROOT
-from tests.tolerances import assert_answer, assert_same_bits
+from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
 SHAPES = {
     "rank_two": {"heads": 1},
@@ -242,7 +243,10 @@ def no_general_way(monkeypatch):
     """From now on a call that is not prepared fails."""
 
     def refuse():
-        monkeypatch.setattr("fastattn._api.solve", lambda *_: pytest.fail("this call took the general way"))
+        for module in ("_api", "_flex"):
+            monkeypatch.setattr(
+                f"fastattn.{module}.solve", lambda *_: pytest.fail("this call took the general way")
+            )
 
     return refuse
 
@@ -308,6 +312,113 @@ def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_way):
     engine.attention(query, key, value, out=np.empty_like(expected))
     with pytest.raises(pytest.fail.Exception):
         engine.attention(query, key, value, out=query)
+
+
+SLOPE, TABLE = 0.25, np.arange(40.0)
+
+
+def plain_mod(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx - q_idx)
+
+
+def global_mod(score, b, h, q_idx, kv_idx):
+    return score * SLOPE + TABLE[kv_idx]
+
+
+def aux_mod(score, b, h, q_idx, kv_idx, table, factor):
+    return score + table[h, kv_idx] * factor
+
+
+def number_mask(b, h, q_idx, kv_idx):
+    return kv_idx - q_idx < 8 * SLOPE
+
+
+def array_mask(b, h, q_idx, kv_idx):
+    return TABLE[kv_idx] <= q_idx
+
+
+FLEX = {
+    "neither": {},
+    "score_mod": {"score_mod": plain_mod},
+    "globals": {"score_mod": global_mod},
+    "aux": {"score_mod": aux_mod, "aux": (np.arange(60.0).reshape(3, 20), 0.5)},
+    "mask_mod": {"mask_mod": number_mask},
+    "both": {"score_mod": global_mod, "mask_mod": number_mask},
+    "block_mask": {"score_mod": plain_mod, "block_mask": masks.Causal("top_left")},
+    "out": {"score_mod": plain_mod, "out": np.empty((2, 3, L, 8), np.float32)},
+    "options": {"score_mod": plain_mod, "causal": "top_left", "key_lengths": [4, 9], "return_lse": True},
+}
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_attention_is_prepared(engine, no_general_way, name):
+    if engine.backend == "reference":
+        pytest.skip("takes no functions")
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S, head_dim=8, value_dim=8)
+    attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **FLEX[name])
+    expected = [result.copy() for result in results_of(attend())]
+    no_general_way()
+    for wanted, got in zip(expected, results_of(attend()), strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_what_functions_read_is_read_at_each_call(engine, no_general_way, monkeypatch):
+    if engine.backend == "reference":
+        pytest.skip("takes no functions")
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
+    aux = np.random.default_rng(0).standard_normal((3, S))
+    attend(score_mod=aux_mod, aux=(np.zeros((3, S)), 0.5))
+    attend(score_mod=global_mod)
+    no_general_way()
+    biased = attend(score_mod=aux_mod, aux=(aux, 2.0))
+    assert_attention((biased,), *arrays, bias=2.0 * aux[:, None])
+    monkeypatch.setitem(globals(), "SLOPE", 0.5)
+    monkeypatch.setitem(globals(), "TABLE", -TABLE)
+    got = attend(score_mod=global_mod)
+    scale = 0.5 / np.sqrt(arrays[0].shape[-1])
+    monkeypatch.undo()
+    assert_attention((got,), *arrays, scale=scale, bias=-TABLE[None, :S])
+
+
+def test_a_mask_function_is_evaluated_for_what_it_reads(engine, monkeypatch):
+    """Numbers are part of the signature; where it reads an array, the function is evaluated at each call."""
+    if engine.backend == "reference":
+        pytest.skip("takes no functions")
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
+    query, key = np.ogrid[:L, :S]
+    for _ in range(2):
+        assert_same_bits(attend(mask_mod=number_mask), engine.attention(*arrays, mask=key - query < 2))
+        assert_same_bits(attend(mask_mod=array_mask), engine.attention(*arrays, mask=key <= query))
+    monkeypatch.setitem(globals(), "SLOPE", 0.5)
+    assert_same_bits(attend(mask_mod=number_mask), engine.attention(*arrays, mask=key - query < 4))
+    monkeypatch.setitem(globals(), "TABLE", TABLE[::-1].copy())
+    assert_same_bits(attend(mask_mod=array_mask), engine.attention(*arrays, mask=39 - key <= query))
+    TABLE[:] = 0
+    assert_same_bits(attend(mask_mod=array_mask), engine.attention(*arrays))
+
+
+def test_out_that_functions_read(engine):
+    """As aux or captured, after a call of the same signature without an overlap."""
+    if engine.backend == "reference":
+        pytest.skip("takes no functions")
+    arrays = random_arrays(heads=3, len_q=L, len_k=S, value_dim=S, dtype=np.float64)
+    table = np.random.default_rng(1).standard_normal((3, L, S))
+
+    def captured_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, q_idx, kv_idx]
+
+    def given_mod(score, b, h, q_idx, kv_idx, table):
+        return score + table[h, q_idx, kv_idx]
+
+    attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
+    expected = attend(score_mod=captured_mod)
+    before = table.copy()
+    for options in ({"score_mod": captured_mod}, {"score_mod": given_mod, "aux": (table,)}):
+        attend(**options, out=np.empty_like(table))
+        assert_same_bits(attend(**options, out=table), expected)
+        table[:] = before
 
 
 @pytest.mark.parametrize("lengths", [[21, 3], [4, -1], [2**40, 1]])

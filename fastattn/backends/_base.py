@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from fastattn._problem import Problem
+from fastattn._problem import Mod, Problem
 
 
 class Prepared(Protocol):
@@ -12,8 +12,11 @@ class Prepared(Protocol):
 
     is_small: bool  #: one thread does it, however many there may be
 
-    def run(self, arrays: tuple[Any, ...]) -> None:
-        """Fill ``out``, and ``lse`` and ``weights`` where present, among the arrays of a problem."""
+    def run(self, arrays: tuple[Any, ...], score_mod: Mod | None = None) -> None:
+        """Fill ``out``, and ``lse`` and ``weights`` where present, among the arrays of a problem.
+
+        score_mod: of the same key as the problem's; what it reads may differ.
+        """
         ...
 
 

@@ -59,7 +59,7 @@ class CythonBackend:
         return driver.Prepared(*record, schedule.num_threads, schedule.is_small, loop, sizes)
 
     def run(self, problem: Problem, num_threads: int) -> None:
-        self.prepare(problem, num_threads).run(problem.arrays())
+        self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
 
 
 backend = CythonBackend()

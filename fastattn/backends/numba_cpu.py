@@ -31,7 +31,7 @@ class NumbaBackend:
         return _driver().Prepared(problem, num_threads)
 
     def run(self, problem: Problem, num_threads: int) -> None:
-        self.prepare(problem, num_threads).run(problem.arrays())
+        self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
 
 
 backend = NumbaBackend()

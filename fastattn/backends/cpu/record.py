@@ -8,13 +8,20 @@ against each other. Addresses are 0: a driver fills them into its own copy, one 
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
 from fastattn._schedule import WORD, Schedule, Target
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastattn._problem import Problem
+
+#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
+#: of NumPy's binary interface, on which compiled extensions rely.
+_AT_DATA = object.__basicsize__
 
 LINE_NBYTES = 64
 MAX_PARTIALS = 64  #: of the stack of split-KV: deeper than the tree over any number of keys
@@ -195,6 +202,11 @@ def _lay_out(
         fields[to] = at
         at += n + 63 & -64  # whole lines
     fields["scratch_nbytes"] = at
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the elements begin: ``array.ctypes.data`` in a fifth of its time."""
+    return ctypes.c_int64.from_address(id(array) + _AT_DATA).value
 
 
 def lines(nbytes: int) -> int:

@@ -197,7 +197,6 @@ cdef class Prepared:
         job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
         if loop is not None:
             job.score_mod = loop.address
-            job.aux = loop.aux_address
         n_lead = job.n_lead
         leads = <int64_t *>(job + 1)
         for number in range(N_VIEWS):
@@ -210,13 +209,15 @@ cdef class Prepared:
     def __dealloc__(self):
         free(self.record)
 
-    def run(self, tuple arrays):
-        """Fills the outputs among the arrays, which are those of `Problem.arrays`."""
+    def run(self, tuple arrays, score_mod=None):
+        """Fills the outputs among the arrays, which are those of `Problem.arrays`; score_mod, if any, reads what it
+        holds."""
         cdef Job *job = <Job *>self.record
         cdef char *partials = NULL
         cdef int number
         cdef bint failed
         cdef int64_t outside
+        cdef object aux = None if self.loop is None else self.loop.words(score_mod)
         if job.n_tasks == 0 or job.n_vectors == 0:
             return
         job = <Job *>malloc(self.nbytes)
@@ -227,6 +228,8 @@ cdef class Prepared:
             (&job.query)[number].data = address_of(arrays[number])
         job.sinks = address_of(arrays[N_VIEWS])
         job.mask_bits = address_of(arrays[N_VIEWS + 1])
+        if aux is not None:
+            job.aux = aux.buffer_info()[0]
         with nogil:
             if job.n_splits > 1:
                 partials = new_partials(job)
@@ -241,7 +244,7 @@ cdef class Prepared:
         if failed:
             raise MemoryError("no memory for the tiles of a thread")
         if self.loop is not None:
-            self.loop.check(outside, self.sizes)
+            self.loop.check(outside, self.sizes, score_mod)
 
 
 cdef inline int64_t address_of(array):

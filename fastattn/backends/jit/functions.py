@@ -6,14 +6,13 @@ the `MAX_LOOPS` that were used last. Sizes and what arrays hold are read at each
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -26,6 +25,9 @@ from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
 from fastattn.backends.jit.memory import as_value, form_of, kind_of, words_of
+
+if TYPE_CHECKING:
+    from array import array
 
 #: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
 MAX_LOOPS = 256
@@ -62,38 +64,43 @@ class Kept:
 loops = Kept(MAX_LOOPS)
 
 
-class BoundLoop:
-    """A loop with what it reads in one call; holds both."""
+class Loop:
+    """A compiled loop, for any function of the same key: what a call reads is given at the call."""
 
-    def __init__(
-        self, kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, write: Callable[..., Machine]
-    ) -> None:
-        found = identify(function)
-        self._kind, self._function, self._aux, self._dtype = kind, function, aux, dtype
-        self._values = (*aux, *(as_value(value, dtype) for value in found.captured))
-        key = (found.key, tuple(map(form_of, self._values)), dtype.char, write)
+    def __init__(self, kind: str, mod: Mod, dtype: np.dtype, write: Callable[..., Machine]) -> None:
+        values = (*mod.aux, *(as_value(value, dtype) for value in mod.captured))
+        key = (mod.key, tuple(map(form_of, values)), dtype.char, write)
 
         def compiled() -> Machine:
-            kinds = tuple(map(kind_of, self._values))
+            kinds = tuple(map(kind_of, values))
             checks_indices = _host.checks_indices()
-            made = _typed(kind, function, len(aux), found.captured, kinds, dtype, checks_indices)
+            made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
             return write(made, kinds, dtype)
 
+        self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)
-        self._words = words_of(self._values)
         self.address = self._machine.address
-        self.aux_address = ctypes.addressof(self._words)
 
-    def check(self, bits: int, sizes: Sequence[int]) -> None:
+    def words(self, mod: Mod) -> array[int]:
+        """What the loop reads in a call with this function; it holds addresses of arrays, not the arrays."""
+        return words_of((*mod.aux, *mod.captured))
+
+    def check(self, bits: int, sizes: Sequence[int], mod: Mod) -> None:
         """IndexError for what the loop returned, unless that is 0; sizes: B, H, L and S."""
         if bits:
-            raise messages.outside(self._kind, self._function, self._aux, self._dtype, sizes, bits)
+            raise messages.outside(self._kind, mod.function, mod.aux, self._dtype, sizes, bits)
 
 
 _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_grouped=True)
 
 
-def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> BoundLoop:
+def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:
+    """A function of the caller's with what it reads, now."""
+    found = identify(function)
+    return Mod(function, tuple(aux), (found.key, tuple(map(form_of, aux))), found.captured)
+
+
+def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> Loop:
     """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
     is_grouped; compiled if it was not yet.
 
@@ -103,12 +110,12 @@ def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool)
         The function cannot be compiled, or raises.
     """
     write = over_rows if uses_split_kv else _over_grouped_lanes if is_grouped else _over_lanes
-    return BoundLoop("score_mod", mod.function, mod.aux, dtype, write)
+    return Loop("score_mod", mod, dtype, write)
 
 
-def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> BoundLoop:
+def mask_loop(mod: Mod) -> Loop:
     """A mask_mod over the tiles of a mask map; raises as `score_loop` does."""
-    return BoundLoop("mask_mod", function, aux, _MASK_DTYPE, over_mask)
+    return Loop("mask_mod", mod, _MASK_DTYPE, over_mask)
 
 
 def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The tile map of a function: which keys each query may attend to, evaluated tile by tile on every core."""
+"""The mask map of a function: which keys each query may attend to, evaluated tile by tile on every core."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, MaskMap
+from fastattn._problem import Mod
 from fastattn.backends.jit.functions import mask_loop
 
 #: Tiles that are evaluated at a time: 4 MB of bits; and by one thread at a time.
@@ -20,14 +20,8 @@ BATCH_TILES, STEP_TILES = 4096, 16
 _LOOP = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 8)
 
 
-def evaluate(
-    function: Callable[..., Any],
-    aux: Sequence[Any],
-    sizes: Sequence[int],
-    planes: Sequence[int],
-    num_threads: int,
-) -> MaskMap:
-    """The tile map of ``function(b, h, q_idx, kv_idx, *aux)``, of index ``(*planes, ...)``.
+def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads: int) -> MaskMap:
+    """The mask map of a mask_mod, of index ``(*planes, ...)``.
 
     sizes: B, H, L and S. planes: how many items and heads are told apart.
 
@@ -44,20 +38,21 @@ def evaluate(
     n_tiles = B * H * grid[0] * grid[1]
     index = np.empty(n_tiles, np.int32)
     bits = np.empty((min(n_tiles, BATCH_TILES), TILE_Q, WORDS), np.uint32)
-    loop = mask_loop(function, aux)
-    call = _LOOP(loop.address)
+    loop = mask_loop(mod)
+    call, words = _LOOP(loop.address), loop.words(mod)
+    aux = words.buffer_info()[0]
 
     def tiles(start: int, stop: int) -> int:
         """The bits of the tiles start .. stop - 1, from the first of `bits` for those of a batch."""
         flags = (ctypes.c_uint8 * TILE_K)()
         to = bits.ctypes.data + start % BATCH_TILES * bits.strides[0]
-        return call(to, ctypes.addressof(flags), start, stop, H, *grid, L, S, loop.aux_address)
+        return call(to, ctypes.addressof(flags), start, stop, H, *grid, L, S, aux)
 
     kept, count = [], 0
     full = _full_tiles(L - (grid[0] - 1) * TILE_Q, S - (grid[1] - 1) * TILE_K)
     for first in range(0, n_tiles, BATCH_TILES):
         stop = min(n_tiles, first + BATCH_TILES)
-        loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S))
+        loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S), mod)
         found = bits[: stop - first]
         part = index[first:stop]
         is_empty = ~found.any((1, 2))

@@ -6,7 +6,8 @@ addresses are compiled in, and only dtypes and numbers of axes are what a loop i
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,11 @@ from numba import types
 from numba.core import cgutils
 from numba.np.arrayobj import make_array, populate_array
 
+from fastattn.backends.cpu.record import address_of
+
 WORD = ir.IntType(64)
+
+_REAL, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
 #: Read in the place of an array without elements.
 _ZERO = np.zeros(1, np.float64)
@@ -49,19 +54,20 @@ def as_value(captured: Any, dtype: np.dtype) -> Any:
     return np.float32(captured) if dtype == np.float32 else np.float64(captured)
 
 
-def words_of(values: Sequence[Any]) -> Any:
-    """What `read_words` reads, an array of ctypes; the arrays must live as long."""
+def words_of(values: Sequence[Any]) -> array[int]:
+    """What `read_words` reads; arrays among the values must live as long."""
     words: list[int] = []
     for value in values:
         if isinstance(value, np.ndarray):
             if value.size:
-                words += [value.__array_interface__["data"][0], *value.shape, *value.strides]
+                words += (address_of(value), *value.shape, *value.strides)
             else:
-                words += [_ZERO.ctypes.data, *value.shape, *[0] * value.ndim]
+                words += (address_of(_ZERO), *value.shape, *[0] * value.ndim)
+        elif isinstance(value, (float, np.floating)):
+            words += _BITS.unpack(_REAL.pack(value))
         else:
-            wide = np.float64(value) if value.dtype.kind == "f" else np.int64(value)
-            words.append(int(wide.view(np.int64)))
-    return (ctypes.c_int64 * len(words))(*words)
+            words.append(int(np.int64(value)))
+    return array("q", words)
 
 
 def read_words(context: Any, builder: Any, at: Any, kinds: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._problem import Problem
+from fastattn._problem import Mod, Problem
 from fastattn._schedule import Schedule, make_schedule
 from fastattn._schedule import Target as DriverTarget
 from fastattn.backends.cpu.functions import loop_of
-from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, lines, write_record
+from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, address_of, lines, write_record
 from fastattn.backends.numba.codegen.calls import reached, table
 from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.backends.numba.layout import BLOCK, JOB, LEAD, OWN_TILES, PARTIAL, SHARE
@@ -48,16 +48,7 @@ _CONDITIONS = {
 #: The number of each field of a job among its words of 8 bytes.
 _NUMBER = {name: number for number, name in enumerate(JOB.names or ())}
 
-#: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
-#: of NumPy's binary interface, on which compiled extensions rely.
-_AT_DATA = object.__basicsize__
-
 _START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-
-
-def address_of(array: np.ndarray) -> int:
-    """Where the elements begin: ``array.ctypes.data`` in a fifth of its time."""
-    return ctypes.c_int64.from_address(id(array) + _AT_DATA).value
 
 
 class Prepared:
@@ -79,7 +70,7 @@ class Prepared:
         self.sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         self.loop = loop_of(problem, schedule)
         if self.loop is not None:
-            job["score_mod"], job["aux"] = self.loop.address, self.loop.aux_address
+            job["score_mod"] = self.loop.address
         _set_own(problem, schedule, job)
         job["kernels"], job["cores"], job["n_cpus"] = self._table.address, CORES.ctypes.data, len(CORES)
 
@@ -108,7 +99,7 @@ class Prepared:
             if array is not None
         ]
 
-    def run(self, arrays: tuple[Any, ...]) -> None:
+    def run(self, arrays: tuple[Any, ...], score_mod: Mod | None = None) -> None:
         """Fill the outputs among the arrays, which are those of `Problem.arrays`."""
         if not self.n_tasks:
             return
@@ -118,7 +109,7 @@ class Prepared:
             job = idle.pop()
         except IndexError:
             job = _Job(self, self._table)
-        job.run(arrays, self._num_threads)
+        job.run(arrays, score_mod, self._num_threads)
         if not idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
@@ -184,9 +175,12 @@ class _Job:
             words[_NUMBER["partials"]] = address_of(self._partials)
             words[_NUMBER["left"]] = address_of(self._left)
 
-    def run(self, arrays: tuple[Any, ...], num_threads: int) -> None:
+    def run(self, arrays: tuple[Any, ...], score_mod: Mod | None, num_threads: int) -> None:
         """Every task, on so many threads, or fewer where the pool has no room."""
-        words = self.words
+        words, loop = self.words, self._prepared.loop
+        if loop is not None:
+            aux = loop.words(score_mod)
+            words[_NUMBER["aux"]] = aux.buffer_info()[0]
         for number, at in self._prepared.addresses:
             words[at] = address_of(arrays[number])
         on_pool(num_threads, self._run)
@@ -196,9 +190,9 @@ class _Job:
             words[_NUMBER["is_nonfinite_safe"]] = 1
             on_pool(num_threads, self._run)
             words[_NUMBER["is_nonfinite_safe"]] = words[_NUMBER["saw_nan"]] = 0
-        if self._prepared.loop is not None:
+        if loop is not None:
             outside, words[_NUMBER["read_outside"]] = int(words[_NUMBER["read_outside"]]), 0
-            self._prepared.loop.check(outside, self._prepared.sizes)
+            loop.check(outside, self._prepared.sizes, score_mod)
 
     def _run(self, num_threads: int) -> None:
         if self._left is not None:

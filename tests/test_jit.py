@@ -289,6 +289,67 @@ class TestCompiledOnce:
         assert len(compiled) == 1
 
 
+def features(score, b, h, q, k, of_query, of_key, weights):
+    total = score
+    for f in range(len(weights)):
+        total += weights[f] * np.tanh(of_query[q, f] - of_key[k, f])
+    return total
+
+
+def power(score, b, h, q, k, n):
+    total = 1.0
+    for _ in range(n):
+        total *= 1.0 + score * 0.125
+    return total
+
+
+def banded(b, h, q, k, offsets):
+    allowed = False
+    for i in range(len(offsets)):
+        allowed |= k - q == offsets[i]
+    return allowed
+
+
+class TestSmallLoops:
+    """Sizes at the first call are compiled in as well: calls with other sizes get what they get without."""
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("len_q", [3, 40])
+    def test_any_number_of_rounds(self, dtype, len_q, compiled):
+        x, rng = arrays(dtype), np.random.default_rng(3)
+        query, tolerance = x[..., :len_q, :], {np.float32: 2e-5, np.float64: 1e-12}[dtype]
+        for n in (4, 7, 1, 20, 4):
+            aux = tuple(rng.standard_normal(shape).astype(dtype) for shape in ((len_q, n), (40, n), n))
+            got = fastattn.flex_attention(query, x, x, score_mod=features, aux=aux)
+            of_query, of_key, weights = (value.astype(np.float64) for value in aux)
+            bias = np.tanh(of_query[:, None] - of_key) @ weights
+            expected = fastattn.attention(*(it.astype(np.float64) for it in (query, x, x)), bias=bias)
+            np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+        assert len(compiled) == 1
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_the_same_bits_whatever_came_first(self, dtype, monkeypatch):
+        x, results = arrays(dtype), []
+        aux = {n: (np.linspace(-1, 1, 40 * n).reshape(40, n).astype(dtype),) * 2 for n in (4, 5, 6)}
+        for first in (4, 5):
+            monkeypatch.setattr(functions, "loops", functions.Kept(9))
+            monkeypatch.setattr(_prepared, "_calls", {})
+            results.append([])
+            for n in (first, 4, 5, 6):
+                weights = np.linspace(0.1, 0.7, n).astype(dtype)
+                results[-1] += [attend(power, x, aux=(n,)), attend(features, x, aux=(*aux[n], weights))]
+        for one, other in zip(results[0][2:], results[1][2:], strict=True):
+            assert_same_bits(one, other)
+
+    def test_of_a_mask(self, compiled):
+        x = arrays()
+        for offsets in ([0, 3], [0, -1, 2], [1], [0, 5]):
+            allowed = np.isin(np.arange(40) - np.arange(40)[:, None], offsets)
+            got = fastattn.flex_attention(x, x, x, mask_mod=banded, aux=(np.array(offsets),))
+            np.testing.assert_array_equal(got, fastattn.attention(x, x, x, mask=allowed))
+        assert len(compiled) == 1
+
+
 class TestBounded:
     def test_loops(self, monkeypatch):
         monkeypatch.setattr(functions, "loops", functions.Kept(3))

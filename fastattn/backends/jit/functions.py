@@ -22,9 +22,9 @@ from fastattn import _host
 from fastattn._problem import Mod
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
-from fastattn.backends.jit.identity import identify
+from fastattn.backends.jit.identity import has_loop, identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
-from fastattn.backends.jit.memory import as_value, form_of, kind_of, words_of
+from fastattn.backends.jit.memory import as_value, form_of, kind_of, small_counts, words_of
 
 if TYPE_CHECKING:
     from array import array
@@ -75,7 +75,8 @@ class Loop:
             kinds = tuple(map(kind_of, values))
             checks_indices = _host.checks_indices()
             made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
-            return write(made, kinds, dtype)
+            known = small_counts(values) if has_loop(mod.function) else {}
+            return write(made, kinds, dtype, known)
 
         self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)

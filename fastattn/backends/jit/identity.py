@@ -9,7 +9,7 @@ them, and looked up at each call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dis import get_instructions
+from dis import get_instructions, hasjabs, hasjrel
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -54,6 +54,11 @@ def reached(function: Any) -> Iterator[FunctionType]:
     return iter(walk.functions)
 
 
+def has_loop(function: Any) -> bool:
+    """Whether the function, or one that it calls by name, jumps back."""
+    return any(_code(reached_one.__code__).has_loop for reached_one in reached(function))
+
+
 def as_function(value: Any) -> FunctionType | None:
     """The Python function to inline for a call of this value, or None."""
     if isinstance(value, Dispatcher):
@@ -77,14 +82,18 @@ class Same:
 
 
 class _Code:
-    """The names that a code and those nested in it read; equal to itself, the same for equal codes."""
+    """What a code and those nested in it read by name, and whether they loop; equal to itself, the same for
+    equal codes."""
 
     def __init__(self, code: CodeType) -> None:
         self.globals: list[str] = []
         self.attributes: list[str] = []
+        self.has_loop = False
         for part in nested(code):
             for instruction in get_instructions(part):
                 name = instruction.argval
+                is_jump = instruction.opcode in hasjrel or instruction.opcode in hasjabs
+                self.has_loop |= is_jump and name <= instruction.offset
                 if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name not in self.globals:
                     self.globals.append(name)
                 elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in self.attributes:

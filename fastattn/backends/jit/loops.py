@@ -6,8 +6,9 @@ i-th of the arrays and numbers that the function reads, `checks.OTHER` for what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -55,20 +56,29 @@ def _target() -> Any:
 
 
 class Loop:
-    """A loop as it is being written, with what its body needs."""
+    """A loop as it is being written, with what its body needs.
+
+    known: words of what the function reads whose values are compiled in, by their number.
+    """
 
     def __init__(
-        self, typed: Typed, kinds: Sequence[Any], dtype: np.dtype | None, names: Sequence[str]
+        self,
+        module: ir.Module,
+        name: str,
+        names: Sequence[str],
+        typed: Typed,
+        kinds: Sequence[Any],
+        dtype: np.dtype | None,
+        known: Mapping[int, int],
     ) -> None:
         self._typed, self._kinds = typed, kinds
         self.context = cpu_target.target_context
         self.real = _REALS[4 if dtype is None else dtype.itemsize]
         self._type = types.boolean if dtype is None else numba.from_dtype(dtype)
-        module = typed.library.create_ir_module("fastattn.loop")
         pointers = ("s", "top", "words", "flags")  # the driver's own memory, which nothing else points to
         parameters = [self.real.as_pointer() if name in ("s", "top") else ir.IntType(8).as_pointer()
                       if name in pointers else WORD for name in names]  # fmt: skip
-        self.function = ir.Function(module, ir.FunctionType(WORD, parameters), "fastattn.loop")
+        self.function = ir.Function(module, ir.FunctionType(WORD, parameters), name)
         for name, argument in zip(names, self.function.args, strict=True):
             argument.name = name
             if name in pointers:
@@ -79,8 +89,24 @@ class Loop:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.arguments = dict(zip(names, self.function.args, strict=True))
         self._checks = cgutils.alloca_once_value(self.builder, BITS(0))
-        at = self.builder.inttoptr(self.arguments["aux"], WORD.as_pointer())
-        self._values = read_words(self.context, self.builder, at, kinds)
+        self._known = known
+        self._values: list[Any] = []
+
+    def read_values(self) -> None:
+        """What the function reads, before all else."""
+        self._values = read_words(self.context, self.builder, self.pointer("aux"), self._kinds, self._known)
+
+    def leave_for(self, other: Loop) -> None:
+        """Returns what `other` does where the words are those that it knows."""
+        builder, are_known = self.builder, ir.Constant(ir.IntType(1), 1)
+        for number, count in other._known.items():
+            word = self.load(self.pointer("aux"), WORD(number))
+            are_known = builder.and_(are_known, builder.icmp_signed("==", word, WORD(count)))
+        with builder.if_then(are_known):
+            builder.ret(builder.call(other.function, self.function.args))
+
+    def end(self) -> None:
+        self.builder.ret(self.builder.zext(self.builder.load(self._checks), WORD))
 
     def pointer(self, name: str) -> ir.Value:
         """An argument as the address of words."""
@@ -110,18 +136,45 @@ class Loop:
         builder.store(builder.or_(builder.load(self._checks), bit), self._checks)
         return self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
 
-    @global_compiler_lock
-    def compile(self) -> Machine:
-        """Ends the loop and makes machine code of it."""
-        self.builder.ret(self.builder.zext(self.builder.load(self._checks), WORD))
-        library = self._typed.library
-        library.add_ir_module(self.function.module)
-        for other in library._linking_libraries:
-            library._final_module.link_in(other._get_module_for_linking(), preserve=True)
-        for function in library._final_module.functions:
-            if not function.is_declaration and function.name != self.function.name:
-                function.linkage = "internal"
-        return Machine(library._final_module, self.function.name)
+
+@global_compiler_lock
+def _compiled(
+    write: Callable[[Loop], None],
+    names: Sequence[str],
+    typed: Typed,
+    kinds: Sequence[Any],
+    dtype: np.dtype | None,
+    known: Mapping[int, int],
+) -> Machine:
+    """Machine code of the loop whose body `write` writes.
+
+    known: words as they are at the first call. A second body in which they are compiled in serves all calls
+    where they are the same: a function that loops over a small array becomes straight code in it, of which
+    LLVM makes vectors.
+    """
+    library = typed.library
+    module = library.create_ir_module("fastattn.loop")
+
+    def loop(name: str, known: Mapping[int, int]) -> Loop:
+        return Loop(module, name, names, typed, kinds, dtype, known)
+
+    main = loop("fastattn.loop", {})
+    if known:
+        special = loop("fastattn.known", known)
+        special.read_values()
+        write(special)
+        special.end()
+        main.leave_for(special)
+    main.read_values()
+    write(main)
+    main.end()
+    library.add_ir_module(module)
+    for other in library._linking_libraries:
+        library._final_module.link_in(other._get_module_for_linking(), preserve=True)
+    for function in library._final_module.functions:
+        if not function.is_declaration and function.name != main.function.name:
+            function.linkage = "internal"
+    return Machine(library._final_module, main.function.name)
 
 
 _SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")
@@ -134,8 +187,7 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
     lanes past it.
     """
 
-    def write(typed: Typed, kinds: Sequence[Any], dtype: np.dtype) -> Machine:
-        loop = Loop(typed, kinds, dtype, _SCORES)
+    def write(loop: Loop) -> None:
         builder, at = loop.builder, loop.arguments
         ld, ends, heads, rows = at["ld"], loop.pointer("stops"), loop.pointer("row_h"), loop.pointer("row_i")
         lanes, one = builder.sdiv(ld, at["n"]), WORD(1)
@@ -167,14 +219,11 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
                 x, top = loop.call(builder.load(slot), at["b"], h, i, key), builder.load(largest)
                 builder.store(x, slot)
                 builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
-        return loop.compile()
 
-    return write
+    return partial(_compiled, write, _SCORES)
 
 
-def over_rows(typed: Typed, kinds: Sequence[Any], dtype: np.dtype) -> Machine:
-    """The scores of a row tile: `n` rows, `ld` elements apart, of `stops` keys each; `top` is not used."""
-    loop = Loop(typed, kinds, dtype, _SCORES)
+def _write_rows(loop: Loop) -> None:
     builder, at = loop.builder, loop.arguments
     heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
     with loop.each(WORD(0), at["n"]) as r:
@@ -184,16 +233,16 @@ def over_rows(typed: Typed, kinds: Sequence[Any], dtype: np.dtype) -> Machine:
             slot = builder.gep(line, [j])
             new = loop.call(builder.load(slot), at["b"], h, i, builder.add(at["key0"], j))
             builder.store(new, slot)
-    return loop.compile()
+
+
+#: The scores of a row tile: `n` rows, `ld` elements apart, of `stops` keys each; `top` is not used.
+over_rows = partial(_compiled, _write_rows, _SCORES)
 
 
 _MASK = ("words", "flags", "first", "stop", "heads", "grid_q", "grid_k", "len_q", "len_k", "aux")
 
 
-def over_mask(typed: Typed, kinds: Sequence[Any], dtype: None = None) -> Machine:
-    """The bits of the tiles first .. stop - 1 of a mask map, of TILE_Q rows of WORDS words each; past the
-    lengths they are 0. `flags` has room for TILE_K bytes."""
-    loop = Loop(typed, kinds, None, _MASK)
+def _write_mask(loop: Loop) -> None:
     builder, at = loop.builder, loop.arguments
     byte = ir.IntType(8)
     row_nbytes = WORD(4 * WORDS)
@@ -221,4 +270,9 @@ def over_mask(typed: Typed, kinds: Sequence[Any], dtype: None = None) -> Machine
                 bits = builder.bitcast(builder.icmp_unsigned("!=", x, ir.Constant(vector, None)), BITS)
                 slot = builder.gep(line, [WORD(4 * word)])
                 builder.store(bits, builder.bitcast(slot, BITS.as_pointer()), align=4)
-    return loop.compile()
+
+
+def over_mask(typed: Typed, kinds: Sequence[Any], _: np.dtype, known: Mapping[int, int]) -> Machine:
+    """The bits of the tiles first .. stop - 1 of a mask map, of TILE_Q rows of WORDS words each; past the
+    lengths they are 0. `flags` has room for TILE_K bytes."""
+    return _compiled(_write_mask, _MASK, typed, kinds, None, known)

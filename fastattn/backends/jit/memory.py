@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
@@ -21,6 +21,9 @@ from numba.np.arrayobj import make_array, populate_array
 from fastattn.backends.cpu.record import address_of
 
 WORD = ir.IntType(64)
+
+#: Rounds of a loop that LLVM unrolls: the loop over scores around it is then made of vectors.
+MAX_UNROLLED = 16
 
 _REAL, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
@@ -70,13 +73,36 @@ def words_of(values: Sequence[Any]) -> array[int]:
     return array("q", words)
 
 
-def read_words(context: Any, builder: Any, at: Any, kinds: Sequence[Any]) -> list[Any]:
-    """Written into a function: the values, as Numba has them, out of the words at a pointer."""
+def small_counts(values: Sequence[Any]) -> dict[int, int]:
+    """The sizes and integers among the words that may be how often a function loops: those of up to
+    `MAX_UNROLLED`, by their number."""
+    counts: dict[int, int] = {}
+    first = 0
+    for value in values:
+        if isinstance(value, np.ndarray):
+            counts.update(enumerate(value.shape, first + 1))
+            first += 1 + 2 * value.ndim
+        else:
+            if isinstance(value, np.integer):
+                counts[first] = int(value)
+            first += 1
+    return {number: count for number, count in counts.items() if 0 < count <= MAX_UNROLLED}
+
+
+def read_words(
+    context: Any, builder: Any, at: Any, kinds: Sequence[Any], known: Mapping[int, int]
+) -> list[Any]:
+    """Written into a function: the values, as Numba has them, out of the words at a pointer.
+
+    known: words whose values are compiled in, by their number.
+    """
     place = 0
 
     def take() -> Any:
         nonlocal place
         place += 1
+        if place - 1 in known:
+            return WORD(known[place - 1])
         return builder.load(builder.gep(at, [WORD(place - 1)]))
 
     values = []

@@ -1,6 +1,19 @@
 """Exact attention on NumPy arrays, without storing the score matrix.
 
-A call goes one way, and each line imports only what stands above it:
+The flow of a call; one whose signature is known goes from line 3 to line 9:
+
+1. ``_api.attention`` takes the caller's arguments;
+2. ``_prepared.signature_of`` makes one key of all that decides how they are worked on;
+3. ``_prepared.reuse`` runs the prepared call of that key, if there is one;
+4. ``_normalize.normalize`` turns array_likes into a `Problem`, and alone raises on them;
+5. ``masks.lower`` turns masks into a band, key intervals per row, or a mask map;
+6. ``_registry.select`` takes the first backend that has no reason against the problem;
+7. ``_schedule.make_schedule`` decides path, blocks, splits, copies, prefetch, domain and threads;
+8. ``backends.cpu.record.write_record`` writes sizes, strides, options and schedule down for compiled code;
+9. ``backends.numba.prepared.Prepared.run``, or the Cython driver's, fills in addresses and runs all tasks;
+10. ``_prepared.PreparedCall`` keeps what the signature decided, for the next call of that key.
+
+The modules, each of which imports only what stands above it:
 
 ===================  =================================================================================
 ``_constants``       numbers that more than one place knows, or that were found by measuring
@@ -12,12 +25,11 @@ A call goes one way, and each line imports only what stands above it:
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
 ``_threads``         how many threads a call may have, whoever asks for how many; forks
-``_constants``       numbers that more than one place knows, or that were found by measuring
 ``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_prepared``        what the signature of a call decides, kept for the next call of that signature
-``_api``             `attention` and its relatives: look the call up, or normalise, select, prepare; run
+``_api``             `attention` and its relatives
 ``_flex``            `flex_attention`: scores and masks as Python functions
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================

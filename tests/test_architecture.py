@@ -6,13 +6,17 @@ import ast
 import inspect
 import re
 import shutil
+import sys
+from importlib import import_module
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import fastattn
-from fastattn import masks
+from fastattn import _prepared, masks
 from tests.process import ROOT, python
 
 PACKAGE = ROOT / "fastattn"
@@ -140,6 +144,46 @@ def test_imports_flow_one_way(path):
         assert same_part or (own is not None and other < own), (
             f"{path.name} imports {name}, which stands above it"
         )
+
+
+def flow_of_a_call() -> list[str]:
+    """The functions that the package's docstring lists, in order."""
+    lines = re.findall(r"^(\d+)\. ``([\w.]+)``", fastattn.__doc__ or "", re.MULTILINE)
+    assert [int(number) for number, _ in lines] == list(range(1, 11))
+    return [name for _, name in lines]
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_a_call_flows_as_the_docstring_says(backend):
+    pytest.importorskip("numba")
+    names: dict[Any, str] = {}
+    for name in flow_of_a_call():
+        module = max((m for m in map(module_name, SOURCES) if name.startswith(f"{m}.")), key=len)
+        found: Any = import_module(f"fastattn.{module}")
+        for attribute in name.removeprefix(f"{module}.").split("."):
+            found = getattr(found, attribute)
+        names[getattr(found, "__code__", None) or found.__init__.__code__] = name
+    seen: list[str] = []
+
+    def note(frame, event, _):
+        name = names.get(frame.f_code)
+        if event == "call" and name is not None and name not in seen:
+            seen.append(name)
+
+    def flow():
+        seen.clear()
+        sys.setprofile(note)
+        try:
+            fastattn.attention(*x, mask=masks.GlobalTokens([1]), backend=backend)
+        finally:
+            sys.setprofile(None)
+        return list(seen)
+
+    x = np.ones((3, 2, 7, 5))
+    lines = [name for name in names.values() if backend == "numba" or ".numba." not in name]
+    _prepared._calls.clear()
+    assert flow() == lines
+    assert flow() == [name for name in lines if name in [*lines[:3], "backends.numba.prepared.Prepared.run"]]
 
 
 def test_relative_imports_are_not_used():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._api import solve
-from fastattn._device import DeviceArray, as_device_array, host_array
+from fastattn._device import as_device_array, host_array
 from fastattn._host import check_num_threads, default_backend, get_num_threads
 from fastattn._mask_map import MaskMap, Node, Size
 from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
@@ -162,7 +162,7 @@ def flex_attention(
         it.
     IndexError
         A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
-        found at work, and `out` may be partly written by then.
+        found at work; `out` is untouched.
     BackendError
         Numba is not installed, or no backend, or not the one named, can take the problem.
 
@@ -221,7 +221,7 @@ def flex_attention(
     if isinstance(key_lengths, (list, tuple, int)):
         key_lengths = counts(key_lengths)
     signature, given = None, (query, key, value, block_mask, bias, key_lengths, sinks, out)
-    if allowed is None or not _reads_arrays(allowed):
+    if allowed is None or not allowed.reads_arrays:
         keys = None if score is allowed is None else (score and score.key, allowed and _constant_key(allowed))
         signature = signature_of(
             FLEX, query, key, value, block_mask, bias, causal, window, key_lengths, scale, softcap, sinks,
@@ -258,13 +258,14 @@ def flex_attention(
         out=out,
         return_lse=return_lse,
         return_weights=return_weights,
+        may_fail=on_gpu is None and score is not None and score.reads_arrays,
     )
-    problem = request.problem
-    changed: dict[str, Any] = {"score_mod": score, "mask_mod": None if on_gpu is None else allowed}
-    if out is not None:
-        changed = {kind: mod and _apart(mod, problem.out) for kind, mod in changed.items()}
-    request = request._replace(problem=problem._replace(**changed))
-    return solve(request, num_threads, backend, signature, given)
+    target = None if out is None or on_gpu is None else request.problem.out
+    if target is not None and any(value.ndim and overlap(target, value) for value in values):
+        raise ValueError(f"out must not share memory with aux on {target.device}")
+    mask = None if on_gpu is None else allowed
+    problem = request.problem._replace(score_mod=score, mask_mod=mask)
+    return solve(request._replace(problem=problem), num_threads, backend, signature, given)
 
 
 def create_block_mask(
@@ -387,10 +388,6 @@ def _mod(function: Any, aux: Sequence[Any]) -> Any:
     return compiler.as_mod(function, aux)
 
 
-def _reads_arrays(mod: Mod) -> bool:
-    return any(np.ndim(value) for value in (*mod.aux, *mod.captured))
-
-
 def _constant_key(mod: Mod) -> Any:
     """Equal for functions that give the same for the same indices; for those that read no array."""
     numbers = (
@@ -486,19 +483,6 @@ def _described(value: Any) -> str:
     if callable(value) and not isinstance(value, type):
         return f"a callable {type(value).__name__}, whose attributes are not compiled"
     return type(value).__name__
-
-
-def _apart(mod: Mod, out: Any) -> Mod:
-    """The function with copies of those arrays that writing to `out` would change."""
-
-    def apart(value: Any) -> Any:
-        if not np.ndim(value) or not overlap(out, value):
-            return value
-        if isinstance(value, DeviceArray):
-            raise ValueError(f"out must not share memory with aux on {value.device}")
-        return value.copy()
-
-    return mod._replace(aux=tuple(map(apart, mod.aux)), captured=tuple(map(apart, mod.captured)))
 
 
 def _size(n: Any, name: str) -> int:

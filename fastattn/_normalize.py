@@ -44,7 +44,8 @@ class Request(NamedTuple):
 
     problem: Problem
     results: tuple[Any, ...]  #: out, then lse and weights where asked for, in the caller's shapes
-    staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input
+    staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input, or that
+    #: must not be written to if the work fails
 
     def finish(self) -> Any:
         """The results as the caller wants them; to be called when the problem is solved."""
@@ -138,10 +139,12 @@ def normalize(
     out: np.ndarray | None,
     return_lse: bool,
     return_weights: bool,
+    may_fail: bool = False,
 ) -> Request:
     """The arguments of `attention` as a `Request`; see there for what they mean and what is raised.
 
-    `function_mask` is one more mask. It fits any size, and evaluating it takes long.
+    `function_mask` is one more mask. It fits any size, and evaluating it takes long. `may_fail`: the work may
+    raise, or read arrays that are not here, so that nothing is written to `out` before its end.
     """
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
@@ -155,7 +158,9 @@ def normalize(
     lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
     if bias is not None:
         bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
-    return _assemble(inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights)
+    return _assemble(
+        inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights, may_fail
+    )
 
 
 @_naming_shapes
@@ -599,6 +604,7 @@ def _assemble(
     out: np.ndarray | None,
     return_lse: bool,
     return_weights: bool,
+    may_fail: bool = False,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
@@ -628,7 +634,7 @@ def _assemble(
     else:
         target = given
         reads = (q, k, v, bias, sinks, lowered.dense)
-        if any(array is not None and overlap(given, array) for array in reads):
+        if may_fail or any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
             staged = target = np.empty(shape, dtype)

@@ -115,9 +115,15 @@ def _reads_as_given(arrays: tuple[Any, ...], given: tuple[Any, ...], request: Re
     score_operand = arrays[_DENSE] if arrays[_BIAS] is None else arrays[_BIAS]
     pairs = [(query, arrays[0]), (key, arrays[1]), (value, arrays[2]), (sinks, arrays[_SINKS])]
     pairs += [(mask, score_operand)] if bias is None else [(mask, arrays[_DENSE]), (bias, arrays[_BIAS])]
-    return request.staged is None and all(
+    return (request.staged is None or _may_fail(request)) and all(
         given is used or given.ctypes.data == used.ctypes.data for given, used in pairs
     )
+
+
+def _may_fail(request: Request) -> bool:
+    """Whether the work reads arrays at indices of the caller's."""
+    score_mod = request.problem.score_mod
+    return score_mod is not None and score_mod.reads_arrays
 
 
 _BIAS, _DENSE, _KEY_START, _SINKS = 6, 7, 8, 12
@@ -127,8 +133,8 @@ class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_bits", "_dtype", "_held", "_len_k", "_limit", "_lse_shape", "_mask_is_bias", "_num_threads",
-        "_shape", "_weights_shape", "by_threads", "held_nbytes", "is_small",
+        "_bits", "_dtype", "_held", "_len_k", "_limit", "_lse_shape", "_mask_is_bias", "_may_fail",
+        "_num_threads", "_shape", "_weights_shape", "by_threads", "held_nbytes", "is_small",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +156,7 @@ class PreparedCall:
         self._held = arrays[_KEY_START : _KEY_START + 3]
         self._bits = arrays[-1]
         self._len_k = problem.len_k
+        self._may_fail = _may_fail(request)
         self.held_nbytes = sum(
             array.base.nbytes if array.base is not None else array.nbytes
             for array in (*self._held, self._bits)
@@ -190,11 +197,11 @@ class PreparedCall:
             )
             if numbers and not 0 <= min(numbers) <= max(numbers) <= self._len_k:
                 return None
-        if out is None:
-            out = np.empty(self._shape, self._dtype)
-        else:
-            reads = () if score_mod is None else (*score_mod.aux, *score_mod.captured)
-            for array in (query, key, value, mask, bias, sinks, *reads):
+        result = out
+        if out is None or self._may_fail:
+            result = np.empty(self._shape, self._dtype)
+        if out is not None:
+            for array in (query, key, value, mask, bias, sinks):
                 if array is not None and np.may_share_memory(out, array):
                     return None
         lse = None if self._lse_shape is None else np.empty(self._lse_shape, self._dtype)
@@ -202,9 +209,12 @@ class PreparedCall:
         if self._mask_is_bias:
             mask, bias = None, mask
         prepared.run(
-            (query, key, value, out, lse, weights, bias, mask, *self._held, lengths, sinks, self._bits),
+            (query, key, value, result, lse, weights, bias, mask, *self._held, lengths, sinks, self._bits),
             score_mod,
         )
+        if out is not None and self._may_fail:
+            out[...] = result
+            result = out
         if lse is None:
-            return out if weights is None else (out, weights)
-        return (out, lse) if weights is None else (out, lse, weights)
+            return result if weights is None else (result, weights)
+        return (result, lse) if weights is None else (result, lse, weights)

@@ -36,6 +36,10 @@ class Mod(NamedTuple):
     key: Any = None  #: what the function is compiled for: equal for functions that do the same
     captured: tuple[Any, ...] = ()  #: arrays and floats that it reads from its closure and its globals
 
+    @property
+    def reads_arrays(self) -> bool:
+        return any(np.ndim(value) for value in (*self.aux, *self.captured))
+
 
 class Sizes:
     """The sizes of a problem, and what follows from them."""

@@ -425,6 +425,33 @@ class TestReadsOutside:
                 x[:, :, :len_q], x, x, score_mod=beyond, aux=(np.zeros(10),), backend=backend
             )
 
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("len_q", [2, 300])
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_out_is_untouched(self, backend, len_q, layout):
+        """At the first call and at one that is prepared; tasks before the one that fails are done."""
+
+        def table_mod(score, b, h, q, k, table):
+            return score + table[h, k]
+
+        x = arrays(np.float32, 300)
+        given = [x[:, :, :len_q], x, x]
+        if layout == "bshd":
+            given = [array.swapaxes(1, 2) for array in given]
+        attend = functools.partial(
+            fastattn.flex_attention, *given, score_mod=table_mod, layout=layout, backend=backend
+        )
+        table = np.random.default_rng(0).standard_normal((2, 300))
+        expected = attend(aux=(table,))
+        out = np.full_like(expected, 7.0)
+        for _ in range(2):
+            with pytest.raises(IndexError, match="table_mod"):
+                attend(aux=(table[:1],), out=out)
+            assert (out == 7).all()
+            assert attend(aux=(table,), out=out) is out
+            assert_same_bits(out, expected)
+            out[...] = 7
+
     def test_names_all_kinds(self):
         local = np.zeros((3, 4))
         rows, empty = (np.zeros(4), np.zeros(5)), np.zeros((0, 3))

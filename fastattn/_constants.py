@@ -60,19 +60,19 @@ CPU_FEATURES: dict[str, tuple[str, ...]] = {
 REGISTER_BLOCKING = {
     "avx512": {
         "vector_bytes": 64, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 16, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 16, "block_vectors": 3, "row_sums": 16,
+        "score_vectors": 3, "score_chain": 16, "block_vectors": 3, "row_sums": 16,
     },
     "avx2": {
         "vector_bytes": 32, "tile_rows": 6, "tile_vectors": 2, "wide_rows": 6, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 16, "block_vectors": 6, "row_sums": 8,
+        "score_vectors": 3, "score_chain": 16, "block_vectors": 6, "row_sums": 8,
     },
     "neon": {
         "vector_bytes": 16, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 8, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 8, "block_vectors": 12, "row_sums": 16,
+        "score_vectors": 3, "score_chain": 8, "block_vectors": 12, "row_sums": 16,
     },
     "portable": {
         "vector_bytes": 16, "tile_rows": 4, "tile_vectors": 2, "wide_rows": 4, "score_rows": 4,
-        "score_vectors": 2, "score_stretch": 4, "block_vectors": 6, "row_sums": 8,
+        "score_vectors": 2, "score_chain": 4, "block_vectors": 6, "row_sums": 8,
     },
 }  # fmt: skip
 

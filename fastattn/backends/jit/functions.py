@@ -1,7 +1,7 @@
-"""The way in: a function, what it reads and a dtype give a compiled loop over a tile.
+"""The interface: a function, the values that it reads and a dtype give a compiled loop over a tile.
 
-A loop is remembered for the function's identity, the types of what it reads, the dtype and the kind of tile,
-the `MAX_LOOPS` that were used last. Sizes and what arrays hold are read at each call.
+Loops are cached by the function's identity, the types of the values that it reads, the dtype and the kind of
+tile; the `MAX_LOOPS` that were used last are kept. Sizes and the contents of arrays are read at each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
-from fastattn.backends.jit.memory import as_value, form_of, kind_of, words_of
+from fastattn.backends.jit.memory import as_value, kind_of, type_key, words_of
 
 #: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
 MAX_LOOPS = 256
@@ -35,7 +35,7 @@ _MASK_DTYPE = np.dtype(np.int64)
 
 
 class Kept:
-    """The values that were used last, by their keys."""
+    """A cache of the values that were used last (LRU), safe for threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -46,7 +46,7 @@ class Kept:
         return len(self._values)
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The value of this key, made if it is not here; the first one where several threads make it."""
+        """The value of this key, made where it is missing; the first one where several threads make it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -63,7 +63,7 @@ loops = Kept(MAX_LOOPS)
 
 
 class BoundLoop:
-    """A loop with what it reads in one call; holds both."""
+    """A loop and the values that it reads in one call; keeps both alive."""
 
     def __init__(
         self, kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, write: Callable[..., Machine]
@@ -71,7 +71,7 @@ class BoundLoop:
         found = identify(function)
         self._kind, self._function, self._aux, self._dtype = kind, function, aux, dtype
         self._values = (*aux, *(as_value(value, dtype) for value in found.captured))
-        key = (found.key, tuple(map(form_of, self._values)), dtype.char, write)
+        key = (found.key, tuple(map(type_key, self._values)), dtype.char, write)
 
         def compiled() -> Machine:
             kinds = tuple(map(kind_of, self._values))
@@ -94,8 +94,8 @@ _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_g
 
 
 def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> BoundLoop:
-    """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
-    is_grouped; compiled if it was not yet.
+    """A score_mod over tiles of scores, with query rows as rows (split-KV) or as lanes, which are of several
+    heads if is_grouped; compiled on first use.
 
     Raises
     ------
@@ -112,14 +112,15 @@ def mask_loop(function: Callable[..., Any], aux: Sequence[Any]) -> BoundLoop:
 
 
 def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:
-    """TypeError or ValueError where a function cannot be compiled, for compilers that say less of it."""
+    """TypeError or ValueError where a function cannot be compiled, for backends whose compiler explains
+    less."""
     captured = identify(function).captured
     all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
     _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
 
 
 def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
-    """A Python function of the arguments of compiled loops, which calls the caller's."""
+    """A Python function that takes the arguments of compiled loops and calls the caller's function."""
     given: dict[str, Any] = {}
     first: list[str] = []
     last: list[str] = []
@@ -136,7 +137,7 @@ def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_au
     aux = [f"a{i}" for i in range(n_aux)]
     arguments = [*first, *score, *_INDICES, *aux]
     if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_VARARGS:
-        # Numba inlines no function of *args. As a parameter like the others it takes a tuple.
+        # Numba does not inline functions of *args: make it an ordinary parameter, which takes a tuple.
         code = function.__code__
         flags, n_named = code.co_flags & ~inspect.CO_VARARGS, code.co_argcount
         code = code.replace(co_argcount=n_named + 1, co_flags=flags)
@@ -157,7 +158,7 @@ def _typed(
     kind: str, function: Any, n_aux: int, captured: Sequence[Any], kinds: Sequence[Any], dtype: np.dtype,
     checks_indices: bool,
 ) -> Typed:  # fmt: skip
-    """The function with its wrapper, compiled for its arguments but for machine code."""
+    """The function in its wrapper, typed and lowered for its arguments."""
     messages.check_raises(kind, function)
     score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
     call = wrapper(kind, function, n_aux, len(captured), "checks")
@@ -166,7 +167,7 @@ def _typed(
     is_weak = dtype == np.float32
     try:
         made = typed(call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak)
-    except Exception as error:  # Numba has more kinds of them than a common base
+    except Exception as error:  # Numba's errors have no common base class
         raise TypeError(messages.not_compiled(kind, function, error)) from error
     returned = made.signature.return_type
     wanted = types.Boolean if kind == "mask_mod" else types.Number

@@ -1,4 +1,5 @@
-"""NumPy's BLAS: which one it is, and its products on fastattn's threads, where it lets others run them."""
+"""NumPy's BLAS: which one it is, and how to run its products on fastattn's threads, where it supports
+that."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ import numpy as np
 
 from fastattn import _host, _threads
 
-#: OpenBLAS's functions go by their names between these, by how it was built.
+#: Prefixes and suffixes of OpenBLAS's functions, which depend on how it was built.
 _AFFIXES = [(prefix, suffix) for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")]
 
-#: That every OpenBLAS has.
+#: Functions that every OpenBLAS has.
 _FUNCTIONS = frozenset({"get_config", "get_num_threads", "get_parallel", "set_num_threads"})
 
-#: How OpenBLAS counts its threading: 0 for none.
+#: OpenBLAS's numbers for its threading; 0: none.
 _PTHREADS, _OPENMP = 1, 2
 
-#: After a product its threads spin for 2 to the power of this in ticks of the CPU's clock, some 20 to
-#: 30 ms, unless told otherwise. As NumPy's wheels are built.
+#: After a product its threads spin for 2 to the power of this in ticks of the CPU's clock by default, some 20
+#: to 30 ms, as NumPy's wheels are built.
 _TIMEOUT = 26
 
 
@@ -86,9 +87,9 @@ def numpy_blas() -> Blas:
 
 
 def _openblas_functions() -> dict[str, Any]:
-    """Those of the OpenBLAS that NumPy is linked with, be it the only one in the process or not."""
+    """The functions of the OpenBLAS that NumPy is linked with, even if the process has several."""
     try:
-        # Symbols of what a library is linked with are found through it.
+        # Symbols of the libraries that a library is linked with are found through its handle.
         numpy = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]
     except (AttributeError, OSError, TypeError):
         return {}
@@ -107,9 +108,9 @@ def _openblas_functions() -> dict[str, Any]:
 def share_threads_with_blas(enable: bool = True) -> bool:
     """Run NumPy's matrix products on fastattn's threads, or on its BLAS's own again.
 
-    OpenBLAS's idle threads spin for tens of milliseconds after a product, in case there is another one soon.
-    A call of `attention` right after it finds no core free, and shares one with a spinning thread. With one
-    pool for both nothing spins, and calls between products take what they take alone.
+    OpenBLAS's idle threads spin for tens of milliseconds after a product, in case another one follows. A call
+    of `attention` right after it finds no free core, and shares one with a spinning thread. With one pool for
+    both no thread spins, and calls between products take as long as they take alone.
 
     Parameters
     ----------
@@ -121,28 +122,27 @@ def share_threads_with_blas(enable: bool = True) -> bool:
     bool
         Whether NumPy's products now run where `enable` wants them. False where that is not possible:
         `show_config` says why. NumPy's BLAS must be an OpenBLAS, 0.3.28 or later, with threads of its own,
-        as in NumPy's wheels; and fastattn's compiled backend must be there.
+        as in NumPy's wheels; and fastattn's compiled backend must be available.
 
     Raises
     ------
     TypeError
         `enable` is not a bool.
 
-    Notes
-    -----
-    It holds for the whole process, and for OpenBLAS's routines of level 1 to 3; factorisations in
-    `numpy.linalg` may keep OpenBLAS's threads. The number of threads of a product is still OpenBLAS's own
-    (OPENBLAS_NUM_THREADS, threadpoolctl), and so are its bits. Products of several Python threads take turns,
-    as OpenBLAS's do anyway.
+    Notes ----- It applies to the whole process, and to OpenBLAS's routines of level 1 to 3; factorisations in
+    `numpy.linalg` may use OpenBLAS's own threads. The number of threads of a product is still OpenBLAS's
+    (OPENBLAS_NUM_THREADS, threadpoolctl), and so are its bits. Products of several Python threads run one
+    after another, as OpenBLAS's do anyway.
 
-    A forked child uses OpenBLAS's own threads; just one where another Python thread than the one that forked
-    has multiplied: on more the child might wait for a lock that only that thread could open.
+    A forked child uses OpenBLAS's own threads, and only one of them if another Python thread than the one
+    that forked has run products: with more the child might wait for a lock that only that thread could
+    release.
 
-    Within another parallel region, and where OpenMP's threads are limited, a product gets threads of its own
-    for as long as it takes.
+    Within another parallel region, and where OpenMP's threads are limited, a product creates threads for its
+    duration.
 
-    Do not set OpenBLAS's number of threads while another Python thread multiplies: OpenBLAS may then give the
-    buffers of that product away.
+    Do not set OpenBLAS's number of threads during a product of another Python thread: OpenBLAS may then reuse
+    the buffers of that product.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def is_shared() -> bool:
 
 
 def _driver() -> Any:
-    """The compiled extension, or None; loaded when it is first needed."""
+    """The compiled extension, or None; loaded on first use."""
     from fastattn.backends import cython_cpu
 
     return cython_cpu.driver  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Numbers that more than one place knows, or that were found by measuring: each with where it comes from.
+"""Constants that more than one file uses, and tuning constants, with machine, date and script.
 
-The compiled kernels have those of the instruction sets and of exp2 in their own source, next to the code that
-they shape; `tests/test_constants.py` compares.
+The compiled kernels define those of the instruction sets and of exp2 in their own source;
+`tests/test_constants.py` compares the two.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MANTISSA_BITS = {4: 23, 8: 52}  #: by bytes of a float
 EXPONENT_MIN = {4: -126, 8: -1022}  #: of a normal number
 
 #: 2 (2^f - 1) / f on [-1/2, 1/2] as a polynomial, lowest power first, by bytes of a float; minimax in the
-#: relative error of 2^f (Lawson iteration at 40 digits): 2.0e-9 for float32, 3.4e-18 for float64, so what is
-#: left is rounding.
+#: relative error of 2^f (Lawson iteration at 40 digits): 2.0e-9 for float32, 3.4e-18 for float64, so the rest
+#: of the error is rounding.
 EXP2_COEFFICIENTS = {
     4: (
         1.386294405711940786,
@@ -46,7 +46,7 @@ EXP2_COEFFICIENTS = {
 #: Those that kernels exist for, best first.
 ISAS = ("avx512", "avx2", "neon", "portable")
 
-#: What a CPU must say that it has for each; an AArch64 always has NEON.
+#: CPU features that each needs; an AArch64 always has NEON.
 CPU_FEATURES: dict[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
     "avx2": ("avx2", "fma"),
@@ -55,85 +55,85 @@ CPU_FEATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-#: The registers of each instruction set, and the tiles that fill them. ``backends/cython/kernels/kernels.c``
-#: says where they come from, and `Target` of the Numba backend what each is.
+#: The registers of each instruction set, and the register tiles that fill them. The measurements are in
+#: ``backends/cython/kernels/kernels.c``, the meanings in `Target` of the Numba backend.
 REGISTER_BLOCKING = {
     "avx512": {
         "vector_bytes": 64, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 16, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 16, "block_vectors": 3, "row_sums": 16,
+        "score_vectors": 3, "score_chain": 16, "block_vectors": 3, "row_sums": 16,
     },
     "avx2": {
         "vector_bytes": 32, "tile_rows": 6, "tile_vectors": 2, "wide_rows": 6, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 16, "block_vectors": 6, "row_sums": 8,
+        "score_vectors": 3, "score_chain": 16, "block_vectors": 6, "row_sums": 8,
     },
     "neon": {
         "vector_bytes": 16, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 8, "score_rows": 4,
-        "score_vectors": 3, "score_stretch": 8, "block_vectors": 12, "row_sums": 16,
+        "score_vectors": 3, "score_chain": 8, "block_vectors": 12, "row_sums": 16,
     },
     "portable": {
         "vector_bytes": 16, "tile_rows": 4, "tile_vectors": 2, "wide_rows": 4, "score_rows": 4,
-        "score_vectors": 2, "score_stretch": 4, "block_vectors": 6, "row_sums": 8,
+        "score_vectors": 2, "score_chain": 4, "block_vectors": 6, "row_sums": 8,
     },
 }  # fmt: skip
 
-# Sizes and distances of the kernels; ``kernels.c`` says where they come from.
+# Block sizes and prefetch distances of the kernels; the measurements are in ``kernels.c``.
 KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
 SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
 SCORE_COLUMNS = 128
 EXP2_KEYS = 4
-PREFETCH_KEYS = 4  #: rows of keys and values ahead of their use that are prefetched
+PREFETCH_KEYS = 4  #: prefetch distance in rows of keys, and of values
 PREFETCH_VALUES = 32
 PREFETCH_PACKED = 8  #: of values while they are packed
 
 # ------------------------------------------------------------------ the schedule
 
-# Keys of a tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
+# Keys of a key tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and
 # amortises the update of the accumulators; 128 lost 1.5 % at head_dim 64.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group square`.
 BLOCK_K = 256
 
-# Below this many multiply-adds one thread is faster than waking a second: the region costs about 5 us.
+# Below this many multiply-adds one thread is faster than two: a parallel region costs about 5 us.
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group small`.
 SMALL_WORK = 400_000
 
-# Where many blocks of query rows read one head, a thread copies keys with gaps between their rows, which fill
-# only some of the places in a cache, and packs values in the order in which they are read. At 1024 keys that
-# takes 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 blocks
-# keys gain nothing, with 3 they lose 5 %; with 3 blocks values with gaps gain 9 %, others nothing. 1 MB each
-# leaves a part of an L2 of 2 MB where both are copied; layout "bshd" gained 15 % so at 4096 keys, and 5 % at
-# 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B with and without.
+# Where many query blocks read one head, a thread copies keys with gaps between their rows, which map to only
+# some of the sets of a cache, and packs values in the order in which they are read. At 1024 keys that takes
+# 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 query blocks
+# copies of keys gain nothing, with 3 they lose 5 %; with 3, packing gains 9 % for values with gaps, nothing
+# for others. With 1 MB each, both copies leave some of an L2 of 2 MB free; layout "bshd" gained 15 % so at
+# 4096 keys, and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 COPY_BLOCKS = 8
 GAP_BLOCKS = 3
 COPY_NBYTES = 1 << 20
 
-# So many query rows of a key/value head, or fewer than a vector has lanes, stand side by side; for more,
-# lanes of queries are filled well enough. Times over those with lanes of queries, 1024 keys in the cache,
-# head_dim 64, two threads:
+# Up to this many query rows of a key/value head, or fewer than a vector has lanes, split-KV is used; more
+# rows fill vectors of lanes well enough for the sweep. Times of split-KV over those of the sweep, 1024 keys
+# in the cache, head_dim 64, two threads:
 #                     1 row      4      8
 #   AVX-512 float32   0.41    0.53   0.69
 #   AVX-512 float64                  0.88
 #   AVX2 float32      0.52    0.73   1.11
 #   AVX2 float64              1.03   1.27
-# From memory, or with fewer heads than threads, few rows win by more: the threads share the keys of a head.
-# Just as many rows as lanes, 16, take 1 to 1.3 of the time in the cache, but 0.85 to 0.93 at 4096 keys and
-# head_dim 128 from memory, and half where one head has 65536 keys. So they stand side by side where key and
-# value of a head have so many elements, 2 MB of float32, the size of a core's cache; other bounds were not
-# measured. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
+# From memory, or with fewer heads than threads, split-KV gains more, as threads share the keys of a head.
+# With exactly as many rows as lanes, 16, it takes 1 to 1.3 times as long in the cache, but 0.85 to 0.93 at
+# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So for those it is used
+# where key and value of a head have at least LONG_HEAD elements, 2 MB of float32, the size of a core's cache;
+# other bounds were not measured. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
 LONG_HEAD = 1 << 19
 
-# A thread gets about this many tasks out of the keys of few heads, so that none waits long for the last.
-# Other counts were not measured.
+# Split-KV makes about this many tasks per thread, to balance the threads. Other counts were not measured.
 SPLIT_TASKS = 8
 
-# Few rows leave a core to wait for memory, of which it sees by itself no further than to the end of a page.
-# Asking for it 8 KB ahead instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; not at all 1.4
-# times at 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache it
-# costs up to 13 %; where the cache ends was taken from its size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21,
-# keys and values from memory, interleaved A/B.
+# Prefetch distance of split-KV in bytes, and the size of keys and values from which it prefetches. With few
+# rows a core mostly waits for memory, and hardware prefetchers stop at the end of a page. A distance of 8 KB
+# instead of 16 takes 1.5 times as long at 1500 keys and head_dim 64; no prefetch takes 1.4 times as long at
+# 4096 keys and head_dim 128 with 4 rows, 1.15 with one; 32 and 64 KB are no better. In the cache prefetches
+# cost up to 13 %; the bound is the cache's size, 2 MB. 2 cores of Emerald Rapids, 2026-11-21, keys and values
+# from memory, interleaved A/B.
 PREFETCH_DISTANCE = 1 << 14
 UNCACHED_NBYTES = 1 << 21
 
-# Below this a factor is not packed into the query where there is a soft-cap: see `score_factors`. Common ones
-# are above 2^-9, as 1/8 over 30 to 50.
+# With a soft-cap, a smaller factor is not packed into the query: see `score_factors`. Usual factors, 1/8 over
+# 30 to 50, are above 2^-9.
 LEAST_CAPPED_FACTOR = 2.0**-24

@@ -1,8 +1,8 @@
-"""Arrays on a GPU, as much of them as the edge must know: where they are, their shapes, strides and dtypes.
+"""Arrays on a GPU, as far as validation needs them: their devices, shapes, strides and dtypes.
 
-Nothing here touches CUDA or reads an element. What a caller's library says of an array, by the CUDA array
-interface or else by DLPack, becomes a `DeviceArray`, which is passed on as an ndarray would be; the CUDA
-backend alone does something with it.
+Nothing here uses CUDA or reads an element. The description of a caller's array, by the CUDA array interface
+or else by DLPack, becomes a `DeviceArray`, which is passed on as an ndarray would be; only the CUDA backend
+accesses its memory.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 
 import numpy as np
 
-_CUDA_KINDS = (2, 13)  # DLPack's numbers for memory of a GPU, and for memory that both sides reach
+_CUDA_KINDS = (2, 13)  # DLPack's numbers for device memory and for managed memory
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """Memory of a GPU: a caller's array, or a result that the backend is to make."""
+    """Memory of a GPU: of a caller's array, or of a result that the backend is to allocate."""
 
-    device: int  #: which GPU
-    address: int | None = None  #: None until the backend has made it
-    owner: Any = None  #: the caller's array; of a result what holds the memory, in the end what they get
-    stream: int | None = None  #: the stream on which the array is being filled, where its library says so
+    device: int  #: number of the GPU
+    address: int | None = None  #: None until the backend has allocated it
+    owner: Any = None  #: the caller's array; of a result the owner of the memory, in the end what is returned
+    stream: int | None = None  #: the stream that writes the array, where its library tells
     readonly: bool = False
-    shape: tuple[int, ...] = ()  #: of a result: what is to be made, C-contiguous
+    shape: tuple[int, ...] = ()  #: of a result: what to allocate, C-contiguous
     dtype: np.dtype | None = None
-    like: Any = None  #: of a result: an array of the library that it is to belong to
+    like: Any = None  #: of a result: an array of the library to return it in
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeviceArray:
-    """A view of memory on a GPU; it has what the edge asks an ndarray for, under the same names."""
+    """A view of memory on a GPU, with the attributes of an ndarray that validation uses."""
 
     memory: Memory
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: in bytes
-    dtype: np.dtype  #: that its elements are read as
-    stored: np.dtype  #: that they have
+    dtype: np.dtype  #: to which elements are converted when read
+    stored: np.dtype  #: of the elements in memory
 
     @property
     def ndim(self) -> int:
@@ -57,7 +57,7 @@ class DeviceArray:
         return f"<{self.dtype} {self.shape} on {self.device}>"
 
     def __getitem__(self, index: None) -> DeviceArray:
-        """``array[None]``: the same with one more axis in front."""
+        """``array[None]``: a view with one more axis in front."""
         if index is not None:
             raise TypeError(f"elements of an array on {self.device} are not read on the host")
         return replace(self, shape=(1, *self.shape), strides=(0, *self.strides))
@@ -80,18 +80,19 @@ class DeviceArray:
         return replace(self, dtype=dtype)
 
     def same_view(self, other: DeviceArray) -> bool:
-        """Whether both read the same memory alike; libraries describe an array anew each time."""
+        """Whether both are the same view of the same memory; libraries describe an array anew each time."""
         same_memory = (self.device, self.memory.address) == (other.device, other.memory.address)
         names = ("shape", "strides", "dtype", "stored")
         return same_memory and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
-        """A result for the backend to make, on this array's GPU and of its library."""
+        """A result for the backend to allocate, on this array's GPU and of its library."""
         memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)
         return DeviceArray(memory, shape, _c_strides(shape, dtype.itemsize), dtype, dtype)
 
     def addresses(self) -> np.ndarray:
-        """An array of the same addresses, to ask NumPy about them: its elements are not there."""
+        """An ndarray with the same addresses, for NumPy's functions on memory layout: it has no readable
+        elements."""
         return np.asarray(_AtAddress(self))
 
 
@@ -107,27 +108,27 @@ class _AtAddress:
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
-    """`numpy.asarray` of what is read on the host; TypeError where it lies on a GPU."""
+    """`numpy.asarray` of a value that is read on the host; TypeError where it is on a GPU."""
     if (array := as_device_array(value, name)) is not None:
         raise TypeError(f"{name} is on {array.device}, and is read on the host: pass a NumPy array or a list")
     return np.asarray(value)
 
 
 def as_device_array(value: Any, name: str) -> DeviceArray | None:
-    """What a library says of its array on a GPU; None for all that is not one.
+    """A library's array on a GPU as a `DeviceArray`; None for any other value.
 
     Raises
     ------
     TypeError
-        The array is not one of plain numbers that may be read as it is, or a tensor that records gradients,
-        or a masked array, wherever it is.
+        Its elements are not plain numbers of native byte order, or it is a tensor that records gradients, or
+        a masked array, on a GPU or not.
     ValueError
         Its elements are not aligned.
     """
     if isinstance(value, DeviceArray):
         return value
     if isinstance(value, np.ndarray):
-        ma = sys.modules.get("numpy.ma")  # not imported for this check alone: who has a masked array has it
+        ma = sys.modules.get("numpy.ma")  # not imported here: whoever has a masked array has imported it
         if ma is not None and isinstance(value, ma.MaskedArray):
             raise TypeError(
                 f"{name} is a masked array, whose mask would be lost: pass a plain array, and mask="
@@ -170,7 +171,7 @@ def place(array: Any) -> str:
 
 
 def _where(value: Any) -> tuple[Any, int | None] | None:
-    """What the CUDA array interface says, and the GPU that DLPack names; None where neither knows a GPU."""
+    """The CUDA array interface of a value, and its GPU by DLPack; None where it has neither."""
     interface = getattr(value, "__cuda_array_interface__", None)
     ask = getattr(value, "__dlpack_device__", None)
     kind, number = (None, 0) if ask is None else ask()
@@ -211,7 +212,7 @@ def _from_dlpack(value: Any) -> DeviceArray:
 
 
 def _device_of(address: int) -> int:
-    """The GPU that an address belongs to, by the driver's word; 0 where nobody knows."""
+    """The GPU that an address belongs to, according to the CUDA driver; 0 where that cannot tell."""
     try:
         from cuda.bindings import driver
 

@@ -1,4 +1,4 @@
-"""What the machine and the environment say: cores, CPU, caches and environment variables.
+"""The machine and the environment: cores, CPU, caches and environment variables.
 
 The only reader of ``os.environ``. A bad value of a variable is an error when it is used, never when
 `fastattn` is imported.
@@ -40,8 +40,8 @@ def available_cores() -> int:
 
 
 def cores_of_cpus() -> list[int]:
-    """The core that each CPU belongs to, by the lowest number among the core's CPUs: hyper-threads share one.
-    Empty where the system does not say."""
+    """The core that each CPU belongs to, as the lowest number among the core's CPUs: hyper-threads share one.
+    Empty where the system does not tell."""
     try:
         last = int(re.split("[,-]", _read(f"{_CPUS}/possible"))[-1])
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _core_of(cpu: int) -> int:
 
 @cache
 def cpu_quota() -> float | None:
-    """CPUs' worth of time that the cgroups of this process grant it (v1 or v2), None when unlimited."""
+    """The CPU quota of this process's cgroups (v1 or v2) in CPUs, None when unlimited."""
     try:
         memberships = _read("/proc/self/cgroup").splitlines()
     except OSError:
@@ -114,13 +114,13 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads a call uses when it does not say.
+    """How many threads a call uses without ``num_threads=``.
 
     Returns
     -------
     int
-        What `set_num_threads` said, or else FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS (of a list the
-        first number; what OpenMP could not read is passed over), or else the number of cores that this
+        The number set by `set_num_threads`, or else FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS (of a list
+        the first number; a value that OpenMP cannot parse is ignored), or else the number of cores that this
         process may use (its affinity, and the CPU quota of its cgroup).
 
     Raises
@@ -154,8 +154,8 @@ def num_threads_and_source() -> tuple[int, str]:
 
 
 def _omp_num_threads() -> int | None:
-    """OMP_NUM_THREADS: of a list, one number for each level of nested regions, the first. None where it is
-    not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
+    """OMP_NUM_THREADS; the first of a list, which has one number for each level of nested regions. None where
+    it is not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     if not re.fullmatch(_OMP_LIST, text, re.ASCII):
         return None
@@ -164,7 +164,7 @@ def _omp_num_threads() -> int | None:
 
 
 def check_num_threads(value: object, name: str) -> int:
-    """`value` as a thread count; raises where it is none."""
+    """`value` as a thread count; raises where it is not one."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -176,7 +176,7 @@ def check_num_threads(value: object, name: str) -> int:
     return count
 
 
-# What `os.environ` decodes at each look, which for a small call takes as long as its arithmetic.
+# The bytes that `os.environ` decodes at each access, which takes as long as the arithmetic of a small call.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _BACKEND: Any = (
     os.environ.encodekey("FASTATTN_BACKEND") if _environment is not os.environ else "FASTATTN_BACKEND"
@@ -191,13 +191,13 @@ def default_backend() -> str | None:
 
 @cache
 def checks_indices() -> bool:
-    """Whether the caller's functions are kept within their arrays: unless FASTATTN_CHECK_INDICES is 0 when it
-    is first asked for."""
+    """Whether reads of the caller's functions are bounds-checked: unless FASTATTN_CHECK_INDICES is 0 at the
+    first call of this function."""
     return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
 
 
 def blas_timeout() -> int | None:
-    """OPENBLAS_THREAD_TIMEOUT as OpenBLAS takes it, None where it is not set."""
+    """OPENBLAS_THREAD_TIMEOUT as OpenBLAS interprets it, None where it is not set."""
     try:
         timeout = int(os.environ.get("OPENBLAS_THREAD_TIMEOUT", "0"))
     except ValueError:
@@ -206,7 +206,7 @@ def blas_timeout() -> int | None:
 
 
 def environment_without(names: Iterable[str]) -> dict[str, str]:
-    """This process's environment less these variables, for a child."""
+    """This process's environment without these variables, for a child."""
     dropped = set(names)
     return {name: text for name, text in os.environ.items() if name not in dropped}
 
@@ -221,13 +221,13 @@ def forced_isa() -> str | None:
 
 @contextmanager
 def brief_openmp_spin() -> Iterator[None]:
-    """An OpenMP runtime that is loaded within lets its idle threads sleep after some 30 us.
+    """An OpenMP runtime that is loaded within this context lets its idle threads sleep after some 30 us.
 
-    By default libgomp's stay awake for about a millisecond in case of more work, and hold a core that NumPy's
-    BLAS wants for its own threads; asleep, they are also woken ahead of a BLAS thread that waits in the same
-    way. Between matrix products a call took four times longer; calls one after another take what they took.
-    (2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn demo`.) What the user has set is left alone, and
-    the environment is afterwards what it was.
+    By default libgomp's threads spin for about a millisecond in case of more work, on a core that NumPy's
+    BLAS needs for its own threads; asleep, they are also woken before a BLAS thread that spins in the same
+    way. With the default a call between matrix products took four times as long; consecutive calls take the
+    same time. (2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn demo`.) A setting of the user's is
+    kept, and the environment is restored.
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         yield
@@ -240,7 +240,7 @@ def brief_openmp_spin() -> Iterator[None]:
 
 
 def cpu_name() -> str:
-    """The CPU's name as it gives it itself."""
+    """The CPU's model name."""
     try:
         for line in _read("/proc/cpuinfo").splitlines():
             name, _, value = line.partition(":")
@@ -273,10 +273,10 @@ def cache_sizes() -> dict[str, str]:
 
 
 def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
-    """Quotas of the cgroup `path` and of all that it lies in.
+    """Quotas of the cgroup `path` and of all its ancestors.
 
-    In a container the path may be the host's, of which only the root is mounted: what is missing, or cannot
-    be read, is passed over.
+    In a container the path may be the host's, of which only the root is mounted: a file that is missing, or
+    cannot be read, is skipped.
     """
     parts = [part for part in path.split("/") if part]
     quotas = []
@@ -300,7 +300,7 @@ def _quota_v1(group: str) -> float | None:
 
 
 def _share(quota: int, period: int) -> float | None:
-    """CPUs' worth of time; None where the numbers limit nothing, as a quota of -1, or mean nothing."""
+    """The quota in CPUs; None where it is no limit, such as -1, or invalid."""
     return quota / period if quota > 0 and period > 0 else None
 
 

@@ -1,8 +1,8 @@
-"""Masks bound to one problem size: intervals of keys per query, and maps of tiles.
+"""Masks bound to one problem size: intervals of keys per query, and mask maps.
 
-A node answers for tiles in two steps. `states` says of every tile whether it allows no key, every key, or
-perhaps some, from bounds alone. `words` gives the bits of the tiles that are left. Knows no mask object: they
-stand in `fastattn.masks` and make nodes.
+A node is evaluated in two steps. `states` says of every tile whether it is EMPTY, FULL or may be PARTIAL,
+from bounds alone. `words` computes the bits of the possibly partial tiles. The mask objects are in
+`fastattn.masks`, and make nodes; nothing here knows them.
 
 Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length, ``S`` key length.
 """
@@ -22,15 +22,15 @@ INDEX_EMPTY = -2  #: in `MaskMap.index`: no key of the tile is allowed
 INDEX_FULL = -1  #: in `MaskMap.index`: every key of the tile is allowed
 
 WORDS = TILE_K // 32
-BATCH_TILES = 512  # tiles evaluated at once: 4 MiB of bools, which bounds the working memory
-EMPTY, PARTIAL, FULL = 0, 1, 2  # what a tile allows; `&` is their minimum, `|` their maximum
-UNBOUNDED = 1 << 60  #: of a `Band`: further than any key; no sum of it and a position overflows
-LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # word with the n lowest bits set
+BATCH_TILES = 512  # tiles of a batch: 4 MiB of bools, which bounds the working memory
+EMPTY, PARTIAL, FULL = 0, 1, 2  # states of a tile; `&` is their minimum, `|` their maximum
+UNBOUNDED = 1 << 60  #: of a `Band`: beyond any key; its sum with a position does not overflow
+LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # words with the n lowest bits set
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskMap:
-    """A tile map of ``(L, S)`` planes, with bits for the tiles that are neither empty nor full.
+    """The map of tiles of ``(L, S)`` planes, with bits for the partial tiles.
 
     The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
     """
@@ -59,9 +59,10 @@ def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
 
 
 def intervals_of(mask_map: MaskMap, L: int, S: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Start and stop of each row's keys, ``(B, L)``, if each row of an index ``(B, 1, ...)`` has one.
+    """Start and stop of each row's keys, ``(B, L)``, if they are one interval in every row of a mask map
+    with index ``(B, 1, ...)``.
 
-    None where some row has more than one interval, or where heads differ.
+    None where a row has more than one interval, or where heads differ.
     """
     index = mask_map.index
     if index.shape[1] != 1:
@@ -102,7 +103,7 @@ class Band(NamedTuple):
 
     left: int  #: at most `UNBOUNDED`, which is no bound
     right: int
-    at_end: bool  #: the last query stands at the item's last key: ``p = i + S_b - L``
+    at_end: bool  #: the last query is aligned with the item's last key: ``p = i + S_b - L``
     lengths: np.ndarray | None  #: ``S_b`` as ``(*lead,)`` int64 view, in 0..S; None: ``S`` for every item
 
     def intervals(self, L: int, S: int) -> Intervals:
@@ -135,7 +136,7 @@ class Grid:
 
 
 class TileBatch:
-    """Some tiles, to be evaluated at once: tile n lies in plane ``item[:, n]`` of `outer`."""
+    """A batch of tiles to evaluate: tile n lies in plane ``item[:, n]`` of `outer`."""
 
     def __init__(self, flat: np.ndarray, outer: tuple[int, ...], grid: Grid) -> None:
         *item, tile_row, tile_key = np.unravel_index(flat, (*outer, *grid.shape))
@@ -146,7 +147,7 @@ class TileBatch:
         self.row = np.minimum(self.row_start[:, None] + np.arange(TILE_Q), grid.L - 1)
 
     def inside(self) -> np.ndarray:
-        """Words of the tiles' part that lies inside the plane."""
+        """Words with the bits inside the plane set."""
         rows_left = (self.grid.L - self.row_start)[:, None]
         keys_left = np.where(np.arange(TILE_Q) < rows_left, (self.grid.S - self.key_start)[:, None], 0)
         return interval_words(np.zeros((1, 1), dtype=np.int64), keys_left)
@@ -168,11 +169,11 @@ class Node:
         raise NotImplementedError
 
     def words(self, batch: TileBatch) -> np.ndarray:
-        """The bits of some tiles, ``(n, TILE_Q, TILE_K // 32)``, with any bits past the end."""
+        """The bits of a batch of tiles, ``(n, TILE_Q, TILE_K // 32)``; bits past the end are arbitrary."""
         raise NotImplementedError
 
     def complement(self, S: int) -> Node:
-        """What this does not allow."""
+        """The node that allows what this one does not."""
         return Not(self)
 
 
@@ -189,7 +190,7 @@ class Intervals(Node):
     def states(self, grid: Grid) -> np.ndarray:
         start, stop = self._rows(grid.L)
         empty = start >= stop
-        # The smallest interval that holds all rows of the tile row, and the largest inside all of them.
+        # The union's hull and the intersection of the intervals of the rows of each row of tiles.
         start_min = np.minimum.reduceat(np.where(empty, grid.S, start), grid.row_starts, axis=-1)[..., None]
         stop_max = np.maximum.reduceat(np.where(empty, 0, stop), grid.row_starts, axis=-1)[..., None]
         start_max = np.maximum.reduceat(start, grid.row_starts, axis=-1)[..., None]
@@ -206,7 +207,8 @@ class Intervals(Node):
         )
 
     def complement(self, S: int) -> Node:
-        """Intervals again where each row's keys reach an end of the row; two pieces have no such form."""
+        """Intervals where each row's complement is one interval, as its keys reach an end of the row; else
+        `Not`."""
         empty, first = self.start >= self.stop, self.start == 0
         if not (empty | first | (self.stop == S)).all():
             return Not(self)
@@ -219,7 +221,7 @@ class Intervals(Node):
 
 
 class SameId(Node):
-    """Ids of queries ``(*lead, L)`` and of keys ``(*lead, S)``: equal ones see each other."""
+    """Ids of queries ``(*lead, L)`` and of keys ``(*lead, S)``: a query may attend keys with its own id."""
 
     def __init__(self, q_ids: np.ndarray, k_ids: np.ndarray) -> None:
         self.q_ids, self.k_ids = q_ids, k_ids
@@ -242,7 +244,8 @@ class SameId(Node):
 
 
 class Cross(Node):
-    """Whole rows and whole columns: bool `rows` ``(L,)`` and `keys` ``(S,)``, either of them enough."""
+    """Whole rows or whole columns: bool `rows` ``(L,)``, `keys` ``(S,)``; key j is allowed if rows[i] or
+    keys[j]."""
 
     outer = (1,)
 
@@ -296,7 +299,7 @@ class DenseArray(Node):
 
 
 class Mapped(Node):
-    """A tile map that is there already, its index ``(*outer, ...)``."""
+    """An existing mask map, its index ``(*outer, ...)``."""
 
     def __init__(self, mask_map: MaskMap) -> None:
         self.mask_map = mask_map
@@ -317,7 +320,7 @@ class Mapped(Node):
 
 
 class All(Node):
-    """What every part allows."""
+    """The intersection of nodes."""
 
     def __init__(self, parts: list[Node]) -> None:
         self.parts = parts
@@ -337,7 +340,7 @@ class All(Node):
 
 
 class AnyOf(Node):
-    """What any part allows."""
+    """The union of nodes."""
 
     def __init__(self, parts: list[Node]) -> None:
         self.parts = parts
@@ -356,12 +359,12 @@ class AnyOf(Node):
         return result
 
     def complement(self, S: int) -> Node:
-        """By De Morgan, so that parts which are intervals still bound the tiles, or are the whole answer."""
+        """By De Morgan, so that nodes which are intervals stay intervals, whose tiles need no bits."""
         return all_of([part.complement(S) for part in self.parts], S)
 
 
 class Not(Node):
-    """What the part does not allow."""
+    """The complement of a node."""
 
     def __init__(self, part: Node) -> None:
         self.part = part
@@ -378,7 +381,7 @@ class Not(Node):
 
 
 def all_of(nodes: list[Node], S: int) -> Node:
-    """What every node allows, side by side, and intervals as one."""
+    """The intersection of nodes, flattened, with all intervals merged into one node."""
     parts = [part for node in nodes for part in (node.parts if isinstance(node, All) else [node])]
     intervals = [part for part in parts if isinstance(part, Intervals)]
     others = [part for part in parts if not isinstance(part, Intervals)]
@@ -387,7 +390,7 @@ def all_of(nodes: list[Node], S: int) -> Node:
 
 
 def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: Intervals | None) -> MaskMap:
-    """The tile map of `node`; tiles that `reach` leaves empty in all planes need no bits."""
+    """The mask map of `node`; tiles that are empty in `reach` in all planes get no bits."""
     grid = Grid(L, S)
     planes = (1,) * (len(outer) - len(node.outer)) + tuple(node.outer)
     states = np.broadcast_to(node.states(grid), (*planes, *grid.shape))
@@ -401,7 +404,7 @@ def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: In
     index[states == FULL] = INDEX_FULL
     flat_index = index.reshape(-1)
     partial = np.flatnonzero(states == PARTIAL)
-    bits = np.empty((len(partial), TILE_Q, WORDS), dtype=np.uint32)  # untouched pages cost nothing
+    bits = np.empty((len(partial), TILE_Q, WORDS), dtype=np.uint32)  # pages never written take no memory
     count = 0
     for first in range(0, len(partial), BATCH_TILES):
         flat = partial[first : first + BATCH_TILES]
@@ -426,7 +429,7 @@ def intersect(intervals: list[Intervals], S: int) -> Intervals:
 
 
 def segment_runs(q_ids: np.ndarray, k_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Each query's keys as one interval, or None when some query's keys do not lie next to each other."""
+    """Each query's keys as one interval, or None when some query's keys are not consecutive."""
     lead = np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1])
     start = np.zeros((*lead, q_ids.shape[-1]), dtype=np.int64)
     stop = np.zeros_like(start)

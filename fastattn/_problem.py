@@ -1,9 +1,8 @@
-"""The one object that carries an attention call from the edge to a backend.
+"""The object that carries an attention call from validation to a backend.
 
-A `Problem` is what `_normalize` makes of the user's arguments and all that a backend ever sees.
-It holds views, sizes and options; it checks nothing, copies nothing and knows no backend. Where the caller's
-arrays are on a GPU, `DeviceArray` stands in the place of their ndarrays, results among them; intervals and
-tiles are the host's all the same.
+`_normalize` makes a `Problem` of the user's arguments; a backend sees nothing else. It holds views, sizes and
+options; it checks nothing, copies nothing and knows no backend. Where the caller's arrays are on a GPU, they
+and the results are `DeviceArray`; intervals and mask maps are on the host nevertheless.
 
 Letters: ``*lead`` the broadcast leading batch axes (may be none), ``H`` query heads, ``K`` key/value
 heads with ``H % K == 0``, ``L`` query length, ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
@@ -20,16 +19,16 @@ import numpy as np
 
 from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 
-# Bounds on the sizes of one call, far beyond what memory holds, and yet axes of stride 0 reach them. Within
-# them nothing that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
+# Bounds on the sizes of one call, far beyond what memory holds, but axes of stride 0 can reach them. Within
+# them no number that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
 # values, MAX_ROWS * 2 * MAX_DIM * 8 = 2**62.
 MAX_ROWS = 2**40  #: B·H·L, and B·K·S
-MAX_DIM = 2**18  #: D, and E: a thread's tiles of it take some 200 MB, and 1 GB of copies at most
+MAX_DIM = 2**18  #: D, and E: at that size a thread's tiles take some 200 MB, and copies 1 GB at most
 
 
 class Mod(NamedTuple):
-    """A function of the caller's: ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives another score,
-    ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says whether the key is allowed."""
+    """A function of the caller: ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` returns the new score,
+    ``mask_mod(b, h, q_idx, kv_idx, *aux)`` whether the key is allowed."""
 
     function: Callable[..., Any]
     aux: tuple[Any, ...]  #: arrays and NumPy scalars, of native bool, integer or float dtypes
@@ -42,7 +41,7 @@ class Mod(NamedTuple):
 
 
 class Sizes:
-    """The sizes of a problem, and what follows from them."""
+    """The sizes of a problem, and sizes derived from them."""
 
     __slots__ = (
         "batch", "group_size", "head_dim", "heads", "len_k", "len_q", "num_heads", "num_kv_heads", "rows",
@@ -63,18 +62,18 @@ class Sizes:
 class Problem(NamedTuple):
     """One validated attention call: strided views, sizes and options.
 
-    Key ``j`` is allowed for query ``i`` when every one that is present allows it: the ``band``, the interval
-    ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``mask_map``, ``mask_mod``, and a ``bias``
-    above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and the
-    ``bias`` is added.
+    Key ``j`` is allowed for query ``i`` when all of these that are present allow it: the ``band``, the
+    interval ``key_start <= j < key_stop``, ``dense`` non-zero, the bit in ``mask_map``, ``mask_mod``, and a
+    ``bias`` above -inf. A score is ``scale * q @ k``, then soft-capped, then changed by ``score_mod``, and
+    the ``bias`` is added.
     """
 
     query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
     key: np.ndarray  #: ``(*lead, K, S, D)``, same dtype
     value: np.ndarray  #: ``(*lead, K, S, E)``, same dtype
-    out: np.ndarray  #: ``(*lead, H, L, E)``, same dtype, any strides, overlaps no input; to be filled
-    lse: np.ndarray | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; to be filled
-    weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; to be filled
+    out: np.ndarray  #: ``(*lead, H, L, E)``, same dtype, any strides, no overlap with inputs; output
+    lse: np.ndarray | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; output
+    weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; output
     scale: float
     softcap: float | None
     bias: np.ndarray | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
@@ -83,12 +82,12 @@ class Problem(NamedTuple):
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
     dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
-    mask_map: MaskMap | None  #: tile map with bits for the partial tiles
+    mask_map: MaskMap | None  #: mask map with bits for the partial tiles
     score_mod: Mod | None = None
-    mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is in ``mask_map`` or intervals
+    mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
 
     def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """What a prepared call takes: all arrays that change from call to call, in a fixed order."""
+        """The arguments of a prepared call: all arrays that change from call to call, in a fixed order."""
         mask_map, band = self.mask_map, self.band
         return (
             self.query, self.key, self.value, self.out, self.lse, self.weights, self.bias, self.dense,
@@ -102,7 +101,7 @@ class Problem(NamedTuple):
         return str(self.query.device)
 
     def intervals(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """``key_start, key_stop`` with the band in them, for a backend that takes no band."""
+        """``key_start, key_stop`` including the band, for a backend that takes no band."""
         parts = [] if self.band is None else [self.band.intervals(self.len_q, self.len_k)]
         if self.key_start is not None:
             parts.append(Intervals(self.key_start, self.key_stop))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fastattn._problem import Problem
     from fastattn.backends._base import Backend
 
-#: backend name -> module that exposes it as `backend`
+#: backend name -> module that has it as `backend`
 MODULES = {
     "cython": "fastattn.backends.cython_cpu",
     "numba": "fastattn.backends.numba_cpu",
@@ -19,7 +19,7 @@ MODULES = {
     "cuda": "fastattn.backends.cuda_gpu",
 }
 
-#: Those that are taken for arrays on the host when none is named: the first that can take a problem gets it.
+#: For arrays on the host when no backend is named: the first that can take the problem is used.
 PREFERRED = ("cython", "numba", "reference")
 
 _loaded: dict[str, Backend] = {}
@@ -76,7 +76,7 @@ def select(problem: Problem, name: str | None = None) -> Backend:
 
 
 def usable(name: str, purpose: str) -> Any:
-    """The backend `name`, for what it alone can do; BackendError with the purpose where it cannot be used."""
+    """The backend `name`, for what only it can do; BackendError with the purpose where it is unavailable."""
     backend = load(name)
     if reasons := backend.unavailable_reasons():
         raise BackendError(f"{purpose}, and {'; '.join(reasons)}")

@@ -1,7 +1,7 @@
-"""Problem and host to `Schedule`: every decision on how a call is cut up, once, for all CPU drivers.
+"""Problem and host to `Schedule`: every decision on how a call is divided, once, for all CPU drivers.
 
-Pure functions of sizes, strides and options; no array is read. The drivers look decisions up and make none.
-What decisions are tuned by is in `fastattn._constants`.
+Pure functions of sizes, strides and options; no array is read. The drivers make no decisions of their own.
+The tuning constants are in `fastattn._constants`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from fastattn._constants import (
 )
 from fastattn._problem import Problem, Sizes
 
-WORD = 32  #: keys whose mask bits are in one word; a block of keys is a multiple of it
+WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 
 
 class Target(NamedTuple):
-    """What the kernels of a driver look like for one dtype."""
+    """The sizes of a driver's kernels for one dtype."""
 
     lanes: int  #: elements of a vector, or query rows of a vector of lanes
-    max_vectors: int  #: vectors of lanes in a block of query rows at most
+    max_vectors: int  #: vectors of lanes in a query block at most
     panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up. `uses_split_kv` and `block_k` say where sums are rounded: they depend on the
-    problem alone, not on threads; the others change no bit of a result."""
+    """How a call is divided. `uses_split_kv` and `block_k` decide the order of summation: they depend on the
+    problem alone, not on threads; the other fields change no bit of a result."""
 
     num_threads: int
     is_small: bool  #: too small for more than one thread, however many there may be
-    uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep over tiles of queries
-    block_k: int  #: keys of a tile
-    n_vectors: int  #: vectors of lanes that the query rows of a key/value head fill
-    n_blocks: int  #: query blocks that they are cut into, of nearly the same size
-    max_lanes: int  #: lanes of the largest block, whole vectors
+    uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep
+    block_k: int  #: keys of a key tile
+    n_vectors: int  #: vectors of lanes for the query rows of a key/value head
+    n_blocks: int  #: query blocks that they are divided into, of nearly the same size
+    max_lanes: int  #: lanes of the largest query block, whole vectors
     n_tasks: int
     split_tiles: int  #: split-KV: key tiles of a task
     n_splits: int  #: split-KV: tasks that share a key/value head
-    copies_keys: bool  #: each thread copies the keys of a head, without gaps
+    copies_keys: bool  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool  #: each thread packs the values of a head into panels
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
     query_factor: float  #: this and the others are those of `score_factors`
@@ -63,7 +63,7 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
-    """The schedule of a problem for at most so many threads."""
+    """The schedule of a problem for at most num_threads threads."""
     sizes = problem.sizes
     heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
     small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
@@ -91,7 +91,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     n_blocks = -(-n_vectors // target.max_vectors)
     copies_keys = packs_values = False
     if n_blocks > 1:
-        # Query blocks that one thread works on for each copy that it makes.
+        # Query blocks that one thread computes per copy that it makes.
         copies_keys, packs_values = _copies(
             problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
         )
@@ -122,22 +122,22 @@ def score_factors(
     """Where the scale and the soft-cap are applied, so that no call loses what the formula would keep.
 
     The formula is ``s = scale * (q @ k)``, ``s = softcap * tanh(s / softcap)``, ``exp(s - largest)``. A
-    factor of the query costs nothing per key, so all factors of the score go there: ``scale * log2(e)``, for
-    weights that are powers of two; ``scale`` alone where scores are natural; ``scale / softcap`` before a
-    tanh.
+    factor of the query costs nothing per key, so all factors of the score are applied there:
+    ``scale * log2(e)``, for weights computed as powers of two; ``scale`` alone where scores are natural;
+    ``scale / softcap`` before a tanh.
 
-    *Overflow.* A factor of at most 1 makes no product larger than those of ``q @ k``. A larger one is written
-    as ``m * 2^n`` with ``1/4 <= m <= 1``: m goes into the query, and 2^n to where nothing is lost. That is
-    the exponent, a difference of scores times a factor, where scores need not be natural; else the scores, in
-    an additional pass, as two factors, for 2^n may itself be too large.
+    *Overflow.* A factor of at most 1 makes no product larger than those of ``q @ k``. A larger one is split
+    into ``m * 2^n`` with ``1/4 <= m <= 1``: the query is multiplied by m, and 2^n is applied where nothing is
+    lost. That is the exponent, a difference of scores times a factor, where scores need not be natural; else
+    the scores, in an additional pass, as two factors, as 2^n itself may overflow.
 
-    *Underflow.* A packed query is rounded to a multiple of the smallest subnormal number t, which moves a
-    score by ``t / 2 * sum(abs(k))`` at most: ``head_dim * 2^-22`` where keys are as large as float32 goes. A
-    weight does not notice. But behind a tanh it is multiplied by the soft-cap. So a factor below 2^-24 is
-    split, too; a larger one moves a score by less than ``abs(scale) * sum(abs(k))`` times the smallest normal
-    number, as if that had been added to the query.
+    *Underflow.* A packed query is rounded to a multiple of the smallest subnormal number t, which changes a
+    score by at most ``t / 2 * sum(abs(k))``: ``head_dim * 2^-22`` for keys as large as float32 has. That is
+    too small to change a weight, but after a tanh it is multiplied by the soft-cap. So a factor below 2^-24
+    is split, too; a larger one changes a score by less than ``abs(scale) * sum(abs(k))`` times the smallest
+    normal number, as if that had been added to the query.
 
-    A power of two rounds nothing: where neither way overflows they give the same bits.
+    Powers of two are exact: where neither way overflows both give the same bits.
 
     Parameters
     ----------
@@ -171,19 +171,19 @@ def score_factors(
     if least <= abs(factor) <= 1:
         return factor, 1.0, cap, exponent
 
-    # The factor may be no number, but its parts are.
-    part, power = math.frexp(scale)
+    # The factor may overflow or underflow; its mantissa and exponent do not.
+    mantissa, power = math.frexp(scale)
     if softcap is None:
-        part, more = math.frexp(part * unit)
+        mantissa, more = math.frexp(mantissa * unit)
     else:
         below, less = math.frexp(softcap)
-        part, more = math.frexp(part / below)
+        mantissa, more = math.frexp(mantissa / below)
         power -= less
     power += more
     if softcap is None and exponent == 1 and power < largest:
-        return part, 1.0, cap, math.ldexp(1.0, power)
+        return mantissa, 1.0, cap, math.ldexp(1.0, power)
     root = min(max((power + 1) // 2, 1 - largest), largest)
-    return math.ldexp(part, power % -2), math.ldexp(1.0, root), cap, exponent
+    return math.ldexp(mantissa, power % -2), math.ldexp(1.0, root), cap, exponent
 
 
 def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:

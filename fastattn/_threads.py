@@ -1,7 +1,7 @@
 """How many threads a call may have, and forks.
 
-The one place that bounds the number of threads, for every backend: `thread_limit`. A driver only takes fewer,
-where a call has fewer tasks.
+`thread_limit` is the only bound on the number of threads, for every backend. A driver uses fewer where a call
+has fewer tasks.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from typing import Any
 from fastattn import _host
 from fastattn._version import __version__
 
-#: A call starts no more threads than this, whatever it is asked for. More threads than CPUs gain nothing, as
-#: they compute all the time; twice as many leave room for who wants to see that, or for a machine that counts
-#: its CPUs wrongly, and 64 for tests on small machines. Each costs a stack and scratch memory.
+#: A call starts no more threads than this, whatever `num_threads` is. More threads than CPUs gain nothing, as
+#: they compute all the time; twice as many are allowed for experiments and for machines that report too few
+#: CPUs, and 64 for tests on small machines. Each costs a stack and scratch memory.
 MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
 
-#: What `_startable` waits at most for threads that have ended to leave the process.
+#: `_startable` waits at most so long for ended threads to exit.
 _LEAVE_SECONDS = 1.0
 
 _forked = False
-_started = _thread._local()  # .count: so many threads a call from this Python thread has been able to start
-_limits: dict[int, int] = {}  # that threadpoolctl has set, by the Python thread that set it
+_started = _thread._local()  # .count: most threads that a call of this Python thread could start
+_limits: dict[int, int] = {}  # set by threadpoolctl, by the Python thread that set it
 
 
 class _NoFork:
-    """A lock that is held amid what a forked child cannot go on with, and by whoever forks.
+    """A lock that is held during work that a forked child cannot continue, and by a thread that forks.
 
-    Who waits to fork goes before who comes later: a thread that takes the lock again and again would keep it.
+    A thread that waits to fork has priority over later threads: else one that takes the lock repeatedly would
+    starve it.
     """
 
     def __init__(self) -> None:
         self._lock, self._gate = _thread.RLock(), _thread.RLock()
         self._holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
-        self._held: list[Callable[[], object]] = []  # what ends each hold of the fork under way
-        self._is_held = False  # by a fork under way
-        self._watches = False  # forks
+        self._held: list[Callable[[], object]] = []  # releases for the current fork
+        self._is_held = False  # by the current fork
+        self._watches = False  # whether the fork hooks are registered
 
     def __enter__(self) -> None:
         self.let_forks_pass()
@@ -55,17 +56,17 @@ class _NoFork:
         self._lock.release()
 
     def let_forks_pass(self) -> None:
-        """Waits for a fork that waits, unless it waits for the calling thread."""
+        """Waits for a pending fork, unless that waits for the calling thread."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks it
             with self._gate:
                 pass
 
     def hold_at_fork(self, acquire: Callable[[], object], release: Callable[[], object]) -> None:
-        """Has `acquire` called before each fork, when this lock is held, and `release` after it."""
+        """Registers `acquire`, to be called before each fork with this lock held, and `release` after it."""
         self._holds.append((acquire, release))
 
     def _watch(self) -> None:
-        """Adds the hooks at forks, now that a fork has something to wait for."""
+        """Registers the fork hooks, on the first use of this lock."""
         import logging  # noqa: F401  # whose own hooks must be added first, to run after ours
 
         if hasattr(os, "register_at_fork"):
@@ -82,7 +83,7 @@ class _NoFork:
         self._is_held = True
 
     def _after_fork(self) -> None:
-        if not self._is_held:  # these hooks were added amid the fork
+        if not self._is_held:  # these hooks were registered during the fork
             return
         self._is_held = False
         while self._held:
@@ -91,15 +92,15 @@ class _NoFork:
         self._gate.release()
 
 
-#: Amid imports of what a call needs, and amid compilation: in a child forked then the lock of a module, or of
-#: a compiler, would never be opened.
+#: Held during imports that a call needs, and during compilation: in a child forked then, the lock of a module
+#: or of a compiler would never be released.
 no_fork = _NoFork()
 
 
 def thread_limit(wanted: int) -> int:
-    """How many threads a call may have that wants so many.
+    """How many threads a call that wants `wanted` may use.
 
-    One in a forked child, where the threads of the parent are not; else no more than MAX_THREADS, than what
+    One in a forked child, which does not have the parent's threads; else no more than MAX_THREADS, than
     threadpoolctl allows, and than can be started.
     """
     if _forked:
@@ -113,12 +114,13 @@ def thread_limit(wanted: int) -> int:
 
 
 def can_start(count: int) -> bool:
-    """Whether the process can have so many threads at once, the calling one among them."""
+    """Whether the process can have `count` threads at once, including the calling one."""
     return count <= MAX_THREADS and _try_threads(count) == count
 
 
 def is_forked() -> bool:
-    """Whether this process was forked off one that had loaded the package: its threads are not here."""
+    """Whether this process was forked from one that had loaded the package, whose threads it does not
+    have."""
     return _forked
 
 
@@ -126,12 +128,12 @@ def is_forked() -> bool:
 
 
 def _try_threads(wanted: int) -> int:
-    """`wanted`, or fewer where the process cannot start so many beside the calling thread.
+    """`wanted`, or fewer where the process cannot have so many, including the calling thread.
 
-    OpenMP's runtimes and those of Numba's pools end the process when a thread cannot be started: by a limit
-    on the user's or the container's processes (RLIMIT_NPROC, pids.max), or for want of address space for its
-    stack. So it is tried out first, once for each Python thread, as each has OpenMP threads of its own. Where
-    it fails, half of those that could be started leave room for what else starts threads meanwhile.
+    OpenMP's runtimes and those of Numba's pools abort the process when a thread cannot be started: because of
+    a limit on the user's or the container's processes (RLIMIT_NPROC, pids.max), or of missing address space
+    for its stack. So it is tried first, once for each Python thread, as each has OpenMP threads of its own.
+    Where it fails, only half of those that could be started are used: others may start threads meanwhile.
     """
     known = getattr(_started, "count", 1)
     missing = max(0, wanted - known)
@@ -159,7 +161,7 @@ def _startable(count: int) -> int:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while len(numbers) < started and time.monotonic() < deadline:
             time.sleep(0)
-    # Until they have left the process they count against its limits.
+    # Until they have exited they count against the limits.
     for number in numbers:
         while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < deadline:
             time.sleep(0)
@@ -170,21 +172,21 @@ def _startable(count: int) -> int:
 
 
 def limit_by_threadpoolctl() -> int | None:
-    """The limit that the calling thread has set, or else the least that another has."""
+    """The limit that the calling thread has set, or else the smallest of other threads."""
     own = _limits.get(_thread.get_ident())
     return min(list(_limits.values()), default=None) if own is None else own
 
 
 class _Reported(int):
-    """A number of threads as threadpoolctl is told it, which it gives back when its limit ends."""
+    """A number of threads as reported to threadpoolctl, which passes it back when its limit ends."""
 
-    limit: int | None  #: that the thread which asked had set, None: none
+    limit: int | None  #: set by the reporting thread, None: none
 
 
 def _reported() -> _Reported:
     try:
         count = min(_host.get_num_threads(), MAX_THREADS)
-    except ValueError:  # a bad FASTATTN_NUM_THREADS, which a call complains about
+    except ValueError:  # a bad FASTATTN_NUM_THREADS, for which a call raises
         count = _host.available_cores()
     limit = limit_by_threadpoolctl()
     reported = _Reported(count if limit is None else min(count, limit))
@@ -193,7 +195,7 @@ def _reported() -> _Reported:
 
 
 def _set_limit(limit: int) -> None:
-    """A limit for the calling thread, and for all that have set none; or the state before, as reported."""
+    """Sets a limit for the calling thread, and for all that have set none; or restores a reported state."""
     wanted = limit.limit if isinstance(limit, _Reported) else max(1, limit)
     if wanted is None:
         _limits.pop(_thread.get_ident(), None)
@@ -202,13 +204,13 @@ def _set_limit(limit: int) -> None:
 
 
 def _register(threadpoolctl: Any) -> None:
-    """Has threadpoolctl see and limit the threads of calls.
+    """Lets threadpoolctl see and limit the threads of calls.
 
-    It finds what it controls by the libraries that are loaded; NumPy's is, whatever backends there are. It
-    knows OpenMP's runtimes itself, but what it sets there holds for the thread that sets it alone, and cannot
-    be told from OMP_NUM_THREADS.
+    It finds controllers by loaded libraries; NumPy's is loaded with any backend. It controls OpenMP's
+    runtimes itself, but a limit there applies only to the thread that sets it, and cannot be distinguished
+    from OMP_NUM_THREADS.
     """
-    if not hasattr(threadpoolctl, "register"):  # before its version 3.2
+    if not hasattr(threadpoolctl, "register"):  # before version 3.2
         return
 
     class Controller(threadpoolctl.LibController):  # type: ignore[misc]
@@ -229,7 +231,7 @@ def _register(threadpoolctl: Any) -> None:
 
 
 class _Finder:
-    """Registers with threadpoolctl when that is imported: it is not for fastattn to import it."""
+    """Registers with threadpoolctl when that is imported, as fastattn does not import it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "threadpoolctl":

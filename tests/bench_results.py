@@ -1,4 +1,4 @@
-"""A document as `report.as_json` writes it, made up: for tests of what reads such documents."""
+"""A made-up document as `report.as_json` writes it, for tests of its readers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ COSTS = {
     "jax": (3.5, 9e-6),
 }
 
-#: Every case that two cores can do.
+#: Every case that runs on two cores.
 POSSIBLE = tuple(possible_cases(2))
 
 
 def limit_seconds(case: Case, threads: int) -> float:
-    """What the made-up machine cannot be faster than."""
+    """The lower bound of the time on the made-up machine."""
     slower = 2 / threads * (2 if case.dtype == "float64" else 1)
     return max(case.flops * slower / PEAK, case.nbytes / BANDWIDTH if case.cold else 0.0)
 
@@ -42,7 +42,7 @@ def make_document(
     rounds: int = 5,
     memory: bool = True,
 ) -> dict[str, Any]:
-    """Results of `libraries` on `cases`, the same each time, with everything that a real run has."""
+    """Results of `libraries` on `cases`, reproducible, with all fields of a real run."""
     names = tuple(libraries)
     rng = np.random.default_rng(0)
     document: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A run of one case with the figures that a test wants."""
+"""A run of one case with given figures."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests import naive
 
 FLOATS = ("float32", "float64")
 
-#: One short of, equal to and one past every vector and tile size that is likely to matter.
+#: One less than, equal to and one more than the usual vector and tile sizes.
 ODD_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 47, 48, 49, 127, 128, 129, 200, 257)
 
 
@@ -120,7 +120,7 @@ def _reversed(array: np.ndarray) -> np.ndarray:
 
 
 def _poisoned(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """NaN in a float array, True or a large number in any other: seen by whoever reads it."""
+    """NaN in a float array, True or a large number in any other: any read of it changes the result."""
     return np.full(shape, np.nan if dtype.kind == "f" else 101, dtype)
 
 
@@ -168,7 +168,7 @@ def _byte_swapped(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder())
 
 
-#: Functions that put the same numbers into another place in memory.
+#: Functions that copy an array to another memory layout.
 MEMORY_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "contiguous": np.ascontiguousarray,
     "fortran": _fortran,
@@ -274,7 +274,7 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             ~(real & documents),
         ),
         (
-            "not_and_nothing",  # of the first item nothing is left, at places in the middle
+            "not_and_nothing",  # no key is left in the first item, at positions in the middle
             ~(masks.Window(0, None) & masks.KeyLengths(np.arange(batch) % 2 * len_k)),
             ~((j >= i + shift) & (j < (np.arange(batch) % 2 * len_k)[per_item])),
         ),

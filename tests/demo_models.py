@@ -1,4 +1,4 @@
-"""Models for the tests of the demo: tiny random ones, and whether the real one is here."""
+"""Models for the tests of the demo: tiny random ones, and whether the real one is installed."""
 
 from __future__ import annotations
 

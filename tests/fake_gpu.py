@@ -1,5 +1,5 @@
-"""A library of arrays on a GPU as the simulator has one: an address of the host's, which only the interfaces
-for arrays on GPUs tell."""
+"""A library of arrays on a GPU for the simulator: host memory whose address only the interfaces for arrays on
+GPUs give."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class FakeArray:
         raise TypeError("it is on a GPU")
 
     def __array_namespace__(self) -> SimpleNamespace:
-        """Its `from_dlpack` takes what is there at once: results must be complete by then."""
+        """Its `from_dlpack` copies at once, so results must be complete by then."""
         return SimpleNamespace(from_dlpack=lambda other: FakeArray(np.from_dlpack(other).copy(), self.device))
 
 
 class LoneArray(FakeArray):
-    """One whose library takes no other's arrays."""
+    """An array whose library takes no other library's arrays."""
 
     __array_namespace__ = None
 
 
 class DlpackArray(FakeArray):
-    """One that tells its address by DLPack alone."""
+    """An array that gives its address by DLPack only."""
 
     @property
     def __cuda_array_interface__(self) -> dict:
@@ -59,6 +59,6 @@ class DlpackArray(FakeArray):
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
         capsule = self.hidden.__dlpack__()
-        device_type = ctypes.sizeof(ctypes.c_void_p)  # behind the address
+        device_type = ctypes.sizeof(ctypes.c_void_p)  # after the address
         ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + device_type).value = CUDA
         return capsule

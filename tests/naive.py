@@ -1,6 +1,6 @@
-"""Attention written down as its definition, to judge the package by.
+"""Attention by its definition, as the oracle of the tests.
 
-`attention` walks over batch items, heads and query rows with plain loops and computes each row in
+`attention` loops over batch items, heads and query rows with plain loops and computes each row in
 extended precision (``np.longdouble``), touching only the keys that row may attend to. `formula` is
 what a NumPy user would write in the arrays' own precision: it sets the error budget.
 
@@ -133,7 +133,7 @@ def attention(
 ) -> Answer:
     """The definition in extended precision. ``mask`` is an array; the rest is as in the contract.
 
-    ``score_mod(score, b, h, q_idx, kv_idx)`` must not make more of a score's error than it is.
+    ``score_mod(score, b, h, q_idx, kv_idx)`` must not amplify a score's error.
     """
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)

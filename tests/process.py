@@ -1,4 +1,4 @@
-"""Run Python in a process of its own, where a crash or a hang is a failing test and nothing more."""
+"""Run Python in a process of its own, where a crash or a hang is only a failing test."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def python(
 ) -> str:
     """Run `code`, assert that it ends with status 0, and return what it printed.
 
-    The child finds the package where this process found it, and sees none of the package's own
-    environment variables but those in `env`.
+    The child imports the same package, and has none of the package's own environment variables but those in
+    `env`.
     """
     variables = {name: text for name, text in os.environ.items() if not name.startswith("FASTATTN_")}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -31,7 +31,7 @@ def python(
 
 
 class GuardedArrays:
-    """Arrays that touch pages nobody may read or write, so that one byte too far is a crash."""
+    """Arrays next to guard pages, so that an access one byte out of bounds crashes."""
 
     def __init__(self) -> None:
         import ctypes
@@ -47,7 +47,7 @@ class GuardedArrays:
         """Copy `array` so that it ends right before a guard page, or begins right after one."""
         page = self._mmap.PAGESIZE
         room = -(-max(array.nbytes, 1) // page) * page
-        guard = 128 * page  # many, so that a read far outside does not land behind them
+        guard = 128 * page  # many, so that a read far out of bounds still hits them
         memory = self._mmap.mmap(-1, room + 2 * guard, self._mmap.MAP_PRIVATE | self._mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(memory, np.uint8)
         self._kept.append((memory, raw))

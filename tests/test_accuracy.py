@@ -128,10 +128,10 @@ def exact_rows(dtype, query, key, value, **options):
 
 
 def draws(table):
-    """How many sets of arrays to judge by: as many as make about a million scores.
+    """How many sets of arrays to compare: as many as have about a million scores.
 
-    The largest of a few thousand errors is a lottery ticket: its ratio to PyTorch's varies between 0.5 and
-    1.7 from draw to draw, and with PyTorch's own code from processor to processor. The mean of many does not.
+    The largest of a few thousand errors is noisy: its ratio to PyTorch's varies between 0.5 and 1.7 from draw
+    to draw, and with PyTorch's own code from processor to processor. The mean of many does not.
     """
     return int(np.clip(1_300_000 // np.prod(table.sizes[:4]), 1, 256))
 
@@ -206,7 +206,7 @@ def test_no_less_accurate_than_pytorch(table, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("table", FULL_SIZE, ids=lambda table: table.name)
 def test_no_less_accurate_than_pytorch_in_full_size(table):
-    judges = judges_of(table)  # takes much longer than what it judges
+    judges = judges_of(table)  # takes much longer than the code under test
     for backend in USABLE:
         if backend != "reference":
             assert_no_less_accurate(Engine(backend), judges)

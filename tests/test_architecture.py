@@ -1,4 +1,4 @@
-"""The house itself: the one-way flow of imports, and the rules that keep it."""
+"""The structure of the package: the one-way flow of imports, and the rules that keep it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILED_SOURCES = sorted(
     path
     for kind in ("*.pyx", "*.pxi", "*.c", "*.h")
     for path in (PACKAGE / "backends").rglob(kind)
-    if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not what Cython wrote
+    if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not Cython's output
 )
 
 #: Each line may import from the lines above it, and from nothing else in the package.
@@ -237,7 +237,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"numba", "torch", "
 
 
 def test_import_does_little_work():
-    """Counted in calls, of Python functions and of C's: a time would depend on what else the machine does.
+    """Counted in calls of Python and C functions: a time would depend on the load of the machine.
 
     An import of 6,800 calls took 10 ms over NumPy's own import, with bytecode on disk (2026-11).
     """
@@ -274,7 +274,7 @@ def test_only_the_host_module_reads_the_environment(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
 def test_no_assert_statement(path):
-    """`python -O` would remove it, and its message would be for nobody."""
+    """`python -O` removes it, and its message is not for users."""
     assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
 
 
@@ -306,8 +306,8 @@ def test_backends_name_no_mask():
             assert not pattern.search(path.read_text()), path
 
 
-#: What raises behind the edge, by file and function, and why it has to. There is no other: what a caller gave
-#: is checked once, in `_normalize`, and a check that stands here as well is a second edge.
+#: What raises after validation, by file and function, and why it has to. There is no other: what a caller
+#: gave is checked once, in `_normalize`, and a check that stands here as well is a second edge.
 RAISES_BEHIND_THE_EDGE = {
     "backends/cython/driver.pyx: choose_isa": "a name that FASTATTN_ISA or a test gives, not a call",
     "backends/numba/codegen/target.py: choose": "the same, at import",
@@ -328,7 +328,7 @@ NOT_ABOUT_ARGUMENTS = {"MemoryError"}
 
 
 def raises_of_python(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
-    """Each raise, as the function it stands in and what it raises; a bare one passes on what came."""
+    """Each raise, as its function and what it raises; a bare one re-raises."""
     found = set()
     for node in ast.iter_child_nodes(tree):
         inner = node.name if isinstance(node, ast.FunctionDef) else where
@@ -491,7 +491,7 @@ def test_the_signature_is_the_contract():
 
 
 def test_compiled_backend_is_here_wherever_a_compiler_is():
-    """Or the tests of the kernels would be left out without a word."""
+    """Or the tests of the kernels would be skipped silently."""
     from fastattn.backends import cython_cpu
 
     if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):

@@ -68,7 +68,7 @@ class TestByName:
         assert message == f"{function}() got an unexpected keyword argument {argument!r}: {hint}"
 
     def test_the_advice_is_right(self):
-        """What the messages say gives what PyTorch's arguments mean."""
+        """The arguments that the messages suggest have the meaning of PyTorch's."""
         torch = pytest.importorskip("torch")
         rng = np.random.default_rng(0)
         query, key, value = rng.standard_normal((3, 2, 2, 4, 8))

@@ -108,7 +108,7 @@ class TestCores:
 
 @linux_only
 class TestSpread:
-    """Where threads end up is tested in C, on machines that are made up (kernels/test_spread.c)."""
+    """The cores of threads are tested in C, on made-up machines (kernels/test_spread.c)."""
 
     def test_every_thread_may_run_where_it_might_before(self, backend):
         code = (
@@ -158,7 +158,8 @@ print(all(os.sched_getaffinity(int(thread)) == {core} for thread in os.listdir("
         python(MODEL + "in_threads(lambda: None)", env={"FASTATTN_BACKEND": backend})
 
     def test_forks(self):
-        """Amid attention in other threads; amid products OpenBLAS itself hangs, also without this package."""
+        """During attention in other threads; during products OpenBLAS itself hangs, also without this
+        package."""
         python(
             MODEL
             + """
@@ -190,7 +191,7 @@ class TestSharedThreads:
 
     @linux_only
     def test_products_run_on_our_threads(self, shareable):
-        """OpenBLAS's own sleep meanwhile: they take no time."""
+        """OpenBLAS's own sleep meanwhile: they use no CPU time."""
         code = """
 import os, time
 import numpy as np
@@ -272,7 +273,7 @@ assert _blas.is_shared()
 
 
 def openblas(**answers):
-    """An OpenBLAS whose functions answer so."""
+    """An OpenBLAS whose functions return these values."""
     config = b"OpenBLAS 0.3.31  NO_AFFINITY Haswell MAX_THREADS=64"
     given = {"get_config": config, "get_num_threads": 4, "get_parallel": 1, "set_num_threads": None}
     given |= {"set_threads_callback_function": None} | answers
@@ -342,7 +343,7 @@ class TestShowConfig:
 
 
 def test_the_blas_is_that_of_numpy():
-    """And not that of another package in the process, SciPy's say."""
+    """Not that of another package in the process, such as SciPy's."""
     functions = _blas.numpy_blas().functions
     if not functions:
         pytest.skip("NumPy's BLAS is not OpenBLAS")

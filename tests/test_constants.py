@@ -1,4 +1,4 @@
-"""What both the compiled kernels and the package know: the same numbers."""
+"""The constants that both the compiled kernels and the package define are equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def blocks() -> dict[str, dict[str, str]]:
 
 
 def number(table: dict[str, str], name: str) -> int:
-    """What a name stands for: a number, or another name."""
+    """The value of a name: a number, or that of another name."""
     text = table[name]
     return int(text) if text.isdigit() else number(table, text)
 
@@ -72,13 +72,13 @@ def test_polynomials_and_logarithms():
     assert (float(logarithms["LOG2E"]), float(logarithms["LN2"])) == (constants.LOG2E, constants.LN2)
 
 
-def test_instruction_sets_are_built_and_asked_for():
-    """setup.py gives each its flags, dispatch.c asks the CPU for them."""
+def test_instruction_sets_are_built_and_detected():
+    """setup.py has the flags of each, dispatch.c tests the CPU for its features."""
     setup, dispatch = source(ROOT / "setup.py"), source(KERNELS / "dispatch.c")
     entries = dict(re.findall(r"^    ENTRY\((\w+), (.*?)\)$", dispatch, re.MULTILINE | re.DOTALL))
     assert tuple(entries) == constants.ISAS == tuple(constants.CPU_FEATURES)
     for isa, features in constants.CPU_FEATURES.items():
-        asked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)', entries[isa])
-        assert tuple(asked) == features
+        tested = re.findall(r'__builtin_cpu_supports\("(\w+)"\)', entries[isa])
+        assert tuple(tested) == features
         flags = re.search(rf'"{isa}": \[(.*?)\]', setup)
         assert {f"-m{name}" for name in features} <= set(re.findall(r"-m\w+", flags[1] if flags else ""))

@@ -1,4 +1,4 @@
-"""What the default run holds: every pair of parameters' values. See ``tests/conftest.py``."""
+"""The default run includes every pair of parameters' values. See ``tests/conftest.py``."""
 
 from __future__ import annotations
 

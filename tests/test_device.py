@@ -1,4 +1,4 @@
-"""Arrays on a GPU at the edge, where no GPU is needed: only their shapes, strides and dtypes matter."""
+"""Validation of arrays on a GPU, which needs no GPU: only their shapes, strides and dtypes matter."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_shapes_fit():
 @pytest.mark.parametrize("interface", [3, "shape", (1, 2), object()], ids=["int", "str", "tuple", "object"])
 @pytest.mark.parametrize("argument", ["query", "mask", "bias", "key_lengths", "sinks"])
 def test_an_interface_that_is_no_dict(interface, argument):
-    """As a mock object has; what it has was asked for its entries."""
+    """As of a mock object; its entries were read."""
 
     class Mock:
         __cuda_array_interface__ = interface

@@ -1,7 +1,8 @@
-"""Few query rows over many keys: the path of row tiles, see ``fastattn/backends/cython/splitkv.pxi``.
+"""Split-KV: few query rows over many keys, see ``fastattn/backends/cython/splitkv.pxi``.
 
-Its keys are cut into leaves of 256, which threads share and a binary tree over all keys merges. So the sizes
-here lie around whole leaves and on both sides of what few is, and what is masked lies in leaves of its own.
+The keys are cut into key tiles of 256, which threads share; their partial results are merged in a binary
+tree. So the sizes here are around whole key tiles and on both sides of the limit of few rows, and some key
+tiles are fully masked.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
-#: Around one leaf and two, and trees that are not full.
+#: Around one key tile and two, and trees that are not full.
 LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
-#: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which are no more than these; where a
-#: head has as many elements as `LONG_HEAD` also just as many.
+#: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which is at most this; where a head has
+#: at least `LONG_HEAD` elements, also exactly as many.
 MOST_ROWS = 16
-COLUMNS = 40  #: head_dim and value_dim of `many_leaves` together
+COLUMNS = 40  #: head_dim and value_dim of `many_key_tiles` together
 
 needs_compiled = "the promise is about the compiled kernels"
 
@@ -38,8 +39,8 @@ def assert_all_same(results, expected, rows=...):
         assert_same_bits(got[rows], wanted[rows], name)
 
 
-def many_leaves(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, lead=(1,)):
-    """A problem with so many keys that threads share the leaves of one head."""
+def many_key_tiles(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, lead=(1,)):
+    """A problem with so many keys that threads share the key tiles of one head."""
     arrays = random_arrays(
         len_k,
         lead=lead,
@@ -70,12 +71,12 @@ def schedule_of(len_q, len_k, lanes):
 
 
 def most_rows(dtype):
-    """As many rows as are few on the instruction set in use, however few keys there are."""
+    """The most rows for which split-KV is used with any number of keys, on the instruction set in use."""
     lanes = cython_cpu.driver.target(np.dtype(dtype).itemsize)[0]
     return max(FEW_ROWS, lanes - 1)
 
 
-def test_the_shapes_of_this_file_take_the_path():
+def test_the_shapes_of_this_file_use_split_kv():
     """Rows on both sides of the limit, and one call whose keys are many tasks."""
     for lanes, most in ((2, FEW_ROWS), (8, FEW_ROWS), (16, 15)):
         assert schedule_of(most, 2500, lanes).uses_split_kv
@@ -156,10 +157,10 @@ def options():
     bias = rng.standard_normal(full)
     holes = np.where(rng.random(full) < 0.3, -np.inf, bias)
     allowed = rng.random((LEN_Q, LEN_K)) < 0.5
-    leaf = np.ones((LEN_Q, LEN_K), bool)
-    leaf[:, BLOCK_K : 2 * BLOCK_K] = False
-    ragged = leaf.copy()
-    ragged[1] = ~leaf[1]  # a row that sees one leaf, beside rows that see the others
+    one_masked = np.ones((LEN_Q, LEN_K), bool)
+    one_masked[:, BLOCK_K : 2 * BLOCK_K] = False
+    ragged = one_masked.copy()
+    ragged[1] = ~one_masked[1]  # a row with one key tile, beside rows with the others
     j, shift = np.arange(LEN_K), LEN_K - LEN_Q + np.arange(LEN_Q)[:, None]
     anchored = ((shift - 300 <= j) & (j <= shift)) | (j == 5) | (shift == 5)
     return {
@@ -167,16 +168,16 @@ def options():
         "causal_top_left": {"causal": "top_left"},
         "causal_bottom_right": {"causal": "bottom_right"},
         "window": {"window": (300, 0)},
-        "window_one_leaf": {"window": (100, None), "causal": "bottom_right"},
+        "window_one_key_tile": {"window": (100, None), "causal": "bottom_right"},
         "lengths": {"key_lengths": np.array([0, 513])},
         "lengths_causal": {"key_lengths": np.array([257, 2]), "causal": "bottom_right"},
         "mask": {"mask": allowed},
         "mask_per_head": {"mask": rng.random(full) < 0.5},
-        "masked_leaf": {"mask": leaf},
-        "masked_leaf_of_some_rows": {"mask": ragged},
+        "masked_key_tile": {"mask": one_masked},
+        "masked_key_tile_of_some_rows": {"mask": ragged},
         "nothing": {"mask": np.zeros(LEN_K, bool)},
         "tiles": {"mask": anchored, "ours": masks.Window(300, 0) | masks.GlobalTokens([5])},
-        "tiles_dense": {"mask": allowed & leaf, "ours": masks.Dense(allowed) & masks.Dense(leaf)},
+        "tiles_dense": {"mask": allowed & one_masked, "ours": masks.Dense(allowed) & masks.Dense(one_masked)},
         "bias": {"bias": bias},
         "bias_float16": {"bias": bias[1].astype(np.float16)},
         "bias_float32": {"bias": bias[:, :1, :1].astype(np.float32)},
@@ -188,7 +189,7 @@ def options():
         "softcap_bias_mask": {"softcap": 2.0, "bias": bias, "mask": ragged},
         "sinks": {"sinks": rng.standard_normal(HEADS)},
         "sinks_alone": {"sinks": rng.standard_normal(HEADS), "key_lengths": np.array([0, 0])},
-        "sinks_above_all": {"sinks": np.full(HEADS, 60.0), "mask": leaf},
+        "sinks_above_all": {"sinks": np.full(HEADS, 60.0), "mask": one_masked},
         "everything": {
             "causal": "bottom_right",
             "window": (600, None),
@@ -263,8 +264,8 @@ def test_all_options_together(engine, problem, num_threads):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_anywhere_in_memory(engine, layout, dtype):
-    """Keys and values whose elements lie apart are copied leaf by leaf, each by itself."""
-    arrays = dict(zip(("query", "key", "value"), many_leaves(dtype, len_k=600), strict=True))
+    """Keys and values with gaps between elements are copied key tile by key tile, each by itself."""
+    arrays = dict(zip(("query", "key", "value"), many_key_tiles(dtype, len_k=600), strict=True))
     expected = engine.everything(**arrays, causal="bottom_right")
     for name in arrays:
         moved = arrays | {name: MEMORY_LAYOUTS[layout](arrays[name])}
@@ -275,9 +276,9 @@ def test_anywhere_in_memory(engine, layout, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", ["last_axis_slow", "reversed", "every_other"])
-def test_copies_of_poisoned_leaves(engine, layout, dtype):
-    """Copied values with NaN at masked keys, which take the way that keeps them apart."""
-    query, key, value = many_leaves(dtype, len_k=600)
+def test_copies_of_poisoned_key_tiles(engine, layout, dtype):
+    """Copied values with NaN at masked keys, which take the nonfinite-safe kernels."""
+    query, key, value = many_key_tiles(dtype, len_k=600)
     value[..., [0, 300, 599], :] = np.nan
     mask = np.ones((3, 600), bool)
     mask[1, [0, 300, 599]] = False
@@ -293,9 +294,9 @@ THREAD_OPTIONS = {
     "window": {"window": (1100, 0)},
     "lengths": {"key_lengths": np.array([1500])},
     "mask": {"mask": np.random.default_rng(0).random((3, 2500)) < 0.6},
-    "one_leaf": {"mask": np.arange(2500) // 256 == 7},
-    "every_other_leaf": {"mask": np.arange(2500) // 256 % 2 == 0},
-    "some_leaves_of_some_rows": {"mask": np.arange(2500) // 256 % 3 != np.arange(3)[:, None]},
+    "one_key_tile": {"mask": np.arange(2500) // 256 == 7},
+    "every_other_key_tile": {"mask": np.arange(2500) // 256 % 2 == 0},
+    "some_key_tiles_of_some_rows": {"mask": np.arange(2500) // 256 % 3 != np.arange(3)[:, None]},
     "nothing": {"mask": np.zeros(2500, bool)},
     "tiles": {"mask": masks.Window(600, 0) | masks.GlobalTokens([0])},
     "bias": {"bias": np.random.default_rng(0).standard_normal((3, 2500)).astype(np.float16)},
@@ -308,8 +309,8 @@ THREAD_OPTIONS = {
 @pytest.mark.parametrize("option", THREAD_OPTIONS)
 @pytest.mark.parametrize("heads", [1, 2], ids=["one_head", "two_kv_heads"])
 def test_number_of_threads(engine, heads, option, dtype):
-    """With more threads the keys are cut into other pieces."""
-    arrays = many_leaves(dtype, heads=2, kv_heads=heads)
+    """With more threads a task has fewer key tiles."""
+    arrays = many_key_tiles(dtype, heads=2, kv_heads=heads)
     one = engine.everything(*arrays, num_threads=1, **THREAD_OPTIONS[option])
     for num_threads in (2, 3, 5, 16):
         assert_all_same(engine.everything(*arrays, num_threads=num_threads, **THREAD_OPTIONS[option]), one)
@@ -318,8 +319,8 @@ def test_number_of_threads(engine, heads, option, dtype):
 
 @pytest.mark.parametrize("option", THREAD_OPTIONS)
 def test_other_items_of_the_batch(engine, option):
-    """With more items in the batch the keys of each are cut into fewer pieces, at last into one."""
-    arrays = many_leaves(lead=(9,))
+    """With more items in the batch the keys of each are split into fewer tasks, finally into one."""
+    arrays = many_key_tiles(lead=(9,))
     options = THREAD_OPTIONS[option]
     together = engine.everything(*arrays, num_threads=3, **options)
     for item in (0, 8):
@@ -327,10 +328,10 @@ def test_other_items_of_the_batch(engine, option):
         assert_all_same([got[item : item + 1] for got in together], alone)
 
 
-@pytest.mark.parametrize("spoilt", [False, True], ids=["clean", "isolated"])
+@pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nonfinite"])
 def test_again_and_again(engine, spoilt):
-    """Whichever thread ends last writes the outputs: a race would show as a run that differs."""
-    query, key, value = many_leaves(heads=8, kv_heads=2, len_q=2)
+    """The thread that ends last writes the outputs: a race would show as a run that differs."""
+    query, key, value = many_key_tiles(heads=8, kv_heads=2, len_q=2)
     if spoilt:
         value[..., 1300, 3] = np.nan
     first = engine.everything(query, key, value, causal="top_left", num_threads=1)
@@ -339,12 +340,12 @@ def test_again_and_again(engine, spoilt):
         assert_all_same(engine.everything(query, key, value, **options), first)
 
 
-@pytest.mark.parametrize("spoilt", [False, True], ids=["clean", "isolated"])
+@pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nonfinite"])
 def test_many_heads_again_and_again(engine, spoilt):
     """The same without weights, over many heads that are all shared."""
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
-    query, key, value = many_leaves(lead=(4,), len_q=2, len_k=1100)
+    query, key, value = many_key_tiles(lead=(4,), len_q=2, len_k=1100)
     if spoilt:
         value[..., 600, :] = np.inf
         key[..., 700, :] = np.nan
@@ -358,16 +359,16 @@ def test_many_heads_again_and_again(engine, spoilt):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_alone_and_among_others(engine, dtype):
-    """Its sums do not depend on how many rows stand beside it, nor on the leaves that only those may see."""
+    """Its sums depend neither on the number of other rows, nor on key tiles that only those may attend."""
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
     rng = np.random.default_rng(0)
     most = most_rows(dtype)
-    query, key, value = many_leaves(dtype, heads=1, len_q=most, len_k=1100)
+    query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
     mask = rng.random((most, 1100)) < 0.7
-    leaf = np.arange(1100) // BLOCK_K
-    mask[0], mask[1] = leaf == 2, leaf == 4  # one leaf alone
-    mask[2], mask[3] = leaf % 2 == 0, leaf % 2 == 1
+    key_tile = np.arange(1100) // BLOCK_K
+    mask[0], mask[1] = key_tile == 2, key_tile == 4  # one key tile alone
+    mask[2], mask[3] = key_tile % 2 == 0, key_tile % 2 == 1
     mask[4] = False
     mask[5] = np.arange(1100) == 767
     bias = rng.standard_normal((most, 1100)).astype(dtype)
@@ -381,7 +382,7 @@ def test_a_row_alone_and_among_others(engine, dtype):
 
 
 def test_as_many_rows_as_lanes(engine):
-    """Over a long head they stand side by side as fewer do: each has the bits that it has alone."""
+    """Over a long head they use split-KV, as fewer do: each has the bits that it has alone."""
     len_k = -(-LONG_HEAD // 256)
     case = Case("lanes", heads=16, kv_heads=1, len_q=1, len_k=len_k, head_dim=128, value_dim=128)
     solved = solve(case)
@@ -398,11 +399,11 @@ def test_as_many_rows_as_lanes(engine):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
-    """Which keys are worked on begins and ends with those that any row may see: no sum is cut there."""
+    """The computed keys are those of all rows together; where they begin and end changes no partial sum."""
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
     most = min(most_rows(dtype), 10)
-    query, key, value = many_leaves(dtype, heads=1, len_q=most, len_k=1100)
+    query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
     documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
     together = engine.everything(query, key, value, mask=masks.Segments(np.arange(most), documents))
     for first in range(most):
@@ -419,7 +420,7 @@ def test_a_head_alone_and_in_its_group(engine, dtype):
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
     most = most_rows(dtype)
-    query, key, value = many_leaves(dtype, heads=most, len_q=1, len_k=1100)
+    query, key, value = many_key_tiles(dtype, heads=most, len_q=1, len_k=1100)
     together = engine.everything(query, key, value, causal="bottom_right")
     for heads in (slice(0, 1), slice(3, 4), slice(most - 1, most), slice(2, 7), slice(5, most)):
         alone = engine.everything(query[:, heads], key, value, causal="bottom_right")
@@ -430,7 +431,7 @@ def test_a_head_alone_and_in_its_group(engine, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("option", ["plain", "causal", "window", "mask", "tiles", "bias", "sinks"])
 def test_room_behind_the_keys(engine, option, dtype):
-    """A cache with room for more keys, full of NaN: neither its leaves nor its tree change a bit."""
+    """A cache with room for more keys, full of NaN: the tree over its key tiles changes no bit."""
     if engine.backend == "reference":
         pytest.skip(needs_compiled)
     rng = np.random.default_rng(1)
@@ -448,7 +449,7 @@ def test_room_behind_the_keys(engine, option, dtype):
         }[option]
 
     for length in (0, 1, 31, 64, 255, 256, 257, 513, 770, 1025):
-        query, key, value = many_leaves(dtype, len_k=length)
+        query, key, value = many_key_tiles(dtype, len_k=length)
         expected = engine.everything(query, key, value, **options(length))
         for len_k in (length + 1, max(300, length + 64), max(600, length + 256), 2600):
             room = [np.full((1, 1, len_k, array.shape[-1]), np.nan, dtype) for array in (key, value)]
@@ -469,8 +470,8 @@ PLACES = {"first": 3, "at_an_edge": 255, "behind_an_edge": 256, "middle": 1300, 
 @pytest.mark.parametrize("kind", ["mask", "bias", "tiles", "sinks"])
 @pytest.mark.parametrize("place", PLACES)
 def test_poison_reaches_the_rows_that_read_it(engine, place, kind, dtype):
-    """One key is masked for the middle row and read by the others, in one leaf of ten."""
-    query, key, value = many_leaves(dtype)
+    """One key is masked for the middle row and read by the others, in one key tile of ten."""
+    query, key, value = many_key_tiles(dtype)
     where = PLACES[place]
     allowed = np.random.default_rng(0).random((3, 2500)) < 0.9
     allowed[:, where] = [True, False, True]
@@ -499,9 +500,9 @@ def test_poison_reaches_the_rows_that_read_it(engine, place, kind, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_leaves_that_no_row_may_see(engine, number, dtype):
-    """Whole leaves in the middle, and a ragged part of the next."""
-    query, key, value = many_leaves(dtype)
+def test_key_tiles_that_no_row_may_see(engine, number, dtype):
+    """Whole key tiles in the middle, and some keys of the next."""
+    query, key, value = many_key_tiles(dtype)
     hidden = slice(500, 1400)
     mask = np.ones(2500, bool)
     mask[hidden] = False
@@ -514,8 +515,8 @@ def test_leaves_that_no_row_may_see(engine, number, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sinks", [None, np.array([0.5, -1.0])], ids=["no_sinks", "sinks"])
 def test_rows_without_keys_among_rows_with(engine, sinks, dtype):
-    """They are 0 even where the leaves of the others are full of NaN and inf."""
-    query, key, value = many_leaves(dtype)
+    """They are 0 even where the key tiles of the others are full of NaN and inf."""
+    query, key, value = many_key_tiles(dtype)
     mask = np.ones((3, 2500), bool)
     mask[[0, 2]] = False
     value[..., 7], key[..., 1000:1010, :] = np.nan, np.inf
@@ -533,7 +534,7 @@ def test_rows_without_keys_among_rows_with(engine, sinks, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_query_row_is_nan_alone(engine, dtype):
-    query, key, value = many_leaves(dtype)
+    query, key, value = many_key_tiles(dtype)
     options = {"causal": "bottom_right", "window": (1200, None)}
     clean = engine.everything(query, key, value, **options)
     query[0, 1, 1, 5] = np.nan

@@ -1,4 +1,4 @@
-"""A child forked while another thread is at work: it inherits no lock that nobody opens."""
+"""A child forked while another thread works: it inherits no lock that is never released."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(**code):
 
 @pytest.mark.slow
 def test_while_a_function_is_compiled():
-    """By Numba's compiler, whose lock the other thread held in the child for ever."""
+    """By Numba's compiler, whose lock would be held forever in the child."""
     pytest.importorskip("numba")
     run(
         start="flex(0.5)",
@@ -79,7 +79,7 @@ def test_while_a_function_is_compiled():
 
 @pytest.mark.slow
 def test_while_somebody_else_compiles():
-    """Functions of the caller's own, one after another: who waits to fork gets its turn."""
+    """Functions of the caller's own, one after another: a waiting fork is not starved."""
     pytest.importorskip("numba")
     run(
         start="import numba; flex(0.5)",
@@ -93,7 +93,7 @@ def test_while_somebody_else_compiles():
 
 @pytest.mark.parametrize("pause", [0.05, 0.3])
 def test_while_numba_is_imported(pause):
-    """By the first call that needs it; the lock of a module stays closed in the child."""
+    """By the first call that needs it; the lock of a module would stay held in the child."""
     pytest.importorskip("numba")
     run(
         start="",

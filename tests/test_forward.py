@@ -8,7 +8,7 @@ import pytest
 from tests.cases import FLOATS, ODD_LENGTHS, Case, random_arrays, solve
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
-# Every odd length on both axes, each met by short, tile-sized and long partners.
+# Every odd length on both axes, each combined with short, tile-sized and long ones.
 SIZES = sorted(
     {
         (n, ODD_LENGTHS[(5 * place + step) % len(ODD_LENGTHS)])
@@ -187,11 +187,11 @@ def test_huge_finite_negative_bias_is_an_ordinary_number(engine):
     query, key, value = random_arrays()
     lowest = float(np.finfo(np.float32).min)
     for number in (-1e30, lowest):
-        # On all keys alike it drowns the scores: every key counts the same.
+        # The same on all keys, it dominates the scores: all weights are equal.
         out = engine.attention(query, key, value, bias=np.full((17, 33), number, np.float32))
         mean = np.broadcast_to(value.mean(axis=-2, keepdims=True, dtype=np.float64), out.shape)
         np.testing.assert_allclose(out, mean, atol=16 * np.finfo(np.float32).eps)
-        # On some keys only it leaves them a weight of exactly 0.
+        # On some keys only, their weights are exactly 0.
         bias = np.where(np.arange(33) % 3 == 0, number, 0).astype(np.float32)
         out, lse, weights = engine.everything(query, key, value, bias=bias)
         assert np.all(weights[..., ::3] == 0)

@@ -1,4 +1,4 @@
-"""What the machine and the environment say, also where they say nonsense."""
+"""What the machine and the environment report, also where that is invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of the caller's: what makes two the same, what is compiled, what may be read, what is kept."""
+"""Functions of the caller's: which are equal, what is compiled, what may be read, what is cached."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scaled(x, factor):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """How many loops were compiled since."""
+    """How many loops have been compiled since."""
     counted = []
     typed = functions._typed
     monkeypatch.setattr(
@@ -105,7 +105,7 @@ print([name for name in sys.modules if name.startswith("fastattn.backends.numba.
 
 class TestIdentity:
     def test_of_one_source_in_two_namespaces(self):
-        """What a nested function reads counts, too."""
+        """What a nested function reads is part of its identity."""
         source = "def mod(score, b, h, q, k):\n    cap = lambda z: z * ALPHA\n    return cap(score)\n"
         code, x = compile(source, "mods.py", "exec"), arrays()
         for alpha in (1.0, 3.0, 2):
@@ -383,7 +383,7 @@ class TestBounded:
         assert gone() is None
 
     def test_a_running_call_keeps_its_code(self, monkeypatch):
-        """Another thread's loops push it out of the cache."""
+        """Another thread's loops evict it from the cache."""
         monkeypatch.setattr(functions, "loops", functions.Kept(1))
         x, done = arrays(length=400), []
 
@@ -484,7 +484,7 @@ class TestReadsOutside:
         np.testing.assert_allclose(got, fastattn.attention(x, x, x, bias=2 * table), rtol=1e-12, atol=1e-13)
 
     def test_where_it_is_not_called_nothing_is_read(self):
-        """Keys that are masked otherwise may have no place in the array."""
+        """Keys that are masked otherwise may be out of the array's bounds."""
         x = arrays()
         got = fastattn.flex_attention(
             x, x, x, score_mod=lambda score, b, h, q, k: score + (TABLE[k] if k < 10 else 0.0), key_lengths=10
@@ -492,7 +492,8 @@ class TestReadsOutside:
         np.testing.assert_allclose(got, fastattn.attention(x, x, x, key_lengths=10), rtol=1e-12, atol=1e-13)
 
     def test_the_switch(self):
-        """Without checks nothing is raised; here what lies outside is still the array's own memory."""
+        """Without checks nothing is raised; here the reads out of bounds are still in the array's own
+        memory."""
         code = """
 import numpy as np, fastattn
 whole = np.zeros(100)

@@ -23,7 +23,7 @@ HALF_WAY = 2**30 + 11  # twice this is past it, and once is not
 
 
 def sparse(array, axis, step):
-    """The same numbers, `step` elements apart along `axis`; pages that are never touched cost nothing."""
+    """The same numbers, `step` elements apart along `axis`; pages that are never accessed take no memory."""
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
     count = step * (len(moved) - 1) + moved[0].size
     memory = mmap.mmap(
@@ -111,7 +111,7 @@ LONG = 2**16 + 3  # its square does not fit into 32 bits
 
 @reference_is_slow
 def test_more_scores_than_a_32_bit_index_counts(engine):
-    """L * S beyond 2^32 with few keys to read: wherever i * S is formed, it must not wrap around."""
+    """L * S beyond 2^32 with few keys to read: wherever i * S is computed, it must not overflow."""
     query = np.random.default_rng(0).standard_normal((1, LONG, 2)).astype(np.float32)
     key, value = np.random.default_rng(1).standard_normal((2, 1, LONG, 2)).astype(np.float32)
     rows = [0, 1, LONG // 2, LONG - 1]
@@ -119,7 +119,7 @@ def test_more_scores_than_a_32_bit_index_counts(engine):
     allowed = np.abs(np.arange(LONG) - np.array(rows)[:, None]) <= 1
     assert_attention((out[:, rows],), query[:, rows], key, value, mask=allowed)
 
-    # Broadcast arrays of as many elements, held by three numbers.
+    # Broadcast arrays of as many elements, stored as three numbers.
     keep = np.broadcast_to(np.arange(LONG) < 3, (LONG, LONG))
     out = engine.attention(query, key, value, mask=keep, key_lengths=5)
     assert_attention((out[:, rows],), query[:, rows], key[:, :3], value[:, :3])

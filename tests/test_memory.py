@@ -110,7 +110,7 @@ def test_rows_far_apart(backend, length):
 )
 @pytest.mark.parametrize("place", ["contiguous", "columns_apart"])
 def test_few_queries(backend, length, place, options):
-    """Threads keep one leaf of keys each, and what is known of the others: some KB for each leaf at most."""
+    """A thread holds the scores of one key tile, and partial results: some KB per key tile at most."""
     if backend.backend == "reference":
         pytest.skip("its blocks of query rows hold whole rows of scores")
     script = SCRIPT.split("rng = ")[0] + (
@@ -120,7 +120,7 @@ def test_few_queries(backend, length, place, options):
         "query = rng.standard_normal((4, 4, 64), dtype=np.float32)\n"
         f"whole = rng.standard_normal({length}).astype(np.float16)\n"
         "out = np.ones_like(query)\n"
-        # The first keys alone come first: thread stacks, and code that is loaded when it is first needed.
+        # First with few keys: thread stacks, and code that is loaded on first use.
         "for keys in (slice(0, 5000), slice(None)):\n"
         "    half = whole[keys]\n"
         f"    options = {options}\n"
@@ -133,7 +133,7 @@ def test_few_queries(backend, length, place, options):
 
 
 def test_the_measure_works():
-    """It does see the L * S array of the plain formula, or it proves nothing."""
+    """It detects the L * S array of the plain formula."""
     script = SCRIPT.split("options = ")[0].replace("{len_q}", "LENGTH")
     script += "print(extra(lambda: query[0, 0, :2048] @ key[0, 0].T))"
     assert int(python(script)) > 2048 * 32768 * 4 * 0.9

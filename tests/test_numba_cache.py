@@ -1,4 +1,4 @@
-"""Compiled code on disk: found again, never stale, never in the way."""
+"""The disk cache of compiled code: found again, never stale, never an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_found_again(tmp_path):
 
 @pytest.mark.slow
 def test_every_function_of_a_call_is_found_again(tmp_path):
-    """Of all kinds of calls: kernels of few rows and of masks, the driver, and a function's tile map."""
+    """Of all kinds of calls: kernels for few rows and for masks, the driver, and a mask_mod's mask map."""
     code = """
 import numpy as np
 from numba.core.ccallback import CFunc
@@ -74,7 +74,7 @@ print(len(compiled))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["codegen/emit.py", "blocks.py"])
 def test_a_change_in_any_file_is_seen(tmp_path, name):
-    """Numba's own cache looks at the one file that a function stands in."""
+    """Numba's own cache compares only the file that defines a function."""
     shutil.copytree(ROOT / "fastattn", tmp_path / "fastattn", ignore=shutil.ignore_patterns("__pycache__"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + LOAD
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -95,7 +95,7 @@ def test_another_instruction_set_has_its_own(tmp_path):
 
 @pytest.mark.parametrize("folder", ["/dev/null/cache", "/proc/none"])
 def test_a_folder_that_cannot_be_there(folder):
-    """Then what stands beside the package will do."""
+    """Then the folder beside the package is used."""
     assert load(folder) in ("compiled", "found")
 
 

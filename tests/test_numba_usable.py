@@ -1,4 +1,4 @@
-"""Where Numba is installed and yet of no use, the backend says why, and all others go on."""
+"""Where Numba is installed but not usable, the backend says why, and the others work."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ for call in (
 
 
 def reasons(before="", hidden=False, needs=2, **variables):
-    """What `show_config` says, and the errors of what needs Numba, which all give one reason.
+    """The reason in `show_config`, and in the errors of all that needs Numba.
 
-    `needs`: 2 where its compiler is of no use, and 1 where its threads are: the compiled driver has its own.
+    `needs`: 2 where its compiler is not usable, and 1 where its threads are not: the compiled driver has its
+    own.
     """
     env = {"FASTATTN_NUM_THREADS": "4", "NUMBA_NUM_THREADS": "4"} | variables
     config, fine, *errors = python(CALLS.format(hidden=hidden, before=before), env=env).splitlines()

@@ -1,6 +1,6 @@
-"""Prepared calls: what a call's signature decides is kept for the next one; nothing but its time shows it.
+"""Prepared calls: what a call's signature decides is kept for the next one, which differs in its time only.
 
-The first call of a signature goes the general way, later ones the fast way.
+The first call of a signature takes the general path, later ones use the prepared call.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_bad_settings_are_errors_here_too(short, monkeypatch):
         short(*arrays)
     monkeypatch.delenv("FASTATTN_BACKEND")
     monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
-    monkeypatch.setattr("fastattn._host._num_threads", None)  # what set_num_threads said goes first
+    monkeypatch.setattr("fastattn._host._num_threads", None)  # set_num_threads has priority
     big = random_arrays(lead=(8,), heads=8, len_q=200, len_k=200)
     with pytest.raises(ValueError, match=r"FASTATTN_NUM_THREADS.*none"):
         short(*big)
@@ -174,7 +174,7 @@ def test_bad_settings_are_errors_here_too(short, monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [5, 100])
 def test_a_call_leaves_nothing_to_the_next(engine, short, length, dtype):
-    """Alike calls one after another, between which NaN turns up behind the causal mask and goes again."""
+    """Calls of one signature, between which NaN appears behind the causal mask and disappears."""
     calls = [random_arrays(seed, heads=2, len_q=length, len_k=length, dtype=dtype) for seed in range(4)]
     for place in (1, 2):
         calls[place][2][:, 3] = np.nan
@@ -196,7 +196,7 @@ def test_many_threads_at_once(short, len_q, step):
                 assert_same_bits(got, wanted)
 
 
-# ---------------------------------------------------------------- the fast way
+# ---------------------------------------------------------------- the prepared call
 
 L, S = 12, 20
 NUMBERS = np.random.default_rng(0)
@@ -239,7 +239,7 @@ OPTIONS = {
 
 
 @pytest.fixture
-def no_general_way(monkeypatch):
+def no_general_path(monkeypatch):
     """From now on a call that is not prepared fails."""
 
     def refuse():
@@ -257,8 +257,9 @@ def results_of(got):
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_a_call_is_prepared_once(engine, no_general_way, name, layout):
-    """The next call of a signature takes the fast way, on other numbers, to the bits of the general way."""
+def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
+    """The next call of a signature, on other numbers, uses the prepared call, with the bits of the general
+    path."""
     if engine.backend == "reference":
         pytest.skip("prepares nothing")
     options = OPTIONS[name] | {"layout": layout}
@@ -270,7 +271,7 @@ def test_a_call_is_prepared_once(engine, no_general_way, name, layout):
         fresh["mask"] = fresh["mask"][::-1].copy()
     engine.attention(*first, **options)
     expected = results_of(engine.attention(*(array.copy() for array in second), **fresh))
-    no_general_way()
+    no_general_path()
     for wanted, got in zip(expected, results_of(engine.attention(*second, **fresh)), strict=True):
         assert_same_bits(got, wanted)
         assert got.flags.c_contiguous and got.flags.writeable
@@ -278,25 +279,25 @@ def test_a_call_is_prepared_once(engine, no_general_way, name, layout):
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"enable_gqa": True}], ids=str)
 @pytest.mark.parametrize("operand", [None, "mask", "bias"])
-def test_scaled_dot_product_attention_is_prepared(no_general_way, options, operand):
+def test_scaled_dot_product_attention_is_prepared(no_general_path, options, operand):
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     given = None if operand is None else OPTIONS[operand][operand]
     expected = fastattn.scaled_dot_product_attention(*arrays, given, **options)
-    no_general_way()
+    no_general_path()
     assert_same_bits(fastattn.scaled_dot_product_attention(*arrays, given, **options), expected)
 
 
-def test_varlen_attention_is_prepared_for_its_lengths(no_general_way):
+def test_varlen_attention_is_prepared_for_its_lengths(no_general_path):
     query, key, value = (array.swapaxes(0, 1) for array in random_arrays(heads=3, len_q=L, len_k=L))
     calls = [([0, 5, 12], None), (np.array([0, 3, 12]), None), ([0, 5, 12], [0, 6, 12])]
     expected = [fastattn.varlen_attention(query, key, value, *starts) for starts in calls]
     assert not np.array_equal(expected[0], expected[1]) and not np.array_equal(expected[0], expected[2])
-    no_general_way()
+    no_general_path()
     for starts, wanted in zip(calls, expected, strict=True):
         assert_same_bits(fastattn.varlen_attention(query, key, value, *starts), wanted)
 
 
-def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_way):
+def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_path):
     if engine.backend == "reference":
         pytest.skip("prepares nothing")
     query, key, value = random_arrays(lead=(2,), heads=3, len_q=L, len_k=L, head_dim=8, value_dim=8)
@@ -308,7 +309,7 @@ def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_way):
     # An overlap after a call of the same signature without one.
     inplace = query.copy()
     assert_same_bits(engine.attention(inplace, key, value, out=inplace), expected)
-    no_general_way()
+    no_general_path()
     engine.attention(query, key, value, out=np.empty_like(expected))
     with pytest.raises(pytest.fail.Exception):
         engine.attention(query, key, value, out=query)
@@ -477,7 +478,7 @@ def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
     assert len(_prepared._calls) == kept
 
 
-def test_threads_are_asked_for_at_each_call(engine, monkeypatch):
+def test_threads_are_determined_at_each_call(engine, monkeypatch):
     """As `set_num_threads` and a limit on OpenMP may change between two calls."""
     arrays = random_arrays(heads=8, len_q=200, len_k=200)
     expected = engine.attention(*arrays)

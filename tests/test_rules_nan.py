@@ -34,7 +34,7 @@ def rows_to_try(len_q):
 
 
 def assert_row_sees_nothing_masked(engine, arrays, allowed, options, poisons=POISONS):
-    """Poison all that one row may not see, for some rows in turn, and compare that row's bits.
+    """Poison all that one row may not see, for several rows one after another, and compare that row's bits.
 
     The other rows do see poison, so a masked key and an allowed one share tiles, vectors and memory.
     """
@@ -118,7 +118,7 @@ def test_padding_behind_the_lengths_of_a_cache(engine, len_q, len_k):
 @pytest.mark.parametrize("sizes", [(1, 40), (2, 300), (20, 40), (20, 300)], ids=str)
 def test_the_sign_of_a_masked_value_is_not_that_of_a_zero(engine, sizes, dtype):
     """Weights that a sink or another key makes small, times values below all normal numbers: results that
-    underflow to zero, beside zeros that are exact. What stands in a masked value adds 0 or -0 to both."""
+    underflow to zero, beside zeros that are exact. A masked value adds 0 or -0 to both."""
     query, key, value = problem(*sizes, dtype)
     value[...] = -8 * np.finfo(dtype).smallest_subnormal
     value[..., 3] = 0.0
@@ -190,7 +190,7 @@ def test_nan_query_row_is_nan_alone(engine, options, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", ["causal", "window", "mask", "objects", "bias", "both", "value"])
 def test_weights_of_a_row_of_nan_are_0_at_masked_keys(engine, kind, dtype):
-    """NaN is what the row's allowed keys weigh; a masked key weighs nothing whatever the query holds."""
+    """The weights of allowed keys are NaN; that of a masked key is 0 whatever the query is."""
     query, key, value = problem(70, 150, dtype)
     allowed = np.random.default_rng(0).random((70, 150)) < 0.5
     bias = np.where(np.random.default_rng(1).random((70, 150)) < 0.7, 0.5, -np.inf).astype(dtype)
@@ -204,7 +204,7 @@ def test_weights_of_a_row_of_nan_are_0_at_masked_keys(engine, kind, dtype):
         "both": ({"bias": bias, "mask": allowed}, (bias == 0.5) & allowed),
         "value": ({"causal": "top_left"}, causal),
     }[kind]
-    if kind == "value":  # leaves the weights themselves alone
+    if kind == "value":  # the weights themselves do not change
         value[1, 1, 0, 3] = np.nan
     else:
         query[1, 2, 33, 5] = np.nan
@@ -245,7 +245,7 @@ def test_infinite_values_at_allowed_keys_do_what_the_formula_does(engine):
 
 
 def test_infinite_keys_at_allowed_places_do_what_the_formula_does(engine):
-    """A score of -inf counts for nothing; one of +inf makes its row NaN."""
+    """A score of -inf has weight 0; one of +inf makes its row NaN."""
     query, key, value = problem(20, 30)
     key[0, 0, 3, 2], key[1, 1, 4, 5] = np.inf, -np.inf
     out = engine.attention(query, key, value)

@@ -109,7 +109,7 @@ def test_a_batch_item_without_its_axis(engine):
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("head_dim", [1, 7, 16, 37, 64])
 def test_what_lies_around_the_arrays(engine, head_dim, poison, dtype):
-    """Each array in the middle of a poisoned block that begins and ends within the same rows."""
+    """Each array in the middle of a poisoned one, which has elements before and after it in the same rows."""
     arrays = random_arrays(
         heads=3, len_q=19, len_k=37, head_dim=head_dim, value_dim=head_dim + 2, dtype=dtype
     )
@@ -148,9 +148,10 @@ def test_what_out_held_before(engine):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("most", "few"), [(700, 17), (FEW_ROWS, 1)], ids=["many_rows", "few_rows"])
 def test_other_rows_of_the_window(engine, most, few, dtype):
-    """Where a row's sums are cut must not depend on the rows that share its block, nor on their windows.
+    """The boundaries of a row's partial sums must not depend on the other rows of its query block, nor on
+    their windows.
 
-    Few rows are summed up in another order than many: either kind is compared with its own.
+    Split-KV adds in another order than the sweep: each is compared with itself.
     """
     if engine.backend == "reference":
         pytest.skip("the promise is about the compiled kernels")

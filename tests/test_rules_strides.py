@@ -167,7 +167,7 @@ class TestLayout:
 
 
 class TestRowsFarApart:
-    """Many queries read a head with gaps between its rows or elements: threads work on their own copies."""
+    """Many queries read a head with gaps between its rows or elements: threads use copies of their own."""
 
     @staticmethod
     def arrays(dtype="float32", kv_heads=2):
@@ -301,7 +301,7 @@ class TestOverlap:
 
 
 def test_out_with_repeated_elements_is_refused(engine):
-    """A broadcast `out` has one place for many results."""
+    """A broadcast `out` has one element for many results."""
     query, key, value = random_arrays()
     out = np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (2, 17, 16), (0, 0, 4))
     with pytest.raises(ValueError, match=r"^out has elements that share memory: shape \(2, 17, 16\)"):

@@ -18,7 +18,7 @@ from tests.tolerances import assert_same_bits
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 
-# Enough tasks for every thread to be woken, little enough to take milliseconds.
+# Enough tasks for every thread, little enough work to take milliseconds.
 COUNT_THREADS = """
 import os
 import numpy as np
@@ -131,7 +131,7 @@ print(more_threads())
 """
         )
         wanted = cores + 2
-        # Once the limit is gone there are `wanted` threads in all, of which some are there already.
+        # Without the limit there are `wanted` threads in all, of which some run already.
         assert count(code, FASTATTN_NUM_THREADS=str(wanted)) == [limit - 1, wanted - limit]
 
     def test_limits_the_very_first_call(self):
@@ -269,7 +269,7 @@ def test_fewer_threads_than_asked_for(backend, limit):
 
 
 def test_eight_python_threads_at_once(engine):
-    """Different problems side by side, each many times, each with the bits it has alone."""
+    """Different problems concurrently, each many times, each with the bits it has alone."""
     rng = np.random.default_rng(0)
     problems = []
     for seed in range(8):

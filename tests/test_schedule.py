@@ -1,4 +1,4 @@
-"""The pure functions that decide how a call is worked on."""
+"""The pure functions that decide how a call is divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sizes beyond what backends count with, which axes of stride 0 reach in no memory: errors, never a crash."""
+"""Sizes beyond the range of the backends, which axes of stride 0 reach without memory: errors, never a
+crash."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ except ValueError as error:
     "options", [{}, {"backend": True}, {"key_lengths": 0}, {"causal": "top_left"}], ids=str
 )
 def test_sizes_beyond_the_bounds(backend, name, options, monkeypatch):
-    """In this process: the fixed library does nothing with them."""
+    """In this process: the errors come before any work."""
     monkeypatch.setenv("FASTATTN_BACKEND", backend.backend)
     options = {key: backend.backend if value is True else value for key, value in options.items()}
     what, got, bound = NAMED[name]

@@ -1,4 +1,4 @@
-"""How many threads a call gets, however many are asked for: bounds, limits, threads that do not start."""
+"""How many threads a call uses, whatever `num_threads` is: bounds, limits, threads that do not start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def printed(code, backend="cython", **variables):
 @pytest.mark.usefixtures("compiled")
 class TestBounds:
     @pytest.mark.parametrize("num_threads", [2_000, 70_000, 2**31 - 1])
-    def test_any_number_may_be_asked_for(self, num_threads):
+    def test_any_number_may_be_requested(self, num_threads):
         """OpenMP's runtime ended the process, or started 2,000 threads."""
         (more,) = printed(f"print(more_threads(num_threads={num_threads}))")
         assert 1 < more < _threads.MAX_THREADS
@@ -57,7 +57,7 @@ class TestBounds:
         assert more < _threads.MAX_THREADS
 
     def test_no_more_threads_than_tasks(self):
-        """Which are blocks of query rows, or of few over long keys the key tiles of a head."""
+        """Tasks are query blocks, or with split-KV key tiles of a head."""
         code = """
 from fastattn.backends import cython_cpu
 lanes, vectors, _ = cython_cpu.driver.target(4)
@@ -134,7 +134,7 @@ thread.join()
     )
     @pytest.mark.parametrize("backend", ["cython", "numba"])
     def test_a_limit_on_the_processes_of_a_user(self, backend):
-        """As `ulimit -u` sets; it does not hold for root, so another user it is."""
+        """As set by `ulimit -u`; it does not apply to root, so the test runs as another user."""
         pytest.importorskip("fastattn.backends.cython.driver" if backend == "cython" else "numba")
         code = """
 resource.setrlimit(resource.RLIMIT_NPROC, (5, 5))

@@ -8,8 +8,8 @@ A result is right when, element by element,
 the result's own precision, on the same data. The factor of two is the usual one: a blocked sum is in
 another order than the formula's, so its error is of the same size but not the same number.
 
-The second term covers problems so small that the formula is right by luck. A row goes through eight
-roundings that the formula may be spared: the scale folded into the query, the change to base two, the
+The second term covers problems so small that the formula is right by luck. A row takes up to eight
+roundings that the formula may not: the scale applied to the query, the change to base two, the
 bias, the subtraction of the maximum, exp2 (1 ULP), the rescaling by an older maximum, the product with
 the value and the division. Each is at most ``eps / 2``: four ``eps`` in all. ``reach`` says how far
 one such relative error moves this element: for an output,

@@ -68,7 +68,7 @@ static uint64_t random_bits(void) {
 
 static int below(int n) { return (int)(random_bits() % (uint64_t)n); }
 static int small(void) { return below(17) - 8; }
-/* Where memory is asked for something prefetch: an address that nothing depends on, or none. */
+/* An address to prefetch, on which no result depends, or none. */
 #define ANY_DISTANCE (below(2) ? below(1 << 20) - (1 << 19) : 0)
 static double uniform(double low, double high) { return low + (high - low) * ((double)random_bits() / 0x1p53); }
 

@@ -7,9 +7,9 @@ static double results[ROWS][VALUE_DIM + 1];
 
 /* All kernels, in the order and with the key tiles of the driver, on the row rows_of[r] in the r-th place; out[r]
  * becomes its outputs and lse. */
-typedef void attend(const int *rows_of, int n_rows, int isolated, double softcap, double (*out)[VALUE_DIM + 1]);
+typedef void attend(const int *rows_of, int n_rows, int nonfinite, double softcap, double (*out)[VALUE_DIM + 1]);
 
-static void attend_lanes(const int *rows_of, int n_rows, int isolated, double softcap, double (*out)[VALUE_DIM + 1]) {
+static void attend_lanes(const int *rows_of, int n_rows, int nonfinite, double softcap, double (*out)[VALUE_DIM + 1]) {
     const int vectors = n_rows / lanes;
     const ptrdiff_t ld = n_rows;
     void *q = tile(HEAD_DIM, ld), *s = tile(BLOCK_K, ld), *acc = tile(VALUE_DIM, ld), *clean = tile(BLOCK_K, VALUE_DIM);
@@ -38,7 +38,7 @@ static void attend_lanes(const int *rows_of, int n_rows, int isolated, double so
                 words[j / 32 * ld + lane] |= (uint32_t)(key0 + j >= starts[row] && key0 + j < stops[row]) << j % 32;
             bias[lane] = element(&bias_rows, row, key0);
             ptrdiff_t *const stop = &stops_of[lane / lanes];
-            if (lane % lanes == 0) *stop = isolated ? n_keys : lane ? stop[-1] : 0;
+            if (lane % lanes == 0) *stop = nonfinite ? n_keys : lane ? stop[-1] : 0;
             if (stops[row] - key0 > *stop) *stop = stops[row] - key0 < n_keys ? stops[row] - key0 : n_keys;
         }
         kernels->score(s, NULL, q, ld, vectors, element(&key, key0, 0), stops_of, HEAD_DIM, key.row, key.col, NULL, 0, 0);
@@ -46,7 +46,7 @@ static void attend_lanes(const int *rows_of, int n_rows, int isolated, double so
         kernels->softmax(s, tile_max, row_max, row_sum, rescale, ld, stops_of, first_chunk, LOG2E);
         const fastattn_values values = values_at(&value, key0);
         void *const scale = first ? NULL : rescale;
-        if (isolated)
+        if (nonfinite)
             kernels->accumulate_nonfinite(acc, s, scale, ld, &values, stops_of, first_chunk, VALUE_DIM, bias, words, clean);
         else
             kernels->accumulate(acc, s, scale, ld, vectors, &values, stops_of, first_chunk, VALUE_DIM, NULL, 0, 0);
@@ -61,14 +61,14 @@ static void attend_lanes(const int *rows_of, int n_rows, int isolated, double so
     }
 }
 
-/* The same in row tiles; the tiles of keys are leaves, merged as the tree of three of them is. */
-static void attend_rows(const int *rows_of, int n_rows, int isolated, double softcap, double (*out)[VALUE_DIM + 1]) {
-    enum { LEAVES = (KEYS + BLOCK_K - 1) / BLOCK_K };
+/* The same in row tiles; the partial results of three key tiles are merged as in their tree. */
+static void attend_rows(const int *rows_of, int n_rows, int nonfinite, double softcap, double (*out)[VALUE_DIM + 1]) {
+    enum { KEY_TILES = (KEYS + BLOCK_K - 1) / BLOCK_K };
     const ptrdiff_t q_ld = (HEAD_DIM + lanes - 1) / lanes * lanes, ld = (VALUE_DIM + lanes - 1) / lanes * lanes;
     const ptrdiff_t n_lanes = (n_rows + lanes - 1) / lanes * lanes;
     void *q = tile(n_rows, q_ld), *s = tile(n_rows, BLOCK_K), *clean = tile(BLOCK_K, VALUE_DIM);
     void *inverse = tile(2, n_lanes), *lse = tile(1, n_lanes);
-    void *acc[LEAVES], *row_max[LEAVES], *row_sum[LEAVES];
+    void *acc[KEY_TILES], *row_max[KEY_TILES], *row_sum[KEY_TILES];
     uint32_t *words = random_words(BLOCK_K, n_rows);
     const char *rows[64], *bias[64];
     Matrix outs = matrix(n_rows, VALUE_DIM, VALUE_DIM * size, size, 0);
@@ -80,11 +80,11 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
     }
     low = low / FASTATTN_KEY_CHUNK * FASTATTN_KEY_CHUNK;
     kernels->pack_rows(q, q_ld, rows, n_rows, query.col, HEAD_DIM, 0.3);
-    for (int leaf = 0; leaf < LEAVES; leaf++) {
-        const int start = leaf * BLOCK_K, key0 = start < low ? low : start;
+    for (int key_tile = 0; key_tile < KEY_TILES; key_tile++) {
+        const int start = key_tile * BLOCK_K, key0 = start < low ? low : start;
         const int n_keys = (start + BLOCK_K < high ? start + BLOCK_K : high) - key0;
-        acc[leaf] = filled(n_rows, ld, 0);
-        row_max[leaf] = filled(1, n_lanes, -INFINITY), row_sum[leaf] = filled(1, n_lanes, 0);
+        acc[key_tile] = filled(n_rows, ld, 0);
+        row_max[key_tile] = filled(1, n_lanes, -INFINITY), row_sum[key_tile] = filled(1, n_lanes, 0);
         if (n_keys <= 0) continue;
         for (int r = 0; r < n_rows; r++) {
             const int row = rows_of[r];
@@ -95,16 +95,17 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
         }
         kernels->score_rows(s, BLOCK_K, q, q_ld, n_rows, element(&key, key0, 0), key.row, n_keys, HEAD_DIM, ANY_DISTANCE);
         kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, 1, softcap, bias, words);
-        kernels->softmax_rows(s, BLOCK_K, row_max[leaf], row_sum[leaf], n_rows, n_keys, LOG2E, 0);
-        if (isolated)
-            kernels->accumulate_rows_nonfinite(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,
+        kernels->softmax_rows(s, BLOCK_K, row_max[key_tile], row_sum[key_tile], n_rows, n_keys, LOG2E, 0);
+        if (nonfinite)
+            kernels->accumulate_rows_nonfinite(acc[key_tile], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,
                                               n_keys, VALUE_DIM, bias, words, clean);
         else
-            kernels->accumulate_rows(acc[leaf], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row, n_keys,
+            kernels->accumulate_rows(acc[key_tile], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row, n_keys,
                                      VALUE_DIM, ANY_DISTANCE);
     }
-    for (int leaf = 1; leaf < LEAVES; leaf++)
-        kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[leaf], row_max[leaf], row_sum[leaf], n_rows, ld, LOG2E);
+    for (int key_tile = 1; key_tile < KEY_TILES; key_tile++)
+        kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[key_tile], row_max[key_tile], row_sum[key_tile], n_rows,
+                            ld, LOG2E);
     kernels->finish(inverse, lse, row_max[0], row_sum[0], n_lanes, LOG2E);
     for (int r = 0; r < n_rows; r++) rows[r] = element(&outs, r, 0);
     kernels->unpack_rows((char *const *)rows, outs.col, n_rows, acc[0], ld, VALUE_DIM, inverse, n_lanes);
@@ -115,7 +116,7 @@ static void attend_rows(const int *rows_of, int n_rows, int isolated, double sof
 }
 
 /* Rows with their keys, some of them no one's model. */
-static void random_problem(int isolated) {
+static void random_problem(int nonfinite) {
     const int intervals[ROWS][2] = {{0, KEYS},  {0, 1},      {5, 130}, {64, 221},  {70, 71},
                                     {190, 191}, {129, KEYS}, {0, 64},  {200, 263}};
     query = laid_out(ROWS, HEAD_DIM, 0), key = laid_out(KEYS, HEAD_DIM, 0);
@@ -131,17 +132,17 @@ static void random_problem(int isolated) {
         put(element(&query, 7, d), 0, special(d));
         put(element(&query, 8, d), 0, largest());
     }
-    for (int e = 0; isolated && e < VALUE_DIM; e++) put(element(&value, e % 2 ? 70 : 220 + e, 0), e, special(e % 3));
+    for (int e = 0; nonfinite && e < VALUE_DIM; e++) put(element(&value, e % 2 ? 70 : 220 + e, 0), e, special(e % 3));
 }
 
 /* A row's bits are the same alone and among any others, in any place, over any range of keys that the others need, and
  * in any layout of the arrays. counts: how many rows stand together; gapless: the layouts that keys and values may have. */
 static void check_independence(attend *run, const int *counts, int n_counts, const int *gapless, int n_gapless) {
-    for (int isolated = 0; isolated < 2; isolated++) {
+    for (int nonfinite = 0; nonfinite < 2; nonfinite++) {
         static double out[64][VALUE_DIM + 1];
-        const double softcap = isolated ? 0 : 5;
+        const double softcap = nonfinite ? 0 : 5;
         int rows_of[64];
-        random_problem(isolated);
+        random_problem(nonfinite);
         Matrix *const arrays[] = {&query, &key, &value, &bias_rows};
         Matrix plain[COUNT(arrays)];
         for (int i = 0; i < COUNT(arrays); i++) plain[i] = *arrays[i];
@@ -149,9 +150,9 @@ static void check_independence(attend *run, const int *counts, int n_counts, con
         for (int r = 0; r < ROWS; r++) {
             for (int i = 0; i < counts[0]; i++) rows_of[i] = r;
             release_after(arrays_taken);
-            run(rows_of, counts[0], isolated, softcap, out);
+            run(rows_of, counts[0], nonfinite, softcap, out);
             memcpy(results[r], out[0], sizeof out[0]);
-            CHECK(r > 5 || isolated || isfinite(out[0][0]), "row %d: " NUMBER, r, out[0][0]);
+            CHECK(r > 5 || nonfinite || isfinite(out[0][0]), "row %d: " NUMBER, r, out[0][0]);
             for (int i = 0; i < counts[0]; i++)
                 for (int e = 0; e <= VALUE_DIM; e++)
                     CHECK(same(out[i][e], out[0][e]), "row %d, place %d: " NUMBER ", not " NUMBER, r, i, out[i][e], out[0][e]);
@@ -159,18 +160,18 @@ static void check_independence(attend *run, const int *counts, int n_counts, con
         for (int nth = 0; nth < 40; nth++) {
             const int n_rows = counts[nth % n_counts];
             release_after(arrays_taken);
-            /* The elements of a row of bias lie side by side, as in the layouts 0 and 5. */
+            /* The elements of a row of bias are contiguous, as in the layouts 0 and 5. */
             for (int i = 0; i < COUNT(arrays); i++)
                 *arrays[i] = same_numbers(&plain[i], i == 0   ? nth % ONE_TO_ONE
                                                      : i == 3 ? nth % 2 * 5
                                                               : gapless[(nth + i) % n_gapless]);
             for (int r = 0; r < n_rows; r++) rows_of[r] = below(nth % 3 ? 6 : ROWS);
-            run(rows_of, n_rows, isolated, softcap, out);
+            run(rows_of, n_rows, nonfinite, softcap, out);
             for (int r = 0; r < n_rows; r++)
                 for (int e = 0; e <= VALUE_DIM; e++) {
                     const double got = out[r][e], alone = results[rows_of[r]][e];
-                    CHECK(same(got, alone), "row %d in place %d of %d, isolated %d: " NUMBER ", alone " NUMBER, rows_of[r], r,
-                          n_rows, isolated, got, alone);
+                    CHECK(same(got, alone), "row %d in place %d of %d, nonfinite %d: " NUMBER ", alone " NUMBER, rows_of[r], r,
+                          n_rows, nonfinite, got, alone);
                 }
         }
         release();

@@ -1,7 +1,7 @@
 """What the CPU drivers, Cython's and Numba's, have in common.
 
     record      the record of a call: sizes, strides, options and scratch layout, as both drivers read it
-    functions   the caller's function on scores, as a loop over a tile
+    functions   a score_mod compiled to a loop over a tile
 
 Each knows those above it.
 """

@@ -1,4 +1,4 @@
-"""The caller's function on scores, as both CPU drivers run it."""
+"""A score_mod as both CPU drivers run it: a loop over a tile, compiled by Numba."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reasons_no_compiler() -> list[str]:
     with no_fork:
         try:
             import numba
-        except Exception as error:  # beside ImportError what another NumPy makes of its extension modules
+        except Exception as error:  # not ImportError alone: its extension modules may fail with another NumPy
             return [f"numba does not load ({type(error).__name__}: {error})"]
     return ["NUMBA_DISABLE_JIT is set, and then numba compiles nothing"] if numba.config.DISABLE_JIT else []
 

@@ -1,9 +1,9 @@
 """The record of a call: all that compiled code reads of it, as words of 8 bytes.
 
-Sizes, strides, options, the schedule, and where the tiles of a thread lie in its scratch memory. It is
+Sizes, strides, options, the schedule, and the offsets of a thread's tiles in its scratch memory. It is
 written here and nowhere else, from a `Problem` and its `Schedule`; the Cython driver reads it as
-``struct Job`` of ``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test holds the two
-against each other. Addresses are 0: a driver fills them into its own copy, one for each call.
+``struct Job`` of ``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test compares the
+two. Addresses are 0: for each call a driver fills them into a copy of its own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 _AT_DATA = object.__basicsize__
 
 LINE_NBYTES = 64
-MAX_PARTIALS = 64  #: of the stack of split-KV: deeper than the tree over any number of keys
+MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
 
 #: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head,
-#: and those of the leading axes from the innermost out.
+#: and those of the leading axes, innermost first.
 VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
     "key_lengths",
 )  # fmt: skip
 ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 
-#: Tiles of a thread, each from a line of its scratch memory on.
+#: Tiles of a thread, each aligned to a cache line of its scratch memory.
 SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
     "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "stops", "part_stops", "row_i", "row_h",
@@ -44,13 +44,13 @@ SCRATCH = (
 COUNTS = (
     "kernels",  # address of the driver's table of kernels
     "n_lead", "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
-    "sinks", "mask_bits", "score_mod", "aux",  # addresses; of a loop over a tile and what it reads, see `jit`
-    "read_outside",  # set by a thread: what that loop returned, unless 0
+    "sinks", "mask_bits", "score_mod", "aux",  # addresses; the last two: a loop and what it reads, see `jit`
+    "read_outside",  # set by a thread to what that loop returned, unless 0
     "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
     "has_score_mod",
     "is_masked",  # by a band, intervals, an array or a mask map
-    "may_mask",  # bias or score_mod: a key may be masked where no word says so
-    "adjusts_all",  # by factor, soft-cap, score_mod or bias: each score is touched once more, masked or not
+    "may_mask",  # by bias or score_mod: keys may be masked without a mask word
+    "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths",  # see `Band`
     "bias_nbytes", "bias_swapped", "convert_bias", "dense_nbytes",  # of an element
     "tile_q", "tile_k",  # of the mask map
@@ -59,8 +59,8 @@ COUNTS = (
     "copies_keys", "packs_values", "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in bytes, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
-    "partials", "left",  # addresses: each task's partial result, and how many tasks a head still has
-    "failed",  # no thread could have its memory
+    "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
+    "failed",  # no thread could allocate its scratch memory
     "scratch_nbytes",
 )  # fmt: skip
 REALS = ("query_factor", "score_root", "softcap", "exponent_factor")  #: see `Schedule`
@@ -74,9 +74,9 @@ _ZEROS_OF_VIEW = (0, 0, 0, 0)
 
 
 def write_record(problem: Problem, schedule: Schedule, target: Target, **larger: int) -> tuple[bytes, bytes]:
-    """The record's fields; and the table of views with the leading axes, from the innermost out.
+    """The record's fields; and the table of views with the leading axes, innermost first.
 
-    `larger` are bytes of tiles for which the driver needs more room than is said here.
+    `larger`: sizes in bytes of tiles that are larger in the driver than computed here.
     """
     fields: dict[str, Any] = _ZEROS.copy()
     _set_problem(fields, problem)
@@ -96,7 +96,7 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
 
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
-    """Sizes, options, and which arrays there are."""
+    """Sets sizes, options, and which arrays there are."""
     sizes = problem.sizes
     itemsize = problem.query.itemsize
     fields["n_lead"] = problem.query.ndim - 3
@@ -133,7 +133,7 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
 
 
 def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:
-    """How the call is cut up."""
+    """Sets the fields of the schedule."""
     itemsize, lanes = fields["itemsize"], target.lanes
     fields["lanes"] = lanes
     fields["uses_split_kv"] = schedule.uses_split_kv
@@ -169,7 +169,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
 def _lay_out(
     fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target, larger: dict[str, int]
 ) -> None:
-    """Places a thread's tiles in its scratch memory, each from a line of memory on."""
+    """Sets the offsets of a thread's tiles in its scratch memory, each aligned to a cache line."""
     itemsize, block_k, ld = fields["itemsize"], schedule.block_k, schedule.max_lanes
     head_dim, value_dim = fields["head_dim"], fields["value_dim"]
     line, pointers, tile = ld * itemsize, 8 * ld, block_k * itemsize
@@ -177,7 +177,7 @@ def _lay_out(
     key_copy = value_copy = 0
     if schedule.uses_split_kv:
         query, acc = fields["query_ld"] * line, fields["n_partials"] * fields["partial_nbytes"]
-        # Row tiles need elements without gaps.
+        # Row tiles need contiguous elements.
         if problem.key.strides[-1] != itemsize:
             key_copy = tile * head_dim
         if problem.value.strides[-1] != itemsize:
@@ -200,7 +200,7 @@ def _lay_out(
     at = 0
     for to, n in zip(_TO, nbytes, strict=False):
         fields[to] = at
-        at += n + 63 & -64  # whole lines
+        at += n + 63 & -64  # whole cache lines
     fields["scratch_nbytes"] = at
 
 
@@ -210,5 +210,5 @@ def address_of(array: np.ndarray) -> int:
 
 
 def lines(nbytes: int) -> int:
-    """Bytes, or an address, rounded up to whole lines of memory."""
+    """Bytes, or an address, rounded up to a multiple of a cache line."""
     return -(-nbytes // LINE_NBYTES) * LINE_NBYTES

@@ -1,15 +1,15 @@
 /* See blas.h.
  *
- * The jobs of one product wait for each other's packed panels in busy loops, so all of them must run at once, whatever
- * number of threads a parallel region gives. They run on the region's threads, and where those are fewer (within
- * another parallel region, under a limit on OpenMP's threads), on threads made for this one product.
+ * The jobs of one product busy-wait for each other's packed panels, so all of them must run concurrently, even where a
+ * parallel region gets fewer threads than there are jobs. They run on the region's threads; those that it lacks (within
+ * another parallel region, or under a limit on OpenMP's threads) are created for this one product.
  *
- * What OpenBLAS says of `thread_num` is not enough: it is an index into the buffers and the states of its own workers,
- * which go on to exist. With the number of the job, as in its example,
- *   - products of two callers would share buffers: so a lock lets one product in at a time (the level-3 routines take
- *     turns anyway, by a lock of OpenBLAS's);
- *   - a product beside an LU factorisation, which uses the workers directly, would clear their states and share their
- *     buffers: so numbers start behind those of the workers.
+ * OpenBLAS's description of `thread_num` is incomplete: it is an index into the buffers and states of its own workers,
+ * which continue to exist. With the number of the job, as in OpenBLAS's example,
+ *   - two concurrent products would share buffers: hence a lock that serialises products (a lock of OpenBLAS's
+ *     serialises its level-3 routines anyway);
+ *   - a product concurrent with an LU factorisation, which uses the workers directly, would clear their states and
+ *     share their buffers: hence job numbers start after those of the workers.
  * (OpenBLAS 0.3.31, driver/others/blas_server.c.)
  */
 
@@ -27,9 +27,9 @@
 #include "spread.h"
 
 static fastattn_blas shared;                                /* set_callback NULL: nothing is shared */
-static pthread_mutex_t product = PTHREAD_MUTEX_INITIALIZER; /* held while a product is under way */
-static pthread_t caller;                                    /* the first thread that had a product */
-static enum { NOBODY, ONE_THREAD, SEVERAL_THREADS } callers = NOBODY;
+static pthread_mutex_t product = PTHREAD_MUTEX_INITIALIZER; /* held while a product runs */
+static pthread_t caller;                                    /* the first thread that ran a product */
+static enum { NO_THREAD, ONE_THREAD, SEVERAL_THREADS } callers = NO_THREAD;
 
 typedef struct {
     fastattn_blas_job run;
@@ -53,8 +53,8 @@ static void *run_extra(void *extra) {
     return NULL;
 }
 
-/* The other jobs are waiting already, so there is no way back: the thread must come. Like OpenMP and OpenBLAS themselves
- * this gives the process up where it does not, after 10 s. */
+/* The other jobs already wait for this one, so the product cannot be abandoned: the thread must start. If it has not
+ * after 10 s the process is aborted, as OpenMP and OpenBLAS do. */
 static void start_extra(extra_thread *extra, const jobs_of_product *jobs, int number) {
     const struct timespec pause = {0, 1000000};
     extra->jobs = jobs;
@@ -72,13 +72,13 @@ static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbyt
     jobs_of_product jobs = {run, n_jobs, 0, argument, nbytes, data};
     fastattn_spread spread;
     extra_thread extras[FASTATTN_BLAS_MAX_THREADS];
-    /* OpenMP ends the threads that a smaller region leaves out, so this is as large as those of attention. */
+    /* OpenMP ends threads that a smaller region does not need, so the region is as large as those of attention. */
     int num_threads = n_jobs > omp_get_max_threads() ? n_jobs : omp_get_max_threads();
     int in_region = 1;
     (void)sync; /* always true: OpenBLAS goes on when this returns */
 
     pthread_mutex_lock(&product);
-    if (callers == NOBODY) {
+    if (callers == NO_THREAD) {
         callers = ONE_THREAD;
         caller = pthread_self();
     } else if (!pthread_equal(caller, pthread_self())) {
@@ -87,7 +87,7 @@ static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbyt
     if (shared.set_callback != NULL) {
         jobs.first = shared.num_threads() - 1;
         if (jobs.first + n_jobs > shared.max_threads) {
-            /* Its threads have become too many since: from the next product on it has its own. */
+            /* OpenBLAS's thread count has been raised too far: from the next product on it uses its own threads. */
             jobs.first = shared.max_threads - n_jobs;
             shared.set_callback(NULL);
             shared.set_callback = NULL;
@@ -113,14 +113,14 @@ static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbyt
     pthread_mutex_unlock(&product);
 }
 
-/* No fork amid a product: the child would inherit its lock and half of its buffers. */
+/* No fork during a product: the child would inherit a held lock and partly filled buffers. */
 static void before_fork(void) { pthread_mutex_lock(&product); }
 
 static void in_parent(void) { pthread_mutex_unlock(&product); }
 
-/* The threads are the parent's: OpenBLAS makes its own again. Another thread may just have been about to start or end a
- * product; then it holds a lock of OpenBLAS's that nobody opens in the child, and that a product on one thread does not
- * take. */
+/* The threads exist in the parent only: OpenBLAS creates its own again. If another thread was about to start or end a
+ * product, it held a lock of OpenBLAS's that is never released in the child; a product on one thread does not take that
+ * lock. */
 static void in_child(void) {
     pthread_mutex_init(&product, NULL);
     if (shared.set_callback != NULL) {

@@ -1,4 +1,4 @@
-/* OpenBLAS's products on this library's threads, through the callback that it offers since 0.3.28. */
+/* Runs OpenBLAS's products on this library's threads, through the callback that OpenBLAS has since 0.3.28. */
 #ifndef FASTATTN_BLAS_H
 #define FASTATTN_BLAS_H
 
@@ -15,17 +15,18 @@ typedef struct {
     void (*set_callback)(fastattn_blas_callback);
     int (*num_threads)(void);
     void (*set_num_threads)(int);
-    int max_threads; /* that it was built for, at most FASTATTN_BLAS_MAX_THREADS of them */
+    int max_threads; /* that OpenBLAS was built for, at most FASTATTN_BLAS_MAX_THREADS */
 } fastattn_blas;
 
-/* Whether this library was built with threads that can run another's jobs. */
+/* Whether this library was built with the OpenMP and POSIX threads that sharing needs. */
 int fastattn_blas_is_supported(void);
 
-/* Has the jobs of every product run here from now on, or (blas NULL) on OpenBLAS's own threads again. Returns 0, or -1
- * where not even the handlers for forks could be registered. Products under way are not disturbed by either. */
+/* Runs every later product on this library's threads or, with blas NULL, on OpenBLAS's own again. Returns 0, or -1 if
+ * the fork handlers could not be registered. Products that run already are not affected. */
 int fastattn_blas_share(const fastattn_blas *blas);
 
-/* Whether products run here: not in a forked child, nor after OpenBLAS got more threads than leave room. */
+/* Whether products run on this library's threads: not in a forked child, nor once OpenBLAS's thread count has been
+ * raised so far that no job numbers are left after those of its workers. */
 int fastattn_blas_is_shared(void);
 
 #endif

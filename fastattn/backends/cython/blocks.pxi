@@ -1,7 +1,7 @@
-# Where a block of query rows finds everything: addresses in the caller's arrays, and which keys each row may attend.
+# A query block's addresses, in the caller's arrays and the thread's copies, and the keys each of its rows may attend.
 
 cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_ssize_t first_row) noexcept nogil:
-    """Each lane's query row, head and keys as far as band and intervals say; lanes past n_rows repeat the last row."""
+    """Each lane's query row, head, and keys by band and intervals; lanes past n_rows repeat the last row."""
     cdef Py_ssize_t lane, i = first_row // job.group_size, g = first_row % job.group_size
     cdef int64_t shift, len_k = job.len_k
     for lane in range(block.ld):
@@ -33,7 +33,7 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
             block.high = max(block.high, w.stop[lane])
         block.all_start = max(block.all_start, w.start[lane])
         block.all_stop = min(block.all_stop, w.stop[lane])
-    # Sums are cut at the same keys whichever rows share the block.
+    # Rounded down, so that partial sums cover the same keys whichever rows share the block.
     block.low -= block.low % (KEY_STEP if not job.has_mask_map else WORD)
 
 
@@ -51,7 +51,7 @@ cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexc
 
 cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
                      Py_ssize_t first_row) noexcept nogil:
-    """Where a block of rows finds everything; how many rows it has is known."""
+    """Fills in a block's addresses and key intervals; its numbers of rows and vectors are set already."""
     block.item = item
     block.key = at_item(job, &job.key, item) + kv * job.key.head
     block.value = at_item(job, &job.value, item) + kv * job.value.head
@@ -70,7 +70,7 @@ cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
     cdef Py_ssize_t each = job.n_vectors // job.n_blocks, more = job.n_vectors % job.n_blocks
     rows.kv = kv_item % job.num_kv_heads
     rows.item = kv_item // job.num_kv_heads
-    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    # The last block first: under a causal mask it takes longest, and short tasks at the end balance the threads.
     block = job.n_blocks - 1 - block
     rows.first_row = (block * each + min(block, more)) * job.lanes
     rows.n_vectors = <int>(each + (block < more))
@@ -79,9 +79,9 @@ cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
 
 
 cdef void find_prefetches(const Job *job, Scratch *w, Block *block, Py_ssize_t task) noexcept nogil:
-    """The rows that memory is asked for while the block is worked on: its outputs, and the next task's queries.
+    """The rows to prefetch while the block is computed: its outputs, and the next task's queries.
 
-    Both are far apart and touched all at once, so that a core would only wait for them.
+    Both are far apart and accessed in one burst, in which a core would do nothing but wait for memory.
     """
     cdef TaskRows rows
     cdef Py_ssize_t row, i, g

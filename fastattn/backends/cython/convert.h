@@ -1,4 +1,4 @@
-/* Rows of a caller's array that kernels are not to read where they lie: of another type, or far apart. */
+/* Copies of rows of a caller's array that kernels do not read in place: of another type, or with gaps. */
 #ifndef FASTATTN_CONVERT_H
 #define FASTATTN_CONVERT_H
 
@@ -53,8 +53,8 @@ static inline void fastattn_convert_row(char *to, int to_size, const char *from,
     }
 }
 
-/* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (4 or 8), i < n_rows, c < n_cols. Rows that
- * follow are asked for ahead of their use: they may be too far apart for the processor to guess them. */
+/* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (4 or 8), i < n_rows, c < n_cols. Later
+ * rows are prefetched: they may be too far apart for the hardware prefetcher. */
 static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row, ptrdiff_t col, ptrdiff_t itemsize,
                                       ptrdiff_t n_rows, ptrdiff_t n_cols) {
     enum { PREFETCH_ROWS = 8 };

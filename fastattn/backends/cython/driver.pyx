@@ -3,18 +3,18 @@
 """The driver: it knows tiles, masks and threads; the kernels below it know registers.
 
 Query rows are lanes. The query heads of one key/value head are rows of one list, row = i * group + g, so
-that each key and value is read once for all of them. A task is one block of that list: it packs its query
-rows as columns, then walks the key tiles that any of its rows may attend, each in the stages
+that each key and value is read once for all of them. A task is one query block of that list: it packs its query
+rows as columns, then goes over the key tiles that any of its rows may attend, each in the stages
 
     mask words -> score -> adjust (soft-cap, bias, mask) -> softmax -> accumulate
 
-and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with the lanes turned: no reduction
-ever crosses a lane, so a row's bits depend on its own keys and on the tile grid alone, not on the block it
-stands in, the thread that runs it, or the batch around it. Where a key/value head has few query rows, lanes run
-along keys and columns instead, and threads share the keys of one head.
+and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes: no reduction
+crosses lanes, so the bits of a row's result depend on its own keys and on the grid of key tiles alone, not on
+its query block, the thread, or the other rows of the batch. Where a key/value head has few query rows (split-KV),
+lanes run along keys and columns instead, and threads share the keys of one head.
 
-This file is the way in from Python: instruction set, threads, and arrays to a Job. The files that it
-includes hold the rest.
+This file is the interface to Python: it selects the instruction set, and fills in and runs the record of a call
+(Job). The files that it includes hold the rest.
 """
 
 from cython.parallel cimport parallel, prange, threadid
@@ -32,10 +32,10 @@ import numpy as np
 
 from fastattn._constants import ISAS
 
-include "record.pxi"     # what is worked on: arrays, options, blocks, a thread's own tiles
-include "blocks.pxi"     # where a block of query rows finds everything
-include "mask_tile.pxi"  # one tile of keys: masks, bias, scores
-include "sweep.pxi"      # tiles of queries: one block of rows over the key tiles
+include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
+include "blocks.pxi"     # addresses and key intervals of a query block
+include "mask_tile.pxi"  # one key tile: masks, bias, scores
+include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
 include "work.pxi"       # all tasks, on all threads
 
@@ -54,7 +54,7 @@ cnp.import_array()
 cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
-include "signature.pxi"  # what calls that are done alike have in common
+include "signature.pxi"  # the key by which prepared calls are looked up
 
 READ_PIECE_NBYTES = READ_PIECE
 
@@ -83,7 +83,7 @@ def chosen_isa():
 
 
 def target(Py_ssize_t itemsize):
-    """What `fastattn._schedule.Target` says of the kernels in use, for elements of this size."""
+    """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     return kernels.lanes, kernels.max_vectors, kernels.panel_cols
 
@@ -112,7 +112,7 @@ def can_share_threads():
 
 
 def share_threads(size_t set_callback, size_t num_threads, size_t set_num_threads, int max_threads):
-    """Has the products of the OpenBLAS with these functions run on this extension's threads; see blas.h."""
+    """Runs the products of the OpenBLAS with these functions on this extension's threads; see blas.h."""
     cdef fastattn_blas blas
     cdef int failed
     blas.set_callback = <void (*)(void *) noexcept nogil><void *>set_callback
@@ -139,8 +139,8 @@ def shares_threads():
 def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
     """Operations done by num_threads threads that run at least `steps` steps of one kind in all.
 
-    FLOPs of multiply-adds on elements of this size, or additions of integers where itemsize is 0. Handed out in
-    pieces, as the tasks of `run_job` are: a core that is held up does fewer of them.
+    FLOPs of multiply-adds on elements of this size, or additions of integers where itemsize is 0. Scheduled
+    dynamically in pieces, as the tasks of `run_job` are: a core that is slowed down does fewer of them.
     """
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     cdef double (*run_steps)(long) noexcept nogil
@@ -154,7 +154,7 @@ def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
 
 
 def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t pieces):
-    """Has num_threads threads read pieces of READ_PIECE bytes each of the array's memory, from byte start on."""
+    """Reads so many pieces of READ_PIECE bytes of the array's memory, from byte start on, on num_threads threads."""
     cdef const char *at = <const char *>cnp.PyArray_DATA(array) + start
     cdef const fastattn_kernels *kernels = chosen[0]
     cdef uint64_t mixed = 0
@@ -166,7 +166,7 @@ def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t
 
 
 cdef class Prepared:
-    """A call of the Cython driver but for its arrays; loop, if any, is its score_mod, see `fastattn.backends.jit`."""
+    """A prepared call of the Cython driver; loop: its compiled score_mod or None, see `fastattn.backends.jit`."""
 
     cdef char *record
     cdef Py_ssize_t nbytes

@@ -1,4 +1,4 @@
-# One tile of keys: which of them each lane may attend, and their scores. The only part that knows masks and bias.
+# One key tile: which of its keys each lane may attend, and their scores. The only file that knows masks and bias.
 
 cdef extern from "convert.h" nogil:
     void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
@@ -20,11 +20,11 @@ cdef inline uint32_t span_word(Py_ssize_t start, Py_ssize_t stop) noexcept nogil
 
 cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
                          bint whole, Py_ssize_t *plain, Py_ssize_t *plain_stop) noexcept nogil:
-    """Which of the keys key0.. each lane may attend, and whether that is none or all.
+    """The state of the n_keys keys from key0 on; where that is TILE_PARTIAL, w.words hold each lane's allowed keys.
 
-    Where it is some, w.words say which. The scores plain .. plain_stop - 1 need no adjusting, and have no words.
-    w.stops say where the keys of a vector of lanes end; whole: every vector has all keys of the tile.
-    With a tile map key0 is a multiple of 32, so that a word never straddles two of its tiles.
+    The scores plain .. plain_stop - 1 need no adjusting, and have no words. w.stops is set to where each vector's
+    keys end; whole: every vector has all keys of the tile. With a mask map key0 is a multiple of 32, so that no
+    word covers two of its tiles.
     """
     cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
     cdef Py_ssize_t first = 0, last = 0   # words of the plain scores
@@ -86,7 +86,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     plain[0] = first * WORD
     plain_stop[0] = last * WORD
     if not whole:
-        # No vector's keys end before those of the one in front of it.
+        # Stops do not decrease from one vector to the next.
         key = 0
         for lane in range(ld):
             key = max(key, w.stop[lane] - key0)
@@ -109,9 +109,9 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
 
 
 cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ssize_t *stop) noexcept nogil:
-    """Whether this thread has not worked on all of the head's rows start .. stop - 1 lately; now it has.
+    """Whether any of the head's rows start .. stop - 1 are new to this thread; marks them as seen.
 
-    Leaves in start and stop which rows are new, with those between them and the rows it knew.
+    start and stop become the range of the new rows, extended to adjoin the rows seen before.
     """
     if w.seen_key != block.key or w.seen_value != block.value:
         w.seen_key = block.key
@@ -129,7 +129,7 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
 
 
 cdef inline void copy_rows(const Job *job, const Block *block, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """The head's rows start .. stop - 1 into the thread's copies, where the job has them."""
+    """Copies the head's rows start .. stop - 1 for this thread, if the call has copies of keys or packed values."""
     if job.copies_keys:
         fastattn_copy_rows(block.keys + start * block.key_row, block.key + start * job.key.row, job.key.row,
                            job.key.col, job.itemsize, stop - start, job.head_dim)
@@ -143,10 +143,10 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
                             Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
-    Leaves in w.part_stops where the vectors' keys end in this part of the tile. Keys and values that are new to the
-    thread are copied first, where the job wants that. Else values are asked for along the way: `accumulate` reads
-    them column by column, too fast for a memory that is far away. That takes 9 % off a batch of heads of 128 keys:
-    2 cores of Emerald Rapids, 2026-11-21, in turns with and without.
+    Sets w.part_stops to the vectors' stops within these keys. Keys and values that are new to the thread are copied
+    first, if the call has copies. Values that are not packed are prefetched: `accumulate` reads them column by
+    column, faster than memory delivers them. That takes 9 % off a batch of heads of 128 keys: 2 cores of Emerald
+    Rapids, 2026-11-21, interleaved A/B.
     """
     cdef Py_ssize_t j, start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0
     for j in range(block.n_vectors):
@@ -162,7 +162,7 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
 
 
 cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0) noexcept nogil:
-    """What the caller's function makes of the scores, after the soft-cap; tile_max takes them in."""
+    """Applies the score_mod to the scores, after the soft-cap, and updates tile_max."""
     cdef int64_t outside
     if job.softcap > 0 or job.score_root != 1:
         # w.rescale is free between two steps of the softmax.
@@ -175,7 +175,7 @@ cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *t
 
 cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
                                  Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
-    """`score_keys` and what is to be done to raw scores; first is 0 where there is a bias or a score_mod."""
+    """`score_keys`, then the adjustments of raw scores; first is 0 where there is a bias or a score_mod."""
     cdef const uint32_t *words = words_of(w, state)
     cdef double root = job.score_root, softcap = job.softcap
     if n_keys <= 0:
@@ -194,9 +194,9 @@ cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileS
 
 cdef TileState note_masked(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t row, Py_ssize_t key,
                            Py_ssize_t n_keys, TileState state) noexcept nogil:
-    """Words that say as well which scores are -inf, as a score_mod makes them; the new state of the tile.
+    """Clears the mask bits of scores that a score_mod made -inf; the new state of the tile.
 
-    From one query row and from one key to the next there are `row` and `key` bytes of scores.
+    `row` and `key` are the strides of the scores in bytes.
     """
     cdef Py_ssize_t r, j
     if state != TILE_PARTIAL:
@@ -212,7 +212,7 @@ cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
                           bint whole) noexcept nogil:
     """Scores of one key tile, masked, into w.scores; nothing where the tile is empty.
 
-    whole: see `mask_tile`; then the words say as well what a score_mod masked.
+    whole: see `mask_tile`; then the words include what a score_mod masked.
     """
     cdef Py_ssize_t plain, plain_stop
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &plain, &plain_stop)

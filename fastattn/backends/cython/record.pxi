@@ -1,5 +1,5 @@
 # What the driver works on: the kernels it may call, the arrays and options of one call (Job), the rows of one task
-# (Block) and a thread's own tiles (Scratch). Knows layouts, computes nothing.
+# (Block) and a thread's scratch memory (Scratch). Layouts only, no computation.
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
@@ -51,13 +51,13 @@ cdef extern from "kernels.h" nogil:
         uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
-# Words hold the mask bits of 32 keys; tile maps come in _mask_map.TILE_Q queries by _mask_map.TILE_K keys.
+# A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
-    READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it
-    KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
+    READ_PIECE = 1 << 20     # bytes per piece when the bandwidth of memory is measured
+    KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
     N_VIEWS = 12
-    PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value
+    PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value
     INDEX_FULL = -1
     INDEX_EMPTY = -2
 
@@ -75,9 +75,9 @@ cdef struct View:
 
 cdef struct Partial:
     # Split-KV: the softmax and the values of some key tiles, see splitkv.pxi.
-    char *data        # row_max, row_sum and acc, each from a line of memory on
-    int64_t key_tile  # one of those key tiles; -1 where no row may attend a key of them
-    int64_t has_masked  # whether in any of them only some rows may read a key
+    char *data        # row_max, row_sum and acc, each aligned to a cache line
+    int64_t key_tile  # one of those key tiles; -1 where no row may attend any of their keys
+    int64_t has_masked  # whether any of their keys is masked for only some rows
 
 
 ctypedef int64_t (*score_loop)(void *scores, void *tile_max, Py_ssize_t ld, Py_ssize_t n, Py_ssize_t stops,
@@ -86,8 +86,8 @@ ctypedef int64_t (*score_loop)(void *scores, void *tile_max, Py_ssize_t ld, Py_s
 
 
 cdef struct Job:
-    # The record of a call, as backends/cpu/record.py writes it and says what is in it; addresses are filled in by `run`.
-    # The leading strides of each view follow, from the innermost out, then the leading axes in that order.
+    # The record of a call, written and documented by backends/cpu/record.py; `run` fills in the addresses.
+    # The leading strides of each view follow, innermost axis first, then the lengths of the leading axes in that order.
     int64_t kernels
     int64_t n_lead, batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim, itemsize
     int64_t sinks, mask_bits, score_mod, aux
@@ -113,7 +113,7 @@ cdef struct Job:
 
 
 cdef struct Share:
-    # The tasks that one thread takes before it helps the others. A line of memory each: threads count at once.
+    # The range of tasks that one thread runs before it helps the others. A cache line each, against false sharing.
     Py_ssize_t next
     Py_ssize_t stop
     char rest_of_line[48]
@@ -125,7 +125,7 @@ cdef struct Scratch:
     char *scores
     char *acc
     char *converted      # bias rows in the compute type
-    char *clean          # a tile of values without the NaN and inf that not every row may read
+    char *clean          # a tile of values with the nonfinite ones set to 0
     char *empty          # -inf in every lane
     char *tile_max
     char *row_max
@@ -134,20 +134,20 @@ cdef struct Scratch:
     char *inverse
     char *lse
     uint32_t *words
-    char **rows          # whichever rows are being packed, tested or written
+    char **rows          # addresses of the rows being packed, masked or written
     char **out_rows
     char **bias_rows
-    const char **prefetch   # addresses that memory is asked for ahead of their use
-    char *key_copy       # one head's keys without gaps, where the job wants that
-    char *value_copy     # one head's values packed, the same
-    char *seen_key       # the head that this thread has worked on last, and which of its rows
+    const char **prefetch   # addresses to prefetch
+    char *key_copy       # keys without gaps: those of a head; split-KV: of a key tile
+    char *value_copy     # values: those of a head, packed; split-KV: of a key tile, without gaps
+    char *seen_key       # the head last worked on, and the range of its rows seen
     char *seen_value
     Py_ssize_t seen_start
     Py_ssize_t seen_stop
     Py_ssize_t *start
     Py_ssize_t *stop
-    Py_ssize_t *stops    # keys of the tile at hand for each vector of lanes, see kernels.h
-    Py_ssize_t *part_stops  # the same for a part of the tile
+    Py_ssize_t *stops    # where each vector's keys end in the current tile, see kernels.h
+    Py_ssize_t *part_stops  # the same within the keys being scored
     Py_ssize_t *row_i
     Py_ssize_t *row_h
 
@@ -161,7 +161,7 @@ cdef struct Block:
     Py_ssize_t n_prefetch, prefetch_nbytes
     char *key                # the head's rows in the caller's memory
     char *value
-    char *keys               # the same as the kernels read them: there, or the thread's copy
+    char *keys               # as the kernels read them: in place, or the thread's copy
     Py_ssize_t key_row, key_col
     fastattn_values values
     char *bias
@@ -242,7 +242,7 @@ cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:
 
 
 cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
-    """Where a thread's tiles lie in its memory, which begins at a line."""
+    """Sets the addresses of a thread's tiles in its scratch memory, which begins at a cache line."""
     cdef Py_ssize_t lane
     w.query = base + job.to_query
     w.scores = base + job.to_scores

@@ -1,4 +1,5 @@
-# The signature of a call: all of its arguments that decide how it is done, as bytes. See `fastattn._prepared`.
+# The signature of a call: the properties of its arguments that its prepared call depends on, as bytes. See
+# `fastattn._prepared`.
 
 cdef enum:
     MAX_AXES = 8            # arrays with more, and other unusual arguments, have no signature
@@ -68,9 +69,9 @@ cdef inline bint put_count(Words *to, object count) except -1:
 
 def signature(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
               return_lse, return_weights, num_threads, backend):
-    """Bytes that are the same for all calls which are done alike, or None for a call with unusual arguments.
+    """Bytes that are equal for calls which can share a prepared call, or None for a call with unusual arguments.
 
-    `function` tells public functions apart; `mask` and `key_lengths` are arrays or None here.
+    `function` is a number for each public function; `mask` and `key_lengths` are arrays or None here.
     """
     cdef Words to
     cdef int axis
@@ -95,7 +96,7 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
     elif type(backend) is str and backend == "numba":
         put(&to, 2)
     else:
-        return None  # the others prepare nothing
+        return None  # the other backends have no prepared calls
     put(&to, function)
     put(&to, <int64_t><size_t>chosen[0])
     if not (put_count(&to, num_threads) and put_real(&to, scale) and put_real(&to, softcap)):

@@ -1,7 +1,7 @@
-# Few query rows over many keys, as when tokens are generated: the work is to read keys and values once. All rows of a
-# key/value head stand side by side in row tiles (see kernels.h), and the keys are cut into key tiles. Their partial
-# results are merged two by two, as the leaves of a binary tree over all keys: the cut and the tree depend on the position
-# of a key alone, so the bits of a result do not depend on how many key tiles a thread takes at a time.
+# Split-KV: few query rows over many keys, as in decoding, where reading keys and values takes most of the time. The
+# query rows of a key/value head are consecutive rows of row tiles (see kernels.h), and its keys are cut into key tiles.
+# The partial results of the key tiles are merged pairwise in a binary tree: tiles and tree depend on the positions of
+# the keys alone, so the bits of a result do not depend on the number of key tiles of a task.
 # Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
 
 cdef enum:
@@ -9,7 +9,7 @@ cdef enum:
 
 
 cdef struct Stack:
-    # Parts that wait to be merged, in the order of their keys; each stands higher in the tree than the next.
+    # Partial results to be merged, in the order of their keys; each is the root of a larger subtree than the next.
     Partial partials[MAX_PARTIALS]
     int depth
 
@@ -34,9 +34,9 @@ cdef inline void merge(const Job *job, Partial *partial, const Partial *other) n
 
 
 cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile) noexcept nogil:
-    """Merges what the tree joins before `key_tile` comes in; everything where key_tile is -1.
+    """Merges the subtrees that are complete before `key_tile`; the whole stack where key_tile is -1.
 
-    Two key tiles meet in the tree at the height of the highest bit in which their numbers differ.
+    The lowest common ancestor of two key tiles has the height of the highest bit in which their numbers differ.
     """
     cdef Partial *last
     cdef Partial *before
@@ -53,7 +53,7 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
                               Py_ssize_t n_keys, bint notes_masked) noexcept nogil:
     """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores; the state of their words.
 
-    notes_masked: the words are to say as well what a score_mod masked.
+    notes_masked: the words include what a score_mod masked.
     """
     cdef double root = job.score_root, softcap = job.softcap
     cdef int64_t outside
@@ -86,13 +86,13 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
 
 
 cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssize_t key_tile) noexcept nogil:
-    # In whole chunks of keys, which are summed up together: what is left out in front changes no bit.
+    # A multiple of KEY_CHUNK, the keys of a partial sum: to skip masked keys in front then changes no bit.
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
 
 
 cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
                       char *clean) noexcept nogil:
-    """Softmax and values over one key_tile into partial; whether any row may attend any of its keys. clean: see `attend`."""
+    """The partial result of one key tile; False where no row may attend any of its keys. clean: see `attend`."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t plain, plain_stop, value_row = job.value.row, distance = job.value_prefetch
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)
@@ -122,7 +122,7 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
 
 cdef void attend_key_tiles(Job *job, Scratch *w, const Block *block, Py_ssize_t first, Py_ssize_t stop,
                         Stack *stack, char *clean) noexcept nogil:
-    """The key tiles first .. stop - 1 into one partial on the stack, or none where no row may attend a key of them."""
+    """One partial result of the key tiles first .. stop - 1 on the stack, or none where all their keys are masked."""
     cdef Py_ssize_t key_tile
     stack.depth = 0
     for key_tile in range(max(first, block.low // job.block_k),
@@ -135,7 +135,7 @@ cdef void attend_key_tiles(Job *job, Scratch *w, const Block *block, Py_ssize_t 
 
 
 cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nogil:
-    """What is left on the stack, if anything, and the sinks in one partial: a sink is a logit without a value."""
+    """Merges the sinks, which are logits without a value, with the partial result on the stack, if there is one."""
     cdef Partial *partial = &stack.partials[stack.depth]
     if stack.depth == 1 and not job.sinks:
         return
@@ -150,7 +150,7 @@ cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nog
 
 
 cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
-    """The outputs from all that is on the stack; whether any is NaN."""
+    """Writes the outputs from the stack; whether any is NaN."""
     cdef Partial *partial = &stack.partials[0]
     add_sinks(job, w, stack)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
@@ -160,7 +160,7 @@ cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stac
 
 
 cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
-    """The weights of all rows: their scores once more, against the row_max and row_sum in partial."""
+    """The weights of all rows, recomputed from their scores with the final row_max and row_sum in partial."""
     cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
     cdef TileState state
     for lane in range(block.n_rows):
@@ -182,11 +182,11 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
 
 
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
-    """All outputs of one key/value head, from what is on the stack."""
+    """Writes all outputs of one key/value head from the stack."""
     cdef Py_ssize_t lane
     cdef char *lse_rows = at_item(job, &job.lse, block.item)
     if write_rows(job, w, block, stack) and stack.partials[0].has_masked:
-        # NaN came out where some rows may not read every value: 0 * NaN of a masked key may be the cause.
+        # NaN where some keys are masked for some rows: it may be 0 * NaN of a masked value.
         attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean)
         write_rows(job, w, block, stack)
     if job.has_lse:
@@ -197,7 +197,7 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
 
 
 cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
-    """Some key tiles of one key/value head of one batch item; who does the last of a head writes its outputs."""
+    """Some key tiles of one key/value head of one batch item; the last task of a head to end writes its outputs."""
     cdef Block block
     cdef Stack stack
     cdef Partial *partial
@@ -235,7 +235,7 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
 
 
 cdef char *new_partials(Job *job) noexcept nogil:
-    """The memory for the partial result of each task, to be freed, or NULL; and how many tasks a head still has."""
+    """Allocates the partial results of all tasks, and a count of unfinished tasks per head; NULL without memory."""
     cdef int64_t heads = job.batch * job.num_kv_heads, task
     cdef char *memory = <char *>malloc(64 + job.n_tasks * (job.partial_nbytes + sizeof(Partial)) + heads * sizeof(int64_t))
     cdef char *data = <char *>((<size_t>memory + 63) & ~<size_t>63)

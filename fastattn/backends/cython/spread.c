@@ -18,7 +18,7 @@ void fastattn_set_cores(const int32_t *core_of_cpu, int n_cpus) {
     memcpy(core_of, core_of_cpu, known_cpus * sizeof *core_of);
 }
 
-/* Whether nobody had claimed it before. */
+/* Claims a core or CPU; whether it was free. */
 static int claim(uint64_t *claimed, int number) {
     uint64_t bit = (uint64_t)1 << number % 64;
     return !(__atomic_fetch_or(&claimed[number / 64], bit, __ATOMIC_RELAXED) & bit);
@@ -30,9 +30,9 @@ static int current_cpu(void) {
     return cpu < known_cpus ? cpu : -1;
 }
 
-/* A CPU among those allowed, claimed for the thread that runs on `cpu`: of a core that is free, or else its own, or
- * else any that is free; -1 where there are more threads than CPUs. The search begins behind its own, so that regions
- * of several callers do not all end up on the first. */
+/* Claims an allowed CPU for the thread that runs on `cpu`: one of a free core, or else its own, or else any free one;
+ * -1 where there are more threads than CPUs. The search starts after its own CPU, so that concurrent regions do not
+ * all choose the first CPUs. */
 static int claim_free(fastattn_spread *spread, const cpu_set_t *allowed, int cpu) {
     for (int step = 1; step < known_cpus; step++) {
         int other = (cpu + step) % known_cpus;
@@ -49,7 +49,7 @@ static int claim_free(fastattn_spread *spread, const cpu_set_t *allowed, int cpu
     return -1;
 }
 
-/* Moves a thread to the CPU; afterwards it may run where it was allowed to before. */
+/* Moves a thread to the CPU, then restores its affinity. */
 static int move(pthread_t thread, int cpu, const cpu_set_t *allowed) {
     cpu_set_t chosen;
     CPU_ZERO(&chosen);
@@ -60,7 +60,7 @@ static int move(pthread_t thread, int cpu, const cpu_set_t *allowed) {
     return 1;
 }
 
-/* A worker that finds its core taken goes to another. */
+/* Moves the calling worker to another core if its own is claimed. */
 static void move_apart(fastattn_spread *spread) {
     cpu_set_t allowed;
     int other, cpu = current_cpu();
@@ -77,8 +77,8 @@ static void move_apart(fastattn_spread *spread) {
         __atomic_store_n(&spread->moved, (uintptr_t)pthread_self(), __ATOMIC_RELEASE);
 }
 
-/* The caller's core for a worker that has moved and is still at work. It is there: it waits for the caller before it
- * leaves the region. */
+/* Moves a worker that has moved before, and still runs, to the caller's core. Its thread exists: it waits for the
+ * caller at the end of the region. */
 static void give_core(pthread_t worker) {
     cpu_set_t allowed;
     int cpu = current_cpu();

@@ -1,9 +1,9 @@
-# Tiles of queries: one task is a block of query rows of one key/value head, and its sweep over the key tiles with the
-# online softmax, from its query to its outputs.
+# The sweep, for many query rows: a task is one query block of one key/value head, computed over the key tiles with the
+# online softmax, from its queries to its outputs.
 
 cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *view, char *item, Py_ssize_t itemsize,
                      Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
-    """Has memory asked for the keys key0.. of the block's rows in a bias or mask, as far as the list reaches."""
+    """Adds the elements of a bias or mask for the keys key0.. to the block's prefetch list, as far as it has room."""
     cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize, step = PREFETCH_PER_COLUMN * job.value_dim
     cdef char *row
     cdef char *last = NULL
@@ -27,8 +27,8 @@ cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *vi
 cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
     """The online softmax and value accumulation over every key tile of the block.
 
-    clean: room for one tile of values where NaN and inf in them must be kept from lanes that may not read
-    them, else NULL. Returns whether any tile was one where only some lanes may read a key.
+    clean: scratch for one tile of values where nonfinite ones must not reach lanes that may not read them, else
+    NULL. Returns whether any key is masked for only some lanes.
     """
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
@@ -68,7 +68,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
 
 cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state,
                        Py_ssize_t n_keys) noexcept nogil:
-    """Makes the weights at w.rows 0 where a lane may not read a key: in a row of NaN they came out as 0 * NaN."""
+    """Sets the weights at w.rows to 0 where a key is masked: in a row of NaN they are 0 * NaN."""
     cdef const char *const *bias = bias_of(job, w)
     cdef const uint32_t *words = words_of(w, state)
     cdef Py_ssize_t lane, j
@@ -81,7 +81,7 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
 
 
 cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The weights of the block's rows: its scores once more, against the row_max and row_sum now known."""
+    """The weights of the block's rows, recomputed from their scores with the final row_max and row_sum."""
     cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
     cdef TileState state
     for lane in range(block.n_rows):
@@ -93,7 +93,7 @@ cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil
         state = score_tile(job, w, block, key0, n_keys, True)
         if state == TILE_EMPTY:
             continue
-        # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
+        # With a tile_max of -inf row_max does not change; row_sum is not used any more.
         kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
         for lane in range(block.ld):
@@ -107,7 +107,7 @@ cdef inline double sink_of(const Job *job, const Scratch *w, Py_ssize_t lane) no
 
 
 cdef void start_rows(const Job *job, const Scratch *w, char *row_max, char *row_sum, Py_ssize_t n_rows) noexcept nogil:
-    """The state before any key: a finite sink is one logit already seen, without a value."""
+    """The state before any key; a finite sink is one logit without a value."""
     cdef Py_ssize_t lane, size = job.itemsize
     memcpy(row_max, w.empty, job.max_lanes * size)
     memset(row_sum, 0, n_rows * size)
@@ -120,9 +120,9 @@ cdef void start_rows(const Job *job, const Scratch *w, char *row_max, char *row_
 
 
 cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_sum, Py_ssize_t n_rows) noexcept nogil:
-    """The state after all keys, with sinks that are inf or NaN: a row is NaN where it has a key, as inf - inf is; else
-    it has its sink alone. During the sweep they would make NaN of a row without keys where another row of its block
-    has some."""
+    """The state after all keys, with sinks that are inf or NaN: a row with keys becomes NaN, as inf - inf is; a row
+    without has its sink alone. Applied before the keys, they would make a row without keys NaN where another row of
+    its block has some."""
     cdef Py_ssize_t lane, size = job.itemsize
     cdef bint empty
     if not job.sinks:
@@ -136,7 +136,7 @@ cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_su
 
 
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
-    """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
+    """One query block of one key/value head of one batch item, from its queries to its outputs."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Block block
     cdef TaskRows rows = task_rows(job, task)
@@ -163,7 +163,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
                    job.exponent_factor)
 
     if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
-        # NaN came out where some lanes may not read every value: 0 * NaN of a masked key may be the cause.
+        # NaN where some keys are masked for some lanes: it may be 0 * NaN of a masked value.
         start_rows(job, w, w.row_max, w.row_sum, block.ld)
         attend(job, w, &block, w.clean)
         end_rows(job, w, w.row_max, w.row_sum, block.ld)

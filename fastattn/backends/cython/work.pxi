@@ -17,8 +17,8 @@ cdef extern from "spread.h" nogil:
 
 
 cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept nogil:
-    """What one thread does: the tasks of its own share, then what the others have not begun. Nothing without memory for
-    its tiles: then the others do its share."""
+    """Runs the tasks of a thread's own share, then those of the others' shares that have not begun. Without memory for
+    its tiles a thread runs none, and the others run its share."""
     cdef Scratch scratch
     cdef Scratch *w = &scratch
     cdef char *memory = <char *>malloc(job.scratch_nbytes + 64)
@@ -44,11 +44,11 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
 
 
 cdef void run_job(Job *job, int num_threads) noexcept nogil:
-    """Every task, on num_threads threads. Which thread takes which changes nothing in the result.
+    """Runs every task, on num_threads threads. The result does not depend on which thread runs which.
 
-    A thread's share are tasks that follow each other: where threads took turns, each had every head's keys and values
-    to bring into its own cache. Shares take 6 % off a call at 2048 keys and head_dim 128 and 8 % off layout "bshd" at
-    1024 and 64: 2 cores of Emerald Rapids, 2026-11-21, in turns with the driver that took turns.
+    A thread's share is a range of consecutive tasks: round-robin would bring every head's keys and values into every
+    thread's cache. Shares take 6 % off a call at 2048 keys and head_dim 128 and 8 % off layout "bshd" at 1024 and 64:
+    2 cores of Emerald Rapids, 2026-11-21, interleaved A/B with round-robin.
     """
     cdef Share alone
     cdef Share *shares = &alone

@@ -1,18 +1,18 @@
 """The caller's functions, `score_mod` and `mask_mod`, for every backend.
 
-`functions`    the way in: a function, its `aux` and a dtype give a compiled loop, which is remembered
-`identity`     what makes two functions the same, and which arrays they read from outside
-`frontend`     the function as one of Numba's, with all that it calls inlined and every index checked
+`functions`    the interface: a function, its `aux` and a dtype give a compiled loop, which is cached
+`identity`     what makes two functions equal, and which arrays they capture
+`frontend`     the function compiled by Numba, with all that it calls inlined and every index checked
 `literals`     numbers in the code take the dtype of the scores
-`vector_math`  exp, exp2 and tanh that run on many scores at once
-`checks`       reading an array at an index that may lie outside
+`vector_math`  exp, exp2 and tanh that LLVM vectorises
+`checks`       array reads with a bounds check
 `loops`        the loop over a tile around the function, written as LLVM IR, with an address that C can call
-`memory`       how `aux` and captured arrays reach compiled code
-`messages`     what is said of functions that do not compile, or read outside of an array
+`memory`       how `aux` and captured arrays are passed to compiled code
+`messages`     errors for functions that do not compile, or read outside of an array
 `mask_map`     a mask_mod evaluated tile by tile
 
-Numba is a compiler here and nothing more: any driver calls the loop through its address, once per tile. Code
-is compiled in for what does not change (the function, its numbers), and everything that may is read at each
-call (`aux`, captured arrays, sizes). The loops are kept in a bounded cache; one that is dropped lives on as
-long as a call uses it. Nothing here knows a backend; of ``numba.codegen`` it uses the host's registers.
+Numba is only the compiler here: any driver calls the loop through its address, once per tile. What does not
+change is compiled in (the function, its numbers); what may change is read at each call (`aux`, captured
+arrays, sizes). The loops are kept in a bounded cache; one that is evicted is freed when no call uses it any
+more. Nothing here knows a backend; from ``numba.codegen`` it takes the registers of the host.
 """

@@ -1,10 +1,11 @@
-"""The caller's function as one of Numba's: all that it calls inlined, literals and indices seen to.
+"""The caller's function, compiled by Numba with two passes of our own.
 
-One function is left, with everything in sight. Numba's own steps come first and last; between them
+Numba's own passes come first and last; between them
 
-    inline     calls of functions, compiled by Numba or not, become part of the caller
-    rewrite    literals take the scores' dtype, exp, exp2 and tanh are ours, captured arrays and floats become
-               arguments, and elements of arrays are read by `checks.CHECKED`
+    inline     inlines all calls of Python functions, compiled by Numba or not, so that one function is left
+    rewrite    gives literals the scores' dtype, replaces exp, exp2 and tanh by ours, makes captured arrays
+    and
+               floats arguments, and reads elements of arrays by `checks.CHECKED`
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from fastattn.backends.jit import literals, vector_math
 from fastattn.backends.jit.checks import CHECKED, OTHER
 from fastattn.backends.jit.identity import as_function
 
-#: Of a caller's arithmetic: a product may be rounded with a sum, and a division may be a product.
+#: Allowed in a caller's arithmetic: to contract multiply-adds, and to multiply by a reciprocal for a
+#: division.
 FASTMATH = {"contract", "arcp"}
 
-#: More calls than this within one function are taken for a recursion.
+#: More inlined calls than this within one function are taken for a recursion.
 MAX_INLINED = 256
 
 
@@ -42,10 +44,10 @@ class Typed(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What the steps below know of the function at hand."""
+    """What the passes below know of the function to compile."""
 
-    first_value: int  #: the place among the arguments of the first that the caller gives
-    first_captured: int  #: of the first captured one
+    first_value: int  #: index among the arguments of the caller's first: of `aux`, or captured
+    first_captured: int  #: index of the first captured one
     captured: Sequence[Any]  #: arrays and floats from outside, in the order of the arguments
     checks_indices: bool
     has_weak_literals: bool
@@ -60,7 +62,7 @@ def typed(
     checks_indices: bool,
     has_weak_literals: bool,
 ) -> Typed:
-    """`call`, a function of the types `arguments`, of which one is named ``checks``."""
+    """Types and lowers `call` for arguments of these types, one of which is named ``checks``."""
     call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals)  # type: ignore[attr-defined]
     flags = compiler.Flags()
     options = {
@@ -77,7 +79,7 @@ def typed(
 
 
 class _Compiler(compiler.CompilerBase):
-    """Numba's compiler with the two steps."""
+    """Numba's compiler with the two passes."""
 
     def define_pipelines(self) -> list[Any]:
         steps = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
@@ -119,7 +121,7 @@ class _Inline(FunctionPass):
         waiting, n_inlined = list(state.func_ir.blocks.values()), 0
         while waiting:
             block = waiting.pop()
-            for place, statement in enumerate(block.body):
+            for index, statement in enumerate(block.body):
                 call = statement.value if isinstance(statement, ir.Assign) else None
                 if not (isinstance(call, ir.Expr) and call.op == "call"):
                     continue
@@ -130,9 +132,9 @@ class _Inline(FunctionPass):
                 n_inlined += 1
                 if n_inlined > MAX_INLINED:
                     raise TypeError(f"{function.__name__!r} calls itself, or calls are nested too deeply")
-                found = worker.inline_function(state.func_ir, block, place, function)
+                found = worker.inline_function(state.func_ir, block, index, function)
                 waiting += [inlined for _, inlined in found[3]]
-                break  # the rest of the block is another one now
+                break  # the rest of the block is now a block of its own
         PostProcessor(state.func_ir).run()
         return True
 
@@ -157,7 +159,7 @@ class _Rewrite(FunctionPass):
 
 
 class _Rewriting:
-    """Of one function's assignments, one after another."""
+    """Rewrites the assignments of one function."""
 
     def __init__(self, state: Any) -> None:
         self._ir, self._arguments = state.func_ir, state.args
@@ -166,7 +168,7 @@ class _Rewriting:
         self._scope = next(iter(state.func_ir.blocks.values())).scope
 
     def rewrite(self, statement: Any, scope: Any, body: list[Any]) -> None:
-        """Changes what is assigned; statements that must come before go to the end of `body`."""
+        """Changes the assigned value; appends statements that must precede it to `body`."""
         value = statement.value
         if isinstance(value, ir.Expr) and value.op in ("getitem", "static_getitem"):
             if self._task.checks_indices:
@@ -189,23 +191,23 @@ class _Rewriting:
             statement.value = ir.Global(ours.__name__, ours, value.loc)
 
     def _argument_of(self, captured: Any) -> int:
-        """The place among the arguments of an array or float from outside."""
-        place = next(i for i, known in enumerate(self._task.captured) if known is captured)
-        return self._task.first_captured + place
+        """The index among the arguments of a captured array or float."""
+        number = next(i for i, known in enumerate(self._task.captured) if known is captured)
+        return self._task.first_captured + number
 
     def _read_checked(self, statement: Any, scope: Any, body: list[Any]) -> None:
         value = statement.value
-        place = OTHER
+        bit = OTHER
         source = ir_definition(self._ir, value.value)
         if isinstance(source, ir.Arg):
-            place = min(source.index - self._task.first_value, OTHER)
+            bit = min(source.index - self._task.first_value, OTHER)
         elif isinstance(found := value_from_outside(self._ir, source), np.ndarray):
-            place = min(self._argument_of(found) - self._task.first_value, OTHER)
+            bit = min(self._argument_of(found) - self._task.first_value, OTHER)
         index = value.index if value.op == "getitem" else value.index_var
-        if value.op == "static_getitem" and (place == OTHER or index is None):
-            return  # of a tuple, mostly, whose items have types of their own
+        if value.op == "static_getitem" and (bit == OTHER or index is None):
+            return  # mostly of a tuple, whose items have different types
         checks = self._scope.get_exact("checks")
-        self._call(statement, CHECKED[place], (value.value, index, checks), scope, body)
+        self._call(statement, CHECKED[bit], (value.value, index, checks), scope, body)
 
     def _call(self, statement: Any, function: Any, arguments: Any, scope: Any, body: list[Any]) -> None:
         loc = statement.value.loc

@@ -1,7 +1,7 @@
-"""The way in: a function, what it reads and a dtype give a compiled loop over a tile.
+"""The interface: a function, the values that it reads and a dtype give a compiled loop over a tile.
 
-A loop is remembered for the function's identity, the types of what it reads, the dtype and the kind of tile,
-the `MAX_LOOPS` that were used last. Sizes and what arrays hold are read at each call.
+Loops are cached by the function's identity, the types of the values that it reads, the dtype and the kind of
+tile; the `MAX_LOOPS` that were used last are kept. Sizes and the contents of arrays are read at each call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MASK_DTYPE = np.dtype(np.int64)
 
 
 class Kept:
-    """The values that were used last, by their keys."""
+    """A cache of the values that were used last (LRU), safe for threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -48,7 +48,7 @@ class Kept:
         return len(self._values)
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The value of this key, made if it is not here; the first one where several threads make it."""
+        """The value of this key, made where it is missing; the first one where several threads make it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -120,14 +120,15 @@ def mask_loop(mod: Mod) -> Loop:
 
 
 def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:
-    """TypeError or ValueError where a function cannot be compiled, for compilers that say less of it."""
+    """TypeError or ValueError where a function cannot be compiled, for backends whose compiler explains
+    less."""
     captured = identify(function).captured
     all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
     _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
 
 
 def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
-    """A Python function of the arguments of compiled loops, which calls the caller's."""
+    """A Python function that takes the arguments of compiled loops and calls the caller's function."""
     given: dict[str, Any] = {}
     first: list[str] = []
     last: list[str] = []
@@ -144,7 +145,7 @@ def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_au
     aux = [f"a{i}" for i in range(n_aux)]
     arguments = [*first, *score, *_INDICES, *aux]
     if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_VARARGS:
-        # Numba inlines no function of *args. As a parameter like the others it takes a tuple.
+        # Numba does not inline functions of *args: make it an ordinary parameter, which takes a tuple.
         code = function.__code__
         flags, n_named = code.co_flags & ~inspect.CO_VARARGS, code.co_argcount
         code = code.replace(co_argcount=n_named + 1, co_flags=flags)
@@ -165,7 +166,7 @@ def _typed(
     kind: str, function: Any, n_aux: int, captured: Sequence[Any], kinds: Sequence[Any], dtype: np.dtype,
     checks_indices: bool,
 ) -> Typed:  # fmt: skip
-    """The function with its wrapper, compiled for its arguments but for machine code."""
+    """The function in its wrapper, typed and lowered for its arguments."""
     messages.check_raises(kind, function)
     score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
     call = wrapper(kind, function, n_aux, len(captured), "checks")
@@ -174,7 +175,7 @@ def _typed(
     is_weak = dtype == np.float32
     try:
         made = typed(call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak)
-    except Exception as error:  # Numba has more kinds of them than a common base
+    except Exception as error:  # Numba's errors have no common base class
         raise TypeError(messages.not_compiled(kind, function, error)) from error
     returned = made.signature.return_type
     wanted = types.Boolean if kind == "mask_mod" else types.Number

@@ -1,9 +1,9 @@
-"""What makes two functions the same, and what a function reads from outside.
+"""What makes two functions equal, and which values a function captures.
 
-Two are the same if their code is and all that it uses from outside: defaults, closures, globals, attributes
-of modules, of nested functions and of called ones too. Integers and strings are compared, other objects are
-told apart by which one they are. Arrays and floats are captured: they are compared by what is compiled for
-them, and looked up at each call.
+Two functions are equal if their code is, and all that it uses from outside: defaults, closures, globals and
+attributes of modules, also those of nested and of called functions. Integers and strings are compared by
+value, other objects by identity. Arrays and floats are captured: they are compared by the type that is
+compiled for them, and their values are read at each call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-#: Codes whose names are remembered.
+#: Code objects whose names are cached.
 MAX_CODES = 1024
 
 #: Modules of these packages do not change.
@@ -27,10 +27,10 @@ _PLAIN = frozenset({int, bool, str, bytes, type(None)})
 
 
 class Identity(NamedTuple):
-    """A function as caches know it."""
+    """The cache key of a function, and what it captures."""
 
-    key: Any  #: hashable, equal for functions that do the same
-    captured: tuple[Any, ...]  #: arrays and floats that it reads from outside
+    key: Any  #: hashable, equal for equal functions
+    captured: tuple[Any, ...]  #: arrays and floats from outside
 
 
 def identify(function: Any) -> Identity:
@@ -41,7 +41,7 @@ def identify(function: Any) -> Identity:
 
 
 def captured_names(function: Any) -> list[str]:
-    """What `identify` finds captured, by name, in the same order."""
+    """The names of the captured values of `identify`, in the same order."""
     walk = _Walk()
     walk.add(function)
     return walk.names
@@ -69,7 +69,7 @@ def as_function(value: Any) -> FunctionType | None:
 
 
 class Same:
-    """Equal to itself: an object by which it is, kept alive so that no other takes its place."""
+    """Wraps an object for comparison by identity; keeps it alive so that its id is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -100,23 +100,23 @@ class _Code:
                     self.attributes.append(name)
 
 
-_by_place: dict[int, tuple[CodeType, _Code]] = {}
+_by_id: dict[int, tuple[CodeType, _Code]] = {}
 _by_value: dict[CodeType, _Code] = {}
 
 
 def _code(code: CodeType) -> _Code:
-    found = _by_place.get(id(code))
+    found = _by_id.get(id(code))
     if found is None:
-        if len(_by_place) >= MAX_CODES:
-            _by_place.clear()
+        if len(_by_id) >= MAX_CODES:
+            _by_id.clear()
             _by_value.clear()
         known = _by_value.get(code) or _by_value.setdefault(code, _Code(code))
-        found = _by_place[id(code)] = (code, known)
+        found = _by_id[id(code)] = (code, known)
     return found[1]
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
-    """A code and all codes in it."""
+    """A code object and all those nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -124,7 +124,7 @@ def nested(code: CodeType) -> Iterator[CodeType]:
 
 
 class _Walk:
-    """Over all that a function uses from outside."""
+    """Collects all that a function uses from outside."""
 
     def __init__(self) -> None:
         self.key: list[Any] = []
@@ -161,17 +161,17 @@ class _Walk:
                     self._add_constant(getattr(value, attribute, None), f"{name}.{attribute}", attributes)
 
     def _add_constant(self, value: Any, name: str, attributes: Any = ()) -> None:
-        """`add` where Numba has floats as constants."""
+        """`add` where Numba compiles floats in as constants."""
         if type(value) is float:
             self.key.append(value.hex())
         else:
             self.add(value, name, attributes)
 
     def _capture(self, kind: Any, value: Any, name: str) -> None:
-        # Names of one object are names of one argument.
-        for place, known in enumerate(self.captured):
+        # Several names of one object share one argument.
+        for index, known in enumerate(self.captured):
             if known is value:
-                self.key.append(place)
+                self.key.append(index)
                 return
         self.key.append(kind)
         self.captured.append(value)

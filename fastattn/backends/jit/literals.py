@@ -1,7 +1,7 @@
-"""Numbers that stand in a function take the dtype of its scores.
+"""Literals in a function take the dtype of its scores, as Python's numbers do beside NumPy arrays.
 
-As with Python's numbers in NumPy: Numba itself makes float64 of ``score * 0.5`` and of ``score * kv_idx``,
-with half as many lanes as float32 has.
+Numba itself computes ``score * 0.5`` and ``score * kv_idx`` in float64, which has half as many lanes as
+float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 
 
 def fallback(typing: Any, function: Any, arguments: Any) -> tuple[Any, Any]:
-    """For an intrinsic: what Numba makes of the function itself."""
+    """For an intrinsic: Numba's own signature and code of the function."""
     signature = typing.resolve_function_type(function, arguments, {})
     if signature is None:
         return None, None
@@ -31,7 +31,7 @@ def fallback(typing: Any, function: Any, arguments: Any) -> tuple[Any, Any]:
 
 
 def _weak(operate: Any) -> Any:
-    """The operation in which an integer beside a float32 becomes one."""
+    """The operation with integers beside a float32 converted to float32."""
 
     def definition(context: Any, a: Any, b: Any) -> Any:
         if a == types.float32 and isinstance(b, (types.Integer, types.Boolean)):
@@ -50,12 +50,12 @@ _WEAK = {
 
 
 def operation(expression: ir.Expr) -> Any:
-    """What takes the place of a binary operation of Numba's IR, or None."""
+    """The replacement of a binary operation of Numba's IR, or None."""
     if expression.op not in ("binop", "inplace_binop"):
         return None
     return _WEAK.get(expression.fn if expression.op == "binop" else expression.immutable_fn)
 
 
 def number(value: Any) -> Any:
-    """A number as it stands among float32 scores."""
+    """A literal as float32 if it is a float."""
     return np.float32(value) if type(value) is float else value

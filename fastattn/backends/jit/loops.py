@@ -1,7 +1,8 @@
-"""The loop over a tile around a function, as LLVM IR: Numba would take longer for it than for the function.
+"""The loop over a tile around a function, as LLVM IR: Numba would take longer to compile it than the
+function.
 
-A loop is a C function of ten `intptr_t`. It returns 0, or bits that say what was read outside: bit i for the
-i-th of the arrays and numbers that the function reads, `checks.OTHER` for what has none of its own.
+A loop is a C function of ten `intptr_t`. It returns 0, or bits for reads out of bounds: bit i for the i-th of
+the values that the function reads, `checks.OTHER` for those without a bit of their own.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ _REALS = {4: ir.FloatType(), 8: ir.DoubleType()}
 
 
 class Machine:
-    """Machine code of one loop. It is freed with this object, which every user of `address` must hold."""
+    """Machine code of one loop. It is freed with this object, which must outlive all uses of `address`."""
 
     def __init__(self, module: Any, name: str) -> None:
         target = _target()
         builder = create_pass_builder(target, opt=3, loop_vectorize=True, slp_vectorize=False)
         builder.getModulePassManager().run(module, builder)
-        # An engine of its own: Numba's never gives code back.
+        # An engine of its own: Numba's never frees code.
         self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
         self.address = int(self._engine.get_function_address(name))
 
 
 def _target() -> Any:
-    """The host as LLVM knows it, and as Numba compiles for it, but for gathers."""
+    """The target machine that Numba compiles for on this host, without gathers."""
     options: dict[str, Any] = {"opt": 3}
     cpu_target.target_context.codegen()._customize_tm_options(options)
     if llvm.get_process_triple().startswith("x86_64"):
@@ -83,8 +84,8 @@ class Loop:
             argument.name = name
             if name in pointers:
                 argument.add_attribute("noalias")
-        # By itself LLVM uses half of AVX-512's vectors. A set of the words that llvmlite knows, which this is
-        # not one of.
+        # By default LLVM uses vectors of half the width of AVX-512's. `add` of this set subclass
+        # refuses names that llvmlite does not know, such as this one.
         set.add(self.function.attributes, f'"prefer-vector-width"="{8 * TARGET.vector_bytes}"')
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.arguments = dict(zip(names, self.function.args, strict=True))
@@ -109,11 +110,11 @@ class Loop:
         self.builder.ret(self.builder.zext(self.builder.load(self._checks), WORD))
 
     def pointer(self, name: str) -> ir.Value:
-        """An argument as the address of words."""
+        """An argument as a pointer to words."""
         return self.builder.inttoptr(self.arguments[name], WORD.as_pointer())
 
-    def load(self, pointer: ir.Value, place: ir.Value) -> ir.Value:
-        return self.builder.load(self.builder.gep(pointer, [place]))
+    def load(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
+        return self.builder.load(self.builder.gep(pointer, [index]))
 
     def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
@@ -124,7 +125,7 @@ class Loop:
             yield number
 
     def call(self, score: ir.Value | None, *indices: ir.Value) -> ir.Value:
-        """What the function returns for these four indices, as a real or a bit."""
+        """The function's result for these four indices, as a real or a bit."""
         builder, signature = self.builder, self._typed.signature
         descriptor = self._typed.descriptor
         module_function = self.context.declare_function(builder.module, descriptor)
@@ -181,9 +182,10 @@ _SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")
 
 
 def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
-    """The scores of a tile with query rows as lanes; `top` takes in the largest of each lane.
+    """The scores of a tile with query rows as lanes; `top` becomes the maximum of itself and each lane's
+    scores.
 
-    is_grouped: the rows are of several heads. Else they follow each other, and the last is repeated in the
+    is_grouped: the rows are of several heads. Else they are consecutive, and the last is repeated in the
     lanes past it.
     """
 
@@ -194,7 +196,7 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
         head, row = loop.load(heads, WORD(0)), loop.load(rows, WORD(0))
         last = loop.load(rows, builder.sub(ld, one))
         n_keys = loop.load(ends, builder.sub(at["n"], one))
-        first = cgutils.alloca_once_value(builder, WORD(0))  # vector that has the key
+        first = cgutils.alloca_once_value(builder, WORD(0))  # the first vector that has the key
 
         def first_lane(key: ir.Value) -> ir.Value:
             test, step, end = (builder.append_basic_block() for _ in range(3))

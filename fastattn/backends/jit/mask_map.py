@@ -14,7 +14,7 @@ from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, M
 from fastattn._problem import Mod
 from fastattn.backends.jit.functions import mask_loop
 
-#: Tiles that are evaluated at a time: 4 MB of bits; and by one thread at a time.
+#: Tiles of a batch, whose bits take 4 MB, and tiles that a thread takes at a time.
 BATCH_TILES, STEP_TILES = 4096, 16
 
 _LOOP = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 8)
@@ -23,7 +23,7 @@ _LOOP = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int6
 def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads: int) -> MaskMap:
     """The mask map of a mask_mod, of index ``(*planes, ...)``.
 
-    sizes: B, H, L and S. planes: how many items and heads are told apart.
+    sizes: B, H, L and S. planes: B and H, or 1 where the mask is the same for all of them.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads:
     aux = words.buffer_info()[0]
 
     def tiles(start: int, stop: int) -> int:
-        """The bits of the tiles start .. stop - 1, from the first of `bits` for those of a batch."""
+        """Writes the bits of the tiles start .. stop - 1 of a batch to `bits`; what the loop returned."""
         flags = (ctypes.c_uint8 * TILE_K)()
         to = bits.ctypes.data + start % BATCH_TILES * bits.strides[0]
         return call(to, ctypes.addressof(flags), start, stop, H, *grid, L, S, aux)
@@ -54,21 +54,21 @@ def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads:
         stop = min(n_tiles, first + BATCH_TILES)
         loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S), mod)
         found = bits[: stop - first]
-        part = index[first:stop]
+        entries = index[first:stop]
         is_empty = ~found.any((1, 2))
         is_full = (found == full[_shapes(grid, first, stop)]).all((1, 2))
-        part[is_empty], part[is_full] = INDEX_EMPTY, INDEX_FULL
-        some = np.flatnonzero(~is_empty & ~is_full)
-        part[some] = np.arange(count, count + len(some))
-        kept.append(found[some])
-        count += len(some)
+        entries[is_empty], entries[is_full] = INDEX_EMPTY, INDEX_FULL
+        partial = np.flatnonzero(~is_empty & ~is_full)
+        entries[partial] = np.arange(count, count + len(partial))
+        kept.append(found[partial])
+        count += len(partial)
     together = np.concatenate(kept) if kept else bits[:0]
     return MaskMap(index.reshape(B, H, *grid), together)
 
 
 def _on_threads(tiles: Callable[[int, int], int], first: int, stop: int, num_threads: int) -> int:
-    """All tiles first .. stop - 1, a few at a time, on so many threads; what any of the loops returned."""
-    starts = itertools.count(first, STEP_TILES)  # its steps are whole where threads take them
+    """Evaluates the tiles first .. stop - 1 on num_threads threads; the OR of what the loops returned."""
+    starts = itertools.count(first, STEP_TILES)  # next() on it is atomic
     returned = []
 
     def work() -> None:
@@ -87,7 +87,7 @@ def _on_threads(tiles: Callable[[int, int], int], first: int, stop: int, num_thr
 
 @lru_cache(maxsize=64)
 def _full_tiles(last_rows: int, last_keys: int) -> np.ndarray:
-    """The bits of a tile that is all allowed: inside, at the last keys, at the last rows, and at both."""
+    """The bits of a full tile: inside, at the last keys, at the last rows, and at both."""
     tiles = np.zeros((4, TILE_Q, TILE_K), np.uint8)
     for number, (rows, keys) in enumerate(itertools.product((TILE_Q, last_rows), (TILE_K, last_keys))):
         tiles[number, :rows, :keys] = 1

@@ -1,7 +1,7 @@
-"""How `aux` and captured arrays reach compiled code: as words at an address, read once per tile.
+"""How `aux` and captured arrays are passed to compiled code: as words at an address, read once per tile.
 
-Of an array there are its address, its shape and its strides, of a number itself. So neither sizes nor
-addresses are compiled in, and only dtypes and numbers of axes are what a loop is compiled for.
+An array is its address, shape and strides, a number is its value. So a loop is compiled for dtypes and
+numbers of axes only, not for sizes or addresses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _REAL, _BITS = struct.Struct("=d"), struct.Struct("=q")
 _ZERO = np.zeros(1, np.float64)
 
 
-def form_of(value: Any) -> tuple[Any, ...]:
-    """All of a value that decides its type in compiled code."""
+def type_key(value: Any) -> tuple[Any, ...]:
+    """The properties of a value that decide its type in compiled code."""
     if not value.ndim:
         return (value.dtype,)
     return (
@@ -44,14 +44,14 @@ def form_of(value: Any) -> tuple[Any, ...]:
 
 def kind_of(value: Any) -> Any:
     """The type that a value of `aux` or a captured array has in compiled code."""
-    dtype, *axes = form_of(value)
+    dtype, *axes = type_key(value)
     if not axes:
         return numba.from_dtype(dtype)
     return types.Array(numba.from_dtype(dtype), axes[0], "C" if axes[1] else "A", readonly=True)
 
 
 def as_value(captured: Any, dtype: np.dtype) -> Any:
-    """An array from outside, or a float from there as a literal in the code is."""
+    """A captured array, or a captured float in the type that literals have."""
     if type(captured) is not float:
         return captured
     return np.float32(captured) if dtype == np.float32 else np.float64(captured)

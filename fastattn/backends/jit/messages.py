@@ -1,4 +1,4 @@
-"""What is said of functions that cannot be compiled, and of those that read outside of an array."""
+"""Errors for functions that cannot be compiled, and for those that read outside of an array."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from numba.core.dispatcher import Dispatcher
 from fastattn.backends.jit.checks import OTHER
 from fastattn.backends.jit.identity import captured_names, identify, nested, reached
 
-#: The file name of what `functions` writes around a function.
+#: The file name of the wrapper that `functions` writes around a function.
 WRAPPER = "<fastattn>"
 
-#: Calls of the function in Python, at most, to find the indices that it fails for.
+#: At most so many calls of the function in Python, to find indices for which it fails.
 MAX_TRIED = 100_000
 
 
@@ -33,13 +33,13 @@ def name_of(function: Any) -> str:
     return repr(getattr(plain(function), "__name__", type(function).__name__))
 
 
-def place_of(function: Any) -> str:
+def location_of(function: Any) -> str:
     code = getattr(plain(function), "__code__", None)
     return "an unknown place" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
 
 
 def not_compiled(kind: str, function: Any, error: Exception) -> str:
-    """Which function, where, and what Numba objected; the whole of that is chained to it."""
+    """Which function, where, and Numba's objection; Numba's error is chained to ours."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
@@ -48,7 +48,7 @@ def not_compiled(kind: str, function: Any, error: Exception) -> str:
     named = [f"{file}, line {line}" for file, line in places if file != WRAPPER]
     return (
         f"{kind} {name_of(function)} cannot be compiled, see above for all that Numba says\n"
-        f"at {named[0] if named else place_of(function)}:\n{objected}"
+        f"at {named[0] if named else location_of(function)}:\n{objected}"
     )
 
 
@@ -56,12 +56,12 @@ def wrong_result(kind: str, function: Any, returned: Any, arguments: Sequence[An
     promised = "a bool" if kind == "mask_mod" else "one real number"
     return (
         f"{kind} {name_of(function)} must return {promised}, and returns {returned}\n"
-        f"for arguments of the types {', '.join(map(str, arguments))}\nat {place_of(function)}"
+        f"for arguments of the types {', '.join(map(str, arguments))}\nat {location_of(function)}"
     )
 
 
 def check_raises(kind: str, function: Any) -> None:
-    """ValueError where the function may raise: a compiled loop has nowhere to raise to."""
+    """ValueError where the function may raise: a compiled loop cannot pass an exception on."""
     for called in reached(function):
         for code in nested(called.__code__):
             for instruction in get_instructions(code):
@@ -82,7 +82,9 @@ def outside(
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
     read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or "an array"
     where, cause = _first_failure(kind, function, aux, dtype, sizes)
-    error = IndexError(f"{kind} {name_of(function)} reads outside of {read}{where}\nat {place_of(function)}")
+    error = IndexError(
+        f"{kind} {name_of(function)} reads outside of {read}{where}\nat {location_of(function)}"
+    )
     error.__cause__ = cause
     return error
 
@@ -90,9 +92,9 @@ def outside(
 def _first_failure(
     kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, sizes: Sequence[int]
 ) -> tuple[str, Exception | None]:
-    """For which indices the function fails as Python runs it, as far as some of them tell."""
+    """The first indices for which the function fails in Python, of those that are tried."""
     if any(isinstance(value, Dispatcher) for f in reached(function) for value in f.__globals__.values()):
-        return "", None  # what it calls may be compiled, and would read there again
+        return "", None  # a compiled callee would read out of bounds again, unchecked
     called = plain(function) if not isinstance(function, partial) else function
     score = (dtype.type(0),) if kind == "score_mod" else ()
     corners = product(*[sorted({0, n - 1}) for n in sizes])
@@ -102,6 +104,6 @@ def _first_failure(
                 called(*score, *indices, *aux)
         except IndexError as error:
             return f" for (b, h, q_idx, kv_idx) = {indices}", error
-        except Exception:  # of Python, where compiled code has none
+        except Exception:  # that Python raises, and compiled code does not
             return "", None
     return "", None

@@ -1,7 +1,7 @@
-"""exp, exp2 and tanh as LLVM can vectorise them; those of the C library it calls for one number at a time.
+"""exp, exp2 and tanh that LLVM can vectorise; it calls those of the C library for one number at a time.
 
-A user's function that names `math` or `numpy` finds these in their place, for float32 and float64, and all
-else as in those modules. Errors are within 2 ULP, those of tanh within 4.
+They replace those of `math` and `numpy` in a user's function, for float32 and float64. Errors are within
+2 ULP, those of tanh within 4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.backends.numba.codegen.emit import Emitter
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
-#: log2(e) in two parts of each dtype, the first rounded: their sum is far more exact.
+#: log2(e) as the sum of two numbers of each dtype, by itemsize: the rounded value and the remainder.
 _LOG2E = {4: (1.44269502162933349609375, 1.92596299e-8), 8: (1.4426950408889634074, 2.0355273740931033e-17)}
 #: Beyond these e^x is 0 or inf.
 _EXP_RANGE = {4: (-104.0, 88.9), 8: (-746.0, 710.0)}
@@ -27,7 +27,7 @@ _EXP2_RANGE = {4: (-151.0, 128.4), 8: (-1076.0, 1024.4)}
 
 
 class ScalarEmitter(Emitter):
-    """Writes the same operations on one number, for LLVM to vectorise."""
+    """Emits the same operations on one number, for LLVM to vectorise."""
 
     def __init__(self, builder: Any, itemsize: int) -> None:
         super().__init__(builder, itemsize)
@@ -44,7 +44,7 @@ class ScalarEmitter(Emitter):
 
 
 def _power(e: Emitter, x: Any, low: float, high: float, split: Any) -> Any:
-    """2^y, of which `split` makes y - n out of x and n, its nearest integer."""
+    """2^y, where ``split(x, None, shift)`` is y + shift and ``split(x, n, None)`` is y - n."""
     builder, bits = e.builder, MANTISSA_BITS[e.itemsize]
     x = e.maximum(
         e.constant(low), builder.select(builder.fcmp_ordered(">", x, e.constant(high)), e.constant(high), x)
@@ -56,7 +56,7 @@ def _power(e: Emitter, x: Any, low: float, high: float, split: Any) -> Any:
     (y,) = e.twice_exp2m1_over_f([f])
     y = e.fma(y, e.mul(f, e.constant(0.5)), e.constant(1.0))
     whole = builder.sub(builder.bitcast(shifted, e.integers), builder.bitcast(shift, e.integers))
-    # In two factors: the power alone may be too small or too large for a normal number.
+    # As two factors: 2^n alone may underflow or overflow.
     half = builder.ashr(whole, e.integer_constant(1))
     bias = (1 << (8 * e.itemsize - 2 - bits)) - 1
     for part in (half, builder.sub(whole, half)):
@@ -83,8 +83,8 @@ def _exp2(e: Emitter, x: Any) -> Any:
     return _power(e, x, *_EXP2_RANGE[e.itemsize], split)
 
 
-def _in_place_of(name: str, write: Any) -> Any:
-    """An intrinsic that is `write` for a float, and NumPy's function for all else."""
+def _replacement(name: str, write: Any) -> Any:
+    """An intrinsic that is `write` for a float, and NumPy's function for all other types."""
 
     def definition(context: Any, x: Any) -> Any:
         if not (isinstance(x, types.Float) and x.bitwidth in (32, 64)):
@@ -99,13 +99,13 @@ def _in_place_of(name: str, write: Any) -> Any:
 
 
 FUNCTIONS = {
-    name: _in_place_of(name, write)
+    name: _replacement(name, write)
     for name, write in (("exp", _exp), ("exp2", _exp2), ("tanh", hyperbolic_tangent))
 }
 
 
 def instead_of(value: Any) -> Any:
-    """What takes the place of a function of `math` or `numpy`, or the value itself."""
+    """The replacement of a function of `math` or `numpy`, or the value itself."""
     name = getattr(value, "__name__", None)
     if name in FUNCTIONS and (value is getattr(math, name, None) or value is getattr(np, name)):
         return FUNCTIONS[name]

@@ -1,8 +1,8 @@
-"""Where a block of query rows finds everything: addresses in the caller's arrays, and which keys each row may
-attend.
+"""A query block's addresses, in the caller's arrays and the thread's copies, and the keys each of its rows
+may attend.
 
 `job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory. The lists of
-a block have an entry for each lane, or for each row where rows are no lanes.
+a block have an entry for each lane, or in split-KV for each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastattn.backends.numba.layout import (
     WORD,
 )
 
-# In IR, as everything uses them and each Numba function costs its compilation wherever it is used.
+# In IR, as all files use them, and a Numba function is compiled again wherever it is used.
 
 
 def _load(builder, address):
@@ -38,7 +38,7 @@ def _load(builder, address):
 
 
 def job_entry(builder, job, record, name):
-    """A count of the record `job`."""
+    """An integer field of the record `job`."""
     return _load(builder, builder.add(builder.ptrtoint(record, INTP), INTP(job.offset(name))))
 
 
@@ -88,9 +88,9 @@ def at_item(job, view, item):
 
 @routine
 def list_rows(job, start, head, row, first_row, n_rows, n_lanes, to):
-    """Into the list at `to`, for each of n_rows rows of a key/value head from first_row on:
-    start + g * head + i * row, where row r is query row i = r // group_size of its query head
-    g = r % group_size. Entries up to n_lanes repeat the last."""
+    """Writes to the list at `to`, for each of n_rows rows of a key/value head from first_row on,
+    start + g * head + i * row, where row r is query row i = r // group_size of query head g = r % group_size.
+    Entries up to n_lanes repeat the last."""
     entries, group_size = int64s(to), job.group_size
     if group_size == 1:
         for r in range(n_rows):
@@ -110,7 +110,7 @@ def list_rows(job, start, head, row, first_row, n_rows, n_lanes, to):
 
 @routine
 def find_rows(job, view, block, byte, n_lanes, to):
-    """The addresses of every lane's row in an array, from a byte of each row on, into the list at `to`."""
+    """Writes the address of every lane's row in an array, plus an offset of `byte`, to the list at `to`."""
     head, row = stride_of(job, view, HEAD), stride_of(job, view, ROW)
     start = at_item(job, view, block.item) + block.kv * job.group_size * head + byte
     list_rows(job, start, head, row, block.first_row, block.n_rows, n_lanes, to)
@@ -119,9 +119,10 @@ def find_rows(job, view, block, byte, n_lanes, to):
 
 @njit(**OPTIONS)
 def task_rows(job, task):
-    """Which rows a task works on: batch item, key/value head, first row, vectors of lanes and rows."""
+    """The rows of a task: batch item, key/value head, first row, vectors of lanes and rows."""
     number, head_item = task % job.n_blocks, task // job.n_blocks
-    # The last block first: under a causal mask it is the longest, and the short ones end the work.
+    # The last block first: under a causal mask it takes longest, and short tasks at the end balance the
+    # threads.
     number = job.n_blocks - 1 - number
     each, more = job.n_vectors // job.n_blocks, job.n_vectors % job.n_blocks
     first = number * each + min(number, more)
@@ -133,7 +134,7 @@ def task_rows(job, task):
 
 @routine
 def find_block(job, w, block, task):
-    """The rows of a task: where they find keys and values, and each lane's row and head."""
+    """Fills in a task's query block: its rows, its addresses, and its key intervals."""
     item, kv, first_row, n_vectors, n_rows = task_rows(job, task)
     block.item, block.kv, block.first_row = item, kv, first_row
     block.n_vectors, block.n_rows = n_vectors, n_rows
@@ -160,7 +161,7 @@ def find_block(job, w, block, task):
 
 @routine
 def find_queries(job, task, to):
-    """The addresses of a task's query rows, into the list at `to`; how many they are."""
+    """Writes the addresses of a task's query rows to the list at `to`; their number."""
     item, kv, first_row, _, n_rows = task_rows(job, task)
     head, row = stride_of(job, QUERY, HEAD), stride_of(job, QUERY, ROW)
     start = at_item(job, QUERY, item) + kv * job.group_size * head
@@ -170,8 +171,7 @@ def find_queries(job, task, to):
 
 @routine
 def find_intervals(job, w, block):
-    """Each lane's keys as far as band and intervals say, the keys that any lane may attend, and those that
-    all may."""
+    """Each lane's keys by band and intervals, the keys that any lane may attend, and those that all may."""
     start, stop, row_i = int64s(w + job.to_start), int64s(w + job.to_stop), int64s(w + job.to_row_i)
     low, high, all_start, all_stop = job.len_k, 0, 0, job.len_k
     starts = stops = start_row = stop_row = shift = 0
@@ -194,7 +194,7 @@ def find_intervals(job, w, block):
         if start[lane] < stop[lane]:
             low, high = min(low, start[lane]), max(high, stop[lane])
         all_start, all_stop = max(all_start, start[lane]), min(all_stop, stop[lane])
-    # Sums are cut at the same keys whichever rows share the block.
+    # Rounded down, so that partial sums cover the same keys whichever rows share the block.
     block.low = low - low % (WORD if job.has_mask_map else KEY_STEP)
     block.high, block.all_start, block.all_stop = high, all_start, all_stop
     return 0

@@ -1,8 +1,8 @@
-"""What compiled code works on: one call's arrays, sizes and options as a record, and a block of its rows as
-another.
+"""The records that compiled code works on: a call's arrays, sizes and options, a query block, a partial
+result.
 
-Compiled code is the same for any number of axes and any strides: it is specialised on the dtype alone. `job`
-fills the records in.
+Compiled code is the same for any number of axes and any strides: it is specialised on the dtype alone.
+`prepared` fills in the record of a call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KEY_STEP = 4  #: a block's keys start at a multiple of this
     len(VIEWS)
 )
 
-#: What this driver has beyond the record that both have: addresses of the table of views and of the leading
+#: This driver's fields after those that both drivers have: addresses of the table of views and of the leading
 #: axes, of the scratch memory of all threads, and for `spread` of the region's record and of the CPUs' cores;
-#: whether NaN came out where some rows may not read every value, and whether NaN and inf in values are kept
-#: from rows that may not read them; more tiles of a thread; the factor of the query in two parts.
+#: whether an output is NaN where some keys are masked, and whether nonfinite values are kept from rows that
+#: may not read them; more tiles of a thread; the factor of the query as high + low.
 OWN_TILES = ("spare", "block", "stack", "allowed", "chosen")
 _OWN = (
     "views",
@@ -46,8 +46,8 @@ JOB = np.dtype(
 )
 
 #: The query rows of one task, where the head's keys and values start in the caller's memory (`key`, `value`)
-#: and where the kernels read them (`keys`, `values`), and what a thread knows from one task to the next.
-#: `depth` is that of the stack of parts of `rows`.
+#: and where the kernels read them (`keys`, `values`), and the rows that the thread has seen (`seen_*`).
+#: `depth` is that of the stack of partial results of `splitkv`.
 BLOCK = np.dtype(
     [
         (name, np.int64)
@@ -63,11 +63,11 @@ BLOCK = np.dtype(
 #: The softmax and the values of some key tiles, see `splitkv`.
 PARTIAL = np.dtype(
     [
-        ("data", np.int64),  # address of row_max, row_sum and acc, each from a line of memory on
-        ("key_tile", np.int64),  # one of those key tiles; -1 where no row may attend a key of them
-        ("has_masked", np.int64),  # whether in any of them only some rows may read a key
+        ("data", np.int64),  # address of row_max, row_sum and acc, each aligned to a cache line
+        ("key_tile", np.int64),  # one of those key tiles; -1 where no row may attend any of their keys
+        ("has_masked", np.int64),  # whether any of their keys is masked for only some rows
     ]
 )
 
-#: The tasks of one thread: the next, and the end of its share. A line of memory each: threads count at once.
+#: The share of one thread: its next task, and the end. A cache line each, against false sharing.
 SHARE = np.dtype({"names": ["next", "stop"], "formats": [np.int64, np.int64], "itemsize": 64})

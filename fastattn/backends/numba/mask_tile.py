@@ -1,4 +1,4 @@
-"""One tile of keys: which of them each lane may attend, and their scores. The only part of the driver that
+"""One key tile: which of its keys each lane may attend, and their scores. The only file of the driver that
 knows masks and bias.
 
 `job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory.
@@ -25,7 +25,7 @@ from fastattn.backends.numba.codegen.intrinsics import call_modify, int32s, int6
 from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, MASK_INDEX, ROW, VALUE, WORD
 
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
-INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a tile map without bits
+INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
@@ -40,7 +40,7 @@ def span_word(start, stop):
 
 @routine
 def span_words(job, w, block, key0, n_words, first, last):
-    """The mask words that intervals make, but for the words first .. last - 1."""
+    """Writes the mask words of the intervals, except the words first .. last - 1."""
     words, start, stop = uint32s(w + job.to_words), int64s(w + job.to_start), int64s(w + job.to_stop)
     for j in range(n_words):
         if first <= j < last:
@@ -53,7 +53,7 @@ def span_words(job, w, block, key0, n_words, first, last):
 
 @routine
 def read_dense(job, w, block, key0, n_keys):
-    """Clears the mask words' bits where the array of the mask is 0."""
+    """Clears the bits of the mask words where the mask array is 0."""
     col = column_stride(job, DENSE)
     find_rows(job, DENSE, block, key0 * col, block.ld, w + job.to_rows)
     kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_nbytes, n_keys)
@@ -62,7 +62,7 @@ def read_dense(job, w, block, key0, n_keys):
 
 @routine
 def read_mask_map(job, w, block, key0, n_keys):
-    """Clears the mask words' bits where the tile map does; key0 is a multiple of 32."""
+    """Clears the bits of the mask words that are 0 in the mask map; key0 is a multiple of 32."""
     words, bits = uint32s(w + job.to_words), uint32s(job.mask_bits)
     row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
     head, row, col = (
@@ -102,11 +102,12 @@ def words_state(job, w, block, n_keys):
 
 @routine
 def mask_tile(job, w, block, key0, n_keys, whole):
-    """Which of the keys from key0 on each lane may attend: none, all, or what the words then say.
+    """The state of the n_keys keys from key0 on; where that is TILE_PARTIAL, the mask words hold each lane's
+    allowed keys.
 
-    The scores block.plain .. block.plain_stop - 1 need no mask, and have no words. The stops say where the
-    keys of a vector of lanes end; whole: every vector has all keys of the tile. With a tile map key0 is a
-    multiple of 32, so that a word never straddles two of its tiles.
+    The scores block.plain .. block.plain_stop - 1 need no mask, and have no words. The stops are set to where
+    each vector's keys end; whole: every vector has all keys of the tile. With a mask map key0 is a multiple
+    of 32, so that no word covers two of its tiles.
     """
     stops, stop = int64s(w + job.to_stops), int64s(w + job.to_stop)
     intervals_only = not job.has_dense and not job.has_mask_map
@@ -131,7 +132,7 @@ def mask_tile(job, w, block, key0, n_keys, whole):
             return state
     block.plain, block.plain_stop = first * WORD, last * WORD
     if not whole:
-        # No vector's keys end before those of the one in front of it.
+        # Stops do not decrease from one vector to the next.
         most = 0
         for lane in range(block.ld):
             most = max(most, stop[lane] - key0)
@@ -168,7 +169,7 @@ def find_bias_rows(job, w, block, key0, n_keys):
 
 @intrinsic
 def bias_rows_of(context, job, w):
-    """Where the addresses of the bias's rows are; 0 without bias."""
+    """The address of the list of the bias's rows; 0 without bias."""
 
     def codegen(context, builder, signature, values):
         to, has_bias = (job_entry(builder, job, values[0], name) for name in ("to_bias_rows", "has_bias"))
@@ -181,7 +182,7 @@ def bias_rows_of(context, job, w):
 
 @intrinsic
 def words_of(context, job, w, state):
-    """Where the mask words are; 0 where the tile is not partial."""
+    """The address of the mask words; 0 where the tile is not partial."""
 
     def codegen(context, builder, signature, values):
         is_partial = builder.icmp_signed("==", values[2], INTP(TILE_PARTIAL))
@@ -193,8 +194,8 @@ def words_of(context, job, w, state):
 
 @routine
 def find_new(job, w, block, start, stop):
-    """Which of the head's keys start .. stop - 1 this thread has not worked on lately, with those between
-    them and the keys it knew; now it has."""
+    """Sets block.new_start and block.new_stop to the range of the head's rows start .. stop - 1 that are new
+    to this thread, extended to adjoin the rows seen before; marks them as seen."""
     if block.seen_key != block.key or block.seen_value != block.value:
         block.seen_key, block.seen_value = block.key, block.value
         block.seen_start, block.seen_stop = start, stop
@@ -211,7 +212,7 @@ def find_new(job, w, block, start, stop):
 
 @routine
 def copy_new(job, w, block):
-    """The head's new keys and values into the thread's copies, where the job has them."""
+    """Copies the head's new rows for this thread, if the call has copies of keys or packed values."""
     start, n_keys = block.new_start, block.new_stop - block.new_start
     if job.copies_keys:
         kernels.copy_rows(job, block.keys + start * block.key_row, block.key + start * row_stride(job, KEY),
@@ -227,9 +228,9 @@ def copy_new(job, w, block):
 def score_keys(job, w, block, top, key0, first, n_keys):
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
-    Leaves in the part's stops where the vectors' keys end in this part of the tile. Keys and values that are
-    new to the thread are copied first, where the job wants that. Else values are asked for along the way:
-    `accumulate` reads them column by column, too fast for a memory that is far away.
+    Sets part_stops to the vectors' stops within these keys. Keys and values that are new to the thread are
+    copied first, if the call has copies. Values that are not packed are prefetched: `accumulate` reads them
+    column by column, faster than memory delivers them.
     """
     stops, part_stops = int64s(w + job.to_stops), int64s(w + job.to_part_stops)
     for vector in range(block.n_vectors):
@@ -257,7 +258,7 @@ def score_keys(job, w, block, top, key0, first, n_keys):
 
 @routine
 def modify_scores(job, w, block, top, key0):
-    """What the caller's function makes of the scores, after the soft-cap; `top` takes them in. See `jit`."""
+    """Applies the score_mod to the scores, after the soft-cap, and updates `top`. See `jit`."""
     scores = w + job.to_scores
     if job.softcap > 0 or job.score_root != 1:
         kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
@@ -271,7 +272,7 @@ def modify_scores(job, w, block, top, key0):
 
 @routine
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
-    """`score_keys` and what is to be done to raw scores; first is 0 where all are touched."""
+    """`score_keys`, then the adjustments of raw scores; first is 0 where there is a bias or a score_mod."""
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
     words, root, softcap = words_of(job, w, state), job.score_root, job.softcap
     if job.has_score_mod:
@@ -288,8 +289,7 @@ def adjusted_scores(job, w, block, state, key0, first, n_keys):
 
 @routine
 def note_masked(job, w, n_rows, row_nbytes, key_nbytes, n_keys, state):
-    """Mask words that say as well which scores are -inf, as the user's function made them; the tile's new
-    state."""
+    """Clears the mask bits of scores that a score_mod made -inf; the new state of the tile."""
     if state != TILE_PARTIAL:
         kernels.fill_words(job, w + job.to_words, (n_keys + WORD - 1) // WORD * n_rows)
     kernels.clear_words(job, w + job.to_words, n_rows, w + job.to_scores, row_nbytes, key_nbytes, n_keys)

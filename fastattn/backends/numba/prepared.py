@@ -1,4 +1,4 @@
-"""A call ready to run: its record but for the addresses, and scratch memory that it leaves for the next."""
+"""Prepared calls: the record of a call without addresses, and scratch memory kept for the next call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPRE
 from fastattn.backends.numba.threads import caller_takes_part, on_pool
 from fastattn.backends.numba.work import run_work
 
-#: Prepared calls that leave scratch memory for the next call, and how much of it at most; not measured: they
-#: bound what stays to some 32 MB.
+#: Prepared calls whose scratch memory is kept for the next call, and its largest size each; not measured:
+#: they bound the memory kept to some 32 MB.
 MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
-#: Functions that not every call reaches, by what in its record says that it does.
+#: Functions that not every call reaches, by the property of a call that needs them.
 _CONDITIONS = {
     "uses_split_kv": ("run_split_task",),
     "sweeps": ("run_task",),
@@ -45,14 +45,14 @@ _CONDITIONS = {
     "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
 }
 
-#: The number of each field of a job among its words of 8 bytes.
-_NUMBER = {name: number for number, name in enumerate(JOB.names or ())}
+#: The index of each field of the record of a call among its words of 8 bytes.
+_INDEX = {name: number for number, name in enumerate(JOB.names or ())}
 
 _START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 class Prepared:
-    """A call of this driver but for its arrays."""
+    """A prepared call of this driver: all but the arrays."""
 
     def __init__(self, problem: Problem, num_threads: int) -> None:
         itemsize = problem.query.itemsize
@@ -80,18 +80,18 @@ class Prepared:
         self.needed_nonfinite = self._functions(job, is_nonfinite_safe=True)
 
         # The words of a call: its record, the table of views and the leading axes, the threads' shares, and
-        # what they have claimed of the cores.
+        # the record of `spread`.
         words = [record.view(np.int64), np.frombuffer(views, np.int64)]
         self.views = len(words[0])
         self.shares = self.views + len(words[1])
         self.lead_shape = self.shares - len(problem.lead)
         self.spread = self.shares + self._num_threads * SHARE.itemsize // 8
         self.words = np.concatenate([*words, np.zeros(self.spread + SPREAD_WORDS - self.shares, np.int64)])
-        #: Where the addresses of those arrays go that are there, with their number in `Problem.arrays`.
+        #: Of each array that is not None: its number in `Problem.arrays`, and the index of its address.
         self.addresses = [
             (
                 number,
-                self.views + number * (LEAD + len(problem.lead)) if number < len(VIEWS) else _NUMBER[name],
+                self.views + number * (LEAD + len(problem.lead)) if number < len(VIEWS) else _INDEX[name],
             )
             for number, (name, array) in enumerate(
                 zip((*VIEWS, "sinks", "mask_bits"), problem.arrays(), strict=True)
@@ -113,9 +113,9 @@ class Prepared:
         if not idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
-    def share_out(self, words: np.ndarray, num_threads: int) -> None:
-        """Gives each of so many threads its share of the tasks: some that follow each other, so that not
-        every thread brings every head's keys and values into its cache. No core is claimed."""
+    def set_shares(self, words: np.ndarray, num_threads: int) -> None:
+        """Sets each thread's share of the tasks, a range of consecutive ones: round-robin would bring every
+        head's keys and values into every thread's cache. Clears the record of `spread`."""
         step = SHARE.itemsize // 8
         for thread in range(num_threads):
             at = self.shares + thread * step
@@ -124,7 +124,7 @@ class Prepared:
         words[self.spread :] = 0
 
     def _functions(self, job: Any, is_nonfinite_safe: bool) -> frozenset[str]:
-        """The functions that the call reaches; one that no call ever needed is not compiled."""
+        """The functions that the call reaches; only these are compiled."""
         holds: dict[str, Any] = {
             "sweeps": not job["uses_split_kv"],
             "is_adjusted": job["is_masked"] or job["adjusts_all"],
@@ -147,12 +147,12 @@ class Prepared:
 
 @lru_cache(maxsize=MAX_IDLE)
 def _idle_jobs(prepared: Prepared) -> list[_Job]:
-    """A job of this prepared call that no call uses at the moment, if there is one."""
+    """The jobs of this prepared call that no call uses at the moment."""
     return []
 
 
 class _Job:
-    """The words of one call at a time, with its addresses, and every thread's scratch memory."""
+    """The words of a running call, with its addresses, and every thread's scratch memory."""
 
     def __init__(self, prepared: Prepared, table: Any) -> None:
         self._prepared, self._table = prepared, table
@@ -163,8 +163,8 @@ class _Job:
         self._address = address_of(words)
         self._shares = self._address + 8 * prepared.shares
         for name in ("views", "lead_shape", "spread"):
-            words[_NUMBER[name]] = self._address + 8 * getattr(prepared, name)
-        words[_NUMBER["scratch"]] = lines(address_of(self._scratch))
+            words[_INDEX[name]] = self._address + 8 * getattr(prepared, name)
+        words[_INDEX["scratch"]] = lines(address_of(self._scratch))
         self._left: np.ndarray | None = None
         if prepared.n_splits > 1:
             n_tasks, nbytes = prepared.n_tasks, prepared.partial_nbytes
@@ -172,8 +172,8 @@ class _Job:
             self._partial_data = np.empty(n_tasks * nbytes + LINE_NBYTES, np.uint8)
             self._left = np.empty(n_tasks // prepared.n_splits, np.int64)
             self._partials["data"] = np.arange(n_tasks) * nbytes + lines(address_of(self._partial_data))
-            words[_NUMBER["partials"]] = address_of(self._partials)
-            words[_NUMBER["left"]] = address_of(self._left)
+            words[_INDEX["partials"]] = address_of(self._partials)
+            words[_INDEX["left"]] = address_of(self._left)
 
     def run(self, arrays: tuple[Any, ...], score_mod: Mod | None, num_threads: int) -> None:
         """Every task, on so many threads, or fewer where the pool has no room."""
@@ -184,10 +184,10 @@ class _Job:
         for number, at in self._prepared.addresses:
             words[at] = address_of(arrays[number])
         on_pool(num_threads, self._run)
-        if words[_NUMBER["saw_nan"]]:
-            # 0 * NaN of a value that the row may not read may be the cause: again, with them kept apart.
+        if words[_INDEX["saw_nan"]]:
+            # It may be 0 * NaN of a masked value: once more, with nonfinite values kept apart.
             self._table.need(self._prepared.needed_nonfinite)
-            words[_NUMBER["is_nonfinite_safe"]] = 1
+            words[_INDEX["is_nonfinite_safe"]] = 1
             on_pool(num_threads, self._run)
             words[_NUMBER["is_nonfinite_safe"]] = words[_NUMBER["saw_nan"]] = 0
         if loop is not None:
@@ -197,14 +197,15 @@ class _Job:
     def _run(self, num_threads: int) -> None:
         if self._left is not None:
             self._left[:] = self._prepared.n_splits
-        self._prepared.share_out(self.words, num_threads)
+        self._prepared.set_shares(self.words, num_threads)
         if IS_LINUX and num_threads > 1 and caller_takes_part():
             self._start_spread(self._address)
         run_work(self._work, self._address, self._shares, num_threads)
 
 
 def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
-    """Tiles that need more room here: whole register tiles of keys, and rows without gaps in the sweep."""
+    """Sizes of tiles that are larger in this driver: whole register tiles of keys, and contiguous rows in the
+    sweep."""
     itemsize, tile = problem.query.itemsize, schedule.block_k * problem.query.itemsize
     larger = {"scores": (schedule.block_k + 2 * TARGET.score_rows) * schedule.max_lanes * itemsize}
     if problem.key.strides[-1] != itemsize and not schedule.copies_keys:
@@ -215,7 +216,8 @@ def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
 
 
 def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
-    """This driver's own fields: where its own tiles lie behind the others, and the factor of the query."""
+    """Sets this driver's own fields: offsets of its own tiles, after the others, and the factor of the
+    query."""
     nbytes = {
         "spare": schedule.max_lanes * problem.query.itemsize,
         "block": BLOCK.itemsize,
@@ -228,11 +230,11 @@ def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
         job[f"to_{name}"] = at
         at += lines(nbytes[name])
     job["scratch_nbytes"] = at
-    job["query_high"], job["query_low"] = _in_two(schedule.query_factor, problem.query.dtype)
+    job["query_high"], job["query_low"] = _high_and_low(schedule.query_factor, problem.query.dtype)
 
 
-def _in_two(factor: float, dtype: np.dtype) -> tuple[float, float]:
-    """The factor rounded towards 0 to the dtype and what that left, of the same sign and 0 only with it."""
+def _high_and_low(factor: float, dtype: np.dtype) -> tuple[float, float]:
+    """The factor rounded towards 0 to the dtype, and the remainder, of the same sign and 0 only with it."""
     with np.errstate(all="ignore"):  # overflow to inf and underflow to 0 are meant
         high = dtype.type(factor)
         if abs(float(high)) > abs(factor):

@@ -1,9 +1,9 @@
-"""The kernels of few query rows, where lanes of queries would stay empty; see "Row tiles" in ``kernels.h``
-there.
+"""The kernels for few query rows, too few to fill vectors of lanes; see "Row tiles" in
+``backends/cython/kernels/kernels.h``.
 
-Row tiles hold one row per query row, tile[r * ld + x]; ld is a multiple of the lanes. A row of scores ends in
--inf up to a whole vector, a packed row in zeros; keys and values lie without gaps between their elements. All
-else as in `kernels`.
+Row tiles hold one row per query row, tile[r * ld + x]; ld is a multiple of the lanes. A row of scores is
+padded to whole vectors with -inf, a packed row with zeros; the elements of a key and of a value are
+contiguous. All else as in `kernels`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals,
 from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, LINE_BYTES
 from fastattn.backends.numba.codegen.row_tiles import WIDE_1, WIDE_2, WIDE_4
 
-# Not among the kernels: what a function finds in a closure is part of what the cache on disk knows it by, and
-# two of Numba's functions are never the same.
+# Module functions, not closures of the kernels: the disk cache's key includes what a function has in its
+# closure, and Numba functions compare by identity.
 
 
 @njit(**calls.OPTIONS)
 def lines_before(r, n_rows, row_nbytes):
-    """How many lines of a row of so many bytes memory is asked for before row r of n_rows has its turn: all
-    rows share in the asking, as a core can wait for few lines at a time."""
+    """How many cache lines of a row of row_nbytes are prefetched before row r of n_rows is computed: the
+    prefetches are spread over the rows, as a core has few outstanding loads."""
     return (row_nbytes + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
 
 
@@ -44,7 +44,7 @@ def accumulate_some(
         vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
         stop = min(value_dim, c + vectors * lanes)
         prefetch_to = n_lines * stop // value_dim
-        to, at, asked, lines = (
+        to, at, start, lines = (
             acc + c * size,
             v + c * size,
             prefetch + prefetched * LINE_BYTES,
@@ -53,37 +53,37 @@ def accumulate_some(
         if vectors == wide:
             if count == 4:
                 row_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
         elif vectors == wide // 2 and left >= vectors * lanes:
             if count == 4:
                 row_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, asked, lines)  # fmt: skip
+                                                  is_first, start, lines)  # fmt: skip
         elif count == 4:
             row_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              asked, lines)  # fmt: skip
+                                              start, lines)  # fmt: skip
         elif count == 2:
             row_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              asked, lines)  # fmt: skip
+                                              start, lines)  # fmt: skip
         else:
             row_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              asked, lines)  # fmt: skip
+                                              start, lines)  # fmt: skip
         c, prefetched = stop, prefetch_to
 
 
 def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
-    """The kernels of the dtype of which zero is a number."""
+    """The kernels for the dtype of zero."""
     real = type(zero)
     size = zero.itemsize
     lanes = LANE_BYTES // size
@@ -93,7 +93,7 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         """tile[r][c] = (high + low) * rows[r][c * stride]."""
         for r in range(n_rows):
             row, to = int64s(rows)[r], tile + r * ld * size
-            if stride != size:  # without gaps first
+            if stride != size:  # made contiguous first
                 for c in range(n_cols):
                     store_real(zero, to + c * size, load_real(zero, row + c * stride))
                 row = to
@@ -102,8 +102,8 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     def unpack_rows(rows, stride, n_rows, tile, ld, n_cols, factors, factors_ld):
-        """rows[r][c * stride] = tile[r][c] * factor; 1 if any is NaN, else 0. A factor is in two parts: the
-        second stands factors_ld elements behind the first."""
+        """rows[r][c * stride] = tile[r][c] * factor; 1 if any is NaN, else 0. A factor is the sum
+        of two terms, the second factors_ld elements after the first."""
         nan = False
         for r in range(n_rows):
             row, tile_row, high = int64s(rows)[r], tile + r * ld * size, factors + r * size
@@ -112,16 +112,16 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 at, n = tile_row + c * size, n_cols - c
                 if stride == size:
                     nan |= row_tiles.unpack_row(zero, row + c * size, at, n, high, low)
-                else:  # in the tile first
+                else:  # scaled in the tile first
                     nan |= row_tiles.unpack_row(zero, at, at, n, high, low)
                     for i in range(min(lanes, n)):
                         store_real(zero, row + (c + i) * stride, load_real(zero, at + i * size))
         return 1 if nan else 0
 
     def score_rows(s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance):
-        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless that is 0, the row `distance` bytes
-        behind each key's is prefetched."""
-        # All rows for as many keys as one row takes at once, which stay in L1.
+        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is 0, the row
+        `distance` bytes after each key's is prefetched."""
+        # All rows for `dots` keys before the next keys, so that those keys stay in L1.
         for start in range(0, n_keys, dots):
             stop, r, prefetched = min(n_keys, start + dots), 0, 0
             while r < n_rows:
@@ -157,7 +157,8 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     def softmax_rows(s, ld, row_max, row_sum, n_rows, n_keys, factor, has_max):
-        """s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is found here unless has_max."""
+        """s becomes exp2(factor * (s - row_max)), row_sum its sum; row_max is computed here unless
+        has_max."""
         n_vectors = (n_keys + lanes - 1) // lanes
         for r in range(n_rows):
             row = s + r * ld * size
@@ -184,8 +185,8 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
         return 0
 
     def merge_rows(acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, factor):
-        """acc, row_max and row_sum over some keys take in those over other keys; where a row has none of them
-        this changes nothing."""
+        """Merges the partial result (acc_2, row_max_2, row_sum_2) over other keys into (acc, row_max,
+        row_sum); a row that has no keys in it is not changed."""
         for r in range(n_rows):
             row_tiles.merge_row(zero, acc + r * ld * size, row_max + r * size, row_sum + r * size,
                                  acc_2 + r * ld * size, row_max_2 + r * size, row_sum_2 + r * size,

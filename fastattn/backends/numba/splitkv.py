@@ -1,13 +1,14 @@
-"""Few query rows over many keys, as when tokens are generated: the work is to read keys and values once.
+"""Split-KV: few query rows over many keys, as in decoding, where reading keys and values takes most of the
+time.
 
-All rows of a key/value head stand side by side in row tiles, and the keys are cut into key tiles. Their
-partial results are merged two by two, as the leaves of a binary tree over all keys: the cut and the tree
-depend on the position of a key alone, so the bits of a result do not depend on how many of them a thread
-takes at a time. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
+The query rows of a key/value head are consecutive rows of row tiles, and its keys are cut into key tiles. The
+partial results of the key tiles are merged pairwise in a binary tree: tiles and tree depend on the positions
+of the keys alone, so the bits of a result do not depend on the number of key tiles of a task. Flash-Decoding
+(Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
 
-`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory. The stack
-there has partials that wait to be merged, in the order of their keys; each stands higher in the tree than the
-next.
+`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory. Its stack
+holds the partial results to be merged, in the order of their keys; each is the root of a larger subtree than
+the next.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _partial_at = record_at(PARTIAL)
 
 
 @njit(**OPTIONS)
-def stacked(job, w, place):
-    return _partial_at(w + job.to_stack + place * PARTIAL_NBYTES)
+def stacked(job, w, depth):
+    return _partial_at(w + job.to_stack + depth * PARTIAL_NBYTES)
 
 
 @njit(**OPTIONS)
@@ -48,7 +49,7 @@ def n_rows_of(job):
 
 @njit(**OPTIONS)
 def sums_of(job, data):
-    """Where a partial's row_sum stands behind its row_max."""
+    """The address of the row_sum of a partial result, which follows its row_max."""
     return data + (job.max_lanes * job.itemsize + LINE) // 64 * 64
 
 
@@ -59,9 +60,10 @@ def acc_of(job, data):
 
 @routine
 def merge_before(job, w, block, key_tile):
-    """Merges what the tree joins before `key_tile` comes in; everything where key_tile is -1.
+    """Merges the subtrees that are complete before `key_tile`; the whole stack where key_tile is -1.
 
-    Two key tiles meet in the tree at the height of the highest bit in which their numbers differ.
+    The lowest common ancestor of two key tiles has the height of the highest bit in which their numbers
+    differ.
     """
     while block.depth >= 2:
         last, before = stacked(job, w, block.depth - 1), stacked(job, w, block.depth - 2)
@@ -108,13 +110,13 @@ def score_key_tile(job, w, block, state, key0, n_keys):
 
 @njit(**OPTIONS)
 def key_tile_start(job, block, key_tile):
-    # In whole chunks of keys, which are summed up together: what is left out in front changes no bit.
+    # A multiple of KEY_CHUNK, the keys of a partial sum: to skip masked keys in front then changes no bit.
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
 
 
 @routine
-def add_leaf_values(job, w, block, acc, state, key0, n_keys):
-    """Weights times values of one key_tile."""
+def add_key_tile_values(job, w, block, acc, state, key0, n_keys):
+    """Weights times values of one key tile."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
     values, row, distance, nonfinite = at, value_row, job.value_prefetch, 0
@@ -138,7 +140,7 @@ def add_leaf_values(job, w, block, acc, state, key0, n_keys):
 
 @njit(**OPTIONS)
 def attend_key_tile(job, w, block, key_tile, partial):
-    """Softmax and values over one key_tile into partial; whether any row may attend any of its keys."""
+    """The partial result of one key tile; False where no row may attend any of its keys."""
     key0 = key_tile_start(job, block, key_tile)
     n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
     state = tile_state(job, w, block, key0, n_keys, 1)
@@ -147,7 +149,7 @@ def attend_key_tile(job, w, block, key_tile, partial):
     state = score_key_tile(job, w, block, state, key0, n_keys)
     row_kernels.softmax_rows(job, w + job.to_scores, job.block_k, partial.data, sums_of(job, partial.data),
                               block.n_rows, n_keys, job.exponent_factor, 0)  # fmt: skip
-    add_leaf_values(job, w, block, acc_of(job, partial.data), state, key0, n_keys)
+    add_key_tile_values(job, w, block, acc_of(job, partial.data), state, key0, n_keys)
     partial.key_tile = key_tile
     partial.has_masked = 1 if state == TILE_PARTIAL or job.may_mask else 0
     return True
@@ -155,7 +157,8 @@ def attend_key_tile(job, w, block, key_tile, partial):
 
 @routine
 def attend_key_tiles(job, w, block, first, stop):
-    """The key tiles first .. stop - 1 into one partial result on the stack, or none if all are masked."""
+    """One partial result of the key tiles first .. stop - 1 on the stack, or none where all their keys are
+    masked."""
     block.depth = 0
     first = max(first, block.low // job.block_k)
     stop = min(stop, (block.high + job.block_k - 1) // job.block_k)
@@ -171,7 +174,8 @@ def attend_key_tiles(job, w, block, first, stop):
 
 @routine
 def add_sinks(job, w, block):
-    """What is left on the stack, if anything, and the sinks in one partial: logits without a value."""
+    """Merges the sinks, which are logits without a value, with the partial result on the stack, if there is
+    one."""
     partial = stacked(job, w, block.depth)
     partial.data = w + job.to_acc + (job.n_partials - 1) * job.partial_nbytes
     partial.key_tile = 0
@@ -192,9 +196,9 @@ def add_sinks(job, w, block):
 
 @routine
 def write_row_weights(job, w, block):
-    """The weights of all rows: their scores once more, against the row_max now known.
+    """The weights of all rows, recomputed from their scores with the final row_max and row_sum.
 
-    Whether any of a tile in which only some may be read is NaN.
+    Whether any is NaN in a tile where keys are masked for only some rows.
     """
     nan, partial = 0, stacked(job, w, 0)
     find_rows(job, WEIGHTS, block, 0, block.n_rows, w + job.to_out_rows)
@@ -223,7 +227,7 @@ def write_row_weights(job, w, block):
 
 @routine
 def finish_rows(job, w, block):
-    """All outputs of one key/value head, from what is on the stack."""
+    """Writes all outputs of one key/value head from the stack."""
     if block.depth == 0 or job.sinks != 0:
         add_sinks(job, w, block)
     partial = stacked(job, w, 0)
@@ -234,7 +238,7 @@ def finish_rows(job, w, block):
                                    acc_of(job, partial.data), job.acc_ld, job.value_dim, w + job.to_inverse,
                                    job.max_lanes)  # fmt: skip
     if nan != 0 and partial.has_masked != 0:
-        # It may be 0 * NaN of a masked key.
+        # It may be 0 * NaN of a masked value.
         job.saw_nan = 1
     if job.has_lse:
         find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)
@@ -245,25 +249,25 @@ def finish_rows(job, w, block):
 
 
 @routine
-def leave_partial(job, w, block, task):
-    """Hands in the partial result of one task; whether it was the last of its head, whose partial results are
-    then all on the stack."""
+def publish_partial(job, w, block, task):
+    """Stores the partial result of one task for the last task of its head to end, which merges those of all
+    tasks on its stack; whether this task is the last."""
     head = task // job.n_splits
-    mine = _partial_at(job.partials + task * PARTIAL_NBYTES)
-    mine.key_tile = -1
+    own = _partial_at(job.partials + task * PARTIAL_NBYTES)
+    own.key_tile = -1
     if block.depth > 0:
         partial = stacked(job, w, 0)
         kernels.copy_rows(
             job,
-            mine.data,
+            own.data,
             partial.data,
             job.partial_nbytes,
             job.itemsize,
             1,
             job.partial_nbytes // job.itemsize,
         )
-        mine.has_masked = partial.has_masked
-        mine.key_tile = partial.key_tile
+        own.has_masked = partial.has_masked
+        own.key_tile = partial.key_tile
     if fetch_add(job.left + head * 8, -1) > 1:
         return 0
     block.depth = 0
@@ -280,7 +284,7 @@ def leave_partial(job, w, block, task):
 
 @routine
 def run_split_task(job, w, block, task):
-    """Some key tiles of one key/value head; the thread that does the last of a head writes its outputs."""
+    """Some key tiles of one key/value head; the last task of a head to end writes its outputs."""
     head, first = task // job.n_splits, task % job.n_splits * job.split_tiles
     find_block(job, w, block, head)
     find_rows(job, QUERY, block, 0, block.n_rows, w + job.to_rows)
@@ -288,6 +292,6 @@ def run_split_task(job, w, block, task):
                            column_stride(job, QUERY), job.head_dim, job.query_high,
                            job.query_low)  # fmt: skip
     attend_key_tiles(job, w, block, first, first + job.split_tiles)
-    if job.n_splits == 1 or leave_partial(job, w, block, task) != 0:
+    if job.n_splits == 1 or publish_partial(job, w, block, task) != 0:
         finish_rows(job, w, block)
     return 0

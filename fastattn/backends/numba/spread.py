@@ -1,7 +1,7 @@
-"""Keeps the threads of a parallel region apart: each on a core of its own, as far as there are some.
+"""Keeps the threads of a parallel region on different cores, as far as there are enough.
 
-The same as ``backends/cython/spread.h``, which says why. Here a region's caller may be any of its threads,
-or none where the pool has others do all the work.
+The same as ``backends/cython/spread.h``, which says why. Here a region's caller may be any of its threads, or
+none where only the pool's own threads work.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from fastattn import _host
 from fastattn.backends.numba.codegen.calls import routine
 from fastattn.backends.numba.codegen.intrinsics import fetch_add, int32s, int64s, uint8s
 
-IS_LINUX = sys.platform.startswith("linux")  #: elsewhere there is nothing to call, and nobody moves
+IS_LINUX = sys.platform.startswith("linux")  #: elsewhere these functions do not exist, and no thread moves
 
 CPU_SET_NBYTES = 128  #: of a cpu_set_t, for 1024 CPUs
 CORES = np.array(_host.cores_of_cpus()[: 8 * CPU_SET_NBYTES] if IS_LINUX else [], np.int32)
 
-#: Words of a region's record: who moved, who started it; then how often each core was claimed, and each CPU.
+#: Words of a region's record: the thread that moved, the caller; then how often each core and CPU was
+#: claimed.
 MOVED, CALLER, CLAIMED = range(3)
 SPREAD_WORDS = CLAIMED + 2 * len(CORES)
 
@@ -33,8 +34,8 @@ _setaffinity = types.ExternalFunction("pthread_setaffinity_np", _affinity)
 
 @routine
 def claim_free(job, w, cpu):
-    """A CPU that is allowed, claimed for the thread that runs on `cpu`: of a core that is free, or else its
-    own, or else any that is free; -1 where there are more threads than CPUs."""
+    """Claims an allowed CPU for the thread that runs on `cpu`: one of a free core, or else its own, or else
+    any free one; -1 where there are more threads than CPUs."""
     cores, allowed = int32s(job.cores), uint8s(w + job.to_allowed)
     claimed = job.spread + 8 * CLAIMED
     for step in range(1, job.n_cpus):
@@ -51,8 +52,8 @@ def claim_free(job, w, cpu):
 
 @routine
 def move(job, w, thread, cpu):
-    """Moves a thread to the CPU, if it is in the scratch memory's set; afterwards it may run on all of those.
-    Whether it moved."""
+    """Moves a thread to the CPU, if the set of allowed CPUs in scratch memory has it, then restores its
+    affinity to that set; whether it moved."""
     allowed, chosen = uint8s(w + job.to_allowed), uint8s(w + job.to_chosen)
     if not allowed[cpu // 8] >> cpu % 8 & 1:
         return 0
@@ -67,7 +68,7 @@ def move(job, w, thread, cpu):
 
 @routine
 def spread_start(job):
-    """Ahead of the region, by the thread that starts it, where that takes part in it."""
+    """To be called before the region, by the thread that starts it, if it takes part in the work."""
     cpu = _sched_getcpu()
     int64s(job.spread)[CALLER] = _pthread_self()
     if cpu >= 0 and cpu < job.n_cpus:
@@ -79,7 +80,8 @@ def spread_start(job):
 
 @routine
 def spread_enter(job, w):
-    """By every thread of the region, before its work: a worker that finds its core taken goes to another."""
+    """To be called by every thread of the region before its work: moves a worker to another core if its own
+    is claimed."""
     cpu, thread, claimed = _sched_getcpu(), _pthread_self(), job.spread + 8 * CLAIMED
     if thread == int64s(job.spread)[CALLER] or cpu < 0 or cpu >= job.n_cpus:
         return 0
@@ -96,8 +98,8 @@ def spread_enter(job, w):
 
 @routine
 def spread_leave(job, w):
-    """By every thread of the region, after its work: the caller's core goes to a worker that has moved and is
-    still at work."""
+    """To be called by every thread of the region after its work: moves a worker that has moved before, and
+    still runs, to the caller's core."""
     spread = int64s(job.spread)
     worker = spread[MOVED]
     if worker == 0:

@@ -1,9 +1,9 @@
-"""The driver: a block of query rows over the key tiles that any of them may attend, with the online softmax.
+"""The sweep, for many query rows: one query block over the key tiles that any of its rows may attend, with
+the online softmax.
 
-FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes, in the same stages and with the same
-walls as the compiled driver (``backends/cython/driver.pyx``): it knows tiles and tasks, the kernels that it
-calls know registers. `job` and `block` are the records of `layout`, `w` is the address of the thread's
-scratch memory.
+FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes, in the same stages as the compiled driver
+(``backends/cython/driver.pyx``): it knows tiles and tasks, the kernels that it calls know registers. `job`
+and `block` are the records of `layout`, `w` is the address of the thread's scratch memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fastattn.backends.numba.codegen.register_tiles import LINE_BYTES, TILE_ROWS
 from fastattn.backends.numba.layout import BIAS, DENSE, LSE, OUT, QUERY, VALUE, WEIGHTS
 from fastattn.backends.numba.mask_tile import TILE_EMPTY, TILE_PARTIAL, bias_rows_of, score_tile, words_of
 
-PREFETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to ask for, per column of value
+PREFETCH_PER_COLUMN = 8  #: bytes at each address that `accumulate` is sure to prefetch, per column of value
 
 
 @routine
 def add_values(job, w, block, state, key0, n_keys, is_first):
-    """Weights times values of one tile, to what is there unless it is_first."""
+    """Adds weights times values of one key tile to acc, or overwrites acc if is_first."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
     values, row, panel, nonfinite = block.values + key0 * block.value_row, block.value_row, block.panel, 0
@@ -61,8 +61,8 @@ def add_values(job, w, block, state, key0, n_keys, is_first):
 
 @routine
 def prefetch_rows(job, w, block, view, itemsize, key0, n_keys):
-    """Has memory asked for the keys key0 .. of the block's rows in a bias or mask, as far as the list
-    reaches."""
+    """Adds the elements of a bias or mask for the keys key0 .. to the block's prefetch list, as far as it has
+    room."""
     nbytes, step = n_keys * itemsize, PREFETCH_PER_COLUMN * job.value_dim
     if column_stride(job, view) != itemsize or step == 0:
         return 0
@@ -84,7 +84,7 @@ def prefetch_rows(job, w, block, view, itemsize, key0, n_keys):
 def attend(job, w, block):
     """The online softmax and value accumulation over every key tile of the block.
 
-    Whether any tile was one where only some lanes may read a key.
+    Whether any key is masked for only some lanes.
     """
     partial, is_first = 0, 1
     kernels.start_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
@@ -117,9 +117,9 @@ def attend(job, w, block):
 
 @routine
 def write_weights(job, w, block):
-    """The weights of the block's rows: its scores once more, against the row_max now known.
+    """The weights of the block's rows, recomputed from their scores with the final row_max and row_sum.
 
-    Whether any of a tile in which only some may be read is NaN.
+    Whether any is NaN in a tile where keys are masked for only some rows.
     """
     ld, nan = block.ld, 0
     find_rows(job, WEIGHTS, block, 0, ld, w + job.to_out_rows)
@@ -134,7 +134,7 @@ def write_weights(job, w, block):
         state = score_tile(job, w, block, key0, n_keys, 1)
         if state == TILE_EMPTY:
             continue
-        # Against an empty tile_max row_max stays; what softmax does to row_sum no longer matters.
+        # With a tile_max of -inf row_max does not change; row_sum is not used any more.
         kernels.fill(job, w + job.to_tile_max, ld, -np.inf)
         kernels.softmax(job, w + job.to_scores, w + job.to_tile_max, w + job.to_row_max, w + job.to_row_sum,
                         w + job.to_rescale, ld, block.n_vectors, w + job.to_stops, KEY_CHUNK,
@@ -156,10 +156,9 @@ def write_weights(job, w, block):
 
 @routine
 def find_prefetches(job, w, block, task):
-    """The rows that memory is asked for while the block is worked on: its outputs, and the next task's
-    queries.
+    """The rows to prefetch while the block is computed: its outputs, and the next task's queries.
 
-    Both are far apart and touched all at once, so that a core would only wait for them.
+    Both are far apart and accessed in one burst, in which a core would do nothing but wait for memory.
     """
     prefetch, n = w + job.to_prefetch, 0
     block.prefetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
@@ -174,7 +173,7 @@ def find_prefetches(job, w, block, task):
 
 @routine
 def run_task(job, w, block, task):
-    """One block of query rows of one key/value head of one batch item, from its query to its outputs."""
+    """One query block of one key/value head of one batch item, from its queries to its outputs."""
     find_block(job, w, block, task)
     find_rows(job, QUERY, block, 0, block.ld, w + job.to_rows)
     kernels.pack(job, w + job.to_query, block.ld, w + job.to_rows, column_stride(job, QUERY), job.head_dim,
@@ -187,7 +186,7 @@ def run_task(job, w, block, task):
     nan = kernels.unpack(job, w + job.to_out_rows, column_stride(job, OUT), w + job.to_acc, block.ld,
                          job.value_dim, w + job.to_inverse)  # fmt: skip
     if nan != 0 and partial != 0:
-        # It may be 0 * NaN of a masked key.
+        # It may be 0 * NaN of a masked value.
         job.saw_nan = 1
     if job.has_lse:
         find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)

@@ -12,7 +12,7 @@ import numba
 
 from fastattn import _host, _threads
 
-#: Numba's threading layers, and those among which it chooses by the other names; "workqueue" is always there.
+#: Numba's threading layers, and those among which it chooses by the other names; "workqueue" always exists.
 _MODULES = {name: f"numba.np.ufunc.{name}pool" for name in ("tbb", "omp")} | {
     "workqueue": "numba.np.ufunc.workqueue"
 }
@@ -28,10 +28,10 @@ _has_started = False  # Numba's pool, by a call
 
 
 def thread_limit(wanted: int) -> int:
-    """How many threads a call may have that wants so many: as `fastattn._threads.thread_limit` says, and no
-    more than Numba's pool has.
+    """How many threads a call that wants `wanted` may use: the limit of `fastattn._threads.thread_limit`, and
+    no more than Numba's pool has.
 
-    The pool starts all its threads when it is first used: where it could not, a call gets one.
+    The pool starts all its threads when it is first used: where that would fail, a call gets one.
     """
     limit = _threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
     if limit > 1 and not _has_started and not _threads.can_start(numba.config.NUMBA_NUM_THREADS + 1):
@@ -40,7 +40,7 @@ def thread_limit(wanted: int) -> int:
 
 
 def reason_no_pool() -> str | None:
-    """Why Numba's pool cannot be started, None where nothing speaks against it."""
+    """Why Numba's pool cannot be started, None where it can."""
     layer = str(numba.config.THREADING_LAYER).lower()
     candidates = _LAYERS.get(layer)
     if candidates is None:
@@ -60,8 +60,8 @@ def reason_no_pool() -> str | None:
 
 
 def on_pool(wanted: int, run: Callable[[int], object]) -> None:
-    """Calls run with how many threads of Numba's pool there are for it: `wanted`, or 1 where another thread
-    holds a pool that only one may use at a time."""
+    """Calls run(n) with the number of threads that it may use of Numba's pool: `wanted`, or 1 where another
+    thread uses a pool that only one may use at a time."""
     global _has_started
     if wanted == 1:
         run(1)
@@ -86,13 +86,13 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
 
 
 def caller_takes_part() -> bool:
-    """Whether the thread that uses the pool is one of those that do the work."""
+    """Whether the thread that uses the pool does part of the work."""
     return not _is_exclusive()
 
 
 @cache
 def _is_exclusive() -> bool:
-    """Whether the pool ends the process when two threads use it at once; its user waits for it."""
+    """Whether the pool aborts the process when two threads use it at once; its user does none of the work."""
     return numba.threading_layer() == "workqueue"
 
 

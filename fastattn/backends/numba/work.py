@@ -24,7 +24,7 @@ _share_at = record_at(SHARE)
 
 @routine
 def work(job, shares, thread, num_threads):
-    """What one thread does: the tasks of its own share, then what the others have not begun."""
+    """Runs the tasks of a thread's own share, then those of the others' shares that have not begun."""
     w = job.scratch + thread * job.scratch_nbytes
     block = _block_at(w + job.to_block)
     block.seen_key = block.seen_value = 0
@@ -52,7 +52,7 @@ def work(job, shares, thread, num_threads):
 @cached
 @njit(parallel=True, **OPTIONS)
 def _run_parallel(address: Any, job: Any, shares: Any, num_threads: Any) -> None:
-    """`work` at this address on every thread."""
+    """Runs `work`, whose address this is, on every thread."""
     for thread in prange(num_threads):
         call_work(address, job, shares, thread, num_threads)
 
@@ -63,10 +63,10 @@ def _alone(address: int) -> Any:
 
 
 def run_work(address: int, job: int, shares: int, num_threads: int) -> None:
-    """Every task of the job at that address, on so many threads with their shares; `address` is that of
+    """Runs every task of the record at `job`, on num_threads threads with their shares; `address` is that of
     `work`.
 
-    Which thread takes which changes nothing in the result.
+    The result does not depend on which thread runs which task.
     """
     if num_threads == 1:
         _alone(address)(job, shares, 0, 1)

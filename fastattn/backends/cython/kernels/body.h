@@ -16,8 +16,8 @@
         }                                                                                                      \
     } while (0)
 
-/* `pack` and `unpack` for the columns c .. c + n - 1 of LANES rows, n <= LANES; constant arguments make the
- * usual full block straight code. */
+/* `pack` and `unpack` for the columns c .. c + n - 1 of LANES rows, n <= LANES; with constant n the
+ * usual full block has no branches. */
 INLINE void NAME(pack_block)(const int n, REAL *dst, ptrdiff_t ld, const char *const *rows, size_t at, VEC high,
                              VEC low) {
     VEC x[LANES];
@@ -51,13 +51,13 @@ INLINE IVEC NAME(unpack_block)(const int n, const int n_live, char *const *rows,
     return nan;
 }
 
-/* `factor` in two parts for `multiply_exactly`, so that its own rounding does not matter. */
+/* `factor` as high + low for `multiply_exactly`, so that its own rounding does not matter. */
 INLINE void NAME(split_factor)(double factor, VEC *high, VEC *low) {
-    REAL part = (REAL)factor;
-    if (fabs(part) > fabs(factor)) part = NAME(towards_zero)(part);
-    REAL rest = isfinite(part) ? (REAL)(factor - part) : part;
-    if (rest == 0) rest = part * NAME(no_low);
-    *high = NAME(splat)(part);
+    REAL rounded = (REAL)factor;
+    if (fabs(rounded) > fabs(factor)) rounded = NAME(towards_zero)(rounded);
+    REAL rest = isfinite(rounded) ? (REAL)(factor - rounded) : rounded;
+    if (rest == 0) rest = rounded * NAME(no_low);
+    *high = NAME(splat)(rounded);
     *low = NAME(splat)(rest);
 }
 
@@ -119,9 +119,9 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
 #define ROWS NARROW_ROWS
 #include "score.h"
 
-/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Sums run over a chunk of keys at a
- * time, from zero, for the same reason as in `score`. is_packed: keys follow each other in memory, which the
- * processor sees by itself. */
+/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Partial sums run over KEY_CHUNK
+ * keys each, as short chains round less. is_packed: the rows of values are contiguous, and prefetched by the
+ * hardware. */
 INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed, REAL *acc, const REAL *p, const REAL *rescale,
                                   ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops, ptrdiff_t chunk_stop,
                                   ptrdiff_t v_row, ptrdiff_t v_col, const char *const *prefetch, ptrdiff_t n_prefetch,
@@ -168,8 +168,8 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
     } while (start < stops[V - 1]);
 }
 
-/* The vectors of a block from the `first` on in groups that fill a register tile of `width` vectors, 2 or 3, the last
- * maybe fewer. BODY(V, unit, i) runs the group of V vectors from the i-th. */
+/* Splits the vectors of a block from `first` on into groups of `width` vectors, 2 or 3, as a register tile has; the
+ * last may have fewer. BODY(V, unit, i) runs the group of V vectors from the i-th. */
 #define EACH_GROUP(BODY, width, unit, first)                                                                   \
     do {                                                                                                       \
         int i = first;                                                                                         \
@@ -188,7 +188,7 @@ static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld,
     int first = 0;
     s += j * ld;
     k += j * k_row;
-    /* All lanes for a few keys before the next keys: K stays in L1 for them. */
+    /* All lanes for a few keys before the next keys, so that those keys stay in L1. */
 #define TILE(R, V, k_col, i)                                                                                   \
     NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
                      k_col, is_first)
@@ -271,7 +271,7 @@ static void NAME(pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrd
     }
 }
 
-/* `accumulate` for one group of V vectors, whose weights stay in L1 while the columns of V pass. */
+/* `accumulate` for one group of V vectors, whose weights stay in L1 for all columns of the values. */
 INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
                                    const fastattn_values *values, const ptrdiff_t *stops, ptrdiff_t first_chunk,
                                    ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
@@ -343,7 +343,7 @@ INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int 
     return top;
 }
 
-/* How many keys of a row come before the first that a whole vector is aligned at; 0 where none ever is. */
+/* How many elements of a row come before the first at a vector boundary; 0 where none is at one. */
 INLINE ptrdiff_t NAME(keys_to_boundary)(const char *row) {
     const uintptr_t past = (uintptr_t)row % VECTOR_BYTES;
     return past % sizeof(REAL) ? 0 : (ptrdiff_t)((VECTOR_BYTES - past) % VECTOR_BYTES / sizeof(REAL));
@@ -375,8 +375,9 @@ static void NAME(adjust)(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdi
     (!words  ? NAME(adjust_keys)(1, 0, n, top, s, ld, rows, j, lane_words)                                     \
      : !rows ? NAME(adjust_keys)(0, 1, n, top, s, ld, rows, j, lane_words)                                     \
              : NAME(adjust_keys)(1, 1, n, top, s, ld, rows, j, lane_words))
-            /* Arrays often start 16 bytes into a line, and rows a power of two apart share a place in the cache:
-             * a load across two lines would find neither there twice. Words are read in step with their 32 bits. */
+            /* Arrays often start 16 bytes into a cache line, and rows a power of two apart map to the same cache set:
+             * of loads across two lines, each line would be evicted before its second use. So vectors are aligned,
+             * except where there are words, of which each has 32 keys. */
             const ptrdiff_t lead = words ? 0 : NAME(keys_to_boundary)(rows[0]);
             ptrdiff_t j = 0;
             if (0 < lead && lead <= n_keys) {
@@ -407,7 +408,7 @@ INLINE void NAME(softmax_scaled)(const int scaled, REAL *s_tile, const REAL *til
         for (ptrdiff_t start = 0, stop = first_chunk; start < n_keys; start = stop, stop += KEY_CHUNK) {
             VEC sum = {};
             ptrdiff_t left = (n_keys < stop ? n_keys : stop) - start;
-            /* Some keys at once, step by step: the steps of one key wait for each other. */
+            /* EXP2_KEYS keys at once: the operations on one key depend on each other. */
             for (; left >= EXP2_KEYS; left -= EXP2_KEYS, s += EXP2_KEYS * ld) {
                 VEC x[EXP2_KEYS];
 #pragma GCC unroll 8
@@ -488,7 +489,7 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
         const VEC sum = NAME(load)((const REAL *)row_sum + lane);
         const IVEC is_some = (IVEC)(sum != 0);
         VEC high = 1 / sum;
-        /* Down by a unit where it was rounded up: above 0 that is one less as an integer. */
+        /* Down by one ULP where it was rounded up: for a positive float that is 1 less as an integer. */
         high = (VEC)((IVEC)high + (IVEC)(NAME(one_minus_product)(high, sum) < 0));
         const VEC left = NAME(one_minus_product)(high, sum);
         const VEC low = NAME(select)((IVEC)(left == 0), high * NAME(no_low), left * high);
@@ -498,14 +499,14 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
     if (!lse) return;
     for (ptrdiff_t lane = 0; lane < ld; lane++) {
         const double top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
-        /* Back to natural units from whichever domain the scores were in. */
+        /* In natural units, whatever the units of the scores. */
         ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == LOG2E ? 1.0 : exponent_factor * LN2) + log(sum));
     }
 }
 
 static double NAME(fma_peak)(long steps) {
     VEC sum[TILE_ROWS][TILE_VECTORS], x = NAME(splat)((REAL)1e-9), y = NAME(splat)((REAL)0.5);
-    /* Opaque values: else equal sums are computed once, and the product only once. */
+    /* Opaque: else the compiler computes equal sums and the product only once. */
 #pragma GCC unroll 8
     for (int r = 0; r < TILE_ROWS; r++)
 #pragma GCC unroll 8

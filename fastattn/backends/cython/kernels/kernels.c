@@ -2,18 +2,19 @@
  * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it).
  *
  * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` SCORE_ROWS x SCORE_VECTORS and as
- * many totals of its stretches of SCORE_STRETCH columns. With the lane vectors and a broadcast they fill the
- * register file: 24 sums of 32 registers (AVX-512, NEON) or 12 of 16, where the totals live on the stack. What
- * counts beside full pipes is how many loads and instructions a multiply-add takes: under AVX2 a 4 x 3 tile needs
- * 7 loads for 12, two of them half a line; `accumulate` walks a column of weights per tile, and 2 vectors of them
- * stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a block of query rows has at most, EXP2_KEYS how
- * many keys `softmax` works on at once. The kernels of few rows hold ROW_SUMS vectors of sums, half of the
- * registers; other numbers were not measured.
+ * many totals, to which it adds its partial sums over SCORE_CHAIN columns. With the lane vectors and a broadcast
+ * they fill the register file: 24 sums of 32 registers (AVX-512, NEON) or 12 of 16, where the totals are on the
+ * stack. Beside full pipes, the loads and instructions per multiply-add matter: under AVX2 a 4 x 3 register tile
+ * needs 7 loads for 12 multiply-adds, two of them of half a cache line; `accumulate` reads a column of weights per
+ * register tile, and 2 vectors of them stay in L1 where 3 do not. BLOCK_VECTORS is how many vectors a query block
+ * has at most, EXP2_KEYS how many keys `softmax` works on at once. The kernels for few rows hold ROW_SUMS vectors
+ * of sums, half of the registers; other numbers were not measured.
  *
- * Stretches of 16 instead of 8 columns round 1 % more; where additions share the pipes of the multiply-adds they
- * save 7 % of `score`, and 32 would save another 1 %, but round 12 % more. 2 cores of Emerald Rapids, 2026-11-21,
- * AVX-512, one thread over the kernels alone. Under AVX2 too: stretches of 32 saved 2 % of a call, but rounded more
- * than PyTorch's products do on AMD's cores; 8 cost another 5 % (2 cores of a Zen 3 EPYC, 2026-11-22, calls in turns).
+ * SCORE_CHAIN 16 instead of 8 raises the rounding error by 1 %; where additions share the pipes of the
+ * multiply-adds it saves 7 % of `score`, and 32 would save another 1 %, but raise the error by 12 %. 2 cores of
+ * Emerald Rapids, 2026-11-21, AVX-512, one thread over the kernels alone. Under AVX2 too: 32 saved 2 % of a call,
+ * with a larger error than PyTorch's products have on AMD's cores; 8 cost another 5 % (2 cores of a Zen 3 EPYC,
+ * 2026-11-22, interleaved A/B).
  */
 
 #include <math.h>
@@ -33,7 +34,7 @@
 #define WIDE_ROWS 16
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 3
-#define SCORE_STRETCH 16
+#define SCORE_CHAIN 16
 #define BLOCK_VECTORS 3
 #define ROW_SUMS 16
 #define EXP2_KEYS 4
@@ -44,7 +45,7 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 3
-#define SCORE_STRETCH 16
+#define SCORE_CHAIN 16
 #define BLOCK_VECTORS 6
 #define ROW_SUMS 8
 #define EXP2_KEYS 4
@@ -54,7 +55,7 @@
 #define TILE_VECTORS 3
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 3
-#define SCORE_STRETCH 8
+#define SCORE_CHAIN 8
 #define BLOCK_VECTORS 12
 #define ROW_SUMS 16
 #define EXP2_KEYS 4
@@ -64,48 +65,48 @@
 #define TILE_VECTORS 2
 #define SCORE_ROWS 4
 #define SCORE_VECTORS 2
-#define SCORE_STRETCH 4
+#define SCORE_CHAIN 4
 #define SCORE_COLUMNS 16 /* without fused multiply-adds every product rounds too */
 #define BLOCK_VECTORS 6
 #define ROW_SUMS 8
 #define EXP2_KEYS 2
 #endif
 
-/* Where a block has so few vectors that it often lacks one, tiles of one or two vectors take more keys or columns: each
- * sum waits for its last step, and a vector alone for the loads of what it is multiplied by. Scores of one and of two
- * vectors take 0.93 and 0.88 of the time, values of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one thread over
- * the kernels alone. */
+/* Where query blocks have few vectors, many lack one. Register tiles of one or two vectors then have more keys or
+ * columns, to hide the latency of the multiply-adds and of the loads of broadcast elements: `score` of one and of two
+ * vectors takes 0.93 and 0.88 of the time, `accumulate` of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one
+ * thread over the kernels alone. */
 #define NARROW_ROWS (2 * SCORE_ROWS) /* of `score` */
 #ifndef WIDE_ROWS                    /* of `accumulate`, for one vector */
 #define WIDE_ROWS TILE_ROWS
 #endif
 
-/* Columns of a stretch that is not full. */
-#define SCORE_REST (SCORE_STRETCH < 8 ? SCORE_STRETCH : 8)
+/* Columns of a partial sum where fewer than SCORE_CHAIN are left. */
+#define SCORE_REST (SCORE_CHAIN < 8 ? SCORE_CHAIN : 8)
 
 /* Keys that one partial sum of `softmax` and `accumulate` runs over. 64 instead of 128 leave 83 % of the root mean
- * square error of 400 keys. Writing the accumulators back holds up the multiply-adds where a store of 64 bytes takes
- * one and a half of them: 1 to 2 % of a call (2 cores of Zen 4 EPYC, 2026-11-20); nothing measurable on 2 cores of
- * Emerald Rapids (2026-11-21), both with one thread over the kernels alone. */
+ * square error of 400 keys. Writing the accumulators back stalls the multiply-adds where a store of 64 bytes takes as
+ * long as one and a half of them: 1 to 2 % of a call (2 cores of Zen 4 EPYC, 2026-11-20); nothing measurable on 2
+ * cores of Emerald Rapids (2026-11-21), both with one thread over the kernels alone. */
 #define KEY_CHUNK ((ptrdiff_t)FASTATTN_KEY_CHUNK)
 
 /* `score` works on this many keys and columns at a time: with 48 query rows 6 KB of scores and 24 KB of queries in
  * float32, which stay in L1, where all columns of wide heads do not. 64 keys and 64 columns take 2 to 3 % longer at
- * head_dim 128 and 256; all keys and columns of a tile 8 % at 256. 2 cores of Emerald Rapids, 2026-11-21, calls in
- * turns and one thread over the kernels alone. */
+ * head_dim 128 and 256; all keys and columns of a tile 8 % at 256. 2 cores of Emerald Rapids, 2026-11-21,
+ * interleaved A/B and one thread over the kernels alone. */
 #define SCORE_KEYS 32
 #ifndef SCORE_COLUMNS
 #define SCORE_COLUMNS 128
 #endif
 
-/* How many rows of K and V ahead of their use their lines are prefetched: time for memory to answer. Past the last
- * row that is the next head's, in the usual layout; an address that does not exist is ignored. 16 rows of V were
- * too few where pages are small. 2 cores of Zen 4 EPYC, 2026-11-20, one thread over the kernels alone. */
+/* Prefetch distance in rows of K and V, to cover the latency of memory. Past the last row the next head's follow in
+ * the usual layout; a prefetch of an unmapped address is ignored. 16 rows of V were too few where pages are small. 2
+ * cores of Zen 4 EPYC, 2026-11-20, one thread over the kernels alone. */
 #define PREFETCH_KEYS 4
 #define PREFETCH_VALUES 32
 #define PREFETCH_PACKED 8 /* of V while it is packed */
 
-/* Keeps the compiler from knowing a vector's value. */
+/* Hides a vector's value from the optimiser. */
 #if defined(__x86_64__)
 #define OPAQUE(x) __asm__ volatile("" : "+v"(x))
 #elif defined(__aarch64__)
@@ -177,8 +178,8 @@ typedef struct {
     ptrdiff_t row, nbytes;
 } prefetched_rows;
 
-/* Asks memory for n rows from the j-th on. Into L2: L1 has no room for a tile of them. A few at a time, as memory
- * answers only so many; and not inline, to leave the registers to the caller's loop. */
+/* Prefetches n rows from the j-th on into L2: L1 has no room for a tile of them. Few at a time, as a core has few
+ * outstanding loads; and not inline, to keep the registers for the caller's loop. */
 static __attribute__((noinline)) void prefetch_rows(const prefetched_rows *rows, ptrdiff_t j, ptrdiff_t n) {
     const char *row = rows->at + j * rows->row;
     for (; n > 0; n--, row += rows->row)
@@ -194,7 +195,7 @@ static double integer_peak(long steps) {
 #pragma GCC unroll 4
             for (int chain = 0; chain < CHAINS; chain++) {
                 sum[chain]++;
-                __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are one addition */
+                __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are folded into one addition */
             }
     return (double)CHAINS * TURNS * (double)steps;
 }

@@ -2,18 +2,18 @@
  *
  * A kernel knows registers. It sees pointers, sizes and strides, never a mask by name, never a thread.
  * A tile holds one *lane* per query row: tile[x * ld + lane], x a head_dim index, a key or a value_dim
- * index. ld is a multiple of `lanes`; every lane always holds something readable, so no kernel handles
- * a ragged row count: the driver repeats the last row in the lanes past the end and throws them away.
+ * index. ld is a multiple of `lanes` and every lane is initialised, so no kernel handles a partial vector of
+ * rows: the driver repeats the last row in the lanes past the end and discards their results.
  *
- * MaskMap are the driver's own memory, of REAL (float or double, by table), 64-byte aligned. Rows are the
+ * Tiles are in the driver's own memory, of REAL (float or double, by table), 64-byte aligned. Rows are in the
  * caller's memory: any byte stride, any alignment, read or written exactly inside their bounds.
  * Each lane's arithmetic is one fixed sequence of operations: it depends on nothing in other lanes.
  *
- * `stops` has an entry for each vector of lanes: the v-th has the keys j < stops[v] of the tile. It never falls
- * from one to the next. What a tile of scores holds past a vector's stop is nobody's to read.
+ * `stops` has one entry per vector of lanes, in non-decreasing order: the v-th vector has the keys j < stops[v]
+ * of the tile. Scores past a vector's stop are undefined.
  *
- * exponent_factor times a score is its natural value times log2(e): 1 or a power of two where scores are held times
- * log2(e), and log2(e) where they are natural. `fastattn._schedule.score_factors` chooses it.
+ * exponent_factor times a score is its natural value times log2(e): 1 or a power of two where scores are stored
+ * times log2(e), and log2(e) where they are natural. `fastattn._schedule.score_factors` chooses it.
  */
 #ifndef FASTATTN_KERNELS_H
 #define FASTATTN_KERNELS_H
@@ -21,11 +21,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Sums over keys are formed this many keys at a time; the first `first_chunk` of a call make the first sum, a
- * multiple of 4, so that sums are cut at the same keys wherever a call starts. */
+/* Keys of one partial sum. The first partial sum of a call has `first_chunk` keys, a multiple of 4, so that partial
+ * sums cover the same keys wherever a call starts. */
 #define FASTATTN_KEY_CHUNK 64
 
-/* The values of one head from some key on: in the caller's memory, or as `pack_values` leaves them. */
+/* The values of one head from some key on: in the caller's memory, or packed by `pack_values`. */
 typedef struct {
     const char *at;
     ptrdiff_t row, col; /* bytes from one key to the next, and from one column to the next in a panel */
@@ -35,61 +35,60 @@ typedef struct {
 typedef struct {
     const char *isa;
     int lanes;       /* query rows in one vector */
-    int max_vectors; /* vectors in one tile, at most: block_q <= lanes * max_vectors */
+    int max_vectors; /* vectors in a query block, at most: block_q <= lanes * max_vectors */
     int panel_cols;  /* columns of the values in one panel, the last maybe fewer */
 
     /* tile[c][lane] = factor * rows[lane][c * stride], c < n_cols; `rows` has ld pointers. */
     void (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
                  double factor);
 
-    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]; tile_max (or NULL) takes them
-     * in: tile_max[lane] = max(tile_max[lane], s[.][lane]), maybe with scores past the vector's stop.
-     * Along the way it asks memory for the first prefetch_nbytes bytes of one row for each key, which nothing reads yet:
-     * of key j at prefetch + j * prefetch_row. */
+    /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]. Unless tile_max is
+     * NULL, tile_max[lane] = max(tile_max[lane], s[.][lane]), which may include scores past the vector's stop.
+     * Prefetches for each key j the first prefetch_nbytes bytes at prefetch + j * prefetch_row. */
     void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                   const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                   const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
 
-    /* Turns raw scores into scores: s = root * (root * s), in two steps as root * root may not be a number; then
+    /* Turns raw scores into scores: s = root * (root * s), in two steps as root * root may overflow or underflow; then
      * s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the bias is -inf or bit j % 32 of
-     * words[j / 32][lane] (or NULL) is 0; tile_max takes them in. bias_rows (or NULL) has ld pointers to rows of
-     * REAL, of any alignment, without gaps, one for each lane. */
+     * words[j / 32][lane] (or NULL) is 0; tile_max is updated as by `score`. bias_rows (or NULL) has ld
+     * pointers, one per lane, to contiguous REAL of any alignment. */
     void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double root, double softcap,
                    const char *const *bias_rows, const uint32_t *words);
 
-    /* One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
+    /* One step of the online softmax: row_max = max(row_max, tile_max), s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
      * -inf scores give exactly 0, also while row_max is -inf. */
     void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
                     const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor);
 
-    /* Copies rows of values into panels, each with all its columns of a key, then of the next: `accumulate` reads
-     * them so in the order of memory. panels: 64-byte aligned, `panel` bytes each. */
+    /* Copies rows of values into panels of panel_cols columns, row by row within a panel: `accumulate` then reads
+     * memory sequentially. panels: 64-byte aligned, `panel` bytes each. */
     void (*pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,
                         ptrdiff_t n_keys, ptrdiff_t value_dim);
 
     /* O^T = rescale * O^T + V^T P^T: acc[e][lane] = rescale[lane] * acc[e][lane] + sum over j of
-     * v[j][e] * p[j][lane]. rescale NULL: acc is only written. Along the way it asks memory for
-     * the first prefetch_nbytes bytes at each of the n_prefetch addresses `prefetch`, which nothing reads yet. */
+     * v[j][e] * p[j][lane]. rescale NULL: acc is only written. Prefetches the first
+     * prefetch_nbytes bytes at each of the n_prefetch addresses `prefetch`. */
     void (*accumulate)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
                        const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
                        const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_nbytes);
 
-    /* What `accumulate` does where v holds NaN or inf that only some lanes may read: p must be 0 on the
-     * others, allowed as in `adjust`; every vector has all keys. `clean` is room for a REAL for each key and value_dim. */
+    /* `accumulate` where v holds NaN or inf that only some lanes may read, which bias_rows and words say as in
+     * `adjust`; p must be 0 for the others. Every vector has all keys. clean: scratch for a REAL per key and column. */
     void (*accumulate_nonfinite)(void *acc, const void *p, const void *rescale, ptrdiff_t ld, const fastattn_values *v,
                                 const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
                                 const char *const *bias_rows, const uint32_t *words, void *clean);
 
-    /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] what that left,
-     * never 0 but for an empty row; lse[lane] = natural log of the sum (or NULL). */
+    /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] the remainder,
+     * 0 for an empty row only; lse[lane] = natural log of the sum (or NULL). */
     void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                    double exponent_factor);
 
-    /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two parts of
-     * a factor as `finish` makes them; returns 1 if any is NaN, else 0. A zero in the tile comes out as +0: which
-     * sign it has may depend on a masked value, whose product with its weight is 0 or -0. All other operations on
-     * accumulators give the same numbers, up to the signs of zeros, whatever the signs of zeros are. */
+    /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two terms of
+     * a factor as computed by `finish`; returns 1 if any is NaN, else 0. Zeros are written as +0: their sign in the
+     * tile may depend on a masked value, whose product with its weight is 0 or -0. The signs of zeros change
+     * nothing but signs of zeros in all other operations on accumulators. */
     int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                   ptrdiff_t n_cols, const void *factor);
 
@@ -99,16 +98,16 @@ typedef struct {
                        ptrdiff_t n_cols);
 
     /* Row tiles: tile[r * ld + x], one row per query row, x a head_dim index, a key or a value_dim index. For few query
-     * rows, where lanes of queries would stay empty; lanes run along x. ld is a multiple of `lanes`, a row is readable
-     * and writable up to it, and what it holds past its end is nobody's to use, except that packed rows end in zeros.
-     * Keys and values lie without gaps between their elements. Each row's arithmetic is one fixed sequence. */
+     * rows, too few to fill vectors of lanes; lanes run along x. ld is a multiple of `lanes`, a row is readable and
+     * writable up to ld; past its end it is undefined, except that packed rows are padded with zeros. The elements of
+     * a key and of a value are contiguous. Each row's arithmetic is one fixed sequence. */
 
     /* tile[r][c] = factor * rows[r][c * stride], c < n_cols. */
     void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
                       ptrdiff_t n_cols, double factor);
 
-    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is 0, memory is asked for the row so many bytes
-     * behind each key's along the way. */
+    /* s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is 0, the row `distance`
+     * bytes after each key's is prefetched. */
     void (*score_rows)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows, const char *k,
                        ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance);
 
@@ -129,8 +128,8 @@ typedef struct {
                                      const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
                                      const char *const *bias_rows, const uint32_t *words, void *clean);
 
-    /* acc, row_max and row_sum over some keys take in those over other keys; where a row has none of them this changes
-     * nothing. */
+    /* Merges the partial result (acc_2, row_max_2, row_sum_2) over other keys into (acc, row_max, row_sum); a row that
+     * has no keys in it is not changed. */
     void (*merge_rows)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
                        const void *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld, double exponent_factor);
 
@@ -141,10 +140,10 @@ typedef struct {
     /* Runs the peak rate of fused multiply-adds for `steps` steps; returns the FLOPs done. */
     double (*fma_peak)(long steps);
 
-    /* The same for the additions of integers, four that do not wait for each other in turn; returns how many. */
+    /* The same for additions of integers, in four independent chains; returns how many. */
     double (*integer_peak)(long steps);
 
-    /* Reads nbytes of memory, a multiple of 1024, from a line on; returns something that depends on all of them. */
+    /* Reads nbytes of memory, a multiple of 1024, from a cache line on; returns a value that depends on all of them. */
     uint64_t (*read_memory)(const void *at, ptrdiff_t nbytes);
 } fastattn_kernels;
 

@@ -1,10 +1,11 @@
-/* The kernels of few query rows, where lanes of queries would stay empty; see kernels.h, "Row tiles". Lanes run along
+/* The kernels for few query rows, too few to fill vectors of lanes; see kernels.h, "Row tiles". Lanes run along
  * columns in products and along keys in the softmax. Included by body.h.
  *
- * What a row's numbers are does not depend on the rows beside it: register tiles of any number of rows do the same
- * operations for each, and the trees that add up lanes have one shape. */
+ * A row's result does not depend on the other rows: register tiles of any number of rows do the same operations on
+ * each, and lanes are added in a tree of fixed shape. */
 
-/* Sums of one register tile of `score_rows`, each a vector: DOTS / R keys by R rows. Fewer would wait for each other. */
+/* Sums of one register tile of `score_rows`, each a vector: DOTS / R keys by R rows. Fewer would not hide the latency
+ * of a multiply-add. */
 #define DOTS (LANES < 8 ? 8 : LANES)
 
 /* Vectors of columns in a register tile of `accumulate_rows` with R rows. */
@@ -102,16 +103,16 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
     return any != 0;
 }
 
-/* How many lines of a row of n_cols elements memory is asked for before row r of n_rows has its turn: all rows share in
- * the asking, as a core can wait for few lines at a time and would have nothing to wait for while the others compute.
- * Where the first rows asked for all, 16 rows over 4096 keys took 1.14 to 1.19 times as long, 4 rows about 1.1. 2 cores of
- * Emerald Rapids, 2026-11-21, keys and values from memory, calls in turns. */
+/* How many cache lines of a row of n_cols elements are prefetched before row r of n_rows is computed. The prefetches
+ * are spread over the rows: a core has few outstanding loads, and none would be left for the time of the later rows.
+ * With all prefetches in the first rows, 16 rows over 4096 keys took 1.14 to 1.19 times as long, 4 rows about 1.1. 2
+ * cores of Emerald Rapids, 2026-11-21, keys and values from memory, interleaved A/B. */
 INLINE ptrdiff_t NAME(lines_before)(ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
     return (n_cols + LINE - 1) / LINE * r / n_rows;
 }
 
-/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Along the way memory is
- * asked for the elements prefetch_from .. prefetch_to - 1 of the rows `distance` of the keys'. */
+/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Prefetches the
+ * elements prefetch_from .. prefetch_to - 1 of the rows `distance` bytes after the keys'. */
 INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
                                   ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t distance,
                                   ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
@@ -156,7 +157,7 @@ static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptr
                              const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance) {
     REAL *const s = s_tile;
     const REAL *const q = q_tile;
-    /* All rows for as many keys as one row takes at once, which stay in L1. */
+    /* All rows for DOTS keys before the next keys, so that those keys stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
         ptrdiff_t r = 0, prefetched = 0;
@@ -263,8 +264,8 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
 }
 
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
- * of keys; added to what acc holds unless is_first. Along the way memory is asked for n_lines lines from `prefetch` on, for
- * each key a row further. */
+ * of keys; added to what acc holds unless is_first. Prefetches for key j the n_lines cache lines from
+ * prefetch + j * v_row on. */
 INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
                                        const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first,
                                        const char *prefetch, ptrdiff_t n_lines) {

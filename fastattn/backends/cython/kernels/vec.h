@@ -1,8 +1,8 @@
 /* One vector of REAL: the few operations the kernels need, in gcc/clang vector types.
  *
  * Included once per dtype by kernels.c, after REAL, REAL_BITS and NAME() are defined. VECTOR_BYTES is the
- * register width of the ISA this object is built for. Only what vector types cannot say well (max with
- * a known NaN rule, the test of a mask bit) has an intrinsic form beside the portable one.
+ * register width of the ISA this object is built for. Only what compiles badly from vector types (max with a
+ * known NaN rule, the test of a mask bit) has intrinsics beside the portable code.
  */
 
 #define LANES ((int)(VECTOR_BYTES / sizeof(REAL)))
@@ -21,7 +21,7 @@ typedef int64_t NAME(lane_int);
 
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES)));
 typedef LANE_INT NAME(ivec) __attribute__((vector_size(VECTOR_BYTES)));
-/* What lies in the caller's memory has any alignment. */
+/* The caller's memory has any alignment. */
 typedef REAL NAME(vec_unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
 typedef REAL NAME(real_unaligned) __attribute__((aligned(1), may_alias));
 typedef uint32_t NAME(words) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -34,7 +34,7 @@ INLINE void NAME(store)(void *p, VEC x) { *(NAME(vec_unaligned) *)p = x; }
 INLINE REAL NAME(scalar)(const char *p) { return *(const NAME(real_unaligned) *)p; }
 INLINE VEC NAME(splat)(REAL x) { return x - (VEC){}; }
 
-/* The first n lanes (0 < n <= LANES) of p, the rest 0; and back. Touches nothing past them. */
+/* The first n lanes (0 < n <= LANES) from p, the rest 0; and back. Accesses no memory past them. */
 INLINE VEC NAME(load_partial)(const void *p, int n) {
 #if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
     return (VEC)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -61,9 +61,9 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
     return (VEC)((mask & (IVEC)yes) | (~mask & (IVEC)no));
 }
 
-/* x * (high + low), where low is what the rounding of high towards 0 left: about one rounding in all where
- * multiply-adds are fused, else low is mostly lost. inf stays inf: low has the sign of high and is 0 only with it.
- * A zero gives +0, of whichever sign it is; adding 0 for that makes a fused multiply-add of the product x * low. */
+/* x * (high + low), where low is the remainder of rounding high towards 0: rounded about once where multiply-adds are
+ * fused, else low is mostly lost. inf stays inf, as low has the sign of high and is 0 only where high is. 0 and -0
+ * both give +0: for that 0 is added, which makes a fused multiply-add of the product x * low. */
 INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) { return x * high + (x * low + 0); }
 
 /* A finite x that is not 0, rounded towards 0 by one unit in the last place. */
@@ -75,7 +75,7 @@ INLINE REAL NAME(towards_zero)(REAL x) {
     return x;
 }
 
-/* Times `high` it is a `low` for `multiply_exactly` where nothing was left of `high`: too small to change a result. */
+/* Times `high` it is the `low` of `multiply_exactly` where the remainder is 0: too small to change a result. */
 static const REAL NAME(no_low) = (REAL)(REAL_BITS == 32 ? 0x1p-60 : 0x1p-118);
 
 /* 1 - a * b, rounded once: exact where a is the rounded 1 / b. */
@@ -137,7 +137,7 @@ INLINE IVEC NAME(load_words)(const uint32_t *p) {
 }
 
 /* 2 (2^f - 1) / f on [-1/2, 1/2] as a polynomial; minimax in the relative error of 2^f (Lawson iteration at
- * 40 digits): 2.0e-9 for float32, 3.4e-18 for float64, so what is left is rounding. */
+ * 40 digits): 2.0e-9 for float32, 3.4e-18 for float64, so the rest of the error is rounding. */
 #if REAL_BITS == 32
 #define EXP2_DEGREE 5
 static const REAL NAME(exp2_coefficients)[] = {
@@ -200,7 +200,7 @@ INLINE VEC NAME(tanh)(VEC x) {
     return (VEC)((IVEC)(-e / (2 + e)) ^ sign);
 }
 
-/* Lane i of the two halves of a block swap at distance `half`, out of the pair (a, b). */
+/* Lane i of the pair (a, b) after its off-diagonal blocks of `half` lanes are swapped. */
 #define SWAP_LOW(i, half) ((i) & (half) ? LANES + (i) - (half) : (i))
 #define SWAP_HIGH(i, half) ((i) & (half) ? LANES + (i) : (i) + (half))
 #if VECTOR_BYTES * 8 / REAL_BITS == 2

@@ -1,8 +1,8 @@
 """The disk cache of compiled kernels.
 
-Numba's own compares the one file a function stands in; a kernel is made of several. This one compares the
-contents of them all, and never fails a call: a folder that cannot be written or a damaged file only means to
-compile again.
+Numba's own compares only the file that defines a function; a kernel depends on several. This one compares the
+contents of all of them, and never fails a call: where a folder cannot be written, or a file is damaged, the
+kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fastattn.backends.numba.codegen.target import ISA, TARGET
 
 @cache
 def _stamp() -> str:
-    """What compiled code depends on beside its signature, and the CPU and Numba version, which Numba compares
-    itself."""
+    """A hash of all that compiled code depends on, but its signature, the CPU and the Numba version, which
+    Numba compares itself."""
     contents = hashlib.sha256()
     package = Path(__file__).parents[3]
-    rooms = ("backends/numba", "backends/cpu", "backends/jit")
-    inside = (source for room in rooms for source in (package / room).rglob("*.py"))
+    folders = ("backends/numba", "backends/cpu", "backends/jit")
+    inside = (source for folder in folders for source in (package / folder).rglob("*.py"))
     for source in sorted(
         [*inside, package / "_constants.py", package / "_schedule.py", package / "_mask_map.py"]
     ):
@@ -64,20 +64,20 @@ class _Cache(caching.FunctionCache):
     def load_overload(self, signature: Any, target: Any) -> Any:
         try:
             return super().load_overload(signature, target)
-        except Exception:  # whatever a damaged file makes of itself
+        except Exception:  # whatever loading a damaged file raises
             return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
         try:
             super().save_overload(signature, data)
-        except Exception:  # a damaged index, of which nothing is lost, or no place to write to
+        except Exception:  # a damaged index, which can be rebuilt, or no folder to write to
             with suppress(Exception):
                 self.flush()
                 super().save_overload(signature, data)
 
 
 def cached(dispatcher: Any) -> Any:
-    """The same Numba function, with its compiled code kept on disk where there is a place for it."""
+    """The same Numba function, with its compiled code kept on disk where there is a folder for it."""
     with suppress(RuntimeError, OSError):  # no folder to write to
         dispatcher._cache = _Cache(getattr(dispatcher, "py_func", None) or dispatcher._pyfunc)
     return dispatcher

@@ -2,11 +2,11 @@
 
 Numba compiles a function together with all that it calls, once more at each level of calls. By address each
 is compiled alone, once, and only if it is needed; `cache` keeps each on disk. There is a table of addresses
-for each dtype, and the record of a call says where it stands. A function's place in the table is the order in
-which they are declared.
+for each dtype, whose address is in the record of a call. Functions are in the table in the order in which
+they are declared.
 
 Parameters are addresses and counts (`intp`), except those named in `REALS` and the records `job` and `block`.
-What is returned is an integer, most often 0 for nothing.
+They return an integer, most often 0 for nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastattn.backends.numba.layout import BLOCK, JOB
 #: Parameters that are reals, always double.
 REALS = frozenset({"high", "low", "root", "softcap", "factor", "x"})
 
-#: No code may assume that NaN or inf never comes: they are data. Multiply-adds are written as such.
+#: No fast-math: NaN and inf are valid data, and fused multiply-adds are written as such.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 Function = Callable[..., Any]
@@ -47,11 +47,11 @@ _logger = logging.getLogger("fastattn")
 _compiling = threading.RLock()
 _llvm_lock: Any = getattr(llvm.lib, "_lock", None)  # llvmlite has no public name for it
 _makers: dict[str, Callable[[Any], Function]] = {}  # of each function, given a zero of the dtype
-_callees: dict[str, frozenset[str]] = {}  # the names among which are those of all functions that one calls
+_callees: dict[str, frozenset[str]] = {}  # of each function, names that include all functions that it calls
 
 
 class _LetForksPass(numba_events.Listener):
-    """Also before compilation that others start."""
+    """Lets forks pass also before compilations that other packages start."""
 
     def on_start(self, event: Any) -> None:
         if not global_compiler_lock.is_locked():  # by this thread
@@ -62,8 +62,8 @@ class _LetForksPass(numba_events.Listener):
 
 
 def _stop_compilers() -> None:
-    """Waits until no thread compiles: a forked child then inherits neither a lock of Numba's or llvmlite's
-    that nobody opens there, nor what they have half done."""
+    """Waits until no thread compiles: a forked child then inherits neither a held lock of Numba's or
+    llvmlite's nor their half-built state."""
     global_compiler_lock.acquire()
     if _llvm_lock is not None:
         _llvm_lock.__enter__()
@@ -76,7 +76,7 @@ def _let_compilers_go_on() -> None:
 
 
 def _new_lock() -> None:
-    # Whoever held it in the parent, between two functions, is not there in a forked child.
+    # The thread that held it in the parent, between two functions, does not exist in a forked child.
     global _compiling
     _compiling = threading.RLock()
 
@@ -95,18 +95,18 @@ def routine(function: Function) -> Any:
 def kernels(define: Callable[[Any], tuple[Function, ...]]) -> tuple[Any, ...]:
     """Declares the functions that `define` makes for a zero of some dtype.
 
-    In compiled code `job` goes before the arguments that they have.
+    In compiled code they take `job` before their own arguments.
     """
 
-    def maker(place: int) -> Callable[[Any], Function]:
-        return lambda zero: define(zero)[place]
+    def maker(number: int) -> Callable[[Any], Function]:
+        return lambda zero: define(zero)[number]
 
-    return tuple(_declare(function, maker(place)) for place, function in enumerate(define(np.float32(0))))
+    return tuple(_declare(function, maker(number)) for number, function in enumerate(define(np.float32(0))))
 
 
 def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
-    """What stands for the function in compiled code."""
-    name, place = function.__name__, len(_makers)
+    """The intrinsic that calls the function in compiled code."""
+    name, index = function.__name__, len(_makers)
     _makers[name] = make
     _callees[name] = _names_in(function)
     parameters = list(inspect.signature(function).parameters)
@@ -120,7 +120,7 @@ def _declare(function: Function, make: Callable[[Any], Function]) -> Any:
             word, byte = ir.IntType(64), ir.IntType(8)
             record = builder.bitcast(values[0], byte.as_pointer())
             table = builder.load(builder.bitcast(builder.gep(record, [word(at_calls)]), word.as_pointer()))
-            address = builder.load(builder.inttoptr(builder.add(table, word(8 * place)), word.as_pointer()))
+            address = builder.load(builder.inttoptr(builder.add(table, word(8 * index)), word.as_pointer()))
             kind = ir.FunctionType(word, [context.get_value_type(it) for it in signature.args])
             return builder.call(builder.inttoptr(address, kind.as_pointer()), values[0 if takes_job else 1 :])
 
@@ -171,22 +171,22 @@ class Table:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self._zero = np.dtype(dtype).type(0)
-        self._places = {name: place for place, name in enumerate(_makers)}
+        self._index = {name: index for index, name in enumerate(_makers)}
         self._compiled: dict[str, CFunc] = {}
         self._ready: set[frozenset[str]] = set()
         self._addresses = np.zeros(len(_makers), np.int64)
         self.address = self._addresses.ctypes.data
 
     def need(self, names: frozenset[str]) -> None:
-        """Compiles what is missing of these functions."""
+        """Compiles those of these functions that are not compiled yet."""
         if names in self._ready:
             return
         with _compiling:
-            missing = sorted(names - set(self._compiled), key=self._places.__getitem__)
-            start, said = time.perf_counter(), False
+            missing = sorted(names - set(self._compiled), key=self._index.__getitem__)
+            start, is_logged = time.perf_counter(), False
             for done, name in enumerate(missing):
-                if not said and time.perf_counter() - start > 1:
-                    said = True
+                if not is_logged and time.perf_counter() - start > 1:
+                    is_logged = True
                     _logger.info(
                         "compiling kernels for %s, %d of %d done; NUMBA_CACHE_DIR says where they are kept",
                         self._dtype,
@@ -194,15 +194,15 @@ class Table:
                         len(missing),
                     )
                 compiled = compile_function(_makers[name](self._zero))
-                self._addresses[self._places[name]] = int(compiled.address or 0)
+                self._addresses[self._index[name]] = int(compiled.address or 0)
                 self._compiled[name] = compiled
             self._ready.add(names)
-            if said:
+            if is_logged:
                 _logger.info("compiled for %s in %.1f s", self._dtype, time.perf_counter() - start)
 
     def address_of(self, name: str) -> int:
-        """Where a function begins that has been needed."""
-        return int(self._addresses[self._places[name]])
+        """The address of a function that has been compiled."""
+        return int(self._addresses[self._index[name]])
 
 
 def compile_function(function: Function) -> CFunc:

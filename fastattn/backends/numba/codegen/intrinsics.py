@@ -1,5 +1,5 @@
-"""What compiled code can say beyond Python: addresses as pointers, atomic counting, and functions written as
-LLVM IR."""
+"""Operations of compiled code that Python lacks: addresses as pointers, atomic addition, and functions
+written as LLVM IR."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def intrinsic_of(definition: Callable[..., Any], name: str, parameters: Sequence
 def stage(returns_bool: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Makes an intrinsic of a function (Emitter, addresses, counts and reals) that writes its body.
 
-    In Numba code it is called with `zero` in the place of the Emitter.
+    In Numba code it is called with `zero` instead of the Emitter.
     """
 
     returns = types.boolean if returns_bool else types.void
@@ -51,8 +51,8 @@ def stage(returns_bool: bool = False) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _function(context: Any, module: Any, write: Callable[..., Any], signature: Any) -> Any:
-    """What `write` writes, as a function of its own in the module: among the loops of its caller LLVM would
-    run out of registers for its addresses, and Numba would compile it once more at each level of calls."""
+    """What `write` writes, as a function of its own in the module: inlined into the loops of its caller LLVM
+    would run out of registers for its addresses, and Numba would compile it again at each level of calls."""
     zero, *kinds = signature.args
     name = f"fastattn.{write.__qualname__}.{zero}"
     if name in module.globals:
@@ -172,7 +172,7 @@ call_modify = _caller_at(
 
 @intrinsic
 def fetch_add(context: Any, address: Any, n: Any) -> Any:
-    """What stood at the address before n was added, at one stroke for all threads."""
+    """Adds n to the integer at the address, atomically; its value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(values[0], INTP.as_pointer()), values[1], "acq_rel")

@@ -1,6 +1,7 @@
-"""Register tiles: what `kernels` does to one of them, or to vectors of lanes, written with an `Emitter`.
+"""Register tiles: the operations of `kernels` on one of them, or on vectors of lanes, written with an
+`Emitter`.
 
-Each becomes an intrinsic of Numba whose first argument, `zero`, is a real that says the dtype. Addresses are
+Each becomes an intrinsic of Numba whose first argument, `zero`, is a number of the dtype. Addresses are
 integers, `ld` and counts are in elements; all else is as in `kernels`.
 """
 
@@ -29,12 +30,12 @@ from fastattn.backends.numba.codegen.target import TARGET
 LANE_BYTES = TARGET.vector_bytes
 LINE_BYTES = 64
 #: Frozen into the compiled code as plain numbers.
-SCORE_ROWS, SCORE_VECTORS, SCORE_STRETCH = TARGET.score_rows, TARGET.score_vectors, TARGET.score_stretch
+SCORE_ROWS, SCORE_VECTORS, SCORE_CHAIN = TARGET.score_rows, TARGET.score_vectors, TARGET.score_chain
 TILE_ROWS, TILE_VECTORS = TARGET.tile_rows, TARGET.tile_vectors
-#: Where a block has so few vectors that it often lacks one, tiles of one or two take more keys.
+#: Register tiles of one or two vectors have more keys, to hide latencies; see ``kernels.c``.
 NARROW_ROWS = 2 * SCORE_ROWS
-LAST_ROWS = SCORE_ROWS // 2  #: keys in a tile of `score` where no more are left
-WIDE_ROWS = TARGET.wide_rows  #: columns of the values in a tile of one vector
+LAST_ROWS = SCORE_ROWS // 2  #: keys in a register tile of `score` for the last keys
+WIDE_ROWS = TARGET.wide_rows  #: columns of the values in a register tile of one vector
 HAS_NARROW = TARGET.block_vectors == TARGET.score_vectors
 
 
@@ -80,15 +81,15 @@ def unpack_column(e: Emitter, rows, at, tile, high, low) -> Any:
 
 
 def _score_tile(rows: int, vectors: int) -> Any:
-    stretch = SCORE_STRETCH
-    rest = min(stretch, 8)
+    chain = SCORE_CHAIN
+    rest = min(chain, 8)
     distance = max(rows, PREFETCH_KEYS)
 
     def score_tile(e: Emitter, s, top, q, ld, k, k_row, n_cols, n_keys, is_first) -> None:
-        """S^T = K Q^T for `rows` keys, of which n_keys are there: the last one stands for those that are not.
+        """S^T = K Q^T for `rows` keys, of which n_keys exist: the last one is repeated for the others.
 
-        Each sum is formed `stretch` columns at a time, or `rest` where fewer are left, and these are added
-        up: short chains round less. Added to what s holds unless is_first. `top` takes the scores in.
+        Each score is a sum of partial sums over `chain` columns, or `rest` where fewer are left: short chains
+        round less. Added to s unless is_first; `top` becomes the maximum of itself and the scores.
         """
         builder = e.builder
         line = builder.mul(ld, e.count(e.itemsize))
@@ -116,19 +117,19 @@ def _score_tile(rows: int, vectors: int) -> Any:
                     total[r][v].set(e.add(total[r][v].get(), sums[r][v].get()))
                     sums[r][v].set(e.zero())
 
-        whole = builder.sdiv(n_cols, e.count(stretch))
+        whole = builder.sdiv(n_cols, e.count(chain))
         with e.loop(e.count(0), whole):
-            for line_of_keys in range(0, stretch * e.itemsize, LINE_BYTES):
+            for line_of_keys in range(0, chain * e.itemsize, LINE_BYTES):
                 for r in range(rows):
-                    # Rows to come, into L1: lines walked column by column, which no prefetcher follows.
+                    # Later rows, into L1: they are read column by column, which no prefetcher follows.
                     e.prefetch(e.at(key[r].get(), (distance, k_row), (line_of_keys, 1)))
-            for _ in range(stretch):
+            for _ in range(chain):
                 step()
             end_sums()
-        left = builder.sub(n_cols, builder.mul(whole, e.count(stretch)))
-        parts = builder.sdiv(builder.add(left, e.count(rest - 1)), e.count(rest))
-        with e.loop(e.count(0), parts) as part:
-            done = builder.mul(part, e.count(rest))
+        left = builder.sub(n_cols, builder.mul(whole, e.count(chain)))
+        n_rests = builder.sdiv(builder.add(left, e.count(rest - 1)), e.count(rest))
+        with e.loop(e.count(0), n_rests) as i:
+            done = builder.mul(i, e.count(rest))
             with e.loop(e.count(0), e.least(builder.sub(left, done), e.count(rest))):
                 step()
             end_sums()
@@ -158,14 +159,15 @@ score_narrow_tile_1, score_narrow_tile_2 = (_score_tile(NARROW_ROWS, vectors) fo
 
 @stage()
 def prefetch_rows(e: Emitter, at, row, n, nbytes) -> None:
-    """Asks memory for the first nbytes bytes of n rows. Into L2: L1 has no room for a tile of them."""
+    """Prefetches the first nbytes bytes of n rows into L2: L1 has no room for a tile of them."""
     builder = e.builder
     lines = builder.sdiv(builder.add(nbytes, e.count(LINE_BYTES - 1)), e.count(LINE_BYTES))
     with e.loop(e.count(0), n) as i, e.loop(e.count(0), lines) as line:
         e.prefetch(e.at(at, (i, row), (line, LINE_BYTES)), locality=2)
 
 
-# What is done to raw scores, one vector of lanes at a time; `top` takes the results in.
+# Adjustments of raw scores, one vector of lanes at a time; `top` becomes the maximum of itself and the
+# results.
 
 
 def hyperbolic_tangent(e: Emitter, x: Any) -> Any:
@@ -192,8 +194,8 @@ def add_in_tree(e: Emitter, x: list[Any]) -> Any:
 
 @contextmanager
 def each_chunk(e: Emitter, n_keys: Any, first_chunk: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The chunks of keys that sums are formed over: the number, the start and the stop of each. The first has
-    first_chunk keys, and is there even without any."""
+    """The number, the start and the stop of each chunk of keys, over which partial sums run. The first has
+    first_chunk keys, and is yielded even where there are no keys."""
     builder = e.builder
     past = builder.sub(n_keys, first_chunk)
     more = builder.sdiv(builder.add(past, e.count(KEY_CHUNK - 1)), e.count(KEY_CHUNK))
@@ -235,7 +237,7 @@ def cap_scores(e: Emitter, s, top, ld, n_keys, cap) -> None:
 
 @stage()
 def add_bias(e: Emitter, s, top, ld, n_keys, rows, at) -> None:
-    """s += bias, -inf where that is -inf: the bias of a lane stands from byte `at` of its row on."""
+    """s += bias, -inf where that is -inf: the bias of a lane starts at byte `at` of its row."""
     builder = e.builder
     masked = e.constant(-math.inf)
     highest = e.variable(e.load(top))
@@ -273,8 +275,8 @@ def mask_scores(e: Emitter, s, top, ld, n_keys, words) -> None:
         with e.loop(e.count(0), e.least(e.count(32), builder.sub(n_keys, first))) as bit:
             at = row.get()
             x = e.select(e.words_allow(bits, builder.trunc(bit, INT32)), e.load(at), masked)
-            # Elsewhere than x was, as far as LLVM knows: else it would store the masked lanes alone, and with
-            # that a random mask cost 24 % of a call on a Zen 3, not 10 (2 cores, 2026-11-22).
+            # Opaque, or LLVM stores the masked lanes alone: a random mask then cost 24 % of a call on a Zen
+            # 3, not 10 % (2 cores, 2026-11-22).
             at = e.opaque(at)
             e.store(at, x)
             highest.set(e.maximum(highest.get(), x))
@@ -340,10 +342,10 @@ def softmax_lanes(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_vect
 def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
     def accumulate_tile(e: Emitter, acc, p, scale, is_first, ld, v, v_row, n_cols, stops, first_chunk,
                         prefetch, n_prefetch, prefetch_byte) -> None:  # fmt: skip
-        """acc = scale * acc + V^T P^T, or the second part alone if it is_first, for `rows` columns, which are
-        all there if it is_whole; else n_cols are, and the last one stands for those that are not. Each of
-        the first n_prefetch keys prefetches a line behind one of the addresses in `prefetch`, two where the
-        tile is wide; the others prefetch values."""
+        """acc = scale * acc + V^T P^T, or V^T P^T alone if is_first, for `rows` columns if is_whole, else for
+        n_cols columns, the last of which is repeated. Each of the first n_prefetch keys prefetches the cache
+        line at prefetch_byte of one of the addresses `prefetch`, two where the register tile is wide; the
+        others prefetch values."""
         builder = e.builder
         sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
         if is_whole:
@@ -381,8 +383,9 @@ def _accumulate_tile(rows: int, vectors: int, is_whole: bool) -> Any:
                 weight.set(e.opaque(builder.add(weights, line)))
 
             if first == 0 and not is_listed:
-                # Two in a turn: to count them one by one took 2 to 5 % on a core whose other half was busy
-                # (Emerald Rapids, 2026-11-22). In the loop over listed rows no gain could be seen.
+                # Unrolled twice: the loop over single keys took 2 to 5 % longer on a core whose other
+                # hyper-thread was busy (Emerald Rapids, 2026-11-22). In the loop over listed rows no gain
+                # could be seen.
                 n = most(builder.sub(end, begin), e.count(0))
                 with e.loop(e.count(0), builder.sdiv(n, e.count(2))):
                     add_key()
@@ -455,14 +458,14 @@ def pack_panels(e: Emitter, panels, panel, v, v_row, n_keys, n_panels) -> None:
 
 @stage()
 def invert_sums(e: Emitter, inverse, row_sum, ld) -> None:
-    """1 / row_sum rounded towards 0, 0 for an empty row, and ld elements behind it what that left."""
+    """1 / row_sum rounded towards 0, 0 for an empty row, and ld elements behind it the remainder."""
     builder = e.builder
     sums = e.load(row_sum)
     one = e.constant(1.0)
     some = builder.fcmp_unordered("!=", sums, e.zero())
     high = builder.fdiv(one, sums)
     down = builder.sext(builder.fcmp_ordered("<", e.one_minus_product(high, sums), e.zero()), e.integers)
-    # Down by a unit where it was rounded up: above 0 that is one less as an integer.
+    # Down by one ULP where it was rounded up: for a positive float that is 1 less as an integer.
     high = builder.bitcast(builder.add(builder.bitcast(high, e.integers), down), e.vector)
     left = e.one_minus_product(high, sums)
     nothing = e.equal(left, e.zero())
@@ -471,5 +474,5 @@ def invert_sums(e: Emitter, inverse, row_sum, ld) -> None:
     e.store(e.at(inverse, (ld, e.itemsize)), e.select(some, low, e.zero()))
 
 
-#: Times `high` it is a `low` where nothing was left of `high`: too small to change a result.
+#: Times `high` it is the `low` where the remainder is 0: too small to change a result.
 NO_LOW = {4: 2.0**-60, 8: 2.0**-118}

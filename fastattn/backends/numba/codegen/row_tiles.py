@@ -1,8 +1,8 @@
-"""Register tiles for few query rows, where lanes of queries would stay empty; see `rows_kernels`.
+"""Register tiles for few query rows, too few to fill vectors of lanes; see `row_kernels`.
 
-Lanes run along columns in products and along keys in the softmax. What a row's numbers are does not depend on
-the rows beside it: tiles of any number of rows do the same operations for each, and the trees that add up
-lanes have one shape.
+Lanes run along columns in products and along keys in the softmax. A row's result does not depend on the other
+rows: register tiles of any number of rows do the same operations on each, and lanes are added in a tree of
+fixed shape.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fastattn.backends.numba.codegen.register_tiles import (
 )
 from fastattn.backends.numba.codegen.target import TARGET
 
-ROW_SUMS = TARGET.row_sums  #: vectors of sums in a tile of `accumulate_rows`, at most 8 for a row
+ROW_SUMS = TARGET.row_sums  #: vectors of sums in a register tile of `accumulate_rows`, at most 8 for a row
 
 
 @stage()
 def pack_row(e: Emitter, to, row, n, high, low) -> None:
-    """The first n of one vector of columns, times high + low, zeros behind them."""
+    """The first n of one vector of columns, times high + low, padded with zeros."""
     e.store(to, e.multiply_exactly(e.load_first(row, n), e.splat(high), e.splat(low)))
 
 
 def _score_rows_tile(rows: int) -> Any:
     def score_rows_tile(e: Emitter, s, ld, q, q_ld, k, k_row, n_keys, head_dim, distance, prefetch_from,
                         prefetch_to) -> None:  # fmt: skip
-        """Scores of `rows` rows and as many keys as give e.dots sums, of which n_keys are there and the last
-        one stands for those that are not. The lines prefetch_from .. prefetch_to - 1 of the rows `distance`
-        bytes on are prefetched."""
+        """Scores of `rows` rows and as many keys as give e.dots sums, of which n_keys exist and the last one
+        is repeated for the others. Prefetches the lines prefetch_from .. prefetch_to - 1 of the rows
+        `distance` bytes after the keys'."""
         builder = e.builder
         keys = e.dots // rows
         last = builder.sub(n_keys, e.count(1))
@@ -55,10 +55,10 @@ def _score_rows_tile(rows: int) -> Any:
         with e.loop(e.count(0), whole) as i:
             at = builder.mul(i, e.count(width))
             line = builder.sdiv(at, e.count(LINE_BYTES))
-            asked = builder.and_(
+            is_prefetched = builder.and_(
                 builder.icmp_signed(">=", line, prefetch_from), builder.icmp_signed("<", line, prefetch_to)
             )
-            with builder.if_then(asked):
+            with builder.if_then(is_prefetched):
                 for j in range(keys):
                     e.prefetch(e.at(key[j], (distance, 1), (at, 1)), locality=2)
             step(at, e.load)
@@ -68,15 +68,15 @@ def _score_rows_tile(rows: int) -> Any:
 
         flat = [one.get() for row in sums for one in row]
         totals = [e.sum_vectors(flat[i : i + e.lanes]) for i in range(0, len(flat), e.lanes)]
-        part = min(keys, e.lanes)  # scores of one row that lie side by side in a vector
+        n = min(keys, e.lanes)  # scores of one row in adjacent lanes of a vector
         for r in range(rows):
-            for j in range(0, keys, part):
+            for j in range(0, keys, n):
                 vector, first = divmod(r * keys + j, e.lanes)
                 picked = builder.shuffle_vector(
-                    totals[vector], totals[vector], e.indices(range(first, first + part))
+                    totals[vector], totals[vector], e.indices(range(first, first + n))
                 )
                 to = builder.inttoptr(
-                    e.at(s, (ld, r * e.itemsize), (j, e.itemsize)), ir.VectorType(e.real, part).as_pointer()
+                    e.at(s, (ld, r * e.itemsize), (j, e.itemsize)), ir.VectorType(e.real, n).as_pointer()
                 )
                 builder.store(picked, to, align=e.itemsize)
 
@@ -132,8 +132,8 @@ def mask_row(e: Emitter, s, n_vectors, words, words_ld) -> None:
 
 @stage()
 def softmax_row(e: Emitter, s, row_max, row_sum, n_vectors, factor, has_max) -> None:
-    """s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is found here unless has_max. Whole
-    vectors: what stands past the last key is -inf."""
+    """s becomes exp2(factor * (s - row_max)), row_sum their sum; row_max is computed here unless has_max.
+    Whole vectors: scores past the last key are -inf."""
     builder = e.builder
     empty = e.constant(-math.inf)
     lowest = e.splat(builder.fdiv(ir.Constant(e.real, float(EXPONENT_MIN[e.itemsize])), factor))
@@ -160,7 +160,7 @@ def softmax_row(e: Emitter, s, row_max, row_sum, n_vectors, factor, has_max) -> 
         first = builder.mul(group, e.count(EXP2_KEYS))
         x = weights([e.at(s, (builder.add(first, e.count(i)), width)) for i in range(EXP2_KEYS)])
         total.set(e.add(total.get(), add_in_tree(e, x)))
-    # What is left as if masked vectors followed: where a row's keys end must change no bit.
+    # The rest as if padded with masked vectors: where a row's keys end must change no bit.
     first = builder.mul(groups, e.count(EXP2_KEYS))
     rest = [e.variable(e.zero()) for _ in range(EXP2_KEYS)]
     for i, one in enumerate(rest):
@@ -174,8 +174,8 @@ def _accumulate_rows_tile(rows: int, vectors: int) -> Any:
     def accumulate_rows_tile(e: Emitter, acc, ld, p, p_ld, v, v_row, n_keys, n_last, is_first, prefetch,
                              n_lines) -> None:  # fmt: skip
         """`rows` rows by `vectors` vectors of columns, or one of n_last columns where that is 0, over one
-        chunk of keys; added to acc unless is_first. For each key memory is asked for n_lines lines from
-        `prefetch` on, a row further."""
+        chunk of keys; added to acc unless is_first. Prefetches for key j the n_lines cache lines from
+        prefetch + j * v_row on."""
         builder = e.builder
         count = max(1, vectors)
         sums = [[e.variable(e.zero()) for _ in range(count)] for _ in range(rows)]
@@ -204,7 +204,7 @@ def _accumulate_rows_tile(rows: int, vectors: int) -> Any:
     return stage()(accumulate_rows_tile)
 
 
-#: Vectors in the widest tile for 1, 2 and 4 rows.
+#: Vectors in the widest register tile for 1, 2 and 4 rows.
 WIDE_1, WIDE_2, WIDE_4 = (min(8, ROW_SUMS // rows) for rows in (1, 2, 4))
 accumulate_rows_wide_1, accumulate_rows_wide_2, accumulate_rows_wide_4 = (
     _accumulate_rows_tile(rows, wide) for rows, wide in ((1, WIDE_1), (2, WIDE_2), (4, WIDE_4))
@@ -219,7 +219,7 @@ accumulate_rows_last_1, accumulate_rows_last_2, accumulate_rows_last_4 = (
 
 @stage()
 def merge_row(e: Emitter, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_vectors, factor) -> None:
-    """A row's acc, row_max and row_sum over some keys take in those over other keys."""
+    """Merges a row's partial result (acc_2, row_max_2, row_sum_2) into (acc, row_max, row_sum)."""
     builder = e.builder
     empty = e.constant(-math.inf)
     lowest = e.splat(builder.fdiv(ir.Constant(e.real, float(EXPONENT_MIN[e.itemsize])), factor))

@@ -1,4 +1,4 @@
-"""The host's registers, and which tiles fill them.
+"""The host's registers, and the register tiles that fill them.
 
 Everything here is frozen into the compiled code, so it is part of what the disk cache compares (see `cache`).
 """
@@ -14,17 +14,17 @@ from fastattn._constants import CPU_FEATURES, ISAS, REGISTER_BLOCKING
 
 
 class Target(NamedTuple):
-    """Register blocking, as in the compiled kernels, and what else LLVM is to know."""
+    """Register blocking, as in the compiled kernels, and properties of the instruction set for LLVM."""
 
     vector_bytes: int
-    tile_rows: int  #: columns of the values in a tile of `accumulate`
+    tile_rows: int  #: columns of the values in a register tile of `accumulate`
     tile_vectors: int  #: vectors of lanes in it
-    wide_rows: int  #: columns of the values in a tile of `accumulate` with one vector
-    score_rows: int  #: keys in a tile of `score`
+    wide_rows: int  #: columns of the values in a register tile of `accumulate` with one vector
+    score_rows: int  #: keys in a register tile of `score`
     score_vectors: int
-    score_stretch: int  #: columns that one partial sum of a score runs over
-    block_vectors: int  #: vectors of lanes in a block of query rows, at most
-    row_sums: int  #: vectors of sums in a tile of `accumulate_rows`
+    score_chain: int  #: columns that one partial sum of a score runs over
+    block_vectors: int  #: vectors of lanes in a query block, at most
+    row_sums: int  #: vectors of sums in a register tile of `accumulate_rows`
     has_fma: bool
     few_registers: bool  #: 16 of x86; see `Emitter._together`
 

@@ -17,9 +17,9 @@ This file is the way in from Python: instruction set, threads, and arrays to a J
 includes hold the rest.
 """
 
-from cython.parallel cimport parallel, prange, threadid
+from cython.parallel cimport parallel, threadid
 from libc.math cimport INFINITY, NAN, isfinite
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
@@ -55,8 +55,6 @@ cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
 include "signature.pxi"  # what calls that are done alike have in common
-
-READ_PIECE_NBYTES = READ_PIECE
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 
@@ -134,35 +132,6 @@ def stop_sharing_threads():
 def shares_threads():
     """Whether products of a BLAS run on this extension's threads now."""
     return bool(fastattn_blas_is_shared())
-
-
-def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
-    """Operations done by num_threads threads that run at least `steps` steps of one kind in all.
-
-    FLOPs of multiply-adds on elements of this size, or additions of integers where itemsize is 0. Handed out in
-    pieces, as the tasks of `run_job` are: a core that is held up does fewer of them.
-    """
-    cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    cdef double (*run_steps)(long) noexcept nogil
-    cdef double operations = 0
-    cdef int piece, pieces = 32 * num_threads
-    run_steps = kernels.integer_peak if itemsize == 0 else kernels.fma_peak
-    with nogil:
-        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            operations += run_steps(steps // pieces + 1)
-    return operations
-
-
-def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t pieces):
-    """Has num_threads threads read pieces of READ_PIECE bytes each of the array's memory, from byte start on."""
-    cdef const char *at = <const char *>cnp.PyArray_DATA(array) + start
-    cdef const fastattn_kernels *kernels = chosen[0]
-    cdef uint64_t mixed = 0
-    cdef Py_ssize_t piece
-    with nogil:
-        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            mixed ^= kernels.read_memory(at + piece * READ_PIECE, READ_PIECE)
-    return mixed
 
 
 cdef class Prepared:

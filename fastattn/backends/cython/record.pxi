@@ -46,15 +46,11 @@ cdef extern from "kernels.h" nogil:
                            double) noexcept nogil
         int (*unpack_rows)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const void *,
                            Py_ssize_t) noexcept nogil
-        double (*fma_peak)(long) noexcept nogil
-        double (*integer_peak)(long) noexcept nogil
-        uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 # Words hold the mask bits of 32 keys; tile maps come in _mask_map.TILE_Q queries by _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
-    READ_PIECE = 1 << 20     # bytes that a thread takes at a time from memory that is read to measure it
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels wants
     N_VIEWS = 12
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to ask for, per column of value

@@ -503,30 +503,6 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
     }
 }
 
-static double NAME(fma_peak)(long steps) {
-    VEC sum[TILE_ROWS][TILE_VECTORS], x = NAME(splat)((REAL)1e-9), y = NAME(splat)((REAL)0.5);
-    /* Opaque values: else equal sums are computed once, and the product only once. */
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < TILE_VECTORS; v++) {
-            sum[r][v] = x;
-            OPAQUE(sum[r][v]);
-        }
-    for (long i = 0; i < steps; i++) {
-        OPAQUE(x);
-#pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] += x * y;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < TILE_VECTORS; v++) OPAQUE(sum[r][v]);
-    return 2.0 * TILE_ROWS * TILE_VECTORS * LANES * (double)steps;
-}
-
 #include "rows.h"
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
@@ -552,9 +528,6 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
-    .fma_peak = NAME(fma_peak),
-    .integer_peak = integer_peak,
-    .read_memory = read_memory,
 };
 
 #undef SCORE_STEP

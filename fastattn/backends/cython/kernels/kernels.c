@@ -105,15 +105,6 @@
 #define PREFETCH_VALUES 32
 #define PREFETCH_PACKED 8 /* of V while it is packed */
 
-/* Keeps the compiler from knowing a vector's value. */
-#if defined(__x86_64__)
-#define OPAQUE(x) __asm__ volatile("" : "+v"(x))
-#elif defined(__aarch64__)
-#define OPAQUE(x) __asm__ volatile("" : "+w"(x))
-#else
-#define OPAQUE(x) __asm__ volatile("" : "+m"(x))
-#endif
-
 #if defined(__clang__)
 #define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -183,34 +174,6 @@ static __attribute__((noinline)) void prefetch_rows(const prefetched_rows *rows,
     const char *row = rows->at + j * rows->row;
     for (; n > 0; n--, row += rows->row)
         for (ptrdiff_t at = 0; at < rows->nbytes; at += 64) __builtin_prefetch(row + at, 0, 2);
-}
-
-static double integer_peak(long steps) {
-    enum { CHAINS = 4, TURNS = 16 };
-    uint64_t sum[CHAINS] = {0};
-    for (long i = 0; i < steps; i++)
-#pragma GCC unroll 16
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma GCC unroll 4
-            for (int chain = 0; chain < CHAINS; chain++) {
-                sum[chain]++;
-                __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are one addition */
-            }
-    return (double)CHAINS * TURNS * (double)steps;
-}
-
-static uint64_t read_memory(const void *at, ptrdiff_t nbytes) {
-    typedef uint64_t line __attribute__((vector_size(VECTOR_BYTES)));
-    enum { LINES = 8 };
-    const line *p = at;
-    line mixed[LINES] = {};
-    for (ptrdiff_t left = nbytes / VECTOR_BYTES; left > 0; left -= LINES, p += LINES)
-#pragma GCC unroll 8
-        for (int i = 0; i < LINES; i++) mixed[i] ^= p[i];
-    uint64_t all = 0;
-    for (int i = 0; i < LINES; i++)
-        for (int word = 0; word < VECTOR_BYTES / 8; word++) all ^= mixed[i][word];
-    return all;
 }
 
 #define REAL float

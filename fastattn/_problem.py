@@ -2,8 +2,8 @@
 
 A `Problem` is what `_normalize` makes of the user's arguments and all that a backend ever sees.
 It holds views, sizes and options; it checks nothing, copies nothing and knows no backend. Where the caller's
-arrays are on a GPU, `DeviceArray` stands in the place of their ndarrays, results among them; intervals and
-tiles are the host's all the same.
+arrays are on a GPU it is a ``Problem[DeviceArray]``, results among them; intervals and tiles are the host's
+all the same. ``Problem`` alone is ``Problem[np.ndarray]``, which is all that a backend of the CPU takes.
 
 Letters: ``*lead`` the broadcast leading batch axes (may be none), ``H`` query heads, ``K`` key/value
 heads with ``H % K == 0``, ``L`` query length, ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,18 @@ from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 # values, MAX_ROWS * 2 * MAX_DIM * 8 = 2**62.
 MAX_ROWS = 2**40  #: B·H·L, and B·K·S
 MAX_DIM = 2**18  #: D, and E: a thread's tiles of it take some 200 MB, and 1 GB of copies at most
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, as Python's own has from 3.13 on
+
+    from fastattn._device import DeviceArray
+
+    Array = TypeVar("Array", bound=np.ndarray | DeviceArray, default=np.ndarray)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
 
 
 class Mod(NamedTuple):
@@ -43,7 +55,11 @@ class Sizes:
         "value_dim",
     )  # fmt: skip
 
-    def __init__(self, query: np.ndarray, value: np.ndarray) -> None:
+    head_dim: int
+    len_k: int
+    value_dim: int
+
+    def __init__(self, query: np.ndarray | DeviceArray, value: np.ndarray | DeviceArray) -> None:
         *lead, num_heads, len_q, self.head_dim = query.shape
         *_, num_kv_heads, self.len_k, self.value_dim = value.shape
         self.len_q, self.num_heads, self.num_kv_heads = len_q, num_heads, num_kv_heads
@@ -54,7 +70,7 @@ class Sizes:
         self.rows = len_q * group_size  #: query rows that read one key/value head
 
 
-class Problem(NamedTuple):
+class Problem(NamedTuple, Generic[Array]):
     """One validated attention call: strided views, sizes and options.
 
     Key ``j`` is allowed for query ``i`` when every one that is present allows it: the ``band``, the interval
@@ -63,25 +79,25 @@ class Problem(NamedTuple):
     ``bias`` is added.
     """
 
-    query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
-    key: np.ndarray  #: ``(*lead, K, S, D)``, same dtype
-    value: np.ndarray  #: ``(*lead, K, S, E)``, same dtype
-    out: np.ndarray  #: ``(*lead, H, L, E)``, same dtype, any strides, overlaps no input; to be filled
-    lse: np.ndarray | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; to be filled
-    weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; to be filled
+    query: Array  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
+    key: Array  #: ``(*lead, K, S, D)``, same dtype
+    value: Array  #: ``(*lead, K, S, E)``, same dtype
+    out: Array  #: ``(*lead, H, L, E)``, same dtype, any strides, overlaps no input; to be filled
+    lse: Array | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; to be filled
+    weights: Array | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; to be filled
     scale: float
     softcap: float | None
-    bias: np.ndarray | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
-    sinks: np.ndarray | None  #: ``(H,)``, same dtype as query, contiguous
+    bias: Array | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
+    sinks: Array | None  #: ``(H,)``, same dtype as query, contiguous
     band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
-    dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
+    dense: Array | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     mask_map: MaskMap | None  #: tile map with bits for the partial tiles
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU alone: for others it is in ``mask_map`` or intervals
 
-    def arrays(self) -> tuple[np.ndarray | None, ...]:
+    def arrays(self) -> tuple[Array | np.ndarray | None, ...]:
         """What a prepared call takes: all arrays that change from call to call, in a fixed order."""
         mask_map, band = self.mask_map, self.band
         return (
@@ -146,3 +162,7 @@ class Problem(NamedTuple):
     @property
     def value_dim(self) -> int:
         return self.value.shape[-1]
+
+
+#: A problem wherever its arrays are.
+AnyProblem: TypeAlias = "Problem[np.ndarray] | Problem[DeviceArray]"

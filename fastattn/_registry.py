@@ -47,7 +47,7 @@ def requested(name: str | None = None) -> str | None:
     return name
 
 
-def select(problem: Problem, name: str | None = None) -> Backend:
+def select(problem: Problem[Any], name: str | None = None) -> Backend:
     """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it; for arrays
     on a GPU only "cuda".
 
@@ -75,7 +75,7 @@ def select(problem: Problem, name: str | None = None) -> Backend:
     raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
 
 
-def usable(name: str, purpose: str) -> Any:
+def usable(name: str, purpose: str) -> Backend:
     """The backend `name`, for what it alone can do; BackendError with the purpose where it cannot be used."""
     backend = load(name)
     if reasons := backend.unavailable_reasons():

@@ -281,7 +281,7 @@ BEHIND_THE_EDGE = [
     PACKAGE / "_schedule.py",
     *sorted((PACKAGE / "backends").rglob("*")),
 ]
-NOT_ABOUT_ARGUMENTS = {"MemoryError"}
+NOT_ABOUT_ARGUMENTS = {"MemoryError", "NotImplementedError"}
 
 
 def raises_of_python(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:

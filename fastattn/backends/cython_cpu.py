@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
-from fastattn.backends._base import Prepared
+from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
 
@@ -24,7 +24,7 @@ else:
     driver.set_cores(_host.cores_of_cpus())
 
 
-class CythonBackend:
+class CythonBackend(Backend):
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
 
     name = "cython"

@@ -1,7 +1,8 @@
-"""The compiled extension: the Cython driver, and one object of micro-kernels per instruction set.
+"""The compiled extensions: a Cython driver each, and an object for each instruction set: attention with its
+micro-kernels, and the benchmark's probes of the machine.
 
 Everything else about the package is in pyproject.toml. Where there is no C compiler the package installs
-without the extension and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
+without them and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
 error, as it must be for a wheel.
 """
 
@@ -9,6 +10,7 @@ import os
 import platform
 import sys
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
 
@@ -20,6 +22,13 @@ from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError
 
 SOURCE = Path("fastattn", "backends", "cython")
 KERNELS = SOURCE / "kernels"
+PROBES = Path("fastattn", "bench", "probes")
+
+# What is compiled once per instruction set, with that set's flags, and linked into the extension.
+PER_ISA = {
+    "fastattn.backends.cython.driver": KERNELS / "kernels.c",
+    "fastattn.bench.probes.driver": PROBES / "probes.c",
+}
 
 # No -ffast-math: -inf and NaN are data here. The flags about maths only drop errno and the FP status bits.
 # Python's own -fwrapv costs `score` up to 4 %: addresses that might wrap around are computed one by one.
@@ -49,7 +58,7 @@ fastattn: the compiled kernels were NOT built; only the slow NumPy backend will 
 
 
 class BuildKernels(build_ext):
-    """Compiles kernels.c once per instruction set with that set's flags, then the extension with them."""
+    """Compiles an extension's source in `PER_ISA` for each instruction set, then the extension with them."""
 
     def run(self):
         try:
@@ -62,19 +71,22 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext):
         isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
-        openmp = self.first_that_compiles([["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"], []])
-        ext.extra_compile_args += [*KERNEL_FLAGS, *openmp]
-        ext.extra_link_args += openmp
+        ext.extra_compile_args += [*KERNEL_FLAGS, *self.openmp]
+        ext.extra_link_args += self.openmp
         ext.define_macros += [(f"FASTATTN_HAVE_{isa.upper()}", "1") for isa in isas]
         for isa, flags in isas.items():
             ext.extra_objects += self.compiler.compile(
-                [str(KERNELS / "kernels.c")],
+                [str(PER_ISA[ext.name])],
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("FASTATTN_ISA", isa)],
                 extra_preargs=[*KERNEL_FLAGS, "-fPIC", *flags],
                 depends=ext.depends,
             )
         super().build_extension(ext)
+
+    @cached_property
+    def openmp(self):
+        return self.first_that_compiles([["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"], []])
 
     def first_that_compiles(self, candidates):
         """The first list of flags with which an OpenMP program compiles and links; the last needs none."""
@@ -104,7 +116,12 @@ setup(
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],
                 depends=sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
-            )
+            ),
+            Extension(
+                "fastattn.bench.probes.driver",
+                [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
+                depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c")],
+            ),
         ]
     ),
     cmdclass={"build_ext": BuildKernels},

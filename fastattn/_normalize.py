@@ -42,7 +42,7 @@ _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays shar
 class Request(NamedTuple):
     """A problem to solve, and how its results go back to the caller."""
 
-    problem: Problem
+    problem: Problem[Any]
     results: tuple[Any, ...]  #: out, then lse and weights where asked for, in the caller's shapes
     staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input, or that
     #: must not be written to if the work fails
@@ -261,7 +261,7 @@ def normalize_sdpa(
 
 def as_pieces(
     outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.dtype, np.dtype]:
+) -> tuple[list[tuple[Any, Any]], np.dtype, np.dtype]:
     """The arguments of `merge_attention` as pairs, and the dtypes of its results."""
     pieces = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
     sums = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,18 @@ from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 # values, MAX_ROWS * 2 * MAX_DIM * 8 = 2**62.
 MAX_ROWS = 2**40  #: B·H·L, and B·K·S
 MAX_DIM = 2**18  #: D, and E: at that size a thread's tiles take some 200 MB, and copies 1 GB at most
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, as Python's own has from 3.13 on
+
+    from fastattn._device import DeviceArray
+
+    Array = TypeVar("Array", bound=np.ndarray | DeviceArray, default=np.ndarray)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
 
 
 class Mod(NamedTuple):
@@ -48,7 +60,11 @@ class Sizes:
         "value_dim",
     )  # fmt: skip
 
-    def __init__(self, query: np.ndarray, value: np.ndarray) -> None:
+    head_dim: int
+    len_k: int
+    value_dim: int
+
+    def __init__(self, query: np.ndarray | DeviceArray, value: np.ndarray | DeviceArray) -> None:
         *lead, num_heads, len_q, self.head_dim = query.shape
         *_, num_kv_heads, self.len_k, self.value_dim = value.shape
         self.len_q, self.num_heads, self.num_kv_heads = len_q, num_heads, num_kv_heads
@@ -59,7 +75,7 @@ class Sizes:
         self.rows = len_q * group_size  #: query rows that read one key/value head
 
 
-class Problem(NamedTuple):
+class Problem(NamedTuple, Generic[Array]):
     """One validated attention call: strided views, sizes and options.
 
     Key ``j`` is allowed for query ``i`` when all of these that are present allow it: the ``band``, the
@@ -76,8 +92,8 @@ class Problem(NamedTuple):
     weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; output
     scale: float
     softcap: float | None
-    bias: np.ndarray | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
-    sinks: np.ndarray | None  #: ``(H,)``, same dtype as query, contiguous
+    bias: Array | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
+    sinks: Array | None  #: ``(H,)``, same dtype as query, contiguous
     band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
@@ -151,3 +167,7 @@ class Problem(NamedTuple):
     @property
     def value_dim(self) -> int:
         return self.value.shape[-1]
+
+
+#: A problem wherever its arrays are.
+AnyProblem: TypeAlias = "Problem[np.ndarray] | Problem[DeviceArray]"

@@ -8,6 +8,7 @@ from statistics import median
 
 from fastattn import _host
 from fastattn.backends import cython_cpu
+from fastattn.bench import probes
 
 #: A machine that nothing else uses keeps its peak to within this share of the best probe.
 QUIET = 0.9
@@ -40,7 +41,7 @@ class CoreProbes:
             return
         time.sleep(SETTLE_SECONDS)
         threads = _host.available_cores()
-        tries = [cython_cpu.integer_peak(threads, PROBE_SECONDS) for _ in range(PROBE_TRIES)]
+        tries = [probes.integer_peak(threads, PROBE_SECONDS) for _ in range(PROBE_TRIES)]
         self._peaks.append(median(tries))
 
     def warning(self) -> str | None:

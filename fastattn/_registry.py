@@ -47,7 +47,7 @@ def requested(name: str | None = None) -> str | None:
     return name
 
 
-def select(problem: Problem, name: str | None = None) -> Backend:
+def select(problem: Problem[Any], name: str | None = None) -> Backend:
     """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it; for arrays
     on a GPU only "cuda".
 

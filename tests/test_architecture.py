@@ -87,6 +87,7 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
+    {"bench.probes"},
     {"_quiet"},
     {"demo", "bench"},
     {"__main__"},
@@ -311,7 +312,7 @@ def test_backends_name_no_mask():
 RAISES_BEHIND_THE_EDGE = {
     "backends/cython/driver.pyx: choose_isa": "a name that FASTATTN_ISA or a test gives, not a call",
     "backends/numba/codegen/target.py: choose": "the same, at import",
-    "backends/cython/driver.pyx: read_memory": "of __cinit__: the record is not of this driver",
+    "backends/cython/driver.pyx: __cinit__": "the record is not of this driver",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
     "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",
     "backends/jit/functions.py: check": "the function read outside of an array",
@@ -324,7 +325,7 @@ BEHIND_THE_EDGE = [
     PACKAGE / "_schedule.py",
     *sorted((PACKAGE / "backends").rglob("*")),
 ]
-NOT_ABOUT_ARGUMENTS = {"MemoryError"}
+NOT_ABOUT_ARGUMENTS = {"MemoryError", "NotImplementedError"}
 
 
 def raises_of_python(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
@@ -343,7 +344,7 @@ def raises_of_compiled(text: str) -> set[tuple[str, str]]:
     """The same of Cython's sources, and of C that sets an exception."""
     found, where = set(), ""
     for line in text.splitlines():
-        if function := re.match(r"(?:cdef|cpdef|def)\b.*?(\w+)\(", line):
+        if function := re.match(r"(?:cdef|cpdef|\s*def)\b.*?(\w+)\(", line):
             where = function[1]
         for kind in re.findall(r"^\s*raise\s+([\w.]+)|:\s*raise\s+([\w.]+)|\bPyExc_(\w+)", line):
             found.add((where, "".join(kind)))

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("rich")
 
 from fastattn.backends import cython_cpu
-from fastattn.bench import worker
+from fastattn.bench import probes, worker
 from fastattn.bench.case import Case, Inputs, Layer, make_inputs
 from fastattn.bench.cases import CASES
 from fastattn.bench.oracle import expected_output
@@ -202,10 +202,9 @@ def test_a_share_is_of_the_limit_that_binds(
     kind: Any, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = {"compute": CASE.flops, "memory": float(CASE.nbytes)}[kind]
-    probes = {"fma_peak": "compute", "read_bandwidth": "memory"}
-    for name, limit in probes.items():
+    for name, limit in {"fma_peak": "compute", "read_bandwidth": "memory"}.items():
         value = work / 10.0 if limit == kind else 1e-30
-        monkeypatch.setattr(cython_cpu, name, lambda *_, value=value: value, raising=False)
+        monkeypatch.setattr(probes, name, lambda *_, value=value: value)
     held, _ = prepare(CASE, FourWays())
     monkeypatch.setattr(worker, "_time_blocks", lambda run, calls, block: [20.0])
     shares = held.limit_shares(CASE.name, kind, 0.0)
@@ -216,14 +215,14 @@ def test_a_share_is_of_the_limit_that_binds(
 def test_limits_are_the_best_of_the_probes_for_one_thread_and_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    probes = itertools.cycle([1.0, 3.0, 2.0])
+    turn = itertools.cycle([1.0, 3.0, 2.0])
 
     def probe(*arguments: Any) -> float:
         *_, num_threads, _ = arguments
-        return num_threads * next(probes)
+        return num_threads * next(turn)
 
-    monkeypatch.setattr(cython_cpu, "fma_peak", probe)
-    monkeypatch.setattr(cython_cpu, "read_bandwidth", probe)
+    monkeypatch.setattr(probes, "fma_peak", probe)
+    monkeypatch.setattr(probes, "read_bandwidth", probe)
     held = worker.LimitsWorker(4)
     expected = {"1": 3.0, "4": 12.0}
     assert held.fma() == {"float32": expected, "float64": expected}

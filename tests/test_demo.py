@@ -24,6 +24,7 @@ from tokenizers import processors
 import fastattn
 from fastattn import _host, _quiet
 from fastattn.backends import cython_cpu
+from fastattn.bench import probes
 from fastattn.demo import cli, loading, main, timing
 from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
 from fastattn.demo.model import SentenceEncoder
@@ -78,7 +79,7 @@ def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
         return next(turn)
 
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", list)
-    monkeypatch.setattr(cython_cpu, "integer_peak", integer_peak)
+    monkeypatch.setattr(probes, "integer_peak", integer_peak)
     monkeypatch.setattr(_quiet, "SETTLE_SECONDS", 0.0)
     return threads
 
@@ -258,7 +259,7 @@ class TestBusyMachine:
     def test_one_short_interruption_is_no_neighbour(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
         probe(monkeypatch, [100.0])
         once = iter([10.0])
-        monkeypatch.setattr(cython_cpu, "integer_peak", lambda *_: next(once, 100.0))
+        monkeypatch.setattr(probes, "integer_peak", lambda *_: next(once, 100.0))
         assert self.WARNING not in run("--query", "the dog sleeps")[1]
 
     def test_no_probe_without_the_compiled_backend(self, run, monkeypatch: pytest.MonkeyPatch) -> None:

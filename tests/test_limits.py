@@ -5,44 +5,88 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastattn._constants import REGISTER_BLOCKING
 from fastattn.backends import cython_cpu
+from fastattn.bench import probes
 
-if cython_cpu.driver is None:
+if probes.driver is None:
     pytest.skip("the compiled backend is not here", allow_module_level=True)
 
 
 @pytest.fixture
 def small_buffer(monkeypatch):
     """Memory for two steps of reading, of this test alone."""
-    nbytes = 2 * cython_cpu.READ_STEP_PIECES * cython_cpu.driver.READ_PIECE_NBYTES
-    monkeypatch.setattr(cython_cpu, "READ_NBYTES", nbytes)
-    monkeypatch.setattr(cython_cpu, "_read_position", 0)
-    cython_cpu._read_buffer.cache_clear()
-    yield cython_cpu._read_buffer()
-    cython_cpu._read_buffer.cache_clear()
+    nbytes = 2 * probes.READ_STEP_PIECES * probes.driver.READ_PIECE_NBYTES
+    monkeypatch.setattr(probes, "READ_NBYTES", nbytes)
+    monkeypatch.setattr(probes, "_read_position", 0)
+    probes._read_buffer.cache_clear()
+    yield probes._read_buffer()
+    probes._read_buffer.cache_clear()
 
 
 def test_memory_is_read_from_a_line_of_the_cache_on(small_buffer):
     """As the kernel promises to be called; NumPy's arrays begin 16 bytes into one."""
     assert small_buffer.ctypes.data % 64 == 0
-    assert small_buffer.nbytes == cython_cpu.READ_NBYTES
+    assert small_buffer.nbytes == probes.READ_NBYTES
 
 
 @pytest.mark.parametrize("isa", cython_cpu.available_isas())
 def test_every_byte_is_read(small_buffer, isa):
     """One that is changed changes what came out, wherever it lies."""
-    pieces = 2 * cython_cpu.READ_STEP_PIECES
-    with cython_cpu.use_isa(isa):
-        before = cython_cpu.driver.read_memory(small_buffer, 0, 2, pieces)
-        some = np.random.default_rng(0).integers(small_buffer.nbytes, size=60)
-        for at in (0, small_buffer.nbytes - 1, *some):
-            small_buffer[at] ^= 2
-            assert cython_cpu.driver.read_memory(small_buffer, 0, 2, pieces) != before
-            small_buffer[at] ^= 2
-        assert cython_cpu.driver.read_memory(small_buffer, 0, 2, pieces) == before
+
+    def read():
+        return probes.driver.read_memory(isa, small_buffer.ctypes.data, 2, 2 * probes.READ_STEP_PIECES)
+
+    before = read()
+    some = np.random.default_rng(0).integers(small_buffer.nbytes, size=60)
+    for at in (0, small_buffer.nbytes - 1, *some):
+        small_buffer[at] ^= 2
+        assert read() != before
+        small_buffer[at] ^= 2
+    assert read() == before
 
 
 def test_the_probe_starts_again_at_the_end(small_buffer):
     for _ in range(5):
-        assert 0 < cython_cpu.read_bandwidth(2, 0.0) < 1e13
-        assert cython_cpu._read_position in (0, small_buffer.nbytes // 2)
+        assert 0 < probes.read_bandwidth(2, 0.0) < 1e13
+        assert probes._read_position in (0, small_buffer.nbytes // 2)
+
+
+@pytest.mark.parametrize("itemsize", [4, 8])
+@pytest.mark.parametrize("isa", cython_cpu.available_isas())
+def test_as_many_sums_as_a_register_tile_has(isa, itemsize):
+    blocking = REGISTER_BLOCKING[isa]
+    sums = blocking["tile_rows"] * blocking["tile_vectors"]
+    flops_of_a_step = 2 * sums * blocking["vector_bytes"] // itemsize
+    assert probes.driver.peak_operations(isa, itemsize, 1, 0) == 32 * flops_of_a_step  # a step of each piece
+
+
+@pytest.mark.parametrize("isa", cython_cpu.available_isas())
+def test_probes_are_of_the_instruction_set_in_use(isa, monkeypatch):
+    asked = []
+
+    class Driver:
+        READ_PIECE_NBYTES = 1
+
+        @staticmethod
+        def peak_operations(isa, *_):
+            return asked.append(isa) or 1.0
+
+        @staticmethod
+        def read_memory(isa, *_):
+            asked.append(isa)
+
+    monkeypatch.setattr(probes, "driver", Driver)
+    monkeypatch.setattr(probes, "READ_NBYTES", 64)
+    probes._read_buffer.cache_clear()
+    with cython_cpu.use_isa(isa):
+        probes.fma_peak("float32", 1, 0.0)
+        probes.integer_peak(1, 0.0)
+        probes.read_bandwidth(1, 0.0)
+    probes._read_buffer.cache_clear()
+    assert asked == [isa] * 3
+
+
+def test_an_instruction_set_without_probes_is_refused():
+    with pytest.raises(ValueError, match="no probes for instruction set 'sse2'"):
+        probes.driver.peak_operations("sse2", 4, 1, 1)

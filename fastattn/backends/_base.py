@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastattn._problem import Mod, Problem
+
+if TYPE_CHECKING:
+    from fastattn._device import DeviceArray
 
 
 class Prepared(Protocol):
@@ -21,7 +24,7 @@ class Prepared(Protocol):
 
 
 class Backend(Protocol):
-    """The interface that `_registry` selects by and `_api` calls.
+    """The interface that `_registry` selects by and `_api` calls; every backend inherits it.
 
     A backend module is imported only when it is asked for, and importing it must not fail for want
     of an optional dependency: what is missing is one of its reasons.
@@ -33,7 +36,7 @@ class Backend(Protocol):
         """Why this backend cannot run anything in this process; empty when it can."""
         ...
 
-    def unsupported_reasons(self, problem: Problem) -> list[str]:
+    def unsupported_reasons(self, problem: Problem[Any]) -> list[str]:
         """Why this backend cannot take `problem`; empty when it can."""
         ...
 
@@ -41,11 +44,19 @@ class Backend(Protocol):
         """How many of `num_threads` threads this process may use here."""
         ...
 
-    def prepare(self, problem: Problem, num_threads: int) -> Prepared | None:
+    def prepare(self, problem: Problem[Any], num_threads: int) -> Prepared | None:
         """All that the problem's signature decides, for `num_threads` threads; None where a call leaves
         nothing that the next one of its signature could use."""
         ...
 
-    def run(self, problem: Problem, num_threads: int) -> None:
+    def run(self, problem: Problem[Any], num_threads: int) -> None:
         """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
         ...
+
+    def combine(
+        self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
+    ) -> None:
+        """Fill `out` and `lse` with what the pieces, each an out and its lse, are together: `merge_attention`
+        of arrays on a GPU. Arrays of the host are merged without a backend."""
+        reason = f"backend {self.name!r} computes on the CPU"
+        raise NotImplementedError(reason)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
-from fastattn._problem import Problem
+from fastattn._problem import AnyProblem
+from fastattn.backends._base import Backend
+
+if TYPE_CHECKING:
+    from fastattn._device import DeviceArray
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Tiles of query rows, a block of threads each; see `fastattn.backends.cuda`."""
 
     name = "cuda"
@@ -18,20 +22,21 @@ class CudaBackend:
     def unavailable_reasons(self) -> list[str]:
         return _missing()
 
-    def unsupported_reasons(self, problem: Problem) -> list[str]:
+    def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
         return []
 
     def thread_limit(self, num_threads: int) -> int:
         return num_threads
 
-    def prepare(self, problem: Problem, num_threads: int) -> None:
+    def prepare(self, problem: AnyProblem, num_threads: int) -> None:
         return None
 
-    def run(self, problem: Problem, num_threads: int) -> None:
+    def run(self, problem: AnyProblem, num_threads: int) -> None:
         import_module("fastattn.backends.cuda.engine").run(problem)
 
-    def combine(self, pieces: Any, out: Any, lse: Any) -> None:
-        """`merge_attention` of arrays on a GPU."""
+    def combine(
+        self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
+    ) -> None:
         import_module("fastattn.backends.cuda.combine").combine(pieces, out, lse)
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
-
-import numpy as np
 
 from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
-from fastattn.backends._base import Prepared
+from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
 
@@ -29,12 +24,7 @@ else:
     driver.set_cores(_host.cores_of_cpus())
 
 
-#: What `read_bandwidth` reads: larger than any cache, 260 MB on some; and how many pieces of it at a time.
-READ_NBYTES, READ_STEP_PIECES = 512 << 20, 16
-_read_position = 0
-
-
-class CythonBackend:
+class CythonBackend(Backend):
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
 
     name = "cython"
@@ -84,54 +74,3 @@ def use_isa(name: str) -> Iterator[None]:
         yield
     finally:
         driver.choose_isa(before)
-
-
-def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
-    """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
-    return _peak(np.dtype(dtype).itemsize, num_threads, seconds)
-
-
-def integer_peak(num_threads: int, seconds: float) -> float:
-    """Integer additions per second, over about `seconds`.
-
-    They need all a core can issue and none of its memory. A neighbour on the same core, as virtual machines
-    have, halves them while multiply-adds alone, which leave most of the core idle, still run at their peak.
-    """
-    return _peak(0, num_threads, seconds)
-
-
-def read_bandwidth(num_threads: int, seconds: float) -> float:
-    """Bytes per second that all threads read together from memory that no cache holds, over about `seconds`.
-
-    The first call makes 512 MB of it, which stay; calls go on where the last one ended.
-    """
-    global _read_position
-    memory, step = _read_buffer(), READ_STEP_PIECES * driver.READ_PIECE_NBYTES
-    start = time.perf_counter()
-    steps = 0
-    while True:
-        driver.read_memory(memory, _read_position, num_threads, READ_STEP_PIECES)
-        _read_position = (_read_position + step) % memory.nbytes
-        steps += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= seconds:
-            return steps * step / elapsed
-
-
-@cache
-def _read_buffer() -> np.ndarray:
-    """Memory that is there, from a line of the cache on, as the kernel reads it."""
-    memory = np.ones(READ_NBYTES + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + READ_NBYTES]
-
-
-def _peak(itemsize: int, num_threads: int, seconds: float) -> float:
-    steps = 20_000 * num_threads
-    while True:
-        start = time.perf_counter()
-        operations = driver.peak_operations(itemsize, num_threads, steps)
-        elapsed = time.perf_counter() - start
-        if elapsed >= seconds / 2:
-            return float(operations / elapsed)
-        steps = int(steps * min(10.0, max(1.5, seconds / max(elapsed, 1e-6))))

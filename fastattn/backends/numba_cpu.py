@@ -9,11 +9,11 @@ from typing import Any
 
 from fastattn._problem import Problem
 from fastattn._threads import no_fork
-from fastattn.backends._base import Prepared
+from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.functions import reasons_no_compiler
 
 
-class NumbaBackend:
+class NumbaBackend(Backend):
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.numba`."""
 
     name = "numba"

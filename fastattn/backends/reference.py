@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from fastattn._problem import Problem
+from fastattn.backends._base import Backend
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
 _CHUNK_BYTES = 2**19  # keys or values that are copied at once
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """The `Backend` of plain NumPy."""
 
     name = "reference"

@@ -3,6 +3,7 @@
 Run as ``python -m fastattn bench``; `benchmarks/README.md` in the repository says how to read
 the result. The flow, each line importing only what stands above it::
 
+    probes/       what the machine can do at most, in an extension of its own
     cases.py      what is computed: shapes, options, origin, FLOPs
     oracle.py     the right answer, in a higher precision than the case
     peers/        how each library computes a case

@@ -178,14 +178,14 @@ def _cold_copies(case: Case, inputs: Inputs) -> list[Inputs]:
 
 def _fma_peak(dtype: str) -> Callable[[int, float], float]:
     """FLOP/s of multiply-adds as a function of the threads and of about how many seconds to try."""
-    from fastattn.backends.cython_cpu import fma_peak
+    from fastattn.bench.probes import fma_peak
 
     return partial(fma_peak, dtype)
 
 
 def _read_bandwidth() -> Callable[[int, float], float]:
     """Bytes/s read from memory, as a function of the same."""
-    from fastattn.backends.cython_cpu import read_bandwidth
+    from fastattn.bench.probes import read_bandwidth
 
     return read_bandwidth
 
@@ -298,7 +298,7 @@ class LibraryWorker:
         after it, of this process and these threads. Beside each share stand the slower of the probes of the
         limit and of the integer peak around it.
         """
-        from fastattn.backends.cython_cpu import integer_peak
+        from fastattn.bench.probes import integer_peak
 
         ready = self._ready[case]
         timed, run = ready.case, ready.run

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._constants import LOG2E
 from fastattn._device import DeviceArray
-from fastattn._problem import Problem
+from fastattn._problem import AnyProblem
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
@@ -20,7 +20,7 @@ from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 MERGE_THREADS = 4 if SIMULATED else 256
 
 
-def run(problem: Problem) -> None:
+def run(problem: AnyProblem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
     results: tuple[Any, ...] = problem.out, problem.lse, problem.weights
     made: list[Any] = [
@@ -40,7 +40,7 @@ def run(problem: Problem) -> None:
             stream.hand_over(array.memory)
 
 
-def _solve(problem: Problem, stream: Stream) -> None:
+def _solve(problem: AnyProblem, stream: Stream) -> None:
     dtype = problem.query.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E = problem.len_k, problem.head_dim, problem.value_dim

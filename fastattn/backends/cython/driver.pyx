@@ -17,9 +17,9 @@ This file is the interface to Python: it selects the instruction set, and fills 
 (Job). The files that it includes hold the rest.
 """
 
-from cython.parallel cimport parallel, prange, threadid
+from cython.parallel cimport parallel, threadid
 from libc.math cimport INFINITY, NAN, isfinite
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
@@ -55,8 +55,6 @@ cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
 include "signature.pxi"  # the key by which prepared calls are looked up
-
-READ_PIECE_NBYTES = READ_PIECE
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

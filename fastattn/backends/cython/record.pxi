@@ -46,9 +46,6 @@ cdef extern from "kernels.h" nogil:
                            double) noexcept nogil
         int (*unpack_rows)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const void *,
                            Py_ssize_t) noexcept nogil
-        double (*fma_peak)(long) noexcept nogil
-        double (*integer_peak)(long) noexcept nogil
-        uint64_t (*read_memory)(const void *, Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 # A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.

@@ -553,9 +553,6 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
-    .fma_peak = NAME(fma_peak),
-    .integer_peak = integer_peak,
-    .read_memory = read_memory,
 };
 
 #undef SCORE_STEP

@@ -84,12 +84,12 @@ class Problem(NamedTuple, Generic[Array]):
     the ``bias`` is added.
     """
 
-    query: np.ndarray  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
-    key: np.ndarray  #: ``(*lead, K, S, D)``, same dtype
-    value: np.ndarray  #: ``(*lead, K, S, E)``, same dtype
-    out: np.ndarray  #: ``(*lead, H, L, E)``, same dtype, any strides, no overlap with inputs; output
-    lse: np.ndarray | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; output
-    weights: np.ndarray | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; output
+    query: Array  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
+    key: Array  #: ``(*lead, K, S, D)``, same dtype
+    value: Array  #: ``(*lead, K, S, E)``, same dtype
+    out: Array  #: ``(*lead, H, L, E)``, same dtype, any strides, no overlap with inputs; output
+    lse: Array | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; output
+    weights: Array | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; output
     scale: float
     softcap: float | None
     bias: Array | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
@@ -97,12 +97,12 @@ class Problem(NamedTuple, Generic[Array]):
     band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
-    dense: np.ndarray | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
+    dense: Array | None  #: ``(*lead, H, L, S)`` view; bool or any integer, non-zero = allowed
     mask_map: MaskMap | None  #: mask map with bits for the partial tiles
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
 
-    def arrays(self) -> tuple[np.ndarray | None, ...]:
+    def arrays(self) -> tuple[Array | np.ndarray | None, ...]:
         """The arguments of a prepared call: all arrays that change from call to call, in a fixed order."""
         mask_map, band = self.mask_map, self.band
         return (

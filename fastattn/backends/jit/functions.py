@@ -24,7 +24,7 @@ from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import has_loop, identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
-from fastattn.backends.jit.memory import as_value, form_of, kind_of, small_counts, words_of
+from fastattn.backends.jit.memory import as_value, kind_of, small_counts, type_key, words_of
 
 if TYPE_CHECKING:
     from array import array
@@ -69,7 +69,7 @@ class Loop:
 
     def __init__(self, kind: str, mod: Mod, dtype: np.dtype, write: Callable[..., Machine]) -> None:
         values = (*mod.aux, *(as_value(value, dtype) for value in mod.captured))
-        key = (mod.key, tuple(map(form_of, values)), dtype.char, write)
+        key = (mod.key, tuple(map(type_key, values)), dtype.char, write)
 
         def compiled() -> Machine:
             kinds = tuple(map(kind_of, values))
@@ -98,12 +98,12 @@ _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_g
 def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:
     """A function of the caller's with what it reads, now."""
     found = identify(function)
-    return Mod(function, tuple(aux), (found.key, tuple(map(form_of, aux))), found.captured)
+    return Mod(function, tuple(aux), (found.key, tuple(map(type_key, aux))), found.captured)
 
 
 def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> Loop:
-    """A score_mod over tiles of scores, by rows or by lanes of rows, which are of several heads if
-    is_grouped; compiled if it was not yet.
+    """A score_mod over tiles of scores, with query rows as rows (split-KV) or as lanes, which are of several
+    heads if is_grouped; compiled on first use.
 
     Raises
     ------

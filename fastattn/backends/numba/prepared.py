@@ -180,7 +180,7 @@ class _Job:
         words, loop = self.words, self._prepared.loop
         if loop is not None:
             aux = loop.words(score_mod)
-            words[_NUMBER["aux"]] = aux.buffer_info()[0]
+            words[_INDEX["aux"]] = aux.buffer_info()[0]
         for number, at in self._prepared.addresses:
             words[at] = address_of(arrays[number])
         on_pool(num_threads, self._run)
@@ -189,9 +189,9 @@ class _Job:
             self._table.need(self._prepared.needed_nonfinite)
             words[_INDEX["is_nonfinite_safe"]] = 1
             on_pool(num_threads, self._run)
-            words[_NUMBER["is_nonfinite_safe"]] = words[_NUMBER["saw_nan"]] = 0
+            words[_INDEX["is_nonfinite_safe"]] = words[_INDEX["saw_nan"]] = 0
         if loop is not None:
-            outside, words[_NUMBER["read_outside"]] = int(words[_NUMBER["read_outside"]]), 0
+            outside, words[_INDEX["read_outside"]] = int(words[_INDEX["read_outside"]]), 0
             loop.check(outside, self._prepared.sizes, score_mod)
 
     def _run(self, num_threads: int) -> None:

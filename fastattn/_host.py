@@ -86,7 +86,7 @@ def set_num_threads(num_threads: int) -> None:
     ----------
     num_threads : int
         At least 1. The default is FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS, or else the cores that this
-        process may use; ``num_threads=`` of a call goes before all of them. No result depends on it.
+        process may use; ``num_threads=`` of a call overrides all of them. No result depends on it.
 
     Raises
     ------

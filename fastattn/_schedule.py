@@ -197,7 +197,7 @@ def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
 
 
 def _has_gaps(array: np.ndarray) -> bool:
-    """Whether the elements or the rows of one head lie apart."""
+    """Whether there are gaps between the elements or the rows of one head."""
     n_cols, itemsize = array.shape[-1], array.itemsize
     return (n_cols > 1 and array.strides[-1] != itemsize) or abs(array.strides[-2]) > n_cols * itemsize
 

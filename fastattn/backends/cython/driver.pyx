@@ -134,35 +134,6 @@ def shares_threads():
     return bool(fastattn_blas_is_shared())
 
 
-def peak_operations(Py_ssize_t itemsize, int num_threads, long steps):
-    """Operations done by num_threads threads that run at least `steps` steps of one kind in all.
-
-    FLOPs of multiply-adds on elements of this size, or additions of integers where itemsize is 0. Scheduled
-    dynamically in pieces, as the tasks of `run_job` are: a core that is slowed down does fewer of them.
-    """
-    cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    cdef double (*run_steps)(long) noexcept nogil
-    cdef double operations = 0
-    cdef int piece, pieces = 32 * num_threads
-    run_steps = kernels.integer_peak if itemsize == 0 else kernels.fma_peak
-    with nogil:
-        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            operations += run_steps(steps // pieces + 1)
-    return operations
-
-
-def read_memory(cnp.ndarray array, Py_ssize_t start, int num_threads, Py_ssize_t pieces):
-    """Reads so many pieces of READ_PIECE bytes of the array's memory, from byte start on, on num_threads threads."""
-    cdef const char *at = <const char *>cnp.PyArray_DATA(array) + start
-    cdef const fastattn_kernels *kernels = chosen[0]
-    cdef uint64_t mixed = 0
-    cdef Py_ssize_t piece
-    with nogil:
-        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            mixed ^= kernels.read_memory(at + piece * READ_PIECE, READ_PIECE)
-    return mixed
-
-
 cdef class Prepared:
     """A prepared call of the Cython driver; loop: its compiled score_mod or None, see `fastattn.backends.jit`."""
 

@@ -51,7 +51,6 @@ cdef extern from "kernels.h" nogil:
 # A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
-    READ_PIECE = 1 << 20     # bytes per piece when the bandwidth of memory is measured
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
     N_VIEWS = 12
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value

@@ -504,30 +504,6 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
     }
 }
 
-static double NAME(fma_peak)(long steps) {
-    VEC sum[TILE_ROWS][TILE_VECTORS], x = NAME(splat)((REAL)1e-9), y = NAME(splat)((REAL)0.5);
-    /* Opaque: else the compiler computes equal sums and the product only once. */
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < TILE_VECTORS; v++) {
-            sum[r][v] = x;
-            OPAQUE(sum[r][v]);
-        }
-    for (long i = 0; i < steps; i++) {
-        OPAQUE(x);
-#pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] += x * y;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < TILE_VECTORS; v++) OPAQUE(sum[r][v]);
-    return 2.0 * TILE_ROWS * TILE_VECTORS * LANES * (double)steps;
-}
-
 #include "rows.h"
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {

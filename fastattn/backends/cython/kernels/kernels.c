@@ -186,34 +186,6 @@ static __attribute__((noinline)) void prefetch_rows(const prefetched_rows *rows,
         for (ptrdiff_t at = 0; at < rows->nbytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-static double integer_peak(long steps) {
-    enum { CHAINS = 4, TURNS = 16 };
-    uint64_t sum[CHAINS] = {0};
-    for (long i = 0; i < steps; i++)
-#pragma GCC unroll 16
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma GCC unroll 4
-            for (int chain = 0; chain < CHAINS; chain++) {
-                sum[chain]++;
-                __asm__ volatile("" : "+r"(sum[chain])); /* else the turns are folded into one addition */
-            }
-    return (double)CHAINS * TURNS * (double)steps;
-}
-
-static uint64_t read_memory(const void *at, ptrdiff_t nbytes) {
-    typedef uint64_t line __attribute__((vector_size(VECTOR_BYTES)));
-    enum { LINES = 8 };
-    const line *p = at;
-    line mixed[LINES] = {};
-    for (ptrdiff_t left = nbytes / VECTOR_BYTES; left > 0; left -= LINES, p += LINES)
-#pragma GCC unroll 8
-        for (int i = 0; i < LINES; i++) mixed[i] ^= p[i];
-    uint64_t all = 0;
-    for (int i = 0; i < LINES; i++)
-        for (int word = 0; word < VECTOR_BYTES / 8; word++) all ^= mixed[i][word];
-    return all;
-}
-
 #define REAL float
 #define REAL_BITS 32
 #define NAME(name) CONCAT(name, f32)

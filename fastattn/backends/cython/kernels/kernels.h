@@ -136,15 +136,6 @@ typedef struct {
     /* rows[r][c * stride] = tile[r][c] * (factor[r] + factor[factor_ld + r]), as `unpack`. */
     int (*unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                        ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld);
-
-    /* Runs the peak rate of fused multiply-adds for `steps` steps; returns the FLOPs done. */
-    double (*fma_peak)(long steps);
-
-    /* The same for additions of integers, in four independent chains; returns how many. */
-    double (*integer_peak)(long steps);
-
-    /* Reads nbytes of memory, a multiple of 1024, from a cache line on; returns a value that depends on all of them. */
-    uint64_t (*read_memory)(const void *at, ptrdiff_t nbytes);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

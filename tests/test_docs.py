@@ -13,6 +13,7 @@ import fastattn
 from tests.process import ROOT
 
 README = ROOT / "README.md"
+ADDING = ROOT / "docs" / "adding.md"
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -72,3 +73,33 @@ def test_readme_names_the_two_commands():
 def test_readme_links_lead_somewhere():
     for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#]+)", README.read_text()):
         assert (ROOT / target).exists(), target
+
+
+def entries(text):
+    """The items of its lists and its paragraphs, each with what it quotes: files, and names."""
+    for entry in re.split(r"\n(?=\n|\d+\. )", text):
+        quoted = re.findall(r"`([^`\s]+)`", entry)
+        files = [it for it in quoted if re.search(r"/|\.\w+$", it)]
+        yield entry, files, [it for it in quoted if re.fullmatch(r"\w+", it)]
+
+
+def test_adding_names_files_that_are_there():
+    named = {name for _, files, _ in entries(ADDING.read_text()) for name in files}
+    assert len(named) > 30
+    assert not [name for name in named if not list(ROOT.glob(name))]
+
+
+def test_adding_names_what_is_in_the_files():
+    """Each item of a list names files, and what is in them."""
+    for entry, files, names in entries(ADDING.read_text()):
+        if re.match(r"\d+\. ", entry):
+            assert files, entry
+            texts = [(ROOT / name).read_text() for name in files if (ROOT / name).is_file()]
+            words = {word for text in texts for word in re.findall(r"\w+", text)}
+            assert not set(names) - words, entry
+
+
+def test_adding_is_short():
+    lines = ADDING.read_text().splitlines()
+    assert len(lines) <= 90
+    assert max(map(len, lines)) <= 120

@@ -43,7 +43,7 @@ def build(kind: str, tree: Path, into: Path, **variables: str) -> subprocess.Com
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of a tree in which the extension was built; making it writes driver.c."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("fastattn", "tests", "benchmarks"):
+    for name in ("fastattn", "tests", "benchmarks", "docs"):
         generated = shutil.ignore_patterns("*.so", "driver.c", ".*")
         shutil.copytree(ROOT / name, tree / name, ignore=generated)
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
@@ -88,6 +88,7 @@ class TestSourceDistribution:
         kinds = (
             *(("fastattn", kind) for kind in ("*.[ch]", "*.pyx", "*.pxi", "*.py")),
             ("tests", "*"),
+            ("docs", "*.md"),
         )
         present = {
             path.relative_to(ROOT)

@@ -154,17 +154,17 @@ def test_without_a_gpu_the_reason_is_said():
 
 
 def test_reasons_say_what_is_missing(monkeypatch):
-    numba = pytest.importorskip("numba")
+    cuda = pytest.importorskip("numba.cuda")
     from fastattn.backends import cuda_gpu
 
     missing = cuda_gpu._missing.__wrapped__
     monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: None)
     assert missing() == ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
     monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: object())
-    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "no driver\n at all", raising=False)
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cuda, "cuda_error", lambda: "no driver\n at all", raising=False)
     assert missing() == ["no NVIDIA GPU can be used: no driver at all"]
-    monkeypatch.setattr(numba.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_gpu, "_loads", lambda library: library != "nvvm")
     assert missing() == [
         "NVIDIA's compiler is not here (nvvm): pip install 'numba-cuda[cu13]', or [cu12] for older drivers"

@@ -195,7 +195,8 @@ class MaskPair:
     allowed: np.ndarray
 
 
-def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> list[MaskPair]:
+@lru_cache(maxsize=8)
+def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> tuple[MaskPair, ...]:
     """Every kind of mask and what they combine to, for one problem size (one batch axis)."""
     rng = np.random.default_rng(seed)
     i = np.arange(len_q)[:, None]
@@ -296,7 +297,7 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             ("not_longformer", ~(masks.Window(3, 2) | masks.GlobalTokens(tokens)), ~(window | anchored)),
         ]
     shape = (batch, heads, len_q, len_k)
-    return [MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs]
+    return tuple(MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs)
 
 
 MASK_NAMES = tuple(pair.name for pair in mask_pairs(1, 1, 2, 2))

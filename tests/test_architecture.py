@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import shutil
+from functools import cache
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def imported(tree: ast.AST) -> set[str]:
     return {name.removeprefix("fastattn").lstrip(".") for name in found if name.split(".")[0] == "fastattn"}
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 

@@ -185,6 +185,21 @@ MEMORY_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 # ---------------------------------------------------------------- mask objects
 
+#: Queries and keys within one tile of the map of a mask, at its edges and over several.
+MASK_SIZES = [
+    (1, 1),
+    (1, 5),
+    (5, 1),
+    (4, 4),
+    (7, 12),
+    (12, 7),
+    (64, 128),
+    (65, 129),
+    (63, 127),
+    (130, 260),
+    (200, 100),
+]
+
 
 @dataclass(frozen=True)
 class MaskPair:

@@ -207,13 +207,13 @@ class TestWhatMayBeGiven:
             (Decay().mod, "the method 'mod' of a Decay"),
             (Decay(), "a callable Decay"),
             (functools.lru_cache(slope), "a callable _lru_cache_wrapper"),
-            (functools.partial(Decay().mod), "the method 'mod'"),
+            (functools.partial(Decay().mod), "the method 'mod' of a Decay"),
             (max, "a callable builtin_function_or_method"),
-            (Decay, "got type"),
+            (Decay, "type"),
         ):
-            with pytest.raises(TypeError, match=f"score_mod must be a function, got.*{said}|{said}"):
+            with pytest.raises(TypeError, match=rf"^score_mod must be a function, got {said}\b"):
                 attend(function)
-            with pytest.raises(TypeError, match="mask_mod must be a function"):
+            with pytest.raises(TypeError, match=rf"^mask_mod must be a function, got {said}\b"):
                 fastattn.create_block_mask(function, 1, 1, 5, 5)
 
     def test_functions_without_njit_may_be_called(self):
@@ -234,7 +234,9 @@ class TestWhatMayBeGiven:
         def down(score, b, h, q, k):
             return down(score - 1, b, h, q, k) if score > 0 else score
 
-        with pytest.raises(TypeError, match="calls itself"):
+        with pytest.raises(
+            TypeError, match=r"^score_mod 'down' cannot be compiled.*\n.*\n'down' calls itself"
+        ):
             attend(down)
 
 
@@ -386,7 +388,7 @@ class TestReadsOutside:
         ):
             with pytest.raises(IndexError, match=f"reads outside of ({said})"):
                 attend(function)
-        with pytest.raises(IndexError, match="mask_mod '<lambda>' reads outside of TABLE"):
+        with pytest.raises(IndexError, match=r"^mask_mod '<lambda>' reads outside of TABLE of "):
             fastattn.create_block_mask(lambda b, h, q, k: TABLE[k * 10**7] == 0, 1, 1, 300, 300)
 
     def test_negative_indices_count_from_the_end(self):

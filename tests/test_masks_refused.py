@@ -136,19 +136,20 @@ class TestMaskedArrays:
     """Their mask says what is missing: as an argument they are refused, and so they are inside of a mask."""
 
     @pytest.mark.parametrize(
-        "make",
+        ("make", "name"),
         [
-            masks.Dense,
-            masks.KeyLengths,
-            masks.PrefixLM,
-            masks.GlobalTokens,
-            masks.Segments,
-            lambda array: masks.Segments([0, 1], array),
-            lambda array: masks.Causal(offset=array),
+            (masks.Dense, "mask"),
+            (masks.KeyLengths, "KeyLengths: lengths"),
+            (masks.PrefixLM, "PrefixLM: prefix_lengths"),
+            (masks.GlobalTokens, "GlobalTokens: index"),
+            (masks.Segments, "Segments: q_ids"),
+            (lambda array: masks.Segments([0, 1], array), "Segments: k_ids"),
+            (lambda array: masks.Causal(offset=array), "Causal: offset"),
         ],
+        ids=lambda item: item if isinstance(item, str) else "",
     )
-    def test_in_a_mask(self, make):
-        with pytest.raises(TypeError, match="masked array"):
+    def test_in_a_mask(self, make, name):
+        with pytest.raises(TypeError, match=f"^{name} is a masked array, whose mask would be lost"):
             make(np.ma.masked_array([1, 0], [True, False]))
 
     def test_among_what_functions_read(self):
@@ -172,10 +173,14 @@ class TestIntegersBeyondInt64:
 
     @pytest.mark.parametrize("number", [np.uint64(2**63), 2**64, -(2**64)], ids=str)
     def test_where_no_such_number_has_a_meaning(self, number):
-        for make in (masks.KeyLengths, lambda n: masks.Segments(np.array([0, int(n)], object))):
-            with pytest.raises(ValueError, match=rf"must be in -2\*\*63\.\.2\*\*63 - 1, got {number}"):
+        for make, name in (
+            (masks.KeyLengths, "KeyLengths: lengths"),
+            (lambda n: masks.Segments(np.array([0, int(n)], object)), "Segments: q_ids"),
+        ):
+            said = rf"^{name} must be in -2\*\*63\.\.2\*\*63 - 1, got {number}$"
+            with pytest.raises(ValueError, match=said):
                 make(number)
 
     def test_objects_are_no_integers(self):
-        with pytest.raises(TypeError, match="object"):
+        with pytest.raises(TypeError, match=r"^KeyLengths: lengths must be integers, got dtype object$"):
             masks.KeyLengths(np.array([1, 2], object))

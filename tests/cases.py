@@ -185,6 +185,21 @@ MEMORY_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 # ---------------------------------------------------------------- mask objects
 
+#: Queries and keys within one tile of the map of a mask, at its edges and over several.
+MASK_SIZES = [
+    (1, 1),
+    (1, 5),
+    (5, 1),
+    (4, 4),
+    (7, 12),
+    (12, 7),
+    (64, 128),
+    (65, 129),
+    (63, 127),
+    (130, 260),
+    (200, 100),
+]
+
 
 @dataclass(frozen=True)
 class MaskPair:
@@ -195,7 +210,8 @@ class MaskPair:
     allowed: np.ndarray
 
 
-def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> list[MaskPair]:
+@lru_cache(maxsize=8)
+def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> tuple[MaskPair, ...]:
     """Every kind of mask and what they combine to, for one problem size (one batch axis)."""
     rng = np.random.default_rng(seed)
     i = np.arange(len_q)[:, None]
@@ -296,7 +312,7 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             ("not_longformer", ~(masks.Window(3, 2) | masks.GlobalTokens(tokens)), ~(window | anchored)),
         ]
     shape = (batch, heads, len_q, len_k)
-    return [MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs]
+    return tuple(MaskPair(name, mask, np.broadcast_to(allowed, shape)) for name, mask, allowed in pairs)
 
 
 MASK_NAMES = tuple(pair.name for pair in mask_pairs(1, 1, 2, 2))

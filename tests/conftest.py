@@ -16,6 +16,7 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -213,13 +214,20 @@ def pool_environment(request: pytest.FixtureRequest) -> dict[str, str]:
         "FASTATTN_BACKEND": "numba",
         "LD_LIBRARY_PATH": libraries,
     }
-    code = f"""
-import importlib
-try:
-    importlib.import_module("numba.np.ufunc.{NUMBA_POOLS[request.param]}")
-except ImportError:
-    print("absent")
-"""
-    if python(code, env=variables).strip() == "absent":
+    if request.param not in pools_that_load(variables["LD_LIBRARY_PATH"]):
         pytest.skip(f"{request.param} is not installed")
     return variables
+
+
+@lru_cache(maxsize=1)
+def pools_that_load(libraries: str) -> list[str]:
+    code = f"""
+import importlib
+for name, module in {NUMBA_POOLS}.items():
+    try:
+        importlib.import_module(f"numba.np.ufunc.{{module}}")
+        print(name)
+    except ImportError:
+        pass
+"""
+    return python(code, env={"LD_LIBRARY_PATH": libraries}).split()

@@ -115,6 +115,7 @@ def _parts(query: Any, key: Any, value: Any, bias: Any, layout: str, rules: dict
     return _Parts(query, key, value, allowed, bias, single_head)
 
 
+@np.errstate(invalid="ignore")
 def attention(
     query: Any,
     key: Any,
@@ -152,47 +153,50 @@ def attention(
             kv_head = head // (num_heads // num_kv_heads)
             wide_keys = parts.key[item][kv_head].astype(WIDE)
             wide_values = parts.value[item][kv_head].astype(WIDE)
+            of_head = wide_keys, wide_keys**2, wide_values, np.abs(wide_values)
+            sink = None if sinks is None else WIDE(np.asarray(sinks)[head])
             for i in range(len_q):
                 here = (*item, head, i)
-                sink = None if sinks is None else WIDE(np.asarray(sinks)[head])
                 chosen = np.flatnonzero(parts.allowed[here])
                 if chosen.size == 0:
                     lse[here] = -np.inf if sink is None else sink
                     lse_reach[here] = 0 if sink is None else abs(float(sink))
                     continue
                 row = parts.query[here].astype(WIDE)
-                keys, values = wide_keys[chosen], wide_values[chosen]
+                # Keys side by side are a view.
+                first, last = int(chosen[0]), int(chosen[-1])
+                read = slice(first, last + 1) if last + 1 - first == chosen.size else chosen
+                keys, squares, values, magnitudes = (array[read] for array in of_head)
                 scores = factor * (keys @ row)
                 if softcap is not None:
                     scores = softcap * np.tanh(scores / softcap)
-                size = np.abs(scores) + np.abs(factor) * np.sqrt((keys**2) @ (row**2))
+                size = np.abs(scores) + np.abs(factor) * np.sqrt(squares @ row**2)
                 if score_mod is not None:
                     b = int(np.ravel_multi_index(item, lead)) if lead else 0
                     changed = [score_mod(x, b, head, i, int(j)) for x, j in zip(scores, chosen, strict=True)]
                     scores = np.array(changed, WIDE)
                     size = size + np.abs(scores)
                 if parts.bias is not None:
-                    added = parts.bias[here][chosen].astype(WIDE)
+                    added = parts.bias[here][read].astype(WIDE)
                     scores = scores + added
                     size = size + np.abs(added)
                 logits = scores if sink is None else np.append(scores, sink)
                 sizes = size if sink is None else np.append(size, np.abs(sink))
                 sizes[np.isinf(sizes)] = 0  # an infinite score is exact
                 size = sizes[: chosen.size]
-                with np.errstate(invalid="ignore"):
-                    top = logits.max()
-                    raised = np.exp(logits - top)
-                    total = raised.sum()
-                    share = raised / total
-                    lse[here] = top + np.log(total)
-                    weight = share[: chosen.size]
-                    out[here] = weight @ values
-                    weights[here][chosen] = weight
-                    wander = float(share @ sizes)
-                    mass = (weight @ np.abs(values)).astype(float)
-                    out_reach[here] = (weight * (1 + size)) @ np.abs(values) + wander * mass
-                    lse_reach[here] = 1 + wander + abs(lse[here])
-                    weights_reach[here][chosen] = weight * (1 + size + wander)
+                top = logits.max()
+                raised = np.exp(logits - top)
+                total = raised.sum()
+                share = raised / total
+                lse[here] = top + np.log(total)
+                weight = share[: chosen.size]
+                out[here] = weight @ values
+                weights[here][read] = weight
+                wander = float(share @ sizes)
+                mass = (weight @ magnitudes).astype(float)
+                out_reach[here] = (weight * (1 + size)) @ magnitudes + wander * mass
+                lse_reach[here] = 1 + wander + abs(lse[here])
+                weights_reach[here][read] = weight * (1 + size + wander)
 
     results = [out, lse, weights, out_reach, lse_reach, weights_reach]
     if parts.single_head:

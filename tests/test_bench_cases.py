@@ -388,7 +388,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unable, match=r"^jax is not installed: pip install jax$"):
         peers.load_peer("jax", 1)
     absent = "torch.nn.attention.flex_attention"  # an old torch is not a missing one
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ModuleNotFoundError, match=f"'{absent}'"):
         peers.load_peer("torch-flex", 1)
 
 

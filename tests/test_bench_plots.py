@@ -235,7 +235,7 @@ def without_results(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        (lambda document: None, NAMES),
+        pytest.param(lambda document: None, NAMES, marks=pytest.mark.slow),
         (without("limits"), ["ratios", "time", "memory", "sizes"]),
         pytest.param(
             lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}),
@@ -262,7 +262,9 @@ def test_what_was_not_measured_is_left_out(change: Callable[[dict[str, Any]], No
     assert list(drawn(document)) == left
 
 
-@pytest.mark.parametrize("case", ["square-512-64", "tiny-4", "float64-1024"])
+@pytest.mark.parametrize(
+    "case", ["square-512-64", "tiny-4", pytest.param("float64-1024", marks=pytest.mark.slow)]
+)
 def test_one_case_is_enough(case: str) -> None:
     assert list(drawn(make_document([CASES[case]], memory=False))) == ["ratios", "roofline"]
 

@@ -35,7 +35,7 @@ def step(n, num_threads=2):
     assert np.array_equal(out, attended[n])
     assert np.allclose(matrices[n] @ matrices[n][0], vectors[n])
 
-def in_threads(meanwhile, seconds=1.0):
+def in_threads(meanwhile, seconds):
     failed, done = [], threading.Event()
     def work(n):
         try:
@@ -66,6 +66,10 @@ def in_child(run):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 """
+
+
+#: How long threads work side by side: a race shows in a third of a second, and a rare one in a second.
+briefly_and_long = pytest.mark.parametrize("seconds", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(params=["cython", pytest.param("numba", marks=pytest.mark.slow)])
@@ -127,7 +131,7 @@ other = threading.Thread(target=stay)
 other.start()
 step(0)
 allowed = os.sched_getaffinity(0)
-for turn in range(20):
+for turn in range(6):
     for n in range(8):
         step(n, num_threads=2 + turn % 3)
 after = affinities()
@@ -154,19 +158,21 @@ print(all(os.sched_getaffinity(int(thread)) == {core} for thread in os.listdir("
         )
         assert python(code, env={"FASTATTN_BACKEND": backend}).strip() == "True"
 
-    def test_many_threads_at_once(self, backend):
-        python(MODEL + "in_threads(lambda: None)", env={"FASTATTN_BACKEND": backend})
+    @briefly_and_long
+    def test_many_threads_at_once(self, backend, seconds):
+        python(MODEL + f"in_threads(lambda: None, {seconds})", env={"FASTATTN_BACKEND": backend})
 
-    def test_forks(self):
+    @briefly_and_long
+    def test_forks(self, seconds):
         """During attention in other threads; during products OpenBLAS itself hangs, also without this
         package."""
         python(
             MODEL
-            + """
+            + f"""
 def step(n):
     out = fastattn.attention(heads[n], heads[n], heads[n], causal=True, num_threads=2)
     assert np.array_equal(out, attended[n])
-in_threads(lambda: [in_child(lambda: step(n % 8)) for n in range(30)])
+in_threads(lambda: [in_child(lambda: step(n % 8)) for n in range(int(30 * {seconds}))], {seconds})
 """
         )
 
@@ -206,7 +212,7 @@ a = np.ones((1000, 1000))
 time.sleep(0.2)  # until they sleep
 a @ a
 start = ticks()
-stop = time.perf_counter() + 1
+stop = time.perf_counter() + 0.3
 while time.perf_counter() < stop:
     a @ a
 end = ticks()
@@ -219,23 +225,25 @@ print(max((end[t] - start[t] for t in before if t != main), default=0),
         theirs, ours = map(int, python(code).split())
         assert theirs == 0 < ours
 
-    def test_many_threads_and_forks_at_once(self, shareable):
+    @briefly_and_long
+    def test_many_threads_and_forks_at_once(self, shareable, seconds):
         python(
             MODEL
-            + """
+            + f"""
 assert fastattn.share_threads_with_blas()
-in_threads(lambda: [in_child(lambda: step(n % 8)) for n in range(30)])
+in_threads(lambda: [in_child(lambda: step(n % 8)) for n in range(int(30 * {seconds}))], {seconds})
 """
         )
 
-    def test_on_one_core(self, shareable):
+    @briefly_and_long
+    def test_on_one_core(self, shareable, seconds):
         python(
             MODEL
-            + """
+            + f"""
 assert fastattn.share_threads_with_blas()
 for thread in os.listdir("/proc/self/task"):
-    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
-in_threads(lambda: None)
+    os.sched_setaffinity(int(thread), {{min(os.sched_getaffinity(0))}})
+in_threads(lambda: None, {seconds})
 """
         )
 

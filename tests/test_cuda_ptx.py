@@ -67,7 +67,7 @@ show(probes.read_kernel(), (flat(types.float32), flat(types.float32)))
 
 FUNCTIONS = """
 from fastattn.backends.jit.memory import kind_of
-from tests.test_flex import GALLERY, SCORES, aux_of
+from tests.flex_gallery import GALLERY, SCORES, aux_of
 
 for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
     for name, function in GALLERY.items():

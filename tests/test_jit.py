@@ -19,7 +19,7 @@ from tests.tolerances import assert_same_bits
 
 numba = pytest.importorskip("numba")
 
-from fastattn.backends.jit import functions  # noqa: E402  (behind the question whether Numba is here)
+from fastattn.backends.jit import frontend, functions  # noqa: E402  (behind the question about Numba)
 
 BACKENDS = ["cython", "numba"]
 
@@ -208,13 +208,13 @@ class TestWhatMayBeGiven:
             (Decay().mod, "the method 'mod' of a Decay"),
             (Decay(), "a callable Decay"),
             (functools.lru_cache(slope), "a callable _lru_cache_wrapper"),
-            (functools.partial(Decay().mod), "the method 'mod'"),
+            (functools.partial(Decay().mod), "the method 'mod' of a Decay"),
             (max, "a callable builtin_function_or_method"),
-            (Decay, "got type"),
+            (Decay, "type"),
         ):
-            with pytest.raises(TypeError, match=f"score_mod must be a function, got.*{said}|{said}"):
+            with pytest.raises(TypeError, match=rf"^score_mod must be a function, got {said}\b"):
                 attend(function)
-            with pytest.raises(TypeError, match="mask_mod must be a function"):
+            with pytest.raises(TypeError, match=rf"^mask_mod must be a function, got {said}\b"):
                 fastattn.create_block_mask(function, 1, 1, 5, 5)
 
     def test_functions_without_njit_may_be_called(self):
@@ -228,11 +228,16 @@ class TestWhatMayBeGiven:
 
         np.testing.assert_allclose(attend(halved), scaled(arrays(), 0.5), rtol=1e-12, atol=1e-13)
 
-    def test_recursion_is_refused(self):
+    def test_recursion_is_refused(self, monkeypatch):
+        assert frontend.MAX_INLINED >= 100
+        monkeypatch.setattr(frontend, "MAX_INLINED", 10)  # each takes longer than the one before
+
         def down(score, b, h, q, k):
             return down(score - 1, b, h, q, k) if score > 0 else score
 
-        with pytest.raises(TypeError, match="calls itself"):
+        with pytest.raises(
+            TypeError, match=r"^score_mod 'down' cannot be compiled.*\n.*\n'down' calls itself"
+        ):
             attend(down)
 
 
@@ -388,7 +393,7 @@ class TestBounded:
         x, done = arrays(length=400), []
 
         def slow(score, b, h, q, k):
-            for _ in range(300):
+            for _ in range(100):
                 score = score * 1.0000001 - math.sin(score) * 1e-9
             return score
 
@@ -396,7 +401,7 @@ class TestBounded:
         thread = threading.Thread(target=lambda: done.append(attend(slow, x, num_threads=1)))
         thread.start()
         time.sleep(0.05)
-        for n in range(3):
+        for n in range(2):
             attend(functools.partial(lambda n, score, b, h, q, k: score * n, n))
             gc.collect()
         thread.join()
@@ -474,7 +479,7 @@ class TestReadsOutside:
         ):
             with pytest.raises(IndexError, match=f"reads outside of ({said})"):
                 attend(function)
-        with pytest.raises(IndexError, match="mask_mod '<lambda>' reads outside of TABLE"):
+        with pytest.raises(IndexError, match=r"^mask_mod '<lambda>' reads outside of TABLE of "):
             fastattn.create_block_mask(lambda b, h, q, k: TABLE[k * 10**7] == 0, 1, 1, 300, 300)
 
     def test_negative_indices_count_from_the_end(self):
@@ -503,5 +508,5 @@ out = fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + part[
 print(np.allclose(out, 1))
 """
         assert python(code, env={"FASTATTN_CHECK_INDICES": "0"}).strip() == "True"
-        with pytest.raises(AssertionError, match="IndexError"):
-            python(code)
+        with pytest.raises(IndexError, match=r"reads outside of part of shape \(10,\)"):
+            exec(code, {})

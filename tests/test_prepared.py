@@ -426,9 +426,9 @@ def test_out_that_functions_read(engine):
 def test_lengths_are_checked_at_each_call(engine, lengths):
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     engine.attention(*arrays, key_lengths=np.array([4, 3]))
-    with pytest.raises(ValueError, match=r"key_lengths must be in 0\.\.S=20, got"):
+    with pytest.raises(ValueError, match=r"^key_lengths must be in 0\.\.S=20, got -?\d+; "):
         engine.attention(*arrays, key_lengths=np.array(lengths))
-    with pytest.raises(TypeError, match="key_lengths must be integers, got dtype float64"):
+    with pytest.raises(TypeError, match=r"^key_lengths must be integers, got dtype float64"):
         engine.attention(*arrays, key_lengths=np.array([4.0, 3.0]))
 
 

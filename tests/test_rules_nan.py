@@ -55,8 +55,8 @@ def assert_row_sees_nothing_masked(engine, arrays, allowed, options, poisons=POI
                     assert_same_bits(got[:, head, row], wanted[:, head, row], what)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", MASK_NAMES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_mask_objects(engine, name, sizes):
     pair = mask_pair(name, BATCH, HEADS, *sizes)
     assert_row_sees_nothing_masked(engine, problem(*sizes), pair.allowed, {"mask": pair.mask}, POISONS[:2])

@@ -12,7 +12,7 @@ from fastattn.masks import Causal
 from tests import naive
 from tests.cases import FLOATS, random_arrays
 from tests.cuda.libraries import LIBRARIES, SIMULATED
-from tests.test_flex import GALLERY, in_python
+from tests.flex_gallery import GALLERY, in_python
 from tests.tolerances import assert_answer, assert_same_bits
 
 B, H, L, S, D = 2, 2, 5, 9, 4

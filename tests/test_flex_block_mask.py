@@ -1,0 +1,146 @@
+"""`create_block_mask`: it says what its function says, in tiles or intervals, alone and with other masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import masks
+from tests.flex_gallery import (
+    GALLERY,
+    B,
+    H,
+    L,
+    S,
+    arrays,
+    aux_of,
+    in_python,
+)
+from tests.tolerances import assert_same_bits
+
+pytest.importorskip("numba")
+
+
+class TestBlockMask:
+    @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (64, 128), (65, 129), (200, 300), (130, 31)])
+    def test_says_what_the_function_says(self, shape):
+        def odd(b, h, q_idx, kv_idx, far):
+            return ((q_idx * 7 + kv_idx * 3 + h) % 5 < 2) & (abs(q_idx - kv_idx) < far) | (b == 1)
+
+        block_mask = fastattn.create_block_mask(odd, 2, 3, *shape, aux=(40,))
+        expected = in_python(odd, (40,), 2, 3, *shape)
+        np.testing.assert_array_equal(block_mask.materialize(3, *shape), expected)
+        np.testing.assert_array_equal((~block_mask).materialize(3, *shape), ~expected)
+        tiles = block_mask.mask_map
+        assert (tiles.index[1] == -1).all()
+
+    @pytest.mark.parametrize("shape", [(1, 1), (70, 70), (65, 129), (300, 500), (500, 300)])
+    @pytest.mark.parametrize("name", ["causal", "window", "documents", "nothing", "all", "by_item"])
+    def test_one_interval_for_each_query_is_as_cheap_as_the_mask(self, name, shape):
+        """Then it is one, and the bits are those of the mask object."""
+        len_q, len_k = shape
+        ids = np.arange(max(shape)) // 90
+        function, mask = {
+            "causal": (lambda b, h, i, j, ids: j <= i, masks.Causal("top_left")),
+            "window": (lambda b, h, i, j, ids: abs(i - j) <= 20, masks.Window(20, 20, align="top_left")),
+            "documents": (
+                lambda b, h, i, j, ids: ids[i] == ids[j],
+                masks.Segments(ids[:len_q], ids[:len_k]),
+            ),
+            "nothing": (lambda b, h, i, j, ids: False, masks.KeyLengths(0)),
+            "all": (lambda b, h, i, j, ids: True, masks.KeyLengths(len_k)),
+            "by_item": (lambda b, h, i, j, ids: j <= i + 3 * b, masks.Causal(offset=[0, 3])),
+        }[name]
+        block_mask = fastattn.create_block_mask(function, 2, 3, *shape, aux=(ids,))
+        lowered = masks.lower(block_mask, (2,), 3, *shape)
+        assert lowered.mask_map is None
+        rng = np.random.default_rng(0)
+        query, key = rng.standard_normal((2, 3, len_q, 8)), rng.standard_normal((2, 3, len_k, 8))
+        got = fastattn.attention(query, key, key, mask=block_mask)
+        assert_same_bits(got, fastattn.attention(query, key, key, mask=mask))
+
+    def test_more_than_one_interval_stays_a_map(self):
+        for function in (
+            lambda b, h, i, j: (j < 3) | (j == i),
+            lambda b, h, i, j: (j < 128) | (j >= 256),
+            lambda b, h, i, j: j <= i + h,
+        ):
+            block_mask = fastattn.create_block_mask(function, None, 2, 400, 400)
+            assert masks.lower(block_mask, (), 2, 400, 400).mask_map is not None
+
+    def test_same_for_any_number_of_threads(self):
+        options = {"aux": aux_of("big_bird")}
+        one, three = (
+            fastattn.create_block_mask(GALLERY["big_bird"], None, None, L, S, num_threads=n, **options)
+            for n in (1, 3)
+        )
+        assert_same_bits(one.mask_map.index, three.mask_map.index)
+        assert_same_bits(one.mask_map.bits, three.mask_map.bits)
+
+    def test_one_plane_for_what_the_function_does_not_look_at(self):
+        block_mask = fastattn.create_block_mask(GALLERY["sliding_window"], 4, 8, 300, 300, aux=(9,))
+        assert block_mask.mask_map.index.shape[:2] == (1, 1)
+        by_item = fastattn.create_block_mask(GALLERY["prefix_lm"], 2, 8, 300, 300, aux=(np.array([1, 2]),))
+        assert by_item.mask_map.index.shape[:2] == (2, 1)
+
+    def test_combines(self, backend):
+        """With mask objects, and with what else masks, on every backend."""
+        window = fastattn.create_block_mask(GALLERY["sliding_window"], None, None, L, S, aux=(9,))
+        documents = fastattn.create_block_mask(GALLERY["documents"], B, H, L, S, aux=aux_of("documents"))
+        allowed = {
+            "window": in_python(GALLERY["sliding_window"], (9,), 1, 1, L, S)[0],
+            "documents": in_python(GALLERY["documents"], aux_of("documents"), 1, 1, L, S)[0],
+            "tokens": masks.GlobalTokens([0, 3]).materialize(1, L, S),
+        }
+        query, key, value = arrays()
+        for mask, wanted in (
+            (window & documents, allowed["window"] & allowed["documents"]),
+            (window | masks.GlobalTokens([0, 3]), allowed["window"] | allowed["tokens"]),
+            (~(window & documents), ~(allowed["window"] & allowed["documents"])),
+            (documents & masks.KeyLengths([30, 60]), None),
+        ):
+            if wanted is None:
+                wanted = allowed["documents"] & (np.arange(S) < np.array([30, 60])[:, None, None, None])
+            expected = fastattn.attention(
+                query, key, value, mask=wanted, bias=np.zeros(S), backend="reference"
+            )
+            got = backend.attention(query, key, value, mask=mask, bias=np.zeros(S))
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+            again = fastattn.flex_attention(query, key, value, block_mask=mask, backend=backend.backend)
+            np.testing.assert_allclose(again, expected, rtol=1e-12, atol=1e-13)
+
+    def test_with_a_mask_function_beside(self):
+        block_mask = fastattn.create_block_mask(
+            GALLERY["documents"], None, None, L, S, aux=aux_of("documents")
+        )
+        got = fastattn.flex_attention(
+            *arrays(), mask_mod=GALLERY["sliding_window"], aux=(9,), block_mask=block_mask, causal=True
+        )
+        mask = in_python(GALLERY["documents"], aux_of("documents"), 1, 1, L, S)
+        expected = fastattn.attention(*arrays(), mask=mask, window=(9, None), causal=True)
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_drawing(self):
+        block_mask = fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256)
+        assert str(block_mask).splitlines() == [repr(block_mask), "+.", "+.", "#+", "#+"]
+        assert "25.0 %" in repr(block_mask)
+        large = fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 20000, 20000)
+        lines = str(large).splitlines()[1:]
+        assert len(lines) <= 32
+        assert max(map(len, lines)) <= 64
+
+    def test_other_sizes_are_refused(self):
+        block_mask = fastattn.create_block_mask(lambda b, h, i, j: j <= i, 3, None, L, S)
+        with pytest.raises(ValueError, match=r"BlockMask\(B=3, .*B=2 batch items"):
+            fastattn.attention(*arrays(), mask=block_mask)
+        block_mask = fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, L, S + 1)
+        with pytest.raises(ValueError, match=f"S={S + 1}.*does not fit.*S={S}"):
+            fastattn.attention(*arrays(), mask=block_mask)
+
+    @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+    def test_empty(self, shape):
+        block_mask = fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, *shape)
+        query, key = np.ones((1, 1, shape[0], 4)), np.ones((1, 1, shape[1], 4))
+        assert fastattn.attention(query, key, key, mask=block_mask).shape == (1, 1, shape[0], 4)
+        assert str(block_mask)

@@ -1,0 +1,195 @@
+"""Errors of functions and of what they read name the function, the line and the argument."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastattn
+from tests.flex_gallery import (
+    GALLERY,
+    B,
+    D,
+    H,
+    L,
+    S,
+    arrays,
+    aux_of,
+    indices,
+)
+from tests.process import python
+
+pytest.importorskip("numba")
+
+
+def too_few(score, b):
+    return score
+
+
+def text(score, b, h, q_idx, kv_idx):
+    return "score"
+
+
+def nothing(score, b, h, q_idx, kv_idx):
+    pass
+
+
+def unsupported(score, b, h, q_idx, kv_idx):
+    with open("file") as file:
+        return file
+
+
+def undefined(score, b, h, q_idx, kv_idx):
+    more = score + 1
+    return never_defined(more)  # noqa: F821
+
+
+def raising(score, b, h, q_idx, kv_idx):
+    if kv_idx > 3:
+        raise ValueError("too far")
+    return score
+
+
+def asserting(score, b, h, q_idx, kv_idx):
+    assert kv_idx < 3
+    return score
+
+
+def beyond(score, b, h, q_idx, kv_idx, table):
+    return score + table[kv_idx]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("function", "line", "said"),
+        [
+            (too_few, 0, "5 arguments"),
+            (text, 0, "must return one real number"),
+            (nothing, 0, "must return one real number"),
+            (unsupported, 0, "not supported"),
+            (undefined, None, "never_defined"),
+            (raising, 2, "may raise"),
+            (asserting, 1, "may raise"),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_names_the_function_and_the_line(self, function, line, said, dtype):
+        out = np.full((B, H, L, D), 7, dtype)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fastattn.flex_attention(*arrays(dtype), score_mod=function, out=out)
+        message = str(caught.value)
+        assert len(message.splitlines()) == 3, message
+        assert repr(function.__name__) in message
+        assert said in message
+        assert Path(__file__).name in message
+        if line is not None:
+            assert f"line {function.__code__.co_firstlineno + line}" in message
+        assert (out == 7).all()
+
+    @pytest.mark.parametrize(
+        ("function", "returned"),
+        [
+            (lambda b, h, i, j: i - j, "int64"),
+            (lambda b, h, i, j: 1.0, "float64"),
+            (lambda b, h, i, j: None, "none"),
+        ],
+        ids=["integer", "float", "nothing"],
+    )
+    def test_masks_are_bools(self, function, returned):
+        said = f"^mask_mod '<lambda>' must return a bool, and returns {returned}\n"
+        with pytest.raises(TypeError, match=said) as caught:
+            fastattn.create_block_mask(function, None, None, L, S)
+        assert len(str(caught.value).splitlines()) == 3
+        with pytest.raises(TypeError, match=said):
+            fastattn.flex_attention(*arrays(), mask_mod=function)
+
+    def test_the_whole_message_is_chained(self):
+        with pytest.raises(TypeError) as caught:
+            fastattn.flex_attention(*arrays(), score_mod=undefined)
+        assert "nopython" in str(caught.value.__cause__)
+
+    def test_an_index_outside_of_aux(self):
+        with pytest.raises(
+            IndexError, match=r"'beyond' reads outside of aux\[0\] of shape \(69,\)"
+        ) as caught:
+            fastattn.flex_attention(*arrays(), score_mod=beyond, aux=(np.zeros(S - 1),))
+        assert "(b, h, q_idx, kv_idx) = (0, 0, 0, 69)" in str(caught.value)
+        assert isinstance(caught.value.__cause__, IndexError)
+
+        def outside(b, h, q_idx, kv_idx, table):
+            return table[h, q_idx]
+
+        with pytest.raises(
+            IndexError, match=r"^mask_mod 'outside' reads outside of aux\[0\] of shape \(3, 70\) "
+        ):
+            fastattn.create_block_mask(outside, None, 4, L, S, aux=(np.zeros((3, L), bool),))
+
+    @pytest.mark.parametrize(
+        ("aux", "said"),
+        [
+            (5, "aux must be a tuple or list of arrays and numbers, got int"),
+            (np.zeros(3), "aux must be a tuple or list of arrays and numbers, got ndarray"),
+            ((1j,), r"aux\[0\] must be of .* dtype, got dtype complex128"),
+            ((1, "a"), r"aux\[1\] must be of .* dtype, got dtype <U1"),
+            ((np.zeros(3, object),), r"aux\[0\] must be of .* dtype, got dtype object"),
+        ],
+    )
+    def test_aux(self, aux, said):
+        with pytest.raises(TypeError, match=f"^{said}"):
+            fastattn.flex_attention(*arrays(), score_mod=GALLERY["alibi"], aux=aux)
+
+    @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+    def test_not_a_function(self, name):
+        with pytest.raises(TypeError, match=f"{name} must be a function, got int"):
+            fastattn.flex_attention(*arrays(), **{name: 5})
+
+    def test_not_a_mask(self):
+        with pytest.raises(TypeError, match=r"block_mask must be a fastattn\.masks object, got ndarray"):
+            fastattn.flex_attention(*arrays(), block_mask=np.ones((L, S), bool))
+
+    @pytest.mark.parametrize(
+        ("sizes", "kind", "said"),
+        [
+            ((1, 1, -1, 5), ValueError, "L must be a non-negative integer, got -1"),
+            ((1, 1, 5.0, 5), TypeError, "L must be a non-negative integer, got 5.0"),
+            ((1, True, 5, 5), TypeError, "H must be a non-negative integer, got True"),
+        ],
+    )
+    def test_sizes(self, sizes, kind, said):
+        with pytest.raises(kind, match=f"^{said}$"):
+            fastattn.create_block_mask(lambda b, h, i, j: j <= i, *sizes)
+
+    def test_shapes_are_named(self):
+        query, key, value = arrays()
+        with pytest.raises(ValueError, match=r"^query and key must have the same head_dim, got .*; query "):
+            fastattn.flex_attention(
+                query[..., 1:], key, value, score_mod=GALLERY["alibi"], aux=aux_of("alibi")
+            )
+
+    def test_backends_that_cannot(self):
+        with pytest.raises(
+            fastattn.BackendError, match=r"^backend 'reference' cannot .*\n  reference: it runs no score_mod$"
+        ):
+            fastattn.flex_attention(*arrays(), score_mod=indices, backend="reference")
+
+    def test_without_numba(self):
+        code = """
+import sys
+sys.modules["numba"] = None
+import numpy as np, fastattn
+x = np.ones((1, 1, 4, 4))
+for call in (
+    lambda: fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s),
+    lambda: fastattn.flex_attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i),
+    lambda: fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 4, 4),
+    lambda: fastattn.attention(x, x, x, backend="numba"),
+):
+    try:
+        call()
+    except fastattn.BackendError as error:
+        print("fastattn[numba]" in str(error))
+print(fastattn.flex_attention(x, x, x, block_mask=fastattn.masks.Causal()).shape)
+"""
+        assert python(code).split("\n")[:5] == ["True"] * 4 + ["(1, 1, 4, 4)"]

@@ -1,0 +1,166 @@
+"""What functions of a score or a mask are given: indices, and arrays and numbers beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from tests import naive
+from tests.flex_gallery import (
+    GALLERY,
+    B,
+    D,
+    H,
+    L,
+    S,
+    arrays,
+    indices,
+)
+from tests.tolerances import assert_answer, assert_same_bits
+
+pytest.importorskip("numba")
+
+
+class TestWhatFunctionsAreGiven:
+    @pytest.mark.parametrize("kv_heads", [3, 1])
+    @pytest.mark.parametrize("len_q", [1, 2, 5, 8, 17, 70])
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_indices(self, dtype, len_q, kv_heads):
+        """Each index, where rows are lanes and where they are few, with heads that share keys."""
+        given = arrays(dtype, len_q, kv_heads, value_dim=5)
+        results = fastattn.flex_attention(*given, score_mod=indices, return_lse=True, return_weights=True)
+        options = {"score_mod": indices}
+        assert_answer(results, naive.attention(*given, **options), naive.formula(*given, **options))
+
+    def test_leading_axes_are_counted_flat(self):
+        rng = np.random.default_rng(0)
+        query = rng.standard_normal((2, 3, 2, 9, 4))
+        key = rng.standard_normal((3, 2, 11, 4))
+        table = rng.standard_normal(6)
+
+        def by_item(score, b, h, q_idx, kv_idx, table):
+            return score * table[b]
+
+        def some(b, h, q_idx, kv_idx, table):
+            return (table[b] > 0) | (kv_idx < 5)
+
+        out = fastattn.flex_attention(query, key, key, score_mod=by_item, mask_mod=some, aux=(table,))
+        for b, item in enumerate(np.ndindex(2, 3)):
+            keys = key[item[1]]
+            mask = np.full((9, 11), table[b] > 0) | (np.arange(11) < 5)
+            alone = fastattn.attention(query[item], keys, keys, scale=table[b] / 2, mask=mask)
+            np.testing.assert_allclose(out[item], alone, rtol=1e-12, atol=1e-13)
+
+    def test_matrices_and_bshd(self):
+        query, key, value = arrays()
+        one = fastattn.flex_attention(query[0, 0], key[0, 0], value[0, 0], score_mod=indices)
+        whole = fastattn.flex_attention(query, key, value, score_mod=indices)
+        np.testing.assert_allclose(one, whole[0, 0], rtol=1e-12, atol=1e-13)
+        swapped = [np.ascontiguousarray(array.swapaxes(1, 2)) for array in (query, key, value)]
+        out = np.empty_like(swapped[0])
+        got = fastattn.flex_attention(*swapped, score_mod=indices, layout="bshd", out=out)
+        assert got is out
+        assert_same_bits(np.ascontiguousarray(out.swapaxes(1, 2)), whole)
+
+    def test_out_may_overlap_aux(self):
+        given = arrays()
+        table = np.random.default_rng(2).standard_normal((B, H, L, D))
+
+        def shifted(score, b, h, q_idx, kv_idx, table):
+            return score + table[b, h, q_idx, kv_idx % 16]
+
+        expected = fastattn.flex_attention(*given, score_mod=shifted, aux=(table,))
+        got = fastattn.flex_attention(*given, score_mod=shifted, aux=(table,), out=table)
+        assert_same_bits(got, expected)
+
+    @pytest.mark.parametrize(
+        "kind", [np.float64, np.float32, np.float16, np.int8, np.uint64, bool, ">f8", ">i4"]
+    )
+    def test_aux_of_any_dtype(self, kind):
+        table = (np.random.default_rng(0).random((H, S)) * 3).astype(kind)
+
+        def added(score, b, h, q_idx, kv_idx, table):
+            return score + table[h, kv_idx]
+
+        got = fastattn.flex_attention(*arrays(), score_mod=added, aux=[table])
+        expected = fastattn.attention(*arrays(), bias=table.astype(np.float64)[:, None])
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize(
+        "cut", [(slice(None, None, -1), slice(None)), (slice(None), slice(None, None, 2))]
+    )
+    def test_strided_aux(self, cut):
+        table = np.random.default_rng(0).standard_normal((H, 2 * S))[cut]
+
+        def added(score, b, h, q_idx, kv_idx, table):
+            return score + table[h, kv_idx]
+
+        got = fastattn.flex_attention(*arrays(), score_mod=added, aux=[table])
+        expected = fastattn.attention(*arrays(), bias=table[:, None, :S])
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_aux_is_read_at_each_call(self):
+        """Without another compilation, be it changed in place, another array or another number."""
+        from fastattn.backends.jit.functions import loops
+
+        table, known = np.zeros(H), None
+        for slope in (0.0, 0.5, 3.0):
+            table[:] = slope
+            for aux in ((table,), (table.copy(),)):
+                got = fastattn.flex_attention(*arrays(), score_mod=GALLERY["alibi"], aux=aux)
+                known = known or len(loops)
+                bias = -slope * np.abs(np.subtract.outer(np.arange(L), np.arange(S)))
+                expected = fastattn.attention(*arrays(), bias=bias)
+                np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+                assert len(loops) == known
+
+    def test_functions_that_differ_only_outside(self):
+        def by_default(factor):
+            def scaled(score, b, h, q_idx, kv_idx, factor=factor):
+                return score * factor
+
+            return scaled
+
+        def in_closure(factor):
+            def scaled(score, b, h, q_idx, kv_idx):
+                return score * factor
+
+            return scaled
+
+        for factor in (2.0, 3.0):
+            for function in (by_default(factor), in_closure(factor)):
+                got = fastattn.flex_attention(*arrays(), score_mod=function)
+                expected = fastattn.attention(*arrays(), scale=factor / 4)
+                np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_functions_over_arrays_that_are_gone(self):
+        """Another array in the place of one that was freed is another array."""
+
+        def over(factor):
+            table = np.full(S, factor)
+            return lambda score, b, h, q_idx, kv_idx: score * table[kv_idx]
+
+        for factor in (1.0, 2.0, 3.0, 4.0):
+            got = fastattn.flex_attention(*arrays(), score_mod=over(factor))
+            expected = fastattn.attention(*arrays(), scale=factor / 4)
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_compiled_functions(self):
+        import numba
+
+        @numba.njit
+        def half(x):
+            return x / 2
+
+        @numba.njit
+        def halved(score, b, h, q_idx, kv_idx):
+            return half(score)
+
+        @numba.njit
+        def even(b, h, q_idx, kv_idx):
+            return kv_idx % 2 == 0
+
+        got = fastattn.flex_attention(*arrays(), score_mod=halved, mask_mod=even)
+        expected = fastattn.attention(*arrays(), scale=1 / 8, mask=np.arange(S) % 2 == 0)
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)

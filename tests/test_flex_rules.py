@@ -1,0 +1,130 @@
+"""What holds of every call holds of those with functions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import masks
+from tests import naive
+from tests.flex_gallery import (
+    GALLERY,
+    H,
+    L,
+    S,
+    arrays,
+    aux_of,
+    indices,
+    options_of,
+)
+from tests.tolerances import assert_answer, assert_same_bits
+
+pytest.importorskip("numba")
+
+
+class TestRules:
+    """What holds of every call holds here."""
+
+    @pytest.mark.parametrize("len_q", [3, L])
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_same_bits(self, dtype, len_q):
+        given = arrays(dtype, len_q)
+        options = {"score_mod": indices, "mask_mod": GALLERY["tree"], "aux": aux_of("tree")}
+
+        def both(score, b, h, q_idx, kv_idx, *aux):
+            return indices_compiled(score, b, h, q_idx, kv_idx)
+
+        import numba
+
+        indices_compiled = numba.njit(indices)
+        options["score_mod"] = both
+        expected = fastattn.flex_attention(*given, num_threads=1, **options)
+        for num_threads in (2, 3):
+            assert_same_bits(fastattn.flex_attention(*given, num_threads=num_threads, **options), expected)
+        strided = [np.repeat(array, 2, axis=-1)[..., ::2] for array in given]
+        assert_same_bits(fastattn.flex_attention(*strided, **options), expected)
+
+    @pytest.mark.parametrize("len_q", [2, L])
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_what_a_score_masks_is_never_seen(self, dtype, len_q):
+        def first_keys(score, b, h, q_idx, kv_idx):
+            return score if kv_idx < 20 + q_idx else -math.inf
+
+        query, key, value = arrays(dtype, len_q)
+        expected = fastattn.flex_attention(query, key, value, score_mod=first_keys, return_weights=True)
+        poisoned = [array.copy() for array in (key, value)]
+        for array in poisoned:
+            array[:, :, 19 + len_q :] = np.nan
+        value_only = value.copy()
+        value_only[:, :, 19 + len_q :] = np.inf
+        for keys, values in ((poisoned[0], poisoned[1]), (key, value_only)):
+            got = fastattn.flex_attention(query, keys, values, score_mod=first_keys, return_weights=True)
+            for one, wanted in zip(got, expected, strict=True):
+                assert_same_bits(one, wanted)
+        # A value that some rows may read reaches those alone.
+        value[:, :, 20] = np.nan
+        got = fastattn.flex_attention(query, key, value, score_mod=first_keys)
+        np.testing.assert_array_equal(
+            np.isnan(got).any(-1), np.broadcast_to(np.arange(len_q) > 0, got.shape[:-1])
+        )
+
+    def test_rows_without_keys(self):
+        def none(score, b, h, q_idx, kv_idx):
+            return -math.inf if q_idx == 3 else score
+
+        out, lse, weights = fastattn.flex_attention(
+            *arrays(), score_mod=none, return_lse=True, return_weights=True
+        )
+        assert (out[:, :, 3] == 0).all()
+        assert (lse[:, :, 3] == -np.inf).all()
+        assert (weights[:, :, 3] == 0).all()
+        assert np.isfinite(out).all()
+
+    @pytest.mark.parametrize("len_q", [4, L])
+    def test_nan_is_a_nan_score(self, len_q):
+        def broken(score, b, h, q_idx, kv_idx):
+            return math.nan if (q_idx == 2) & (kv_idx == 7) else score
+
+        given = arrays(len_q=len_q)
+        out = fastattn.flex_attention(*given, score_mod=broken)
+        assert np.isnan(out[:, :, 2]).all()
+        plain = fastattn.attention(*given)
+        others = np.arange(len_q) != 2
+        np.testing.assert_allclose(out[:, :, others], plain[:, :, others], rtol=1e-12, atol=1e-13)
+        masked = fastattn.flex_attention(*given, score_mod=broken, block_mask=masks.Dense(np.arange(S) != 7))
+        assert np.isfinite(masked).all()
+
+    def test_with_the_other_options(self):
+        rng = np.random.default_rng(3)
+        bias, sinks = rng.standard_normal((H, L, S)), rng.standard_normal(H)
+        options = {"softcap": 3.0, "bias": bias, "sinks": sinks, "window": (20, 10), "scale": 0.3}
+        options["key_lengths"] = np.array([60, 70])
+        aux = aux_of("alibi")
+        results = fastattn.flex_attention(
+            *arrays(), score_mod=GALLERY["alibi"], aux=aux, return_lse=True, return_weights=True, **options
+        )
+        options["score_mod"] = lambda *arguments: GALLERY["alibi"](*arguments, *aux)
+        assert_answer(results, naive.attention(*arrays(), **options), naive.formula(*arrays(), **options))
+
+    def test_memory_does_not_grow_with_scores(self):
+        """A window's map over 16384 queries and keys, where one bit for each pair would be 32 MB."""
+        block_mask = fastattn.create_block_mask(
+            GALLERY["sliding_window"], None, None, 16384, 16384, aux=(256,)
+        )
+        assert block_mask.mask_map.index.nbytes + block_mask.mask_map.bits.nbytes < 2**21
+
+    @pytest.mark.parametrize("name", ["alibi", "sliding_window"])
+    def test_empty_sizes(self, name):
+        for shape_q, shape_k in (
+            ((2, 3, 0, 4), (2, 3, 5, 4)),
+            ((2, 3, 5, 4), (2, 3, 0, 4)),
+            ((0, 3, 5, 4),) * 2,
+        ):
+            out = fastattn.flex_attention(
+                np.ones(shape_q), np.ones(shape_k), np.ones(shape_k), **options_of(name, np.float64)
+            )
+            assert out.shape == shape_q
+            assert (out == 0).all()

@@ -1,0 +1,186 @@
+"""What no mask is made of, and what does not fit a problem; integers beyond int64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import masks
+from fastattn.masks import (
+    Causal,
+    Dense,
+    GlobalTokens,
+    KeyLengths,
+    PrefixLM,
+    Segments,
+    Window,
+)
+from tests.cases import random_arrays
+
+
+class TestRefused:
+    ALIGN = 'align must be "top_left" or "bottom_right", got '
+    DENSE = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
+    LEAD = "of shape (3,) does not broadcast to the leading batch axes (2,)"
+    SCORES = "does not broadcast to (..., H, L, S) = (2, 2, 17, 33)"
+
+    @pytest.mark.parametrize(
+        ("build", "error", "said"),
+        [
+            (lambda: Causal("left"), ValueError, ALIGN + "'left'"),
+            (lambda: Causal(True), ValueError, ALIGN + "True"),
+            (
+                lambda: Causal("top_left", 3),
+                ValueError,
+                "Causal takes align or offset, not both; got align='top_left', offset=3",
+            ),
+            (lambda: Causal(offset=1.5), TypeError, "Causal: offset must be integers, got dtype float64"),
+            (
+                lambda: Window(-1, 0),
+                ValueError,
+                "Window: left must be a non-negative integer or None, got -1",
+            ),
+            (
+                lambda: Window(0, -2),
+                ValueError,
+                "Window: right must be a non-negative integer or None, got -2",
+            ),
+            (
+                lambda: Window(1.0, 0),
+                TypeError,
+                "Window: left must be a non-negative integer or None, got 1.0",
+            ),
+            (lambda: Window(0, 0, "middle"), ValueError, ALIGN + "'middle'"),
+            (lambda: KeyLengths(-1), ValueError, "KeyLengths: lengths must not be below 0, got -1"),
+            (lambda: KeyLengths([1.5]), TypeError, "KeyLengths: lengths must be integers, got dtype float64"),
+            (
+                lambda: Segments(3),
+                ValueError,
+                "Segments: q_ids must have shape (..., length), got a single number",
+            ),
+            (lambda: Segments([0.5]), TypeError, "Segments: q_ids must be integers, got dtype float64"),
+            (lambda: Segments([1], [0.5]), TypeError, "Segments: k_ids must be integers, got dtype float64"),
+            (
+                lambda: Segments(np.zeros((2, 3), int), np.zeros((3, 3), int)),
+                ValueError,
+                "Segments: the leading axes of q_ids (2, 3) and k_ids (3, 3) do not broadcast",
+            ),
+            (lambda: PrefixLM(-3), ValueError, "PrefixLM: prefix_lengths must not be below 0, got -3"),
+            (lambda: PrefixLM("a"), TypeError, "PrefixLM: prefix_lengths must be integers, got dtype <U1"),
+            (lambda: GlobalTokens([-1]), ValueError, "GlobalTokens: index must not be below 0, got -1"),
+            (lambda: GlobalTokens(0), ValueError, "GlobalTokens: index must have shape (n,), got ()"),
+            (
+                lambda: GlobalTokens([0.0]),
+                TypeError,
+                "GlobalTokens: index must be integers, got dtype float64",
+            ),
+            (
+                lambda: Dense(np.ones((2, 2), np.float32)),
+                TypeError,
+                DENSE + "float32; for numbers added to the scores use bias=, else .astype(bool)",
+            ),
+            (lambda: Dense(np.ones((2, 2), complex)), TypeError, DENSE + "complex128"),
+            (lambda: Dense([["a"]]), TypeError, DENSE + "<U1"),
+        ],
+        ids=lambda item: item.rpartition("got ")[2] if isinstance(item, str) else "",
+    )
+    def test_when_built(self, build, error, said):
+        with pytest.raises(error) as caught:
+            build()
+        assert str(caught.value) == said
+
+    @pytest.mark.parametrize(
+        ("mask", "said"),
+        [
+            (
+                Causal(),
+                "mask Causal() needs L == S, got L=17 and S=33; "
+                'say Causal(align="top_left") or Causal(align="bottom_right")',
+            ),
+            (Causal(offset=[1, 2, 3]), f"mask Causal(offset=[1, 2, 3]) {LEAD}"),
+            (KeyLengths([1, 2, 3]), f"mask KeyLengths(lengths=[1, 2, 3]) {LEAD}"),
+            (KeyLengths([1, 34]), "mask KeyLengths(lengths=[1, 34]): lengths must be in 0..S=33, got 34"),
+            (PrefixLM([1, 2, 3]), f"mask PrefixLM(prefix_lengths=[1, 2, 3]) {LEAD}"),
+            (
+                Segments(np.zeros(17, int)),
+                "mask Segments(q_ids=<int64 (17,)>) is for L=17 and S=17, got L=17 and S=33",
+            ),
+            (
+                Segments(np.zeros(17, int), np.zeros(32, int)),
+                "mask Segments(q_ids=<int64 (17,)>, k_ids=<int64 (32,)>) is for L=17 and S=32, "
+                "got L=17 and S=33",
+            ),
+            (
+                Segments(np.zeros((3, 17), int), np.zeros(33, int)),
+                f"mask Segments(q_ids=<int64 (3, 17)>, k_ids=<int64 (33,)>) {LEAD}",
+            ),
+            (Dense(np.ones((17, 32), bool)), f"mask of shape (17, 32) {SCORES}"),
+            (Dense(np.ones((1, 2, 2, 17, 33), bool)), f"mask of shape (1, 2, 2, 17, 33) {SCORES}"),
+            (
+                Window(1, 1) | KeyLengths([1, 34]),
+                "mask KeyLengths(lengths=[1, 34]): lengths must be in 0..S=33, got 34",
+            ),
+        ],
+        ids=lambda item: "" if isinstance(item, str) else repr(item)[:40],
+    )
+    def test_when_it_does_not_fit(self, backend, mask, said):
+        arrays = random_arrays(lead=(2,), heads=2)
+        with pytest.raises(ValueError) as caught:
+            fastattn.attention(*arrays, mask=mask, backend=backend.backend)
+        shapes = "; query (2, 2, 17, 16), key (2, 2, 33, 16), value (2, 2, 33, 16)"
+        assert str(caught.value) == said + shapes
+
+
+class TestMaskedArrays:
+    """Their mask says what is missing: as an argument they are refused, and so they are inside of a mask."""
+
+    @pytest.mark.parametrize(
+        ("make", "name"),
+        [
+            (masks.Dense, "mask"),
+            (masks.KeyLengths, "KeyLengths: lengths"),
+            (masks.PrefixLM, "PrefixLM: prefix_lengths"),
+            (masks.GlobalTokens, "GlobalTokens: index"),
+            (masks.Segments, "Segments: q_ids"),
+            (lambda array: masks.Segments([0, 1], array), "Segments: k_ids"),
+            (lambda array: masks.Causal(offset=array), "Causal: offset"),
+        ],
+        ids=lambda item: item if isinstance(item, str) else "",
+    )
+    def test_in_a_mask(self, make, name):
+        with pytest.raises(TypeError, match=f"^{name} is a masked array, whose mask would be lost"):
+            make(np.ma.masked_array([1, 0], [True, False]))
+
+    def test_among_what_functions_read(self):
+        x = np.ones((1, 2, 3, 4), np.float32)
+        array = np.ma.masked_array([1.0, 2.0], [True, False])
+        with pytest.raises(TypeError, match=r"^aux\[0\] is a masked array"):
+            fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, q, k, a: s * a[h], aux=(array,))
+
+
+class TestIntegersBeyondInt64:
+    @pytest.mark.parametrize("offset", [2**63 - 1, np.uint64(2**63), 2**63, 2**64, 2**100, [2**64]], ids=str)
+    def test_an_offset_that_allows_all(self, offset):
+        assert masks.Causal(offset=offset).materialize(1, 3, 4).all()
+        assert not masks.Causal(offset=-np.array(offset).astype(object)).materialize(1, 3, 4).any()
+
+    def test_a_prefix_and_tokens(self):
+        assert masks.PrefixLM(np.uint64(2**64 - 1)).materialize(1, 3, 4).all()
+        np.testing.assert_array_equal(
+            masks.GlobalTokens([2**64, 1]).materialize(1, 3, 3), masks.GlobalTokens([1]).materialize(1, 3, 3)
+        )
+
+    @pytest.mark.parametrize("number", [np.uint64(2**63), 2**64, -(2**64)], ids=str)
+    def test_where_no_such_number_has_a_meaning(self, number):
+        for make, name in (
+            (masks.KeyLengths, "KeyLengths: lengths"),
+            (lambda n: masks.Segments(np.array([0, int(n)], object)), "Segments: q_ids"),
+        ):
+            said = rf"^{name} must be in -2\*\*63\.\.2\*\*63 - 1, got {number}$"
+            with pytest.raises(ValueError, match=said):
+                make(number)
+
+    def test_objects_are_no_integers(self):
+        with pytest.raises(TypeError, match=r"^KeyLengths: lengths must be integers, got dtype object$"):
+            masks.KeyLengths(np.array([1, 2], object))

@@ -92,16 +92,12 @@ def routine(function: Function) -> Any:
     return _declare(function, lambda zero: function)
 
 
-def kernels(define: Callable[[Any], tuple[Function, ...]]) -> tuple[Any, ...]:
-    """Declares the functions that `define` makes for a zero of some dtype.
+def kernel(define: Callable[[Any], Function]) -> Any:
+    """Declares the function that `define` makes for a zero of some dtype.
 
-    In compiled code `job` goes before the arguments that they have.
+    In compiled code `job` goes before the arguments that it has.
     """
-
-    def maker(place: int) -> Callable[[Any], Function]:
-        return lambda zero: define(zero)[place]
-
-    return tuple(_declare(function, maker(place)) for place, function in enumerate(define(np.float32(0))))
+    return _declare(define(np.float32(0)), define)
 
 
 def _declare(function: Function, make: Callable[[Any], Function]) -> Any:

@@ -41,6 +41,7 @@ LAYERS = [
     {"backends.cpu.record"},
     {"backends.numba.codegen.target"},
     {"backends.numba.codegen.emit"},
+    {"backends.numba.codegen.across_lanes", "backends.numba.codegen.exponential"},
     {"backends.numba.codegen.intrinsics"},
     {"backends.numba.codegen.register_tiles"},
     {"backends.jit.literals", "backends.jit.identity", "backends.jit.memory"},

@@ -106,8 +106,9 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 if cuda.syncthreads_or(np.int32(1) if allowed != U(0) else np.int32(0)) == 0:
                     continue
 
-            at_k, at_v = to_k + key0 * k_view[3], to_v + key0 * v_view[3]
+            at_k = to_k + key0 * k_view[3]
             score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
+            at_v = to_v + key0 * v_view[3]
             if not IS_WEIGHTS:  # the first values are on their way during the softmax
                 nonfinite = fetch_values(
                     v, at_v, v_view[3], v_view[4], 0, n_keys, block.column0, value_dim, thread.number,

@@ -46,6 +46,7 @@ LAYERS = [
     {"backends.cpu.record"},
     {"backends.numba.codegen.target"},
     {"backends.numba.codegen.emit"},
+    {"backends.numba.codegen.across_lanes", "backends.numba.codegen.exponential"},
     {"backends.numba.codegen.intrinsics"},
     {"backends.numba.codegen.register_tiles"},
     {"backends.jit.literals", "backends.jit.identity", "backends.jit.memory"},
@@ -66,6 +67,7 @@ LAYERS = [
     {"backends.cuda.form"},
     {"backends.cuda.intrinsics"},
     {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
+    {"backends.cuda.blocks", "backends.cuda.mask_tile", "backends.cuda.stages"},
     {"backends.cuda.kernel"},
     {"backends.cuda.engine", "backends.cuda.combine"},
     {

@@ -9,18 +9,22 @@ tiles have `vector` elements more than they need, so that a column of them lies 
 Elements of a thread lie `vector` together, and the next of them past those of all other threads, so that
 threads side by side read shared memory side by side. An index into it is not signed, as else Numba looks at
 each whether it counts from the end.
+
+Each function from `place` on makes the device function of its name, for a specialisation or its shape; its
+docstring is that of the device function. `shared` is the shared memory, `staged` the registers of a thread
+for what it has fetched, `thread` its number.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import config, cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.intrinsics import larger, vector_fetch
+from fastattn.backends.cuda.intrinsics import vector_fetch
 
 U = np.uint64
 
@@ -37,49 +41,93 @@ class Layout(NamedTuple):
     half: int  #: of queries and keys
     to_values: int
     values_half: int
-    to_parts: int  #: of what is summed up over threads
+    to_sums: int  #: of what is reduced over threads
     size: int
 
 
 def layout(shape: Shape) -> Layout:
+    """How shared memory is cut for tiles of this shape."""
     q_line, k_line = shape.tile_q + shape.vector, shape.tile_k + shape.vector
     half = shape.depth * (q_line + k_line)
     to_values = max(shape.buffers * half, shape.tile_k * q_line)
     values_half = shape.value_keys * shape.tile_columns
-    to_parts = to_values + shape.buffers * values_half
-    parts = shape.tile_q * (shape.threads_k // LANES if shape.threads_k > LANES else 0)
-    size = to_parts + parts
-    return Layout(q_line, k_line, shape.depth * q_line, half, to_values, values_half, to_parts, size)
+    to_sums = to_values + shape.buffers * values_half
+    sums = shape.tile_q * (shape.threads_k // LANES if shape.threads_k > LANES else 0)
+    return Layout(q_line, k_line, shape.depth * q_line, half, to_values, values_half, to_sums, to_sums + sums)
 
 
-def tile_functions(form: Form) -> Any:
-    """Device functions, by name, for one form."""
-    real, shape = form.real, form.shape
-    ROWS, KEYS, COLUMNS, VECTOR, SPAN = shape.rows, shape.keys, shape.columns, shape.vector, shape.span
-    THREADS_Q, THREADS_K, THREADS = shape.threads_q, shape.threads_k, shape.num_threads
-    TILE_ROWS, TILE_COLUMNS = shape.tile_q, shape.tile_columns
-    GROUPS, COLUMN_GROUPS = shape.depth // SPAN, shape.tile_columns // SPAN
-    Q_TURNS = -(-TILE_ROWS * GROUPS // THREADS)
-    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
-    K_TURNS = shape.tile_k * GROUPS // THREADS
-    V_TURNS = shape.value_keys * COLUMN_GROUPS // THREADS
-    IS_EVEN, IS_PACKED, ZERO = form.is_even, form.is_packed, real(0)
-    Q_LINE, K_LINE, TO_KEYS, HALF, TO_VALUES, VALUES_HALF, TO_PARTS, _ = layout(shape)
-    fetch_vector = vector_fetch(SPAN)
+class Turns(NamedTuple):
+    """How often all threads of a block fetch `span` elements each until a piece is there."""
+
+    queries: int
+    keys: int
+    values: int
+
+
+def turns(shape: Shape) -> Turns:
+    """The turns for tiles of this shape. Queries alone may take a last turn with fewer threads."""
+    groups, column_groups = shape.depth // shape.span, shape.tile_columns // shape.span
+    return Turns(
+        -(-shape.tile_q * groups // shape.num_threads),
+        shape.tile_k * groups // shape.num_threads,
+        shape.value_keys * column_groups // shape.num_threads,
+    )
+
+
+def score_registers(shape: Shape) -> int:
+    """Registers that a thread fetches queries and keys into."""
+    return (turns(shape).queries + turns(shape).keys) * shape.span
+
+
+def value_registers(shape: Shape) -> int:
+    """Registers that a thread fetches values into."""
+    return turns(shape).values * shape.span
+
+
+class Thread(NamedTuple):
+    """A thread of a block of threads, and its place among them."""
+
+    number: int
+    x: int  #: along the keys, and along the columns of the values
+    y: int  #: along the query rows
+
+
+@cache
+def place(shape: Shape) -> Any:
+    """Where the i-th element of a thread is in a tile, which so many threads share."""
+    VECTOR = shape.vector
 
     @cuda.jit(device=True)
     def place(i, thread, threads):
-        """Where the i-th of a thread's elements is in a tile."""
         return i // VECTOR * (VECTOR * threads) + thread * VECTOR + i % VECTOR
+
+    return place
+
+
+@cache
+def apart(shape: Shape) -> Any:
+    """How far the i-th element of a thread is from its first, in a tile which so many threads share."""
+    VECTOR = shape.vector
 
     @cuda.jit(device=True)
     def apart(i, threads):
-        """How far that is from the first."""
         return U(i // VECTOR * (VECTOR * threads) + i % VECTOR)
+
+    return apart
+
+
+@cache
+def fetch(form: Form) -> Any:
+    """Fetches `span` elements of an array, from element `at` on and `step` apart, into staged[to] and on.
+
+    `count` of them are there; zeros stand for the others.
+    """
+    real, SPAN = form.real, form.shape.span
+    IS_PACKED, ZERO = form.is_packed, form.real(0)
+    fetch_vector = vector_fetch(SPAN)
 
     @cuda.jit(device=True)
     def fetch(array, at, step, count, staged, to):
-        """SPAN elements, of which `count` are there; zeros for those that are not."""
         if IS_PACKED:
             if count > 0:
                 fetch_vector(array, U(at), staged, to)
@@ -93,9 +141,25 @@ def tile_functions(form: Form) -> Any:
                     x = real(array[U(at + e * step)])
                 staged[to + e] = x
 
+    return fetch
+
+
+def fetch_scores(form: Form) -> Any:
+    """Fetches `depth` columns of queries and keys, from `column` on.
+
+    The rows of queries begin at `lines`, the first of n_keys keys at k_at. There are k_row elements from one
+    key to the next, q_step and k_step from one column to the next.
+    """
+    shape, fetch_span = form.shape, fetch(form)
+    THREADS, TILE_ROWS, SPAN, IS_EVEN, IS_PACKED = (
+        shape.num_threads, shape.tile_q, shape.span, form.is_even, form.is_packed,
+    )  # fmt: skip
+    GROUPS = shape.depth // SPAN
+    Q_TURNS, K_TURNS, _ = turns(shape)
+    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
+
     @cuda.jit(device=True)
     def fetch_scores(q, k, lines, q_step, k_at, k_row, k_step, n_keys, column, head_dim, thread, staged):
-        """Some columns of queries and keys."""
         if IS_PACKED:
             q_step, k_step = 1, 1
         for turn in range(Q_TURNS):
@@ -103,16 +167,26 @@ def tile_functions(form: Form) -> Any:
             if Q_FILLS or n < TILE_ROWS * GROUPS:
                 at = column + n % GROUPS * SPAN
                 count = SPAN if IS_EVEN else head_dim - at
-                fetch(q, lines[n // GROUPS] + at * q_step, q_step, count, staged, turn * SPAN)
+                fetch_span(q, lines[n // GROUPS] + at * q_step, q_step, count, staged, turn * SPAN)
         for turn in range(K_TURNS):
             n = turn * THREADS + thread
             key, at = n // GROUPS, column + n % GROUPS * SPAN
             count = (SPAN if IS_EVEN else head_dim - at) if key < n_keys else 0
-            fetch(k, k_at + key * k_row + at * k_step, k_step, count, staged, (Q_TURNS + turn) * SPAN)
+            fetch_span(k, k_at + key * k_row + at * k_step, k_step, count, staged, (Q_TURNS + turn) * SPAN)
+
+    return fetch_scores
+
+
+def put_scores(shape: Shape) -> Any:
+    """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed."""
+    THREADS, TILE_ROWS, SPAN = shape.num_threads, shape.tile_q, shape.span
+    GROUPS = shape.depth // SPAN
+    Q_TURNS, K_TURNS, _ = turns(shape)
+    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
+    Q_LINE, K_LINE, TO_KEYS, HALF, *_ = layout(shape)
 
     @cuda.jit(device=True)
     def put_scores(staged, shared, half, thread):
-        """Those, transposed, into a half of their place."""
         for turn in range(Q_TURNS):
             n = turn * THREADS + thread
             if Q_FILLS or n < TILE_ROWS * GROUPS:
@@ -125,22 +199,43 @@ def tile_functions(form: Form) -> Any:
                 at = TO_KEYS + (n % GROUPS * SPAN + e) * K_LINE + n // GROUPS
                 shared[U(half * HALF + at)] = staged[(Q_TURNS + turn) * SPAN + e]
 
+    return put_scores
+
+
+@cache
+def fetch_values(form: Form) -> Any:
+    """Fetches the values of `value_keys` keys, in a tile's columns; 1 if any of them is nonfinite, else 0.
+
+    The keys are those from key0 on of a tile that begins at v_at and has n_keys of them; the columns those
+    from column0 on. There are v_row elements from one key to the next, v_step from one column to the next.
+    """
+    shape, fetch_span = form.shape, fetch(form)
+    THREADS, SPAN, IS_EVEN, IS_PACKED = shape.num_threads, shape.span, form.is_even, form.is_packed
+    COLUMN_GROUPS, V_TURNS, ZERO = shape.tile_columns // SPAN, turns(shape).values, form.real(0)
+
     @cuda.jit(device=True)
     def fetch_values(v, v_at, v_row, v_step, key0, n_keys, column0, value_dim, thread, staged):
-        """The values of some keys; whether there is a NaN or an infinity among them."""
-        wild = np.int32(0)
+        nonfinite = np.int32(0)
         if IS_PACKED:
             v_step = 1
         for turn in range(V_TURNS):
             n = turn * THREADS + thread
             key, column = key0 + n // COLUMN_GROUPS, column0 + n % COLUMN_GROUPS * SPAN
             count = (SPAN if IS_EVEN else value_dim - column) if key < n_keys else 0
-            fetch(v, v_at + key * v_row + column * v_step, v_step, count, staged, turn * SPAN)
+            fetch_span(v, v_at + key * v_row + column * v_step, v_step, count, staged, turn * SPAN)
             for e in range(SPAN):
                 x = staged[turn * SPAN + e]
                 if x - x != ZERO:
-                    wild = np.int32(1)
-        return wild
+                    nonfinite = np.int32(1)
+        return nonfinite
+
+    return fetch_values
+
+
+def put_values(shape: Shape) -> Any:
+    """Puts what `fetch_values` fetched into a half of its place in shared memory."""
+    THREADS, SPAN, V_TURNS = shape.num_threads, shape.span, turns(shape).values
+    TO_VALUES, VALUES_HALF = layout(shape).to_values, layout(shape).values_half
 
     @cuda.jit(device=True)
     def put_values(staged, shared, half, thread):
@@ -150,69 +245,70 @@ def tile_functions(form: Form) -> Any:
             for e in range(SPAN):
                 shared[at + U(e)] = staged[turn * SPAN + e]
 
-    def products(LINES, WIDTH, LINE):
-        """The device function that adds to a thread's sums, ROWS x WIDTH, the products of its rows with its
-        columns in each of LINES lines; they begin at `left` and `right`, where the latter are LINE long."""
+    return put_values
 
-        @cuda.jit(device=True)
-        def add_line(shared, left, right, line, sums):
-            rows = cuda.local.array(ROWS, real)
-            columns = cuda.local.array(WIDTH, real)
-            for i in range(ROWS):
-                rows[i] = shared[left + line * U(Q_LINE) + apart(i, THREADS_Q)]
-            for c in range(WIDTH):
-                columns[c] = shared[right + line * U(LINE) + apart(c, THREADS_K)]
-            for i in range(ROWS):
-                for c in range(WIDTH):
-                    sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
 
-        @cuda.jit(device=True)
-        def add_products(shared, left, right, sums):
-            if LINES % 4 == 0:
-                # LLVM does not unroll a loop of this size.
-                for line in range(0, LINES, 4):
-                    add_line(shared, left, right, U(line), sums)
-                    add_line(shared, left, right, U(line + 1), sums)
-                    add_line(shared, left, right, U(line + 2), sums)
-                    add_line(shared, left, right, U(line + 3), sums)
-            else:
-                for line in range(LINES):
-                    add_line(shared, left, right, U(line), sums)
+def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
+    """The register tile of a thread: adds products of ROWS rows with WIDTH columns to its sums.
 
-        return add_products
-
-    def over_threads(operate):
-        """The device function that puts together, over the threads of its rows, each of a thread's ROWS
-        numbers; all of them get the same bits."""
-        WIDTH, GROUP = min(THREADS_K, LANES), THREADS_K // min(THREADS_K, LANES)
-        STEPS = WIDTH.bit_length() - 1
-
-        @cuda.jit(device=True)
-        def put_together(values, shared, thread):
-            for i in range(ROWS):
-                for n in range(STEPS):
-                    values[i] = operate(values[i], cuda.shfl_xor_sync(0xFFFFFFFF, values[i], 1 << n))
-            if GROUP > 1:
-                first = TO_PARTS + thread // THREADS_K * GROUP * ROWS
-                if thread % WIDTH == 0:
-                    for i in range(ROWS):
-                        shared[U(first + thread % THREADS_K // WIDTH * ROWS + i)] = values[i]
-                cuda.syncthreads()
-                for i in range(ROWS):
-                    values[i] = shared[U(first + i)]
-                    for other in range(1, GROUP):
-                        values[i] = operate(values[i], shared[U(first + other * ROWS + i)])
-
-        return put_together
+    In each of LINES lines a thread's rows begin at `left`, where lines are as long as those of queries, and
+    its columns at `right`, where they have LINE elements.
+    """
+    real, shape = form.real, form.shape
+    ROWS, THREADS_Q, THREADS_K, Q_LINE = shape.rows, shape.threads_q, shape.threads_k, layout(shape).q_line
+    offset = apart(shape)
 
     @cuda.jit(device=True)
-    def add(x, y):
-        return x + y
+    def add_line(shared, left, right, line, sums):
+        rows = cuda.local.array(ROWS, real)
+        columns = cuda.local.array(WIDTH, real)
+        for i in range(ROWS):
+            rows[i] = shared[left + line * U(Q_LINE) + offset(i, THREADS_Q)]
+        for c in range(WIDTH):
+            columns[c] = shared[right + line * U(LINE) + offset(c, THREADS_K)]
+        for i in range(ROWS):
+            for c in range(WIDTH):
+                sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
 
-    return SimpleNamespace(
-        largest=over_threads(larger(form.dtype)), summed=over_threads(add),
-        place=place, apart=apart, fetch_scores=fetch_scores, put_scores=put_scores,
-        fetch_values=fetch_values, put_values=put_values, score_registers=(Q_TURNS + K_TURNS) * SPAN,
-        value_registers=V_TURNS * SPAN, add_scores=products(shape.depth, KEYS, K_LINE),
-        add_values=products(shape.value_keys, COLUMNS, TILE_COLUMNS),
-    )  # fmt: skip
+    @cuda.jit(device=True)
+    def add_products(shared, left, right, sums):
+        if LINES % 4 == 0:
+            # LLVM does not unroll a loop of this size.
+            for line in range(0, LINES, 4):
+                add_line(shared, left, right, U(line), sums)
+                add_line(shared, left, right, U(line + 1), sums)
+                add_line(shared, left, right, U(line + 2), sums)
+                add_line(shared, left, right, U(line + 3), sums)
+        else:
+            for line in range(LINES):
+                add_line(shared, left, right, U(line), sums)
+
+    return add_products
+
+
+def reduce_rows(shape: Shape, operate: Any) -> Any:
+    """Reduces each of a thread's `values`, one per row, by `operate` over the threads of the row.
+
+    All of these get the same bits.
+    """
+    ROWS, THREADS_K, TO_SUMS = shape.rows, shape.threads_k, layout(shape).to_sums
+    WIDTH, GROUP = min(THREADS_K, LANES), THREADS_K // min(THREADS_K, LANES)
+    STEPS = WIDTH.bit_length() - 1
+
+    @cuda.jit(device=True)
+    def reduce_rows(values, shared, thread):
+        for i in range(ROWS):
+            for n in range(STEPS):
+                values[i] = operate(values[i], cuda.shfl_xor_sync(0xFFFFFFFF, values[i], 1 << n))
+        if GROUP > 1:
+            first = TO_SUMS + thread // THREADS_K * GROUP * ROWS
+            if thread % WIDTH == 0:
+                for i in range(ROWS):
+                    shared[U(first + thread % THREADS_K // WIDTH * ROWS + i)] = values[i]
+            cuda.syncthreads()
+            for i in range(ROWS):
+                values[i] = shared[U(first + i)]
+                for other in range(1, GROUP):
+                    values[i] = operate(values[i], shared[U(first + other * ROWS + i)])
+
+    return reduce_rows

@@ -16,6 +16,7 @@ from numba import types
 from fastattn._constants import MANTISSA_BITS
 from fastattn.backends.jit.literals import fallback
 from fastattn.backends.numba.codegen.emit import Emitter
+from fastattn.backends.numba.codegen.exponential import twice_exp2m1_over_f
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
@@ -53,7 +54,7 @@ def _power(e: Emitter, x: Any, low: float, high: float, split: Any) -> Any:
     shifted = split(x, None, shift)
     n = e.sub(shifted, shift)
     f = split(x, n, None)
-    (y,) = e.twice_exp2m1_over_f([f])
+    (y,) = twice_exp2m1_over_f(e, [f])
     y = e.fma(y, e.mul(f, e.constant(0.5)), e.constant(1.0))
     whole = builder.sub(builder.bitcast(shifted, e.integers), builder.bitcast(shift, e.integers))
     # As two factors: 2^n alone may underflow or overflow.

@@ -1,15 +1,34 @@
 """The kernels: what ``backends/cython/kernels/kernels.h`` promises, as functions of addresses and counts.
 
-Tiles hold one lane per query row, tile[x * ld + lane]; all are given by their addresses, `ld` in elements,
-rows of the caller's as lists of addresses. `stops` has an entry for each vector of lanes: where its keys end
-in the tile. What a kernel returns is 0 unless it says otherwise.
+Each function below makes one kernel: given `zero`, a zero of the dtype, it returns the function that Numba
+compiles for that dtype. Its docstring is the kernel's. A kernel returns 0 unless its docstring says
+otherwise. These arguments mean the same everywhere:
+
+==================  ==================================================================================
+acc                 accumulators of the outputs, a tile with one line per column of the values
+s, p                scores of a key tile, and the weights that `softmax` makes of them in their place
+ld                  lanes of a tile, one per query row: element x of a lane is tile[x * ld + lane]
+n_vectors           vectors of lanes in use; they are the first of the ld lanes
+stops               for each vector of lanes, how many of the tile's keys it has; they never decrease
+top                 a maximum for each lane, raised to the scores that the kernel leaves
+row_max, row_sum    the running state of the online softmax, one per lane or row
+rescale             for each lane, what its sums so far are multiplied with
+first_chunk         keys in the first of the chunks that sums over keys are formed in, see `KEY_CHUNK`
+factor              of `softmax` and `finish`: what makes exponents of 2 of scores
+k, k_row            the first key of the tile, and bytes from one key to the next
+v, v_row, v_col     the first value of the tile, and bytes from one key, and one column, to the next
+rows                a list of addresses, one for each lane or row
+bias_rows, words    the bias and the mask of a tile as `adjust` takes them; 0 where there is none
+prefetch...         memory to bring into the cache ahead of its use
+==================  ==================================================================================
+
+All tiles are given by their addresses and are aligned to vectors; `ld` is in elements, other strides are in
+bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -47,27 +66,37 @@ from fastattn.backends.numba.codegen.register_tiles import (
 
 @njit(**calls.OPTIONS)
 def is_masked(zero, size, bias_rows, words, words_ld, r, j):
-    """Whether row r may not read key j, as the arguments of `adjust` say."""
+    """Whether row r may not read key j of a tile.
+
+    bias_rows and words, of words_ld lanes, are as in `adjust`; size is that of an element.
+    """
     if words != 0 and not (uint32s(words)[j // 32 * words_ld + r] >> np.uint32(j % 32)) & np.uint32(1):
         return True
     return bias_rows != 0 and load_real(zero, int64s(bias_rows)[r] + j * size) == -math.inf
 
 
-def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
-    """The kernels of the dtype of which zero is a number."""
+@calls.kernel
+def fill(zero):
+    """to[i] = x for the n elements at `to`."""
     real = type(zero)
-    size = zero.itemsize
-    lanes = LANE_BYTES // size
 
     def fill(to, n, x):
-        """to[i] = x."""
         elements = reals(zero, to)
         for i in range(n):
             elements[i] = real(x)
         return 0
 
+    return fill
+
+
+@calls.kernel
+def pack(zero):
+    """tile[c][lane] = (high + low) * rows[lane][c * stride] for c < n_cols; `rows` has ld addresses."""
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def pack(tile, ld, rows, stride, n_cols, high, low):
-        """tile[c][lane] = (high + low) * rows[lane][c * stride]; `rows` has ld addresses."""
         for lane in range(0, ld, lanes):
             to, group = tile + lane * size, rows + lane * 8
             if stride == size and n_cols >= lanes:
@@ -81,11 +110,20 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     tiles.pack_column(zero, to + c * ld * size, group, c * stride, real(high), real(low))
         return 0
 
-    def unpack(rows, stride, tile, ld, n_cols, factors):
-        """rows[lane][c * stride] = tile[c][lane] * factor; 1 if any is NaN, else 0. Lanes may share a row.
+    return pack
 
-        A factor is in two parts: the second stands ld elements behind the first.
-        """
+
+@calls.kernel
+def unpack(zero):
+    """rows[lane][c * stride] = tile[c][lane] * factor for c < n_cols; 1 if any is NaN, else 0.
+
+    A factor has two parts, factors[lane] and factors[ld + lane], as `finish` makes them. Lanes may share a
+    row.
+    """
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
+    def unpack(rows, stride, tile, ld, n_cols, factors):
         nan = False
         for lane in range(0, ld, lanes):
             at, group, high = tile + lane * size, rows + lane * 8, factors + lane * size
@@ -101,15 +139,22 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     nan |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
         return 1 if nan else 0
 
+    return unpack
+
+
+@calls.kernel
+def score(zero):
+    """S^T = K Q^T: s[j][lane] = sum over d < head_dim of k[j * k_row + d * size] * q[d][lane].
+
+    It does so up to the stops; `top` may take in scores past a vector's stop. `spare` has the size of `top`,
+    and its contents are undefined. Of each key j the first prefetch_nbytes bytes at prefetch + j *
+    prefetch_row are prefetched.
+    """
+    size = zero.itemsize
+
     def score(
         s, top, spare, q, ld, n_vectors, k, stops, head_dim, k_row, prefetch, prefetch_row, prefetch_nbytes
     ):
-        """S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * size] * q[d][lane], as far as the stops
-        go.
-
-        `top` takes the scores in, maybe some past a vector's stop; `spare` is as long, and nobody's to read.
-        For each key j it prefetches the first prefetch_nbytes bytes at prefetch + j * prefetch_row.
-        """
         ends = int64s(stops)
         n_keys = ends[n_vectors - 1]
         for j0 in range(0, n_keys, SCORE_KEYS):
@@ -169,10 +214,21 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     j += SCORE_ROWS
         return 0
 
+    return score
+
+
+@calls.kernel
+def adjust(zero):
+    """Turns raw scores into scores.
+
+    s = root * (root * s), in two steps as root * root may not be a number; then s = softcap * tanh(s) when
+    softcap > 0; then + bias; then -inf where the bias is -inf or bit j % 32 of words[j / 32][lane] is 0.
+    `top` takes in the result, `spare` is as in `score`. bias_rows has an address for each lane.
+    """
+    real = type(zero)
+    lanes = LANE_BYTES // zero.itemsize
+
     def adjust(s, top, spare, ld, n_vectors, stops, root, softcap, bias_rows, words):
-        """Turns raw scores into scores: s = root * (root * s), in two steps as root * root may not be a
-        number; then s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the bias is -inf or
-        bit j % 32 of words[j / 32][lane] is 0; `top` takes them in. bias_rows and words may be 0."""
         ends = int64s(stops)
         for i in range(n_vectors):
             at = i * LANE_BYTES
@@ -189,24 +245,40 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 tiles.mask_scores(zero, s + at, top + at, ld, ends[i], words + i * lanes * 4)
         return 0
 
+    return adjust
+
+
+@calls.kernel
+def softmax(zero):
+    """One step of the online softmax.
+
+    row_max takes in tile_max, s becomes exp2(factor * (s - row_max)), rescale = exp2(factor * (old - new
+    row_max)), and row_sum = rescale * row_sum + the sum of the new s. Scores of -inf give exactly 0, also
+    while row_max is -inf.
+    """
+    real = type(zero)
+
     def softmax(s, tile_max, row_max, row_sum, rescale, ld, n_vectors, stops, first_chunk, factor):
-        """One step of the online softmax: row_max takes in tile_max, s becomes exp2(factor * (s - row_max)),
-        row_sum = rescale * row_sum + the sum of the new s, rescale = exp2(factor * (old - new max)).
-        -inf scores give exactly 0, also while row_max is -inf."""
         tiles.softmax_lanes(zero, s, tile_max, row_max, row_sum, rescale, ld, n_vectors, stops, first_chunk,
                             real(factor))  # fmt: skip
         return 0
 
+    return softmax
+
+
+@calls.kernel
+def accumulate(zero):
+    """O^T = rescale * O^T + V^T P^T, or V^T P^T alone if is_first, in sums over KEY_CHUNK keys at a time.
+
+    acc has room for whole register tiles of columns. In the values it is `panel` bytes from the columns of
+    one register tile to those of the next: TILE_ROWS columns in the caller's rows, more where `pack_values`
+    made panels. The first prefetch_nbytes bytes at each of the n_prefetch addresses in `prefetch` are
+    prefetched. Columns of value_dim past the last whole register tile are left to `accumulate_last`.
+    """
+    size = zero.itemsize
+
     def accumulate(acc, p, rescale, is_first, ld, n_vectors, v, v_row, panel, stops, first_chunk, value_dim,
                    prefetch, n_prefetch, prefetch_nbytes):  # fmt: skip
-        """O^T = rescale * O^T + V^T P^T, or the second part alone if it is_first, with sums over KEY_CHUNK
-        keys at a time, the first over first_chunk.
-
-        acc has room for whole register tiles of columns. There are `panel` bytes from one of them to the next
-        in the values: as many as the columns have, or as `pack_values` leaves them. It prefetches the first
-        prefetch_nbytes bytes at each of the n_prefetch addresses `prefetch`. What is left of value_dim
-        behind whole register tiles it leaves to `accumulate_last`.
-        """
         is_packed = panel != TILE_ROWS * size
         i = 0
         while i < n_vectors:
@@ -233,9 +305,18 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             i, n_prefetch = i + group, 0
         return 0
 
+    return accumulate
+
+
+@calls.kernel
+def accumulate_last(zero):
+    """`accumulate` for the n_cols columns past the last whole register tile, at which acc and v begin.
+
+    What is prefetched is byte prefetch_byte of each address in `prefetch`.
+    """
+
     def accumulate_last(acc, p, rescale, is_first, ld, n_vectors, v, v_row, stops, first_chunk, n_cols,
                         prefetch, n_prefetch, prefetch_byte):  # fmt: skip
-        """`accumulate` for the n_cols columns behind whole register tiles, all addresses being theirs."""
         i = 0
         while i < n_vectors:
             group, at = min(TILE_VECTORS, n_vectors - i), i * LANE_BYTES
@@ -254,9 +335,18 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             i, n_prefetch = i + group, 0
         return 0
 
+    return accumulate_last
+
+
+@calls.kernel
+def pack_values(zero):
+    """Copies the values of n_keys keys into panels of TILE_ROWS columns, `panel` bytes apart.
+
+    A panel has its columns of one key, then of the next: `accumulate` reads it in the order of memory.
+    """
+    size = zero.itemsize
+
     def pack_values(panels, panel, v, v_row, v_col, n_keys, value_dim):
-        """Rows of values in panels of as many columns as `accumulate` takes at once, each with all its
-        columns of a key, then of the next: they are read so in the order of memory."""
         whole = value_dim // TILE_ROWS if v_col == size else 0
         if whole > 0:
             tiles.pack_panels(zero, panels, panel, v, v_row, n_keys, whole)
@@ -266,15 +356,31 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 store_real(zero, to, load_real(zero, v + j * v_row + c * v_col))
         return 0
 
+    return pack_values
+
+
+@calls.kernel
+def copy_rows(zero):
+    """to[i][c] = rows[i * row + c * col] for i < n_rows, c < n_cols; `to` is without gaps."""
+    size = zero.itemsize
+
     def copy_rows(to, rows, row, col, n_rows, n_cols):
-        """Rows with `row` and `col` bytes between rows and elements, one behind the other without gaps."""
         for i in range(n_rows):
             for c in range(n_cols):
                 store_real(zero, to + (i * n_cols + c) * size, load_real(zero, rows + i * row + c * col))
         return 0
 
+    return copy_rows
+
+
+@calls.kernel
+def clean_values(zero):
+    """clean[j][c] = the value of key j and column c, or 0 where that is nonfinite; 1 if any is.
+
+    `clean` is without gaps; n_keys and value_dim are its sizes.
+    """
+
     def clean_values(clean, v, v_row, v_col, n_keys, value_dim):
-        """Values without gaps, 0 where they are NaN or inf; 1 if any is."""
         to, found = reals(zero, clean), 0
         for j in range(n_keys):
             for c in range(value_dim):
@@ -285,11 +391,21 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     found = 1
         return found
 
+    return clean_values
+
+
+@calls.kernel
+def add_nonfinite_values(zero):
+    """Adds p * v for the nonfinite values to the rows that may read them.
+
+    Tiles of either layout: acc_col and acc_row are bytes from one column, and one query row, to the next,
+    p_col and p_row from one key, and one query row. bias_rows and words, of words_ld lanes, are as in
+    `adjust`.
+    """
+    size = zero.itemsize
+
     def add_nonfinite_values(acc, acc_col, acc_row, p, p_col, p_row, n_rows, v, v_row, v_col, n_keys,
                              value_dim, bias_rows, words, words_ld):  # fmt: skip
-        """Values that are NaN or inf, to the rows that may read them as `adjust` says. Tiles of any layout:
-        from a query row to the next there are acc_row and p_row bytes, from a column or key to the next
-        acc_col and p_col."""
         for j in range(n_keys):
             for c in range(value_dim):
                 x = load_real(zero, v + j * v_row + c * v_col)
@@ -302,17 +418,36 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     store_real(zero, at, load_real(zero, at) + load_real(zero, p + j * p_col + r * p_row) * x)
         return 0
 
+    return add_nonfinite_values
+
+
+@calls.kernel
+def clear_masked(zero):
+    """rows[r][j] = 0 for the masked keys: in a row of NaN their weights came out as 0 * NaN.
+
+    bias_rows and words, of words_ld lanes, are as in `adjust`.
+    """
+    size = zero.itemsize
+
     def clear_masked(rows, n_rows, n_keys, bias_rows, words, words_ld):
-        """0 for the keys that a row may not read: in a row of NaN their weights came out as 0 * NaN."""
         for r in range(n_rows):
             for j in range(n_keys):
                 if is_masked(zero, size, bias_rows, words, words_ld, r, j):
                     store_real(zero, int64s(rows)[r] + j * size, zero)
         return 0
 
+    return clear_masked
+
+
+@calls.kernel
+def start_rows(zero):
+    """The state of n_rows rows before any key: a finite sink is one logit already seen, without a value.
+
+    sinks, one per head, may be 0; row_h has the head of each row.
+    """
+    real = type(zero)
+
     def start_rows(row_max, row_sum, n_rows, sinks, row_h):
-        """The state before any key: a finite sink is one logit already seen, without a value. sinks may be
-        0."""
         tops, sums = reals(zero, row_max), reals(zero, row_sum)
         for r in range(n_rows):
             tops[r], sums[r] = real(-math.inf), zero
@@ -323,10 +458,19 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     tops[r], sums[r] = sink, real(1)
         return 0
 
+    return start_rows
+
+
+@calls.kernel
+def end_rows(zero):
+    """The state after all keys, with the sinks that are nonfinite; arguments as in `start_rows`, sinks not 0.
+
+    A row that has a key becomes NaN, as inf - inf is; else it has its sink alone. During the sweep such sinks
+    would make NaN of a row without keys where another row of its block has some.
+    """
+    real = type(zero)
+
     def end_rows(row_max, row_sum, n_rows, sinks, row_h):
-        """The state after all keys, with sinks that are inf or NaN: a row is NaN where it has a key, as
-        inf - inf is; else it has its sink alone. During the sweep they would make NaN of a row without keys
-        where another row of its block has some."""
         tops, sums = reals(zero, row_max), reals(zero, row_sum)
         for r in range(n_rows):
             sink = reals(zero, sinks)[int64s(row_h)[r]]
@@ -335,8 +479,20 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 tops[r], sums[r] = sink, real(1 if sums[r] == 0 else math.nan)
         return 0
 
+    return end_rows
+
+
+@calls.kernel
+def finish(zero):
+    """The factors of the outputs, for `unpack`, and the natural logs of the sums; lse may be 0.
+
+    inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] what that left.
+    """
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def finish(inverse, lse, row_max, row_sum, ld, factor):
-        """The factors of the outputs, for `unpack`, and the natural log of the sums; lse may be 0."""
         for lane in range(0, ld, lanes):
             tiles.invert_sums(zero, inverse + lane * size, row_sum + lane * size, ld)
         if lse != 0:
@@ -347,29 +503,59 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 logs[lane] = real(np.float64(tops[lane]) * unit + math.log(np.float64(sums[lane])))
         return 0
 
+    return finish
+
+
+@calls.kernel
+def scatter(zero):
+    """rows[i][0] = elements[i] for i < n."""
+
     def scatter(rows, elements, n):
-        """rows[i][0] = elements[i]."""
         for i in range(n):
             store_real(zero, int64s(rows)[i], reals(zero, elements)[i])
         return 0
 
+    return scatter
+
+
+@calls.kernel
+def fill_words(zero):
+    """Sets all bits of n mask words."""
+
     def fill_words(words, n):
-        """All bits set in n mask words."""
         for i in range(n):
             uint32s(words)[i] = np.uint32(0xFFFFFFFF)
         return 0
 
+    return fill_words
+
+
+@calls.kernel
+def clear_words(zero):
+    """Clears bit j % 32 of words[j / 32][r] where the score of row r and key j is -inf.
+
+    Scores lie row_nbytes apart from one row to the next, key_nbytes from one key to the next.
+    """
+
     def clear_words(words, n_rows, s, row_nbytes, key_nbytes, n_keys):
-        """Clears bit j % 32 of words[j / 32][r] where the score of row r and key j is -inf."""
         for r in range(n_rows):
             for j in range(n_keys):
                 if load_real(zero, s + r * row_nbytes + j * key_nbytes) == -math.inf:
                     uint32s(words)[j // 32 * n_rows + r] &= ~(np.uint32(1) << np.uint32(j % 32))
         return 0
 
+    return clear_words
+
+
+@calls.kernel
+def convert_row(zero):
+    """to[j] = row[j * stride] in the compute type, for j < n.
+
+    The row is of floats of itemsize 2, 4 or 8 bytes, in the other byte order if is_swapped.
+    """
+    real = type(zero)
+
     def convert_row(to, row, stride, n, itemsize, is_swapped):
-        """A row of a bias of 2, 4 or 8 bytes an element, of either byte order, in the compute type without
-        gaps."""
         elements = reals(zero, to)
         for j in range(n):
             source, bits = uint8s(row + j * stride), np.uint64(0)
@@ -390,9 +576,17 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 elements[j] = real(-x if bits & np.uint64(0x8000) else x)
         return 0
 
+    return convert_row
+
+
+@calls.kernel
+def mask_words(zero):
+    """Clears bit j % 32 of words[j / 32][lane] where element j < n_cols of rows[lane] is zero.
+
+    An element is any integer of itemsize bytes, `stride` bytes behind the one before.
+    """
+
     def mask_words(words, n_lanes, rows, stride, itemsize, n_cols):
-        """Clears bit j % 32 of words[j / 32][lane] where element j of rows[lane] is zero, any integer of
-        itemsize bytes."""
         for lane in range(n_lanes):
             row, n_whole = int64s(rows)[lane], 0
             if itemsize == 1 and stride == 1:
@@ -418,11 +612,4 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 uint32s(words)[j // 32 * n_lanes + lane] &= word
         return 0
 
-    return (fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
-            clean_values, add_nonfinite_values, clear_masked, start_rows, end_rows, finish, scatter,
-            fill_words, clear_words, convert_row, mask_words)  # fmt: skip
-
-
-(fill, pack, unpack, score, adjust, softmax, accumulate, accumulate_last, pack_values, copy_rows,
- clean_values, add_nonfinite_values, clear_masked, start_rows, end_rows, finish, scatter, fill_words,
- clear_words, convert_row, mask_words) = calls.kernels(_define)  # fmt: skip
+    return mask_words

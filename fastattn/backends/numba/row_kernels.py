@@ -1,16 +1,16 @@
-"""The kernels for few query rows, too few to fill vectors of lanes; see "Row tiles" in
+"""The kernels of few query rows, where lanes of queries would stay empty; see "Row tiles" in
 ``backends/cython/kernels/kernels.h``.
 
-Row tiles hold one row per query row, tile[r * ld + x]; ld is a multiple of the lanes. A row of scores is
-padded to whole vectors with -inf, a packed row with zeros; the elements of a key and of a value are
-contiguous. All else as in `kernels`.
+Row tiles hold one row per query row, tile[r * ld + x], where ld is a multiple of the lanes and x a column or
+a key; a second tile has its own, as q_ld and p_ld. A row of scores ends in -inf up to a whole vector, a
+packed row in zeros. Keys and values lie without gaps between their elements. `distance` is how many bytes
+behind each key's row another is prefetched, 0 for none. All else, the form of this file too, is as in
+`kernels`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from numba import njit
 
@@ -20,22 +20,29 @@ from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals,
 from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, LINE_BYTES
 from fastattn.backends.numba.codegen.row_tiles import WIDE_1, WIDE_2, WIDE_4
 
-# Module functions, not closures of the kernels: the disk cache's key includes what a function has in its
-# closure, and Numba functions compare by identity.
+# Helpers stand outside of the kernels: the disk cache identifies a function by its closure too, and a Numba
+# function in it would never compare equal to the one of another process.
 
 
 @njit(**calls.OPTIONS)
 def lines_before(r, n_rows, row_nbytes):
-    """How many cache lines of a row of row_nbytes are prefetched before row r of n_rows is computed: the
-    prefetches are spread over the rows, as a core has few outstanding loads."""
+    """How many of the cache lines of a row are prefetched before row r of n_rows has its turn.
+
+    The query rows share the prefetches of a row of row_nbytes bytes, as a core can wait for few lines at a
+    time.
+    """
     return (row_nbytes + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
 
 
 @njit(**calls.OPTIONS)
-def accumulate_some(
+def accumulate_group(
     zero, size, count, acc, ld, p, p_ld, v, v_row, n_keys, value_dim, is_first, prefetch, n_lines
 ):
-    """`count` rows, 1, 2 or 4, over one chunk of keys, all columns."""
+    """Accumulates `count` rows, 1, 2 or 4, over one chunk of n_keys keys, all columns.
+
+    Added to acc unless is_first. For each key n_lines lines from `prefetch` on, v_row further each, are
+    prefetched. size is that of an element; all else is as in `accumulate_rows`.
+    """
     lanes = LANE_BYTES // size
     wide = WIDE_4 if count == 4 else WIDE_2 if count == 2 else WIDE_1
     c = prefetched = 0
@@ -44,53 +51,48 @@ def accumulate_some(
         vectors = wide if left >= wide * lanes else wide // 2 if left >= wide // 2 * lanes else 1
         stop = min(value_dim, c + vectors * lanes)
         prefetch_to = n_lines * stop // value_dim
-        to, at, start, lines = (
-            acc + c * size,
-            v + c * size,
-            prefetch + prefetched * LINE_BYTES,
-            prefetch_to - prefetched,
-        )
+        to, at = acc + c * size, v + c * size
+        ahead, lines = prefetch + prefetched * LINE_BYTES, prefetch_to - prefetched
         if vectors == wide:
             if count == 4:
                 row_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
         elif vectors == wide // 2 and left >= vectors * lanes:
             if count == 4:
                 row_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                  is_first, start, lines)  # fmt: skip
+                                                 is_first, ahead, lines)  # fmt: skip
         elif count == 4:
             row_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              start, lines)  # fmt: skip
+                                             ahead, lines)  # fmt: skip
         elif count == 2:
             row_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              start, lines)  # fmt: skip
+                                             ahead, lines)  # fmt: skip
         else:
             row_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                              start, lines)  # fmt: skip
+                                             ahead, lines)  # fmt: skip
         c, prefetched = stop, prefetch_to
 
 
-def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
-    """The kernels for the dtype of zero."""
+@calls.kernel
+def pack_rows(zero):
+    """tile[r][c] = (high + low) * rows[r][c * stride] for r < n_rows, c < n_cols."""
     real = type(zero)
     size = zero.itemsize
-    lanes = LANE_BYTES // size
-    dots = max(8, lanes)
+    lanes = LANE_BYTES // zero.itemsize
 
     def pack_rows(tile, ld, rows, n_rows, stride, n_cols, high, low):
-        """tile[r][c] = (high + low) * rows[r][c * stride]."""
         for r in range(n_rows):
             row, to = int64s(rows)[r], tile + r * ld * size
             if stride != size:  # made contiguous first
@@ -101,9 +103,19 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 row_tiles.pack_row(zero, to + c * size, row + c * size, n_cols - c, real(high), real(low))
         return 0
 
+    return pack_rows
+
+
+@calls.kernel
+def unpack_rows(zero):
+    """rows[r][c * stride] = tile[r][c] * factor for r < n_rows, c < n_cols; 1 if any is NaN, else 0.
+
+    A factor has two parts: factors[r] and factors[factors_ld + r], as `finish` makes them.
+    """
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def unpack_rows(rows, stride, n_rows, tile, ld, n_cols, factors, factors_ld):
-        """rows[r][c * stride] = tile[r][c] * factor; 1 if any is NaN, else 0. A factor is the sum
-        of two terms, the second factors_ld elements after the first."""
         nan = False
         for r in range(n_rows):
             row, tile_row, high = int64s(rows)[r], tile + r * ld * size, factors + r * size
@@ -118,10 +130,17 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                         store_real(zero, row + (c + i) * stride, load_real(zero, at + i * size))
         return 1 if nan else 0
 
+    return unpack_rows
+
+
+@calls.kernel
+def score_rows(zero):
+    """s[r][j] = sum over d < head_dim of q[r][d] * k[j * k_row][d] for r < n_rows, j < n_keys."""
+    size = zero.itemsize
+    dots = max(8, LANE_BYTES // zero.itemsize)
+
     def score_rows(s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance):
-        """s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is 0, the row
-        `distance` bytes after each key's is prefetched."""
-        # All rows for `dots` keys before the next keys, so that those keys stay in L1.
+        # All rows for as many keys as one row takes at once, which stay in L1.
         for start in range(0, n_keys, dots):
             stop, r, prefetched = min(n_keys, start + dots), 0, 0
             while r < n_rows:
@@ -131,18 +150,30 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                     to, at, key = s + (r * ld + j) * size, q + r * q_ld * size, k + j * k_row
                     if count == 4:
                         row_tiles.score_rows_tile_4(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     distance, prefetched, prefetch_to)  # fmt: skip
+                                                    distance, prefetched, prefetch_to)  # fmt: skip
                     elif count == 2:
                         row_tiles.score_rows_tile_2(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     distance, prefetched, prefetch_to)  # fmt: skip
+                                                    distance, prefetched, prefetch_to)  # fmt: skip
                     else:
                         row_tiles.score_rows_tile_1(zero, to, ld, at, q_ld, key, k_row, stop - j, head_dim,
-                                                     distance, prefetched, prefetch_to)  # fmt: skip
+                                                    distance, prefetched, prefetch_to)  # fmt: skip
                 r, prefetched = r + count, prefetch_to
         return 0
 
+    return score_rows
+
+
+@calls.kernel
+def adjust_rows(zero):
+    """As `adjust`, for n_rows rows and n_keys keys.
+
+    The bit of key j for row r is bit j % 32 of words[(j / 32) * n_rows + r].
+    """
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def adjust_rows(s, ld, n_rows, n_keys, root, softcap, bias_rows, words):
-        """As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]."""
         n_vectors = (n_keys + lanes - 1) // lanes
         for r in range(n_rows):
             row = s + r * ld * size
@@ -156,9 +187,20 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
                 row_tiles.mask_row(zero, row, n_vectors, words + r * 4, n_rows)
         return 0
 
+    return adjust_rows
+
+
+@calls.kernel
+def softmax_rows(zero):
+    """s becomes exp2(factor * (s - row_max)), and row_sum the sum of the row.
+
+    row_max is found here unless has_max, and then is given.
+    """
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def softmax_rows(s, ld, row_max, row_sum, n_rows, n_keys, factor, has_max):
-        """s becomes exp2(factor * (s - row_max)), row_sum its sum; row_max is computed here unless
-        has_max."""
         n_vectors = (n_keys + lanes - 1) // lanes
         for r in range(n_rows):
             row = s + r * ld * size
@@ -169,33 +211,46 @@ def _define(zero: Any) -> tuple[Callable[..., Any], ...]:
             )
         return 0
 
+    return softmax_rows
+
+
+@calls.kernel
+def accumulate_rows(zero):
+    """acc[r][e] = sum over j < n_keys of p[r][j] * v[j * v_row][e] for r < n_rows, e < value_dim."""
+    size = zero.itemsize
+
     def accumulate_rows(acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, distance):
-        """acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `distance` as in `score_rows`."""
         for start in range(0, n_keys, KEY_CHUNK):
             n, r, prefetched = min(KEY_CHUNK, n_keys - start), 0, 0
             values, is_first = v + start * v_row, 1 if start == 0 else 0
             while r < n_rows:
                 count = 4 if n_rows - r >= 4 else 2 if n_rows - r >= 2 else 1
                 prefetch_to = lines_before(r + count, n_rows, value_dim * size) if distance != 0 else 0
-                accumulate_some(zero, size, count, acc + r * ld * size, ld, p + (r * p_ld + start) * size,
-                                p_ld, values, v_row, n, value_dim, is_first,
-                                values + distance + prefetched * LINE_BYTES,
-                                prefetch_to - prefetched)  # fmt: skip
+                accumulate_group(zero, size, count, acc + r * ld * size, ld, p + (r * p_ld + start) * size,
+                                 p_ld, values, v_row, n, value_dim, is_first,
+                                 values + distance + prefetched * LINE_BYTES,
+                                 prefetch_to - prefetched)  # fmt: skip
                 r, prefetched = r + count, prefetch_to
         return 0
 
+    return accumulate_rows
+
+
+@calls.kernel
+def merge_rows(zero):
+    """Adds the partial result acc_2, row_max_2, row_sum_2, of other keys, to acc, row_max, row_sum.
+
+    Rows of both accumulators are ld elements long. Where a row has none of those keys this changes nothing.
+    """
+    real = type(zero)
+    size = zero.itemsize
+    lanes = LANE_BYTES // zero.itemsize
+
     def merge_rows(acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, factor):
-        """Merges the partial result (acc_2, row_max_2, row_sum_2) over other keys into (acc, row_max,
-        row_sum); a row that has no keys in it is not changed."""
         for r in range(n_rows):
             row_tiles.merge_row(zero, acc + r * ld * size, row_max + r * size, row_sum + r * size,
-                                 acc_2 + r * ld * size, row_max_2 + r * size, row_sum_2 + r * size,
-                                 ld // lanes, real(factor))  # fmt: skip
+                                acc_2 + r * ld * size, row_max_2 + r * size, row_sum_2 + r * size,
+                                ld // lanes, real(factor))  # fmt: skip
         return 0
 
-    return (pack_rows, unpack_rows, score_rows, adjust_rows, softmax_rows, accumulate_rows,
-            merge_rows)  # fmt: skip
-
-
-(pack_rows, unpack_rows, score_rows, adjust_rows, softmax_rows, accumulate_rows,
- merge_rows) = calls.kernels(_define)  # fmt: skip
+    return merge_rows

@@ -92,16 +92,12 @@ def routine(function: Function) -> Any:
     return _declare(function, lambda zero: function)
 
 
-def kernels(define: Callable[[Any], tuple[Function, ...]]) -> tuple[Any, ...]:
-    """Declares the functions that `define` makes for a zero of some dtype.
+def kernel(define: Callable[[Any], Function]) -> Any:
+    """Declares the function that `define` makes for a zero of some dtype.
 
-    In compiled code they take `job` before their own arguments.
+    In compiled code `job` goes before the arguments that it has.
     """
-
-    def maker(number: int) -> Callable[[Any], Function]:
-        return lambda zero: define(zero)[number]
-
-    return tuple(_declare(function, maker(number)) for number, function in enumerate(define(np.float32(0))))
+    return _declare(define(np.float32(0)), define)
 
 
 def _declare(function: Function, make: Callable[[Any], Function]) -> Any:

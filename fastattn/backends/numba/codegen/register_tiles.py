@@ -23,7 +23,9 @@ from fastattn._constants import (
     PREFETCH_PACKED,
     PREFETCH_VALUES,
 )
+from fastattn.backends.numba.codegen.across_lanes import transpose
 from fastattn.backends.numba.codegen.emit import INT32, Emitter
+from fastattn.backends.numba.codegen.exponential import exp2, exp2m1
 from fastattn.backends.numba.codegen.intrinsics import stage
 from fastattn.backends.numba.codegen.target import TARGET
 
@@ -44,7 +46,7 @@ def pack_block(e: Emitter, to, ld, rows, at, high, low) -> None:
     """The `lanes` columns from byte `at` of `lanes` rows, times high + low."""
     x = [e.load(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1))) for i in range(e.lanes)]
     high, low = e.splat(high), e.splat(low)
-    for i, column in enumerate(e.transpose(x)):
+    for i, column in enumerate(transpose(e, x)):
         e.store(e.at(to, (ld, i * e.itemsize)), e.multiply_exactly(column, high, low), LANE_BYTES)
 
 
@@ -63,7 +65,7 @@ def unpack_block(e: Emitter, rows, at, tile, ld, high, low) -> Any:
     nan = e.is_nan(x[0])
     for column in x[1:]:
         nan = e.builder.or_(nan, e.is_nan(column))
-    for i, row in enumerate(e.transpose(x)):
+    for i, row in enumerate(transpose(e, x)):
         e.store(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)), row)
     return e.any(nan)
 
@@ -177,7 +179,7 @@ def hyperbolic_tangent(e: Emitter, x: Any) -> Any:
     x = builder.bitcast(x, e.integers)
     sign = builder.and_(x, sign_bit)
     magnitude = builder.bitcast(builder.xor(x, sign), e.vector)
-    grown = e.exp2m1(e.mul(magnitude, e.constant(-2 * LOG2E)))
+    grown = exp2m1(e, e.mul(magnitude, e.constant(-2 * LOG2E)))
     ratio = builder.fdiv(grown, e.add(e.constant(2.0), grown))
     # -e / (2 + e) with the sign of x
     negative = builder.xor(builder.bitcast(ratio, e.integers), sign_bit)
@@ -252,7 +254,7 @@ def add_bias(e: Emitter, s, top, ld, n_keys, rows, at) -> None:
     blocks = builder.sdiv(n_keys, e.count(e.lanes))
     with e.loop(e.count(0), blocks) as block:
         j = builder.mul(block, e.count(e.lanes))
-        x = e.transpose([e.load(e.at(address, (j, e.itemsize))) for address in addresses])
+        x = transpose(e, [e.load(e.at(address, (j, e.itemsize))) for address in addresses])
         for i, bias in enumerate(x):
             add(builder.add(j, e.count(i)), bias)
     with e.loop(builder.mul(blocks, e.count(e.lanes)), n_keys) as j:
@@ -306,7 +308,7 @@ def softmax_lanes(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_vect
         row = e.variable(e.at(s, lane))
 
         def weigh(addresses: list[Any]) -> list[Any]:
-            x = e.exp2([e.sub(e.load(address), base) for address in addresses], factor, lowest)
+            x = exp2(e, [e.sub(e.load(address), base) for address in addresses], factor, lowest)
             for address, weight in zip(addresses, x, strict=True):
                 e.store(address, weight)
             return x
@@ -330,7 +332,7 @@ def softmax_lanes(e: Emitter, s, tile_max, row_max, row_sum, rescale, ld, n_vect
                         row.set(e.at(at, (line, 1)))
                 some.set(e.add(some.get(), add_in_tree(e, [one.get() for one in rest])))
             total.set(e.add(total.get(), some.get()))
-        scale = e.exp2([e.sub(old, base)], factor, lowest)[0]
+        scale = exp2(e, [e.sub(old, base)], factor, lowest)[0]
         e.store(e.at(rescale, lane), scale)
         e.store(e.at(row_sum, lane), e.fma(e.load(e.at(row_sum, lane)), scale, total.get()))
         e.store(e.at(row_max, lane), top)

@@ -13,7 +13,9 @@ from typing import Any
 from llvmlite import ir
 
 from fastattn._constants import EXP2_KEYS, EXPONENT_MIN
+from fastattn.backends.numba.codegen.across_lanes import reduce_lanes, sum_vectors
 from fastattn.backends.numba.codegen.emit import INT32, Emitter
+from fastattn.backends.numba.codegen.exponential import exp2
 from fastattn.backends.numba.codegen.intrinsics import stage
 from fastattn.backends.numba.codegen.register_tiles import (
     LINE_BYTES,
@@ -67,8 +69,8 @@ def _score_rows_tile(rows: int) -> Any:
             step(builder.mul(whole, e.count(width)), lambda address: e.load_first(address, tail))
 
         flat = [one.get() for row in sums for one in row]
-        totals = [e.sum_vectors(flat[i : i + e.lanes]) for i in range(0, len(flat), e.lanes)]
-        n = min(keys, e.lanes)  # scores of one row in adjacent lanes of a vector
+        totals = [sum_vectors(e, flat[i : i + e.lanes]) for i in range(0, len(flat), e.lanes)]
+        part = min(keys, e.lanes)  # scores of one row that lie side by side in a vector
         for r in range(rows):
             for j in range(0, keys, n):
                 vector, first = divmod(r * keys + j, e.lanes)
@@ -143,14 +145,14 @@ def softmax_row(e: Emitter, s, row_max, row_sum, n_vectors, factor, has_max) -> 
     with e.loop(e.count(0), n_vectors) as i:
         top.set(e.maximum(top.get(), e.load(e.at(s, (i, width)))))
     known = builder.icmp_signed("!=", has_max, e.count(0))
-    highest = builder.select(known, e.splat(e.load_scalar(row_max)), e.across(top.get(), e.maximum))
+    highest = builder.select(known, e.splat(e.load_scalar(row_max)), reduce_lanes(e, top.get(), e.maximum))
     e.store_scalar(row_max, e.lane(highest, 0))
     # -inf - 0 where the row is empty: -inf - -inf would be NaN.
     base = e.select(e.equal(highest, empty), e.zero(), highest)
     total = e.variable(e.zero())
 
     def weights(at: list[Any]) -> list[Any]:
-        x = e.exp2([e.sub(e.load(address), base) for address in at], factor, lowest)
+        x = exp2(e, [e.sub(e.load(address), base) for address in at], factor, lowest)
         for address, weight in zip(at, x, strict=True):
             e.store(address, weight)
         return x
@@ -167,7 +169,7 @@ def softmax_row(e: Emitter, s, row_max, row_sum, n_vectors, factor, has_max) -> 
         with builder.if_then(builder.icmp_signed("<", builder.add(first, e.count(i)), n_vectors)):
             one.set(weights([e.at(s, (builder.add(first, e.count(i)), width))])[0])
     total.set(e.add(total.get(), add_in_tree(e, [one.get() for one in rest])))
-    e.store_scalar(row_sum, e.lane(e.across(total.get(), e.add), 0))
+    e.store_scalar(row_sum, e.lane(reduce_lanes(e, total.get(), e.add), 0))
 
 
 def _accumulate_rows_tile(rows: int, vectors: int) -> Any:
@@ -226,7 +228,7 @@ def merge_row(e: Emitter, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_
     tops = [e.splat(e.load_scalar(row_max)), e.splat(e.load_scalar(row_max_2))]
     top = e.maximum(*tops)
     base = e.select(e.equal(top, empty), e.zero(), top)
-    one, two = e.exp2([e.sub(x, base) for x in tops], e.splat(factor), lowest)
+    one, two = exp2(e, [e.sub(x, base) for x in tops], e.splat(factor), lowest)
     e.store_scalar(row_max, e.lane(top, 0))
     sums = [e.splat(e.load_scalar(row_sum)), e.splat(e.load_scalar(row_sum_2))]
     e.store_scalar(row_sum, e.lane(e.fma(sums[0], one, e.mul(sums[1], two)), 0))

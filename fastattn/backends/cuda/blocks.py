@@ -1,0 +1,134 @@
+"""Where a block of threads finds everything: its query rows, and which keys they may attend to.
+
+Each function makes the device function of its name, for a specialisation or its shape; its docstring is that
+of the device function. sizes, cut, masks and q_view are as in `kernel.attend_kernel`; mask_views are those of
+start, stop, dense and tile_index.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba import cuda
+
+from fastattn.backends.cuda.form import Form, Shape
+from fastattn.backends.cuda.tiles import Thread, U
+
+
+class Block(NamedTuple):
+    """What a block of threads is to do.
+
+    It takes a tile of the query rows that read one key/value head, and a tile of the value's columns, over a
+    split of the keys.
+    """
+
+    item: int
+    named_item: int  #: the number that the caller's functions know the item by
+    kv_head: int
+    group: int  #: query heads that read the key/value head
+    split: int
+    column_tile: int
+    row0: int  #: first row of the tile, among those of all query heads that read the key/value head
+    n_rows: int  #: of these
+    column0: int  #: first column of the values
+
+
+class Rows(NamedTuple):
+    """The query rows of a block, in shared memory. Rows past the last repeat it, and are not stored."""
+
+    heads: Any
+    queries: Any
+    lines: Any  #: where each row begins in the queries
+    starts: Any  #: first key of its interval
+    stops: Any  #: behind the last key of its interval
+
+
+class Keys(NamedTuple):
+    """No row of a block may attend to a key outside of low .. high - 1.
+
+    As far as intervals say, all rows may attend to all of all_start .. all_stop - 1.
+    """
+
+    low: int
+    high: int
+    all_start: int
+    all_stop: int
+
+
+def find_thread(shape: Shape) -> Any:
+    """The `Thread` that asks."""
+    THREADS_K = shape.threads_k
+
+    @cuda.jit(device=True)
+    def find_thread():
+        number = cuda.threadIdx.x
+        return Thread(number, number % THREADS_K, number // THREADS_K)
+
+    return find_thread
+
+
+def find_block(shape: Shape) -> Any:
+    """The `Block` of the thread that asks."""
+    TILE_ROWS, TILE_COLUMNS = shape.tile_q, shape.tile_columns
+
+    @cuda.jit(device=True)
+    def find_block(sizes, cut):
+        batch, num_heads, num_kv_heads, len_q, _, _, _ = sizes
+        n_tiles, n_column_tiles, n_splits, _, first_item = cut
+        rest = cuda.blockIdx.x
+        kv_head, rest = rest % num_kv_heads, rest // num_kv_heads
+        column_tile, rest = rest % n_column_tiles, rest // n_column_tiles
+        split, rest = rest % n_splits, rest // n_splits
+        item, rest = rest % batch, rest // batch
+        row0 = (n_tiles - 1 - rest) * TILE_ROWS  # the last first: under a causal mask they have most to do
+        group = num_heads // num_kv_heads
+        return Block(
+            item, first_item + item, kv_head, group, split, column_tile, row0, group * len_q,
+            column_tile * TILE_COLUMNS,
+        )  # fmt: skip
+
+    return find_block
+
+
+def find_rows(form: Form) -> Any:
+    """Fills in the `Rows` of a block; all its threads take part."""
+    TILE_ROWS, THREADS, HAS_INTERVALS = form.shape.tile_q, form.shape.num_threads, form.has_intervals
+
+    @cuda.jit(device=True)
+    def find_rows(rows, block, thread, sizes, q_view, masks, mask_views):
+        _, _, _, len_q, len_k, _, _ = sizes
+        start, stop, _, _, _ = masks
+        start_view, stop_view, _, _ = mask_views
+        heads, queries, lines, starts, stops = rows
+        item = block.item
+        for row in range(thread.number, TILE_ROWS, THREADS):
+            at = min(block.row0 + row, block.n_rows - 1)
+            head, query = block.kv_head * block.group + at // len_q, at % len_q
+            heads[row], queries[row] = head, query
+            lines[row] = q_view[0] + item * q_view[1] + head * q_view[2] + query * q_view[3]
+            starts[row], stops[row] = 0, len_k
+            if HAS_INTERVALS:
+                starts[row] = start[U(start_view[0] + item * start_view[1] + query * start_view[2])]
+                stops[row] = stop[U(stop_view[0] + item * stop_view[1] + query * stop_view[2])]
+
+    return find_rows
+
+
+def find_keys(form: Form) -> Any:
+    """The `Keys` of these rows in a split, one of split_keys keys of len_k."""
+    TILE_ROWS, HAS_INTERVALS = form.shape.tile_q, form.has_intervals
+
+    @cuda.jit(device=True)
+    def find_keys(rows, len_k, split, split_keys):
+        starts, stops = rows.starts, rows.stops
+        low, high, all_start, all_stop = 0, len_k, 0, len_k
+        if HAS_INTERVALS:
+            low, high = len_k, 0
+            for row in range(TILE_ROWS):
+                if starts[row] < stops[row]:
+                    low, high = min(low, starts[row]), max(high, stops[row])
+                all_start, all_stop = max(all_start, starts[row]), min(all_stop, stops[row])
+        low, high = max(low, split * split_keys), min(high, (split + 1) * split_keys)
+        return Keys(low, high, all_start, all_stop)
+
+    return find_keys

@@ -1,0 +1,164 @@
+"""One tile of keys: which of them each row may attend to, and what is done to their raw scores. The only part
+of the kernel that knows masks and bias.
+
+Each function makes the device function of its name for a specialisation; its docstring is that of the device
+function. s are the scores of a thread, ROWS x KEYS, of a tile of keys that begins at key0. masks, aux, bias
+and bias_view are as in `kernel.attend_kernel`; mask_views, rows, block, keys and thread as in `blocks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from fastattn._mask_map import INDEX_FULL, TILE_K, TILE_Q, WORDS
+from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.tiles import U, place
+
+
+def maps_to_keys(form: Form) -> Any:
+    """Whether the mask map lets any row of the block attend to any of n_keys keys."""
+    TILE_ROWS, THREADS = form.shape.tile_q, form.shape.num_threads
+
+    @cuda.jit(device=True)
+    def maps_to_keys(masks, mask_views, rows, block, key0, n_keys, thread):
+        tile_index, view = masks[3], mask_views[3]
+        found = np.int32(0)
+        for row in range(thread.number, TILE_ROWS, THREADS):
+            line = view[0] + block.item * view[1] + rows.heads[row] * view[2]
+            line += rows.queries[row] // TILE_Q * view[3]
+            for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
+                if tile_index[U(line + key * view[4])] >= INDEX_FULL:
+                    found = np.int32(1)
+        return cuda.syncthreads_or(found) != 0
+
+    return maps_to_keys
+
+
+def is_allowed(form: Form) -> Any:
+    """Whether arrays let a row attend to a key.
+
+    start and stop are its interval. Its lines of dense and tile_index begin at dense_at and index_at, and
+    dense_col and index_col are elements from one entry of these to the next.
+    """
+    HAS_DENSE, HAS_MASK_MAP = form.has_dense, form.has_mask_map
+
+    @cuda.jit(device=True)
+    def is_allowed(masks, dense_at, dense_col, index_at, index_col, start, stop, query, key):
+        _, _, dense, tile_index, tile_bits = masks
+        allowed = start <= key < stop
+        if HAS_DENSE and allowed:
+            allowed = dense[U(dense_at + key * dense_col)] != 0
+        if HAS_MASK_MAP and allowed:
+            entry = tile_index[U(index_at + key // TILE_K * index_col)]
+            allowed = entry == INDEX_FULL
+            if entry >= 0:
+                word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
+                allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
+        return allowed
+
+    return is_allowed
+
+
+def allowed_bits(form: Form, mask_mod: Any) -> Any:
+    """Which of a thread's scores count, a bit for each, row by row.
+
+    Bits, as a loop that is not unrolled cannot touch what is in registers.
+    """
+    shape, HAS_MASK_MOD = form.shape, form.has_mask_mod
+    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
+    in_tile, arrays_allow = place(shape), is_allowed(form)
+
+    @cuda.jit(device=True)
+    def allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread):
+        _, _, dense_view, index_view = mask_views
+        item = block.item
+        bits = U(0)
+        for n in range(ROWS * KEYS):
+            row, key = in_tile(n // KEYS, thread.y, THREADS_Q), key0 + in_tile(n % KEYS, thread.x, THREADS_K)
+            head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
+            dense_at = dense_view[0] + item * dense_view[1] + head * dense_view[2] + query * dense_view[3]
+            index_at = index_view[0] + item * index_view[1] + head * index_view[2]
+            index_at += query // TILE_Q * index_view[3]
+            start, stop = max(rows.starts[row], keys.low), min(rows.stops[row], keys.high)
+            allowed = arrays_allow(
+                masks, dense_at, dense_view[4], index_at, index_view[4], start, stop, query, key
+            )
+            if HAS_MASK_MOD and allowed:
+                allowed = mask_mod(block.named_item, head, query, key, *aux)
+            if allowed:
+                bits |= U(1) << U(n)
+        return bits
+
+    return allowed_bits
+
+
+def modify_scores(form: Form, score_mod: Any) -> Any:
+    """s = scale * s, then softcap * tanh(s / softcap), then what the caller's function makes of it."""
+    real, shape = form.real, form.shape
+    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
+    HAS_SOFTCAP, HAS_SCORE_MOD = form.has_softcap, form.has_score_mod
+    in_tile = place(shape)
+
+    @cuda.jit(device=True)
+    def modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread):
+        for i in range(ROWS):
+            for c in range(KEYS):
+                s[i, c] *= scale
+                if HAS_SOFTCAP:
+                    s[i, c] = softcap * real(math.tanh(s[i, c] / softcap))
+        if HAS_SCORE_MOD:
+            for i in range(ROWS):
+                row = in_tile(i, thread.y, THREADS_Q)
+                head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
+                for c in range(KEYS):
+                    # Past the last key it is given that one: `aux` may have nothing beyond.
+                    key = min(key0 + in_tile(c, thread.x, THREADS_K), len_k - 1)
+                    s[i, c] = real(score_mod(s[i, c], block.named_item, head, query, key, *aux))
+
+    return modify_scores
+
+
+def mask_scores(form: Form) -> Any:
+    """s += bias, then -inf where that is -inf, or where the score's bit of `allowed` is 0."""
+    real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
+    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
+    MASKED = real(-math.inf)
+    in_tile = place(shape)
+
+    @cuda.jit(device=True)
+    def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
+        for i in range(ROWS):
+            row = in_tile(i, thread.y, THREADS_Q)
+            to_bias = bias_view[0] + block.item * bias_view[1]
+            to_bias += rows.heads[row] * bias_view[2] + rows.queries[row] * bias_view[3]
+            for c in range(KEYS):
+                x = MASKED
+                if (allowed >> U(i * KEYS + c)) & U(1) != U(0):
+                    x = s[i, c]
+                    if HAS_BIAS:
+                        key = key0 + in_tile(c, thread.x, THREADS_K)
+                        one = real(bias[U(to_bias + key * bias_view[4])])
+                        x = MASKED if one == MASKED else x + one
+                s[i, c] = x
+
+    return mask_scores
+
+
+def masked_bits(form: Form) -> Any:
+    """Which of a thread's scores are -inf, a bit for each as in `allowed_bits`."""
+    ROWS, KEYS, MASKED = form.shape.rows, form.shape.keys, form.real(-math.inf)
+
+    @cuda.jit(device=True)
+    def masked_bits(s):
+        masked = U(0)
+        for i in range(ROWS):
+            for c in range(KEYS):
+                if s[i, c] == MASKED:
+                    masked |= U(1) << U(i * KEYS + c)
+        return masked
+
+    return masked_bits

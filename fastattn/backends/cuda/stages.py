@@ -1,0 +1,330 @@
+"""The stages of `kernel.attend_kernel`: score, softmax, accumulate and finish.
+
+Each function makes the device function of its name for a specialisation; its docstring is that of the device
+function. s are the scores of a thread, ROWS x KEYS, of a tile of keys, and then their weights; acc are its
+sums of weights times values, ROWS x COLUMNS; row_max and row_sum are the running state of its rows. thread,
+rows and block are as in `blocks`, sizes as in `kernel.attend_kernel`, shared and staged as in `tiles`. A tile
+is partial (is_partial) where some rows may not attend to some of its keys.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from fastattn.backends.cuda import tiles
+from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.intrinsics import larger, power_of_two
+from fastattn.backends.cuda.tiles import U, layout
+
+
+@cache
+def power(dtype: str, is_natural: bool) -> Any:
+    """The weight of a score that is x below the largest one: 2^x, or e^x where scores are natural."""
+    LOG2E = np.dtype(dtype).type(math.log2(math.e))
+    exp2 = power_of_two(dtype)
+
+    @cuda.jit(device=True)
+    def power(x):
+        return exp2(x * LOG2E if is_natural else x)
+
+    return power
+
+
+def natural_unit(dtype: str, is_natural: bool) -> Any:
+    """What turns scores into natural logarithms; sinks always are."""
+    return np.dtype(dtype).type(1 if is_natural else math.log(2))
+
+
+@cache
+def softmax_base(dtype: str) -> Any:
+    """What weights are relative to in a row with the maximum `top`.
+
+    That is 0 for an empty row, as -inf less -inf would be NaN.
+    """
+    real = np.dtype(dtype).type
+    ZERO, MASKED = real(0), real(-math.inf)
+
+    @cuda.jit(device=True)
+    def softmax_base(top):
+        return top if top > MASKED else ZERO
+
+    return softmax_base
+
+
+def start_rows(form: Form) -> Any:
+    """The state of a thread's rows before any key."""
+    ROWS, COLUMNS, ZERO, MASKED = form.shape.rows, form.shape.columns, form.real(0), form.real(-math.inf)
+
+    @cuda.jit(device=True)
+    def start_rows(acc, row_max, row_sum):
+        for i in range(ROWS):
+            row_max[i], row_sum[i] = MASKED, ZERO
+            for c in range(COLUMNS):
+                acc[i, c] = ZERO
+
+    return start_rows
+
+
+def score(form: Form) -> Any:
+    """S = Q K^T.
+
+    The rows of queries begin at `lines`, the first of n_keys keys at at_k. q, k and their views are as in
+    `kernel.attend_kernel`.
+    """
+    shape, where = form.shape, layout(form.shape)
+    ROWS, KEYS, VECTOR, DEPTH, BUFFERS = shape.rows, shape.keys, shape.vector, shape.depth, shape.buffers
+    TO_KEYS, HALF, ZERO = where.to_keys, where.half, form.real(0)
+    fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(shape)
+    add_scores = tiles.add_products(form, DEPTH, KEYS, where.k_line)
+
+    @cuda.jit(device=True)
+    def score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged):
+        own_rows, own_keys = U(thread.y * VECTOR), U(thread.x * VECTOR)
+        for i in range(ROWS):
+            for c in range(KEYS):
+                s[i, c] = ZERO
+        fetch_scores(
+            q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, 0, head_dim, thread.number, staged
+        )
+        cuda.syncthreads()
+        put_scores(staged, shared, 0, thread.number)
+        cuda.syncthreads()
+        half = 0
+        for column in range(DEPTH, head_dim + DEPTH, DEPTH):
+            if column < head_dim:
+                fetch_scores(
+                    q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
+                    thread.number, staged,
+                )  # fmt: skip
+            add_scores(shared, own_rows + U(half * HALF), own_keys + U(half * HALF + TO_KEYS), s)
+            if BUFFERS == 1:
+                cuda.syncthreads()
+            else:
+                half = 1 - half
+            if column < head_dim:
+                put_scores(staged, shared, half, thread.number)
+            cuda.syncthreads()
+
+    return score
+
+
+def softmax(form: Form) -> Any:
+    """One step of the online softmax.
+
+    row_max takes in the scores, s becomes the weights power(s - row_max), acc and row_sum are rescaled to the
+    new row_max, and row_sum takes in the weights of the thread's own keys. Scores of -inf give exactly 0,
+    also while row_max is -inf. tile_max has room for a maximum per row.
+    """
+    shape, ZERO, MASKED = form.shape, form.real(0), form.real(-math.inf)
+    ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
+    weigh, larger_one, base_of = (
+        power(form.dtype, form.is_natural),
+        larger(form.dtype),
+        softmax_base(form.dtype),
+    )
+    largest = tiles.reduce_rows(shape, larger_one)
+
+    @cuda.jit(device=True)
+    def softmax(s, acc, row_max, row_sum, tile_max, thread, shared):
+        for i in range(ROWS):
+            tile_max[i] = MASKED
+            for c in range(KEYS):
+                tile_max[i] = larger_one(tile_max[i], s[i, c])
+        largest(tile_max, shared, thread.number)
+        for i in range(ROWS):
+            top = larger_one(row_max[i], tile_max[i])
+            base = base_of(top)
+            rescale = weigh(row_max[i] - base)
+            row_max[i] = top
+            sum_here = ZERO
+            for c in range(KEYS):
+                s[i, c] = weigh(s[i, c] - base)
+                sum_here += s[i, c]
+            row_sum[i] = cuda.fma(row_sum[i], rescale, sum_here)
+            for c in range(COLUMNS):
+                acc[i, c] *= rescale
+
+    return softmax
+
+
+def put_weights(form: Form) -> Any:
+    """Puts the weights into shared memory, transposed.
+
+    In a partial tile those with a bit in `masked` become -0, which no other weight is.
+    """
+    shape, Q_LINE, MINUS_ZERO = form.shape, layout(form.shape).q_line, form.real(-0.0)
+    ROWS, KEYS, VECTOR = shape.rows, shape.keys, shape.vector
+    THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
+    place, apart = tiles.place(shape), tiles.apart(shape)
+
+    @cuda.jit(device=True)
+    def put_weights(s, masked, is_partial, thread, shared):
+        if is_partial:
+            for i in range(ROWS):
+                for c in range(KEYS):
+                    if (masked >> U(i * KEYS + c)) & U(1) != U(0):
+                        s[i, c] = MINUS_ZERO
+        for c in range(KEYS):
+            for i in range(ROWS):
+                at = U(place(c, thread.x, THREADS_K) * Q_LINE) + U(thread.y * VECTOR) + apart(i, THREADS_Q)
+                shared[at] = s[i, c]
+
+    return put_weights
+
+
+def add_nonfinite_values(form: Form) -> Any:
+    """`add_values` for a piece of a partial tile with nonfinite values: masked weights add nothing.
+
+    So rows that may not read a nonfinite value do not see it. A thread's weights begin at own_rows, its
+    values at own_columns.
+    """
+    shape, Q_LINE, ZERO = form.shape, layout(form.shape).q_line, form.real(0)
+    ROWS, COLUMNS, VALUE_KEYS, TILE_COLUMNS = shape.rows, shape.columns, shape.value_keys, shape.tile_columns
+    THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
+    apart = tiles.apart(shape)
+
+    @cuda.jit(device=True)
+    def add_nonfinite_values(acc, own_rows, own_columns, shared):
+        for j in range(VALUE_KEYS):
+            for i in range(ROWS):
+                weight = shared[own_rows + U(j * Q_LINE) + apart(i, THREADS_Q)]
+                if weight != ZERO or math.copysign(1.0, weight) > 0:
+                    for c in range(COLUMNS):
+                        x = shared[own_columns + U(j * TILE_COLUMNS) + apart(c, THREADS_K)]
+                        acc[i, c] = cuda.fma(weight, x, acc[i, c])
+
+    return add_nonfinite_values
+
+
+def accumulate(form: Form) -> Any:
+    """O += P V, `value_keys` keys at a time.
+
+    The first of the tile's n_keys keys begins at at_v, and the first piece of values has been fetched;
+    `nonfinite` is 1 if any of that is, else 0. v and v_view are as in `kernel.attend_kernel`.
+    """
+    shape, where = form.shape, layout(form.shape)
+    TILE_KEYS, VALUE_KEYS, VECTOR, BUFFERS = shape.tile_k, shape.value_keys, shape.vector, shape.buffers
+    Q_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.to_values, where.values_half
+    fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(shape)
+    add_values = tiles.add_products(form, VALUE_KEYS, shape.columns, shape.tile_columns)
+    add_nonfinite = add_nonfinite_values(form)
+
+    @cuda.jit(device=True)
+    def accumulate(
+        acc, v, v_view, at_v, n_keys, nonfinite, is_partial, block, value_dim, thread, shared, staged
+    ):  # fmt: skip
+        own_rows, own_columns = U(thread.y * VECTOR), U(thread.x * VECTOR)
+        put_values(staged, shared, 0, thread.number)
+        has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
+        half = 0
+        for j0 in range(0, TILE_KEYS, VALUE_KEYS):
+            nonfinite = np.int32(0)
+            if j0 + VALUE_KEYS < TILE_KEYS:
+                nonfinite = fetch_values(
+                    v, at_v, v_view[3], v_view[4], j0 + VALUE_KEYS, n_keys, block.column0, value_dim,
+                    thread.number, staged,
+                )  # fmt: skip
+            to_weights, to_values = own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
+            if has_nonfinite and is_partial:
+                add_nonfinite(acc, to_weights, to_values, shared)
+            else:
+                add_values(shared, to_weights, to_values, acc)
+            if BUFFERS == 1:
+                cuda.syncthreads()
+            else:
+                half = 1 - half
+            if j0 + VALUE_KEYS < TILE_KEYS:
+                put_values(staged, shared, half, thread.number)
+                has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
+
+    return accumulate
+
+
+def write_weights(form: Form) -> Any:
+    """Writes the softmax of the scores of the keys from key0 on to `out`, which holds zeros.
+
+    row_max and row_sum are in memory, those of all rows.
+    """
+    shape, MASKED = form.shape, form.real(-math.inf)
+    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
+    weigh, place = power(form.dtype, form.is_natural), tiles.place(shape)
+
+    @cuda.jit(device=True)
+    def write_weights(s, row_max, row_sum, out, out_view, rows, block, sizes, key0, thread):
+        _, num_heads, _, len_q, _, _, _ = sizes
+        for i in range(ROWS):
+            row = place(i, thread.y, THREADS_Q)
+            if block.row0 + row < block.n_rows:
+                head, query = rows.heads[row], rows.queries[row]
+                line = (block.item * num_heads + head) * len_q + query
+                base, whole_sum = row_max[U(line)], row_sum[U(line)]
+                line = out_view[0] + block.item * out_view[1] + head * out_view[2] + query * out_view[3]
+                for c in range(KEYS):
+                    key = key0 + place(c, thread.x, THREADS_K)
+                    if s[i, c] != MASKED:
+                        out[U(line + key * out_view[4])] = weigh(s[i, c] - base) / whole_sum
+
+    return write_weights
+
+
+def finish(form: Form) -> Any:
+    """The results of a thread's rows and columns, from the state after all keys.
+
+    results are out, lse, row_max and row_sum of `kernel.attend_kernel`, result_views those of sinks, out and
+    lse.
+    """
+    real, shape = form.real, form.shape
+    ROWS, COLUMNS, THREADS_Q, THREADS_K = shape.rows, shape.columns, shape.threads_q, shape.threads_k
+    HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
+    ZERO, ONE, MASKED, UNIT = real(0), real(1), real(-math.inf), natural_unit(form.dtype, form.is_natural)
+    weigh, base_of = power(form.dtype, form.is_natural), softmax_base(form.dtype)
+    place = tiles.place(shape)
+
+    @cuda.jit(device=True)
+    def add(x, y):
+        return x + y
+
+    sum_rows = tiles.reduce_rows(shape, add)
+
+    @cuda.jit(device=True)
+    def finish(acc, row_max, row_sum, sinks, results, result_views, rows, block, sizes, thread, shared):
+        batch, num_heads, _, len_q, _, _, value_dim = sizes
+        out, lse, to_max, to_sum = results
+        sink_view, out_view, lse_view = result_views
+        item = block.item
+        sum_rows(row_sum, shared, thread.number)
+        for i in range(ROWS):
+            row = place(i, thread.y, THREADS_Q)
+            if block.row0 + row < block.n_rows:
+                head, query = rows.heads[row], rows.queries[row]
+                base, whole_sum, factor = row_max[i], row_sum[i], ONE
+                line = ((block.split * batch + item) * num_heads + head) * len_q + query
+                at, step = line * value_dim, 1
+                if not IS_PARTS:
+                    sink = MASKED
+                    if HAS_SINKS:
+                        sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
+                    base = base_of(max(row_max[i], sink))
+                    rescale = weigh(row_max[i] - base)
+                    is_empty = whole_sum == ZERO  # of weights, the largest of which is 1
+                    whole_sum = cuda.fma(whole_sum, rescale, weigh(sink - base))
+                    factor = ZERO if is_empty else rescale / whole_sum
+                    at = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
+                    step = out_view[4]
+                    if block.column_tile == 0 and thread.x == 0:
+                        to = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
+                        lse[U(to)] = sink if is_empty else base * UNIT + real(math.log(whole_sum))
+                if block.column_tile == 0 and thread.x == 0:
+                    to_max[U(line)], to_sum[U(line)] = base, whole_sum
+                for c in range(COLUMNS):
+                    column = block.column0 + place(c, thread.x, THREADS_K)
+                    if IS_EVEN or column < value_dim:
+                        # +0 for a zero of either sign: a masked value may have given it that.
+                        out[U(at + column * step)] = cuda.fma(acc[i, c], factor, ZERO)
+
+    return finish

@@ -20,17 +20,14 @@ from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals,
 from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, LINE_BYTES
 from fastattn.backends.numba.codegen.row_tiles import WIDE_1, WIDE_2, WIDE_4
 
-# Helpers stand outside of the kernels: the disk cache identifies a function by its closure too, and a Numba
-# function in it would never compare equal to the one of another process.
+# Module functions, not closures of the kernels: the disk cache's key includes what a function has in its
+# closure, and Numba functions compare by identity.
 
 
 @njit(**calls.OPTIONS)
 def lines_before(r, n_rows, row_nbytes):
-    """How many of the cache lines of a row are prefetched before row r of n_rows has its turn.
-
-    The query rows share the prefetches of a row of row_nbytes bytes, as a core can wait for few lines at a
-    time.
-    """
+    """How many cache lines of a row of row_nbytes are prefetched before row r of n_rows is computed: the
+    prefetches are spread over the rows, as a core has few outstanding loads."""
     return (row_nbytes + LINE_BYTES - 1) // LINE_BYTES * r // n_rows
 
 
@@ -52,36 +49,36 @@ def accumulate_group(
         stop = min(value_dim, c + vectors * lanes)
         prefetch_to = n_lines * stop // value_dim
         to, at = acc + c * size, v + c * size
-        ahead, lines = prefetch + prefetched * LINE_BYTES, prefetch_to - prefetched
+        start, lines = prefetch + prefetched * LINE_BYTES, prefetch_to - prefetched
         if vectors == wide:
             if count == 4:
                 row_tiles.accumulate_rows_wide_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_wide_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_wide_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
         elif vectors == wide // 2 and left >= vectors * lanes:
             if count == 4:
                 row_tiles.accumulate_rows_half_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
             elif count == 2:
                 row_tiles.accumulate_rows_half_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
             else:
                 row_tiles.accumulate_rows_half_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left,
-                                                 is_first, ahead, lines)  # fmt: skip
+                                                 is_first, start, lines)  # fmt: skip
         elif count == 4:
             row_tiles.accumulate_rows_last_4(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                             ahead, lines)  # fmt: skip
+                                             start, lines)  # fmt: skip
         elif count == 2:
             row_tiles.accumulate_rows_last_2(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                             ahead, lines)  # fmt: skip
+                                             start, lines)  # fmt: skip
         else:
             row_tiles.accumulate_rows_last_1(zero, to, ld, p, p_ld, at, v_row, n_keys, left, is_first,
-                                             ahead, lines)  # fmt: skip
+                                             start, lines)  # fmt: skip
         c, prefetched = stop, prefetch_to
 
 

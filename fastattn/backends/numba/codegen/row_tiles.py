@@ -70,7 +70,7 @@ def _score_rows_tile(rows: int) -> Any:
 
         flat = [one.get() for row in sums for one in row]
         totals = [sum_vectors(e, flat[i : i + e.lanes]) for i in range(0, len(flat), e.lanes)]
-        part = min(keys, e.lanes)  # scores of one row that lie side by side in a vector
+        n = min(keys, e.lanes)  # scores of one row in adjacent lanes of a vector
         for r in range(rows):
             for j in range(0, keys, n):
                 vector, first = divmod(r * keys + j, e.lanes)

@@ -170,6 +170,19 @@ def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
     return sorted(of_one_test, key=place)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def products_in_one_thread() -> Iterator[None]:
+    """NumPy's own products here, not in other processes: its threads wait for the next one by spinning, which
+    takes longer than the products of most tests, on the cores of the other workers."""
+    try:
+        import threadpoolctl
+    except ImportError:
+        yield
+        return
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
+
+
 @pytest.fixture(params=USABLE)
 def backend(request: pytest.FixtureRequest) -> Engine:
     """Every usable backend, on the instruction set it chose for itself."""

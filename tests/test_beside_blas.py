@@ -79,6 +79,14 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def products_in_all_threads():
+    """As they are outside of `tests.conftest.products_in_one_thread`."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    with threadpoolctl.threadpool_limits(_host.available_cores(), user_api="blas"):
+        yield
+
+
 @pytest.fixture
 def shareable():
     if reason := _blas.numpy_blas().reason_not_shared():

@@ -26,7 +26,7 @@ from fastattn._constants import (
     SPLIT_TASKS,
     UNCACHED_NBYTES,
 )
-from fastattn._problem import Problem, Sizes
+from fastattn._problem import AnyProblem, Problem, Sizes
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 
@@ -71,7 +71,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         num_threads = 1
     block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
-    is_natural = problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
+    is_natural = needs_natural_scores(problem)
     factors = score_factors(problem.scale, problem.softcap, problem.query.itemsize, is_natural)
     columns = sizes.head_dim + sizes.value_dim
     if rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD):
@@ -115,6 +115,13 @@ def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tupl
     return copies_keys, packs_values
 
 
+def needs_natural_scores(problem: AnyProblem) -> bool:
+    """Whether scores must not be held times log2(e), because something given in natural units must stay
+    exact: a bias of any finite size must not overflow, a row with a sink alone has just that as its lse, and
+    the user's function sees scores as they are."""
+    return problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
+
+
 @lru_cache(maxsize=1024)
 def score_factors(
     scale: float, softcap: float | None, itemsize: int, is_natural: bool
@@ -146,9 +153,7 @@ def score_factors(
     itemsize : int
         Of a score, 4 or 8.
     is_natural : bool
-        Whether something given in natural units must stay exact: a bias of any finite size must not
-        overflow, a row with a sink alone has just that as its lse, and the user's function sees scores as
-        they are.
+        See `needs_natural_scores`.
 
     Returns
     -------

@@ -11,6 +11,7 @@ import numpy as np
 from fastattn._constants import LOG2E
 from fastattn._device import DeviceArray
 from fastattn._problem import AnyProblem
+from fastattn._schedule import needs_natural_scores
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
@@ -74,10 +75,14 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
+    # Times log2(e), a large scale or soft-cap would make infinite what is not.
+    is_natural = (
+        needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
+    )
     form = Form(
         str(dtype), shape, key_start is not None, problem.dense is not None, mask_map is not None,
         problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
-        problem.score_mod is not None, problem.mask_mod is not None, abs(problem.scale) * LOG2E > 1,
+        problem.score_mod is not None, problem.mask_mod is not None, is_natural,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
         D % shape.span == E % shape.span == 0 and all(x.is_packed(dtype, shape.span) for x in (q, k, v)),
         "out" if n_splits == 1 else "parts",

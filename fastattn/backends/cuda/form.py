@@ -52,18 +52,10 @@ class Form(NamedTuple):
     has_sinks: bool
     has_score_mod: bool
     has_mask_mod: bool
-    has_large_scale: bool  #: times log2(e) it is above 1
+    is_natural: bool  #: scores are held as they are, and not times log2(e)
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
     is_packed: bool  #: queries, keys and values lie in whole spans of 16 bytes
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
-
-    @property
-    def is_natural(self) -> bool:
-        """Whether scores are held as they are, and not times log2(e): the largest finite numbers would become
-        infinite, and a bias or a sink may be one, or a score where the scale is large. So a score_mod wants
-        them, too."""
-        is_given = self.has_bias or self.has_softcap or self.has_sinks or self.has_score_mod
-        return is_given or self.has_large_scale
 
     @property
     def real(self) -> type[np.floating]:

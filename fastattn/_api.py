@@ -120,10 +120,11 @@ def attention(
     Parameters
     ----------
     query : array_like, shape (..., H, L, D)
-        float32 or float64, and integers or bools, which count as float64. Two axes stand for one head,
-        ``(L, D)``, and then `key` and `value` have two as well; three are ``(H, L, D)``. It may be an array
-        on an NVIDIA GPU, one with ``__cuda_array_interface__`` or DLPack: then all of query, key, value,
-        mask array, bias, sinks and `out` are on that GPU.
+        float32 or float64; float16 or bfloat16 (of `ml_dtypes`), which are storage, see Notes; and integers
+        or bools, which count as float64. Two axes stand for one head, ``(L, D)``, and then `key` and `value`
+        have two as well; three are ``(H, L, D)``. It may be an array on an NVIDIA GPU, one with
+        ``__cuda_array_interface__`` or DLPack: then all of query, key, value, mask array, bias, sinks and
+        `out` are on that GPU.
     key : array_like, shape (..., K, S, D)
         ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
         multi-query attention). The leading axes broadcast as in `numpy.matmul`.
@@ -132,7 +133,7 @@ def attention(
     mask : fastattn.masks.Mask or array_like of bool or int, optional
         Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
         an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
-    bias : array_like of float16, float32 or float64, optional
+    bias : array_like of float16, bfloat16, float32 or float64, optional
         Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
         ``(..., H, L, S)``. ``-inf`` masks.
     causal : {False, True, "top_left", "bottom_right"}, default False
@@ -182,9 +183,10 @@ def attention(
     Raises
     ------
     TypeError
-        A dtype that is not supported (complex, object, string, longdouble, float16), a float mask, a bias
-        that is not float, a masked array, a tensor that requires grad, an `out` of another dtype, an option
-        of the wrong kind, or one that there is not (for PyTorch's the message says what takes its place).
+        A dtype that is not supported (complex, object, string, longdouble), float16 with bfloat16, a float
+        mask, a bias that is not float, a masked array, a tensor that requires grad, an `out` of another
+        dtype, an option of the wrong kind, or one that there is not (for PyTorch's the message says what
+        takes its place).
     ValueError
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
@@ -211,6 +213,11 @@ def attention(
 
     Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
     relative to the running maximum.
+
+    16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
+    give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
+    then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
+    and the bits of a result that is not in 16 bits are those of the call on upcast arrays.
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few

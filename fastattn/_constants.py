@@ -104,6 +104,7 @@ SMALL_WORK = 400_000
 # 4096 keys, and 5 % at 8192 with 2 MB each. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 COPY_BLOCKS = 8
 GAP_BLOCKS = 3
+STORED_BLOCKS = 2  # of keys and values in 16 bits, which are converted in any case
 COPY_NBYTES = 1 << 20
 
 # Up to this many query rows of a key/value head, or fewer than a vector has lanes, split-KV is used; more

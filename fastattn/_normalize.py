@@ -23,6 +23,7 @@ from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
 from fastattn._problem import MAX_DIM, MAX_ROWS, Problem
+from fastattn._storage import FLOAT32, FLOAT64, REAL, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_FLOAT32 = np.dtype(np.float32)
-_FLOAT64 = np.dtype(np.float64)
 _AXES = {"bhsd": "(..., heads, length, dim)", "bshd": "(..., length, heads, dim)"}
 _HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
 _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
@@ -58,12 +57,24 @@ class Request(NamedTuple):
 
 
 class _Inputs:
-    """Query, key and value as ``(*lead, heads, length, dim)`` views in the compute dtype."""
+    """Query, key and value as ``(*lead, heads, length, dim)`` views, in the dtype of the computation or in 16
+    bits."""
 
-    __slots__ = ("flat", "key", "query", "sizes", "swapped", "value")
+    __slots__ = ("dtype", "flat", "key", "query", "result", "sizes", "swapped", "value")
 
-    def __init__(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, *, flat: bool, swapped: bool):
+    def __init__(
+        self,
+        query: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        *,
+        dtype: np.dtype,
+        result: np.dtype,
+        flat: bool,
+        swapped: bool,
+    ):
         self.query, self.key, self.value = query, key, value
+        self.dtype, self.result = dtype, result  #: of the computation, and of its results
         self.flat = flat  #: the caller gave matrices: one head without an axis of its own
         self.swapped = swapped  #: the caller's length axis stands before the head axis
         *_, H, L, _ = query.shape
@@ -247,8 +258,8 @@ def normalize_sdpa(
         array = as_array(attn_mask, "attn_mask")
         if array.dtype.kind != "b" and not _is_bias_dtype(array.dtype):
             raise TypeError(
-                f"attn_mask must be bool (True = may attend), or float16, float32 or float64 (added), "
-                f"got dtype {array.dtype}"
+                f"attn_mask must be bool (True = may attend), or float16, bfloat16, float32 or float64 "
+                f"(added), got dtype {array.dtype}"
             )
         array = _broadcast_scores(array, (*lead, H, L, S), "attn_mask", inputs.flat)
         if array.dtype.kind == "b":
@@ -279,7 +290,10 @@ def as_pieces(
             )
     check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
     check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
-    return list(zip(pieces, sums, strict=True)), _promote(*pieces), _promote(*sums)
+    named = ({f"{name}[{n}]": array for n, array in enumerate(given)} for name, given in
+             (("outs", pieces), ("lses", sums)))  # fmt: skip
+    out_dtype, lse_dtype = (_promote(**arrays) for arrays in named)
+    return list(zip(pieces, sums, strict=True)), out_dtype, lse_dtype
 
 
 # What shapes that do not fit may be ----------------------------------------------------------------
@@ -317,7 +331,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
         if bias is not None:
             _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
         if sinks is not None:
-            _sinks(sinks, H, _FLOAT32)
+            _sinks(sinks, H, FLOAT32)
     except Exception:  # of any kind: a hint must not put an error of its own in the place of the first
         return False
     return True
@@ -352,9 +366,11 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
         check_places(query=q, key=k, value=v)
-    dtype = _compute_dtype(q, k, v)
+    dtype, result = _dtypes(q, k, v)
     if not (q.dtype == k.dtype == v.dtype == dtype):
-        q, k, v = (_as_dtype(array, dtype, name) for array, name in _named(q, k, v))
+        q, k, v = (
+            array if _is_stored(array) else _as_dtype(array, dtype, name) for array, name in _named(q, k, v)
+        )
 
     ranks = (q.ndim, k.ndim, v.ndim)
     if min(ranks) < 2:
@@ -385,7 +401,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
         q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:]), name) for array, name in _named(q, k, v))
-    inputs = _Inputs(q, k, v, flat=min(ranks) == 2, swapped=swapped)
+    inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
 
@@ -448,28 +464,47 @@ def check_places(**arrays: Any) -> None:
         raise ValueError(f"all arrays must be on the host, or all on one GPU; got {listed}")
 
 
-def _compute_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
+def _dtypes(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.dtype, np.dtype]:
+    """What is computed in, and what the results are of: 16-bit types are computed in float32."""
     dtype = q.dtype
-    if dtype == k.dtype == v.dtype and dtype in (_FLOAT32, _FLOAT64):
-        return dtype
+    if dtype == k.dtype == v.dtype and dtype in (FLOAT32, FLOAT64):
+        return dtype, dtype
     for array, name in _named(q, k, v):
         _check_number_dtype(array, name)
-    return _promote(q, k, v)
+    result = _promote(**{name: array for array, name in _named(q, k, v)})
+    return (result if storage_of(result) == REAL else FLOAT32), result
 
 
-def _promote(*arrays: np.ndarray) -> np.dtype:
-    """The native float dtype that the arrays promote to, where integers and bools count as float64."""
-    counted = (_FLOAT64 if array.dtype.kind in "biu" else array.dtype for array in arrays)
+def _promote(**arrays: np.ndarray) -> np.dtype:
+    """The native float dtype that the arrays promote to, where integers and bools count as float64.
+
+    A 16-bit type is that of arrays that all have it, and leaves others as they are. (`numpy.result_type`
+    knows no rule for bfloat16.)
+    """
+    stored = {name: array.dtype for name, array in arrays.items() if storage_of(array.dtype) != REAL}
+    if len({storage_of(dtype) for dtype in stored.values()}) > 1:
+        listed = ", ".join(f"{name} is {dtype.name}" for name, dtype in stored.items())
+        last = list(stored)[-1]
+        other = next(dtype.name for dtype in stored.values() if storage_of(dtype) != storage_of(stored[last]))
+        raise TypeError(f"two 16-bit types do not promote: {listed}; cast one, {last}.astype({other!r})")
+    others = [array.dtype for name, array in arrays.items() if name not in stored]
+    counted = (FLOAT64 if dtype.kind in "biu" else dtype for dtype in others or stored.values())
     return np.result_type(*counted).newbyteorder("=")
+
+
+def _is_stored(array: np.ndarray) -> bool:
+    """Whether an array is in 16 bits, which kernels read as they are."""
+    return storage_of(array.dtype) != REAL and type(array) is np.ndarray
 
 
 def _check_number_dtype(array: np.ndarray, name: str) -> None:
     dtype = array.dtype
-    if dtype.kind not in "biu" and not (dtype.kind == "f" and dtype.itemsize in (4, 8)):
-        raise TypeError(
-            f"{name} has dtype {dtype}; supported are float32 and float64, "
-            f"and integers and bools, which count as float64"
-        )
+    if dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL:
+        return
+    raise TypeError(
+        f"{name} has dtype {dtype}; supported are float32, float64, float16 and bfloat16, "
+        f"and integers and bools, which count as float64"
+    )
 
 
 def _as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -573,12 +608,14 @@ def _bias(bias: ArrayLike) -> np.ndarray:
     array = as_array(bias, "bias")
     if not _is_bias_dtype(array.dtype):
         hint = "; to allow keys use mask=" if array.dtype.kind in "biu" else ""
-        raise TypeError(f"bias must be a float16, float32 or float64 array, got dtype {array.dtype}{hint}")
+        raise TypeError(
+            f"bias must be a float16, bfloat16, float32 or float64 array, got dtype {array.dtype}{hint}"
+        )
     return array
 
 
 def _is_bias_dtype(dtype: np.dtype) -> bool:
-    return dtype.kind == "f" and dtype.itemsize <= 8
+    return (dtype.kind == "f" and dtype.itemsize <= 8) or storage_of(dtype) != REAL
 
 
 def _broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:
@@ -609,7 +646,7 @@ def _assemble(
     """Checks the remaining options, and makes room for the results."""
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
     lead, H, L, S = inputs.sizes
-    dtype = q.dtype
+    dtype, result = inputs.dtype, inputs.result
     scale = 1 / sqrt(q.shape[-1]) if scale is None else _finite(scale, "scale")
     if softcap is not None:
         softcap = _finite(softcap, "softcap")
@@ -624,22 +661,22 @@ def _assemble(
     rows: tuple[int, ...] = (*lead, H, L)
     if flat:
         shape, rows = (L, E), (L,)
-    given = None if out is None else _check_out(out, shape, dtype)
+    given = None if out is None else _check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
     if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
         check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
     staged = None
     if given is None:
-        out = target = _empty(shape, dtype, q, "the result")
+        out = target = _empty(shape, result, q, "the result")
     else:
         target = given
         reads = (q, k, v, bias, sinks, lowered.dense)
         if may_fail or any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
-            staged = target = np.empty(shape, dtype)
+            staged = target = np.empty(shape, given.dtype)
     lse = _empty(rows, dtype, q, "the lse") if return_lse else None
-    weights = _empty((*rows, S), dtype, q, "the weights") if return_weights else None
+    weights = _empty((*rows, S), result, q, "the weights") if return_weights else None
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
@@ -655,6 +692,7 @@ def _assemble(
         out=target,
         lse=lse,
         weights=weights,
+        dtype=dtype,
         scale=scale,
         softcap=softcap,
         bias=bias,
@@ -684,7 +722,8 @@ def _finite(value: Any, name: str) -> float:
 
 def _sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
     array = as_array(sinks, "sinks")
-    if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
+    is_number = array.dtype.kind in "iuf" or storage_of(array.dtype) != REAL
+    if not is_number or array.dtype.itemsize > 8:
         raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
     if array.shape != (num_heads,):
         raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}")
@@ -704,14 +743,15 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any, name: str) -> A
         raise ValueError(f"{name} would have shape {shape}, and more than 2**63 bytes") from None
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """`out` as an array to write to."""
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
+    """`out` as an array to write to, of the result's dtype or of that of the computation."""
     array = as_device_array(out, "out")
     if array is None and not isinstance(out, np.ndarray):
         raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
     out = np.asarray(out) if array is None else array
-    if out.dtype != dtype:
-        raise TypeError(f"out must have the result's dtype {dtype}, got {out.dtype}")
+    if out.dtype != dtype and out.dtype != computed:
+        wide = "" if computed == dtype else f", or {computed}"
+        raise TypeError(f"out must have the result's dtype {dtype}{wide}, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if out.memory.readonly if isinstance(out, DeviceArray) else not out.flags.writeable:

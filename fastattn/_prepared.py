@@ -133,8 +133,8 @@ class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_bits", "_dtype", "_held", "_len_k", "_limit", "_lse_shape", "_mask_is_bias", "_may_fail",
-        "_num_threads", "_shape", "_weights_shape", "by_threads", "held_nbytes", "is_small",
+        "_bits", "_held", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail", "_num_threads", "_out",
+        "_weights", "by_threads", "held_nbytes", "is_small",
     )  # fmt: skip
 
     def __init__(
@@ -147,11 +147,11 @@ class PreparedCall:
     ) -> None:
         problem = request.problem
         arrays = problem.arrays()
-        out, *others = request.results
-        self._shape, self._dtype = out.shape, out.dtype
-        shapes = iter(others)
-        self._lse_shape = None if problem.lse is None else next(shapes).shape
-        self._weights_shape = None if problem.weights is None else next(shapes).shape
+        # The shape and dtype of each result that the caller wants.
+        results = iter([(result.shape, result.dtype) for result in request.results])
+        self._out = next(results)
+        self._lse = None if problem.lse is None else next(results)
+        self._weights = None if problem.weights is None else next(results)
         self._mask_is_bias = given[3] is not None and given[4] is None and problem.bias is not None
         self._held = arrays[_KEY_START : _KEY_START + 3]
         self._bits = arrays[-1]
@@ -199,13 +199,13 @@ class PreparedCall:
                 return None
         result = out
         if out is None or self._may_fail:
-            result = np.empty(self._shape, self._dtype)
+            result = np.empty(*self._out)
         if out is not None:
             for array in (query, key, value, mask, bias, sinks):
                 if array is not None and np.may_share_memory(out, array):
                     return None
-        lse = None if self._lse_shape is None else np.empty(self._lse_shape, self._dtype)
-        weights = None if self._weights_shape is None else np.empty(self._weights_shape, self._dtype)
+        lse = None if self._lse is None else np.empty(*self._lse)
+        weights = None if self._weights is None else np.empty(*self._weights)
         if self._mask_is_bias:
             mask, bias = None, mask
         prepared.run(

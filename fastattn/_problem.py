@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 import numpy as np
 
 from fastattn._mask_map import Band, Intervals, MaskMap, intersect
+from fastattn._storage import BFLOAT16, REAL, storage_of
 
 # Bounds on the sizes of one call, far beyond what memory holds, but axes of stride 0 can reach them. Within
 # them no number that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
@@ -84,16 +85,17 @@ class Problem(NamedTuple, Generic[Array]):
     the ``bias`` is added.
     """
 
-    query: Array  #: ``(*lead, H, L, D)``, float32 or float64, native byte order, any strides
-    key: Array  #: ``(*lead, K, S, D)``, same dtype
-    value: Array  #: ``(*lead, K, S, E)``, same dtype
-    out: Array  #: ``(*lead, H, L, E)``, same dtype, any strides, no overlap with inputs; output
-    lse: Array | None  #: ``(*lead, H, L)``, same dtype, C-contiguous; output
-    weights: Array | None  #: ``(*lead, H, L, S)``, same dtype, C-contiguous; output
+    query: Array  #: ``(*lead, H, L, D)``, of `dtype`, or float16 or bfloat16; any strides
+    key: Array  #: ``(*lead, K, S, D)``, the same
+    value: Array  #: ``(*lead, K, S, E)``, the same
+    out: Array  #: ``(*lead, H, L, E)``, of `dtype` or in 16 bits, any strides, no overlap with inputs; output
+    lse: Array | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous; output
+    weights: Array | None  #: ``(*lead, H, L, S)``, of `dtype` or in 16 bits, C-contiguous; output
+    dtype: np.dtype  #: of the computation, float32 or float64, native
     scale: float
     softcap: float | None
-    bias: Array | None  #: ``(*lead, H, L, S)`` view; float16/32/64, any byte order and strides
-    sinks: Array | None  #: ``(H,)``, same dtype as query, contiguous
+    bias: Array | None  #: ``(*lead, H, L, S)`` view; bfloat16, float16/32/64, any byte order and strides
+    sinks: Array | None  #: ``(H,)``, of `dtype`, contiguous
     band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
     key_stop: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S
@@ -110,6 +112,13 @@ class Problem(NamedTuple, Generic[Array]):
             self.key_start, self.key_stop, None if mask_map is None else mask_map.index,
             None if band is None else band.lengths, self.sinks, None if mask_map is None else mask_map.bits,
         )  # fmt: skip
+
+    def stored(self) -> list[str]:
+        """Which arrays are in 16 bits, for backends that read none; a float16 bias is read by all."""
+        arrays: dict[str, Any] = {"query": self.query, "key": self.key, "value": self.value}
+        if self.bias is not None and storage_of(self.bias.dtype) == BFLOAT16:
+            arrays["bias"] = self.bias
+        return [f"{n} is {a.dtype.name}" for n, a in arrays.items() if storage_of(a.dtype) != REAL]
 
     @property
     def device(self) -> str:

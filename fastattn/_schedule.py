@@ -24,9 +24,11 @@ from fastattn._constants import (
     PREFETCH_DISTANCE,
     SMALL_WORK,
     SPLIT_TASKS,
+    STORED_BLOCKS,
     UNCACHED_NBYTES,
 )
 from fastattn._problem import AnyProblem, Problem, Sizes
+from fastattn._storage import REAL, storage_of
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 
@@ -55,6 +57,8 @@ class Schedule(NamedTuple):
     n_splits: int  #: split-KV: tasks that share a key/value head
     copies_keys: bool  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool  #: each thread packs the values of a head into panels
+    converts_keys: bool  #: keys in 16 bits are converted tile by tile, not copied
+    converts_values: bool  #: values in 16 bits likewise
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
     query_factor: float  #: this and the others are those of `score_factors`
     score_root: float
@@ -72,24 +76,26 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
     is_natural = needs_natural_scores(problem)
-    factors = score_factors(problem.scale, problem.softcap, problem.query.itemsize, is_natural)
+    factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, is_natural)
     columns = sizes.head_dim + sizes.value_dim
     if rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
-        itemsize = problem.query.itemsize
-        if heads * len_k * columns * itemsize >= UNCACHED_NBYTES:
+        row_nbytes = sizes.head_dim * problem.key.itemsize, sizes.value_dim * problem.value.itemsize
+        if heads * len_k * sum(row_nbytes) >= UNCACHED_NBYTES:
             prefetch_rows = (
-                PREFETCH_DISTANCE // max(1, sizes.head_dim * itemsize) + 1,
-                PREFETCH_DISTANCE // max(1, sizes.value_dim * itemsize) + 1,
+                PREFETCH_DISTANCE // max(1, row_nbytes[0]) + 1,
+                PREFETCH_DISTANCE // max(1, row_nbytes[1]) + 1,
             )
         n_tasks = heads * n_splits
         return Schedule(
             min(num_threads, n_tasks), small, True, block_k, n_vectors, 1, n_vectors * lanes, n_tasks, tiles,
-            n_splits, False, False, prefetch_rows, *factors,
+            n_splits, False, False, _needs_tile(problem.key, problem), _needs_tile(problem.value, problem),
+            prefetch_rows, *factors,
         )  # fmt: skip
     n_blocks = -(-n_vectors // target.max_vectors)
     copies_keys = packs_values = False
+    keys_are_stored, values_are_stored = _is_stored(problem.key), _is_stored(problem.value)
     if n_blocks > 1:
         # Query blocks that one thread computes per copy that it makes.
         copies_keys, packs_values = _copies(
@@ -97,22 +103,36 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         )
     return Schedule(
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
-        -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values, (0, 0),
-        *factors,
+        -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
+        keys_are_stored and not copies_keys, values_are_stored and not packs_values, (0, 0), *factors,
     )  # fmt: skip
 
 
 def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tuple[bool, bool]:
     """Whether a thread copies the keys of a head, and packs its values, for so many query blocks."""
-    itemsize, len_k = problem.query.itemsize, sizes.len_k
+    itemsize, len_k = problem.dtype.itemsize, sizes.len_k
     value_nbytes = len_k * _up(sizes.value_dim, target.panel_columns) * itemsize
-    packs_values = (
-        blocks >= (GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS) and value_nbytes <= COPY_NBYTES
-    )
-    copies_keys = (
-        blocks >= COPY_BLOCKS and _has_gaps(problem.key) and len_k * sizes.head_dim * itemsize <= COPY_NBYTES
-    )
+    if _is_stored(problem.value):
+        pack_blocks = STORED_BLOCKS
+    else:
+        pack_blocks = GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS
+    packs_values = blocks >= pack_blocks and value_nbytes <= COPY_NBYTES
+    copy_blocks = STORED_BLOCKS if _is_stored(problem.key) else COPY_BLOCKS
+    gains = _is_stored(problem.key) or _has_gaps(problem.key)
+    copies_keys = gains and blocks >= copy_blocks and len_k * sizes.head_dim * itemsize <= COPY_NBYTES
     return copies_keys, packs_values
+
+
+def _is_stored(array: np.ndarray) -> bool:
+    """Whether an array is in 16 bits."""
+    return storage_of(array.dtype) != REAL
+
+
+def _needs_tile(array: np.ndarray, problem: Problem) -> bool:
+    """Whether the kernels of few rows cannot read it in place: not contiguous, in 16 bits beside float64, or
+    with swapped bytes."""
+    is_read = not _is_stored(array) or (array.dtype.isnative and problem.dtype.itemsize == 4)
+    return array.strides[-1] != array.itemsize or not is_read
 
 
 def needs_natural_scores(problem: AnyProblem) -> bool:

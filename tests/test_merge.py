@@ -120,7 +120,9 @@ def test_inputs_are_left_alone():
 
 COUNTS = "merge_attention needs as many outs as lses, and at least one; got "
 SHAPES = "every out must have one shape (..., E) and every lse its (...); got outs "
-DTYPES = "; supported are float32 and float64, and integers and bools, which count as float64"
+DTYPES = (
+    "; supported are float32, float64, float16 and bfloat16, and integers and bools, which count as float64"
+)
 
 
 @pytest.mark.parametrize(

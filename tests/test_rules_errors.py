@@ -42,8 +42,10 @@ def shapes_of(arguments):
 TWO_AXES = "query, key and value must have at least 2 axes"
 ONE_HEAD = "two axes stand for one head, and then query, key and value all have two"
 MULTIPLE = "the heads of query must be a multiple of those of key and value, got "
-DTYPES = "; supported are float32 and float64, and integers and bools, which count as float64"
-BIAS = "bias must be a float16, float32 or float64 array, got dtype "
+DTYPES = (
+    "; supported are float32, float64, float16 and bfloat16, and integers and bools, which count as float64"
+)
+BIAS = "bias must be a float16, bfloat16, float32 or float64 array, got dtype "
 MASK = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
 NOT_A_BIAS = "; for numbers added to the scores use bias=, else .astype(bool)"
 CAUSAL = 'causal must be False, True, "top_left" or "bottom_right", got '

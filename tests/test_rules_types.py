@@ -151,4 +151,4 @@ def test_other_types_are_refused_by_name(backend, argument, dtype):
     arrays[argument] = np.zeros(arrays[argument].shape, dtype)
     with pytest.raises(TypeError) as caught:
         fastattn.attention(**arrays, backend=backend.backend)
-    assert str(caught.value).startswith(f"{argument} has dtype {np.dtype(dtype)}; supported are float32 and ")
+    assert str(caught.value).startswith(f"{argument} has dtype {np.dtype(dtype)}; supported are float32, ")

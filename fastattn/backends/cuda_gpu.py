@@ -23,7 +23,10 @@ class CudaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
-        return []
+        stored = problem.stored()
+        if not stored and problem.out.dtype != problem.dtype:
+            stored = [f"the result is {problem.out.dtype.name}"]
+        return [f"it reads and writes no 16-bit numbers, and {', '.join(stored)}"] if stored else []
 
     def thread_limit(self, num_threads: int) -> int:
         return num_threads

@@ -41,7 +41,7 @@ class CythonBackend(Backend):
         return _threads.thread_limit(num_threads) if driver.HAS_OPENMP else 1
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
-        target = Target(*driver.target(problem.query.itemsize))
+        target = Target(*driver.target(problem.dtype.itemsize))
         schedule = make_schedule(problem, target, num_threads)
         loop = loop_of(problem, schedule)
         sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)

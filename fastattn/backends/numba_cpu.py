@@ -22,7 +22,8 @@ class NumbaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return []
+        stored = problem.stored()
+        return [f"it reads no 16-bit numbers, and {', '.join(stored)}"] if stored else []
 
     def thread_limit(self, num_threads: int) -> int:
         return int(import_module("fastattn.backends.numba.threads").thread_limit(num_threads))

@@ -38,14 +38,16 @@ class ReferenceBackend(Backend):
     def run(self, problem: Problem, num_threads: int) -> None:
         start, stop = problem.intervals()
         problem = problem._replace(band=None, key_start=start, key_stop=stop)
-        row_bytes = max(1, problem.len_k) * problem.query.itemsize
+        row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
         # inf - inf, 0 * inf and overflow are data here, not surprises.
         with np.errstate(all="ignore"):
             for item in np.ndindex(problem.lead):
                 span = _key_range(problem, item, slice(0, problem.len_q))
                 for kv_head in range(problem.num_kv_heads):
-                    source = _Source(problem.key[item][kv_head], problem.value[item][kv_head], span)
+                    source = _Source(
+                        problem.key[item][kv_head], problem.value[item][kv_head], problem.dtype, span
+                    )
                     for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
                         for first in range(0, problem.len_q, block_q):
                             rows = slice(first, min(first + block_q, problem.len_q))
@@ -62,14 +64,14 @@ class _Source:
     and `nonfinite` lists its position, for it to be added by hand to the rows that may read it.
     """
 
-    def __init__(self, key: np.ndarray, value: np.ndarray, span: slice) -> None:
-        self.key, self.value = key, value
-        row_bytes = max(1, key.shape[1], value.shape[1]) * key.itemsize
+    def __init__(self, key: np.ndarray, value: np.ndarray, dtype: np.dtype, span: slice) -> None:
+        self.key, self.value, self.dtype = key, value, dtype
+        row_bytes = max(1, key.shape[1], value.shape[1]) * dtype.itemsize
         self.chunk = max(1, _CHUNK_BYTES // row_bytes)
         self.nonfinite = [
             part.start + int(n)
             for part in self.parts(span)
-            for n in np.flatnonzero(~np.isfinite(value[part]).all(axis=-1))
+            for n in np.flatnonzero(~np.isfinite(value[part].astype(dtype)).all(axis=-1))
         ]
 
     def parts(self, keys: slice) -> Iterator[slice]:
@@ -78,10 +80,10 @@ class _Source:
             yield slice(start, min(start + self.chunk, keys.stop))
 
     def keys(self, part: slice) -> np.ndarray:
-        return _contiguous(self.key[part])
+        return _contiguous(self.key[part], self.dtype)
 
     def values(self, part: slice) -> np.ndarray:
-        values = _contiguous(self.value[part])
+        values = _contiguous(self.value[part], self.dtype)
         nonfinite = [j - part.start for j in self.nonfinite if part.start <= j < part.stop]
         if nonfinite:
             values = values.copy()
@@ -104,11 +106,11 @@ def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slic
 
 def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, source: _Source) -> None:
     """softmax(scores) V for some query rows of one head."""
-    dtype = problem.query.dtype.type
+    dtype = problem.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
     # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
-    query = np.array(problem.query[item][head, rows], order="C")
+    query = np.array(problem.query[item][head, rows], dtype, order="C")
 
     scores = np.empty(allowed.shape, dtype)
     for part in source.parts(keys):
@@ -139,7 +141,7 @@ def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, sou
     for j in source.nonfinite:
         if keys.start <= j < keys.stop:
             readers = allowed[:, j - keys.start]
-            acc[readers] += weights[readers, j - keys.start, None] * source.value[j]
+            acc[readers] += weights[readers, j - keys.start, None] * source.value[j].astype(dtype)
 
     divisor = np.where(empty, dtype(1), row_sum)
     problem.out[item][head, rows] = acc / divisor
@@ -161,10 +163,11 @@ def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:
     return slice(int(start[read].min()), int(stop[read].max())) if read.any() else slice(0, 0)
 
 
-def _contiguous(matrix: np.ndarray) -> np.ndarray:
-    """`matrix` aligned and with a fresh array's strides, by which NumPy picks how to multiply.
+def _contiguous(matrix: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`matrix` in this dtype, aligned and with a fresh array's strides, by which NumPy picks how to multiply.
 
     Not by the flags: they let any stride pass for an axis of length 1.
     """
     fresh = matrix.strides == (matrix.shape[1] * matrix.itemsize, matrix.itemsize)
-    return matrix if fresh and matrix.flags.aligned else np.array(matrix, order="C")
+    is_ready = fresh and matrix.flags.aligned and matrix.dtype == dtype
+    return matrix if is_ready else np.array(matrix, dtype, order="C")

@@ -33,4 +33,4 @@ def loop_of(problem: Problem, schedule: Schedule) -> Any:
     from fastattn.backends.jit.functions import score_loop
 
     is_grouped = problem.group_size > 1
-    return score_loop(problem.score_mod, problem.query.dtype, schedule.uses_split_kv, is_grouped)
+    return score_loop(problem.score_mod, problem.dtype, schedule.uses_split_kv, is_grouped)

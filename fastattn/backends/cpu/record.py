@@ -13,6 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from fastattn._schedule import WORD, Schedule, Target
+from fastattn._storage import storage_code
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,7 @@ ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
     "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "stops", "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy",
+    "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows",
 )  # fmt: skip
 
 COUNTS = (
@@ -52,11 +53,14 @@ COUNTS = (
     "may_mask",  # by bias or score_mod: keys may be masked without a mask word
     "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths",  # see `Band`
-    "bias_nbytes", "bias_swapped", "convert_bias", "dense_nbytes",  # of an element
+    "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",
+    "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element
+    "bias_swapped", "convert_bias",
     "tile_q", "tile_k",  # of the mask map
     "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
-    "copies_keys", "packs_values", "panel",  # bytes of a panel of packed values
+    "copies_keys", "packs_values", "converts_keys", "converts_values",
+    "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in bytes, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
@@ -98,7 +102,7 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
     sizes = problem.sizes
-    itemsize = problem.query.itemsize
+    itemsize = problem.dtype.itemsize
     fields["n_lead"] = problem.query.ndim - 3
     fields["batch"] = sizes.batch
     fields["num_kv_heads"] = sizes.num_kv_heads
@@ -108,13 +112,22 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     fields["head_dim"] = sizes.head_dim
     fields["value_dim"] = sizes.value_dim
     fields["itemsize"] = itemsize
+    fields["query_storage"] = storage_code(problem.query.dtype)
+    fields["key_storage"] = storage_code(problem.key.dtype)
+    fields["value_storage"] = storage_code(problem.value.dtype)
+    fields["out_storage"] = storage_code(problem.out.dtype)
+    fields["out_nbytes"] = problem.out.itemsize
+    if problem.weights is not None:
+        fields["weights_storage"] = storage_code(problem.weights.dtype)
+        fields["weights_nbytes"] = problem.weights.itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
     if (bias := problem.bias) is not None:
         fields["has_bias"] = fields["may_mask"] = fields["adjusts_all"] = True
         fields["bias_nbytes"] = bias.itemsize
+        fields["bias_storage"] = storage_code(bias.dtype)
         fields["bias_swapped"] = not bias.dtype.isnative
-        fields["convert_bias"] = bias.dtype != problem.query.dtype or bias.strides[-1] != itemsize
+        fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
     if problem.score_mod is not None:
         fields["has_score_mod"] = fields["may_mask"] = fields["adjusts_all"] = True
     if problem.key_start is not None:
@@ -143,6 +156,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["max_lanes"] = schedule.max_lanes
     fields["n_tasks"] = schedule.n_tasks
     fields["n_splits"] = schedule.n_splits
+    fields["converts_keys"] = schedule.converts_keys
+    fields["converts_values"] = schedule.converts_values
     if schedule.uses_split_kv:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_key_tiles"] = n_key_tiles
@@ -178,22 +193,37 @@ def _lay_out(
     if schedule.uses_split_kv:
         query, acc = fields["query_ld"] * line, fields["n_partials"] * fields["partial_nbytes"]
         # Row tiles need contiguous elements.
-        if problem.key.strides[-1] != itemsize:
+        if schedule.converts_keys:
             key_copy = tile * head_dim
-        if problem.value.strides[-1] != itemsize:
+        if schedule.converts_values or fields["value_storage"]:
             value_copy = tile * value_dim
     else:
         query, acc = head_dim * line, panels * target.panel_columns * line
         if schedule.copies_keys:
             key_copy = fields["len_k"] * head_dim * itemsize
+        elif schedule.converts_keys:
+            key_copy = tile * head_dim
         if schedule.packs_values:
             value_copy = panels * fields["panel"]
+        elif schedule.converts_values:
+            value_copy = tile * value_dim
     converted = block_k * line if fields["convert_bias"] else 0
     clean = tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0
+    # Rows of query, out or weights on their way from or to 16 bits, and a tile of values to be packed.
+    staged = 0
+    if fields["query_storage"]:
+        staged = head_dim
+    if fields["out_storage"]:
+        staged = max(staged, value_dim)
+    if fields["weights_storage"]:
+        staged = max(staged, block_k)
+    staged *= line
+    if fields["value_storage"] and fields["packs_values"]:
+        staged = max(staged, tile * value_dim)
     nbytes: Any = (
         query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
-        pointers, pointers, converted, clean, key_copy, value_copy,
+        pointers, pointers, converted, clean, key_copy, value_copy, staged, pointers if staged else 0,
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

@@ -42,7 +42,7 @@ def run(problem: AnyProblem) -> None:
 
 
 def _solve(problem: AnyProblem, stream: Stream) -> None:
-    dtype = problem.query.dtype
+    dtype = problem.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E = problem.len_k, problem.head_dim, problem.value_dim
     n_lead = len(problem.lead)

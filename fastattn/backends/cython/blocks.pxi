@@ -40,13 +40,23 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
     """Where the kernels read the block's keys and values."""
     cdef fastattn_values *values = &block.values
-    block.keys = w.key_copy if job.copies_keys else block.key
-    block.key_row = job.head_dim * job.itemsize if job.copies_keys else job.key.row
-    block.key_col = job.itemsize if job.copies_keys else job.key.col
-    values.at = w.value_copy if job.packs_values else block.value
-    values.row = kernels_of(job).panel_cols * job.itemsize if job.packs_values else job.value.row
-    values.col = job.itemsize if job.packs_values else job.value.col
-    values.panel = job.panel if job.packs_values else kernels_of(job).panel_cols * job.value.col
+    cdef Py_ssize_t panel_nbytes = kernels_of(job).panel_cols * job.itemsize
+    block.keys = block.key
+    block.key_row = job.key.row
+    block.key_col = job.key.col
+    if job.copies_keys or job.converts_keys:
+        block.keys = w.key_copy
+        block.key_row = job.head_dim * job.itemsize
+        block.key_col = job.itemsize
+    values.at = block.value
+    values.row = job.value.row
+    values.col = job.value.col
+    values.panel = kernels_of(job).panel_cols * job.value.col
+    if job.packs_values or job.converts_values:
+        values.at = w.value_copy
+        values.row = panel_nbytes if job.packs_values else job.value_dim * job.itemsize
+        values.col = job.itemsize
+        values.panel = job.panel if job.packs_values else panel_nbytes
 
 
 cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
@@ -88,7 +98,7 @@ cdef void find_prefetches(const Job *job, Scratch *w, Block *block, Py_ssize_t t
     cdef char *item
     block.n_prefetch = 0
     block.prefetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
-    if job.out.col == job.itemsize:
+    if job.out.col == job.out_nbytes:
         for row in range(block.n_rows):
             w.prefetch[row] = w.out_rows[row]
         block.n_prefetch = block.n_rows

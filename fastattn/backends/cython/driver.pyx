@@ -33,6 +33,7 @@ import numpy as np
 from fastattn._constants import ISAS
 
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
+include "storage.pxi"    # rows in 16 bits, converted as they are read and written
 include "blocks.pxi"     # addresses and key intervals of a query block
 include "mask_tile.pxi"  # one key tile: masks, bias, scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles

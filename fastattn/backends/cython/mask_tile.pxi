@@ -104,8 +104,11 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
         w.bias_rows[lane] = row
         if job.convert_bias:
             w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
-            fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
-                                 job.bias.col, n_keys)
+            if job.bias_storage:
+                load_row(job, w.bias_rows[lane], row, job.bias.col, job.bias_storage, n_keys)
+            else:
+                fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
+                                     job.bias.col, n_keys)
 
 
 cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ssize_t *stop) noexcept nogil:
@@ -128,15 +131,26 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
     return start[0] < stop[0]
 
 
-cdef inline void copy_rows(const Job *job, const Block *block, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Copies the head's rows start .. stop - 1 for this thread, if the call has copies of keys or packed values."""
+cdef inline void copy_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t start,
+                           Py_ssize_t stop) noexcept nogil:
+    """Copies the head's rows start .. stop - 1 to the thread's copies, where the call uses them."""
+    cdef Py_ssize_t n_rows
+    cdef char *values
     if job.copies_keys:
-        fastattn_copy_rows(block.keys + start * block.key_row, block.key + start * job.key.row, job.key.row,
-                           job.key.col, job.itemsize, stop - start, job.head_dim)
-    if job.packs_values:
-        kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel,
-                                block.value + start * job.value.row, job.value.row, job.value.col, stop - start,
-                                job.value_dim)
+        load_rows(job, block.keys + start * block.key_row, block.key + start * job.key.row, &job.key,
+                  job.key_storage, stop - start, job.head_dim)
+    while job.packs_values and start < stop:
+        n_rows = stop - start
+        values = block.value + start * job.value.row
+        if job.value_storage:
+            n_rows = min(n_rows, job.block_k)
+            load_rows(job, w.staged, values, &job.value, job.value_storage, n_rows, job.value_dim)
+            kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel, w.staged,
+                                        job.value_dim * job.itemsize, job.itemsize, n_rows, job.value_dim)
+        else:
+            kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel, values,
+                                        job.value.row, job.value.col, n_rows, job.value_dim)
+        start += n_rows
 
 
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
@@ -151,13 +165,15 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     cdef Py_ssize_t j, start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0
     for j in range(block.n_vectors):
         w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
+    # Converted keys are those of the tile, copied ones those of the head.
+    cdef const char *keys = block.keys + (first if job.converts_keys else start) * block.key_row
     if w.part_stops[block.n_vectors - 1] > 0:
         if is_new(w, block, &new, &new_stop):
-            copy_rows(job, block, new, new_stop)
-            if not job.packs_values:
+            copy_rows(job, w, block, new, new_stop)
+            if not job.packs_values and not job.converts_values:
                 prefetch_nbytes = job.value_dim * job.itemsize
         kernels_of(job).score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
-                          block.keys + start * block.key_row, w.part_stops, job.head_dim, block.key_row,
+                          keys, w.part_stops, job.head_dim, block.key_row,
                           block.key_col, block.value + start * job.value.row, job.value.row, prefetch_nbytes)
 
 
@@ -219,6 +235,8 @@ cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
+    if job.converts_keys:
+        load_rows(job, w.key_copy, block.key + key0 * job.key.row, &job.key, job.key_storage, n_keys, job.head_dim)
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     adjusted_scores(job, w, block, state, key0, 0, plain)

@@ -48,6 +48,11 @@ cdef extern from "kernels.h" nogil:
                            Py_ssize_t) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
+# Of a field that says how an array is stored: which of the kernels' storages, and whether its bytes are swapped.
+cdef enum:
+    STORAGE = 0xff
+    SWAPPED = 0x100
+
 # A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
@@ -91,11 +96,13 @@ cdef struct Job:
     int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
     int64_t is_masked, may_mask, adjusts_all
     int64_t band_left, band_right, band_at_end, has_lengths
-    int64_t bias_nbytes, bias_swapped, convert_bias, dense_nbytes
+    int64_t query_storage, key_storage, value_storage, out_storage, weights_storage, bias_storage
+    int64_t out_nbytes, weights_nbytes, bias_nbytes, dense_nbytes
+    int64_t bias_swapped, convert_bias
     int64_t tile_q, tile_k
     int64_t lanes, uses_split_kv, block_k, n_vectors, n_blocks, max_lanes, n_tasks
     int64_t query_ld, acc_ld
-    int64_t copies_keys, packs_values, panel
+    int64_t copies_keys, packs_values, converts_keys, converts_values, panel
     int64_t key_prefetch, value_prefetch
     int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
     int64_t partials, left
@@ -103,7 +110,7 @@ cdef struct Job:
     int64_t scratch_nbytes
     int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
     int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_stops, to_part_stops
-    int64_t to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy
+    int64_t to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
     double query_factor, score_root, softcap, exponent_factor
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
 
@@ -121,6 +128,8 @@ cdef struct Scratch:
     char *scores
     char *acc
     char *converted      # bias rows in the compute type
+    char *staged         # rows of query, out or weights, or a tile of values, between 16 bits and the compute type
+    char **staged_rows   # where those rows begin
     char *clean          # a tile of values with the nonfinite ones set to 0
     char *empty          # -inf in every lane
     char *tile_max
@@ -265,6 +274,8 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.clean = base + job.to_clean
     w.key_copy = base + job.to_key_copy
     w.value_copy = base + job.to_value_copy
+    w.staged = base + job.to_staged
+    w.staged_rows = <char **>(base + job.to_staged_rows)
     w.seen_key = w.seen_value = NULL
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)

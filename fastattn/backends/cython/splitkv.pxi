@@ -59,12 +59,14 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
     cdef int64_t outside
     cdef const char *keys = block.key + key0 * job.key.row
     cdef Py_ssize_t key_row = job.key.row, distance = job.key_prefetch
-    if job.key.col != job.itemsize:
+    cdef int64_t storage = job.key_storage
+    if job.converts_keys:
+        load_rows(job, w.key_copy, keys, &job.key, job.key_storage, n_keys, job.head_dim)
         key_row = job.head_dim * job.itemsize
-        fastattn_copy_rows(w.key_copy, keys, job.key.row, job.key.col, job.itemsize, n_keys, job.head_dim)
         keys = w.key_copy
         distance = 0
-    kernels_of(job).score_rows(w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
+        storage = 0
+    kernels_of(job).score_rows[storage](w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
                            job.head_dim, distance)
     if job.has_score_mod:
         if softcap > 0 or root != 1:
@@ -98,22 +100,24 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)
     cdef Py_ssize_t n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
     cdef const char *values = block.value + key0 * value_row
+    cdef int64_t storage = job.value_storage
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, True, &plain, &plain_stop)
     if state == TILE_EMPTY:
         return False
     state = score_key_tile(job, w, block, state, key0, n_keys, clean != NULL)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
                          job.exponent_factor, False)
-    if job.value.col != job.itemsize:
-        fastattn_copy_rows(w.value_copy, values, value_row, job.value.col, job.itemsize, n_keys, job.value_dim)
+    if job.converts_values or (clean != NULL and job.value_storage):
+        load_rows(job, w.value_copy, values, &job.value, job.value_storage, n_keys, job.value_dim)
         value_row = job.value_dim * job.itemsize
         values = w.value_copy
         distance = 0
+        storage = 0
     if clean != NULL:
         kernels.accumulate_rows_nonfinite(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values,
                                          value_row, n_keys, job.value_dim, bias_of(job, w), words_of(w, state), clean)
     else:
-        kernels.accumulate_rows(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
+        kernels.accumulate_rows[storage](acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
                                 n_keys, job.value_dim, distance)
     partial.key_tile = key_tile
     partial.has_masked = state == TILE_PARTIAL or may_mask(job)
@@ -152,19 +156,25 @@ cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nog
 cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
     """Writes the outputs from the stack; whether any is NaN."""
     cdef Partial *partial = &stack.partials[0]
+    cdef char *const *rows
+    cdef bint nan
     add_sinks(job, w, stack)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
                        job.max_lanes, job.exponent_factor)
-    return kernels_of(job).unpack_rows(w.out_rows, job.out.col, block.n_rows, acc_of(job, partial), job.acc_ld, job.value_dim,
-                                   w.inverse, job.max_lanes)
+    rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
+    nan = kernels_of(job).unpack_rows(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
+                                      acc_of(job, partial), job.acc_ld, job.value_dim, w.inverse, job.max_lanes)
+    store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
+    return nan
 
 
 cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
     """The weights of all rows, recomputed from their scores with the final row_max and row_sum in partial."""
     cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
+    cdef char *const *rows
     cdef TileState state
     for lane in range(block.n_rows):
-        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.itemsize)
+        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
     for key_tile in range(block.low // job.block_k, (block.high + job.block_k - 1) // job.block_k):
         key0 = key_tile_start(job, block, key_tile)
         n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
@@ -175,10 +185,12 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
         kernels_of(job).softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
                                  job.exponent_factor, True)
         for lane in range(block.n_rows):
-            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
-        if kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, w.scores, job.block_k, n_keys, w.inverse,
-                                   job.max_lanes):
-            clear_masked(job, w, block, state, n_keys)
+            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
+        rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
+        if kernels_of(job).unpack_rows(rows, job.itemsize, block.n_rows, w.scores, job.block_k, n_keys, w.inverse,
+                                       job.max_lanes):
+            clear_masked(job, w, block, state, rows, n_keys)
+        store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
 
 
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
@@ -212,8 +224,8 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     for lane in range(block.n_rows):
         w.rows[lane] = lane_row(w, &job.query, query, lane)
         w.out_rows[lane] = lane_row(w, &job.out, out, lane)
-    kernels_of(job).pack_rows(w.query, job.query_ld, <const char *const *>w.rows, block.n_rows, job.query.col,
-                          job.head_dim, job.query_factor)
+    kernels_of(job).pack_rows(w.query, job.query_ld, query_rows(job, w, block.n_rows), block.n_rows,
+                              job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
     attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL)
     if job.n_splits > 1:
         partial = &partials_of(job)[task]

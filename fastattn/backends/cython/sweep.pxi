@@ -48,7 +48,11 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
-        values.at = block.values.at + key0 * block.values.row
+        if job.converts_values:
+            load_rows(job, w.value_copy, block.value + key0 * job.value.row, &job.value, job.value_storage, n_keys,
+                      job.value_dim)
+        else:
+            values.at = block.values.at + key0 * block.values.row
         first = False
         if clean != NULL:
             kernels.accumulate_nonfinite(w.acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
@@ -66,7 +70,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
     return partial
 
 
-cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state,
+cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state, char *const *rows,
                        Py_ssize_t n_keys) noexcept nogil:
     """Sets the weights at w.rows to 0 where a key is masked: in a row of NaN they are 0 * NaN."""
     cdef const char *const *bias = bias_of(job, w)
@@ -77,15 +81,16 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
         for j in range(n_keys):
             masked = words != NULL and not words[j // WORD * block.ld + lane] >> (j % WORD) & 1
             if masked or (bias != NULL and get_real(bias[lane] + j * job.itemsize, job.itemsize) == -INFINITY):
-                set_real(w.rows[lane] + j * job.itemsize, 0, job.itemsize)
+                set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 
 cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
     """The weights of the block's rows, recomputed from their scores with the final row_max and row_sum."""
     cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
     cdef TileState state
+    cdef char *const *rows
     for lane in range(block.n_rows):
-        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.itemsize)
+        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
     while tile < block.high:
         key0 = max(tile, block.low)
         tile += job.block_k
@@ -97,9 +102,11 @@ cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil
         kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
         for lane in range(block.ld):
-            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.itemsize
-        if kernels_of(job).unpack(w.rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
-            clear_masked(job, w, block, state, n_keys)
+            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
+        rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
+        if kernels_of(job).unpack(rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
+            clear_masked(job, w, block, state, rows, n_keys)
+        store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
 
 
 cdef inline double sink_of(const Job *job, const Scratch *w, Py_ssize_t lane) noexcept nogil:
@@ -135,6 +142,15 @@ cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_su
             set_real(row_sum + lane * size, 1 if empty else NAN, size)
 
 
+cdef inline bint write_out(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """The outputs of the block; whether any is NaN."""
+    cdef char *const *rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
+    cdef bint nan = kernels_of(job).unpack(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows, w.acc,
+                                           block.ld, job.value_dim, w.inverse)
+    store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
+    return nan
+
+
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """One query block of one key/value head of one batch item, from its queries to its outputs."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
@@ -151,7 +167,8 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     item_rows = at_item(job, &job.query, item)
     for lane in range(block.ld):
         w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
-    kernels.pack(w.query, block.ld, <const char *const *>w.rows, job.query.col, job.head_dim, job.query_factor)
+    kernels.pack(w.query, block.ld, query_rows(job, w, block.ld), job.itemsize if job.query_storage else job.query.col,
+                 job.head_dim, job.query_factor)
     item_rows = at_item(job, &job.out, item)
     for lane in range(block.ld):
         w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
@@ -162,12 +179,12 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor)
 
-    if kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse) and partial:
+    if write_out(job, w, &block) and partial:
         # NaN where some keys are masked for some lanes: it may be 0 * NaN of a masked value.
         start_rows(job, w, w.row_max, w.row_sum, block.ld)
         attend(job, w, &block, w.clean)
         end_rows(job, w, w.row_max, w.row_sum, block.ld)
-        kernels.unpack(w.out_rows, job.out.col, block.n_rows, w.acc, block.ld, job.value_dim, w.inverse)
+        write_out(job, w, &block)
 
     if job.has_lse:
         item_rows = at_item(job, &job.lse, item)

@@ -55,12 +55,12 @@ class Prepared:
     """A prepared call of this driver: all but the arrays."""
 
     def __init__(self, problem: Problem, num_threads: int) -> None:
-        itemsize = problem.query.itemsize
+        itemsize = problem.dtype.itemsize
         target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
         schedule = make_schedule(problem, target, num_threads)
         self.is_small = schedule.is_small
         self._has_sinks = problem.sinks is not None
-        self._table = table(problem.query.dtype.name)
+        self._table = table(problem.dtype.name)
         fields, views = write_record(problem, schedule, target, **_larger_tiles(problem, schedule))
         record = np.zeros(1, JOB)
         record.view(np.uint8)[: len(fields)] = np.frombuffer(fields, np.uint8)
@@ -206,7 +206,7 @@ class _Job:
 def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
     """Sizes of tiles that are larger in this driver: whole register tiles of keys, and contiguous rows in the
     sweep."""
-    itemsize, tile = problem.query.itemsize, schedule.block_k * problem.query.itemsize
+    itemsize, tile = problem.dtype.itemsize, schedule.block_k * problem.dtype.itemsize
     larger = {"scores": (schedule.block_k + 2 * TARGET.score_rows) * schedule.max_lanes * itemsize}
     if problem.key.strides[-1] != itemsize and not schedule.copies_keys:
         larger["key_copy"] = tile * problem.head_dim
@@ -219,7 +219,7 @@ def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
     """Sets this driver's own fields: offsets of its own tiles, after the others, and the factor of the
     query."""
     nbytes = {
-        "spare": schedule.max_lanes * problem.query.itemsize,
+        "spare": schedule.max_lanes * problem.dtype.itemsize,
         "block": BLOCK.itemsize,
         "stack": MAX_PARTIALS * PARTIAL.itemsize if schedule.uses_split_kv else 0,
         "allowed": CPU_SET_NBYTES,
@@ -230,7 +230,7 @@ def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
         job[f"to_{name}"] = at
         at += lines(nbytes[name])
     job["scratch_nbytes"] = at
-    job["query_high"], job["query_low"] = _high_and_low(schedule.query_factor, problem.query.dtype)
+    job["query_high"], job["query_low"] = _high_and_low(schedule.query_factor, problem.dtype)
 
 
 def _high_and_low(factor: float, dtype: np.dtype) -> tuple[float, float]:

@@ -22,8 +22,7 @@ import numpy as np
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
-from fastattn._problem import MAX_DIM, MAX_ROWS, Problem
-from fastattn._storage import FLOAT32, FLOAT64, REAL, storage_of
+from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM, MAX_ROWS, REAL, Problem, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,13 +18,37 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 import numpy as np
 
 from fastattn._mask_map import Band, Intervals, MaskMap, intersect
-from fastattn._storage import BFLOAT16, REAL, storage_of
 
 # Bounds on the sizes of one call, far beyond what memory holds, but axes of stride 0 can reach them. Within
 # them no number that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
 # values, MAX_ROWS * 2 * MAX_DIM * 8 = 2**62.
 MAX_ROWS = 2**40  #: B·H·L, and B·K·S
 MAX_DIM = 2**18  #: D, and E: at that size a thread's tiles take some 200 MB, and copies 1 GB at most
+
+#: How an array is stored, in the record of a call and for the kernels: in the dtype of the computation, or in
+#: one of two 16-bit types, in which nothing is computed. SWAPPED is added where bytes are in the other order.
+REAL, FLOAT16, BFLOAT16 = range(3)
+SWAPPED = 1 << 8
+
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def storage_of(dtype: np.dtype) -> int:
+    """Which 16-bit type a dtype is, in whichever byte order; REAL for any other.
+
+    bfloat16 is that of the package `ml_dtypes`, known by its name: whoever has such an array has imported it.
+    """
+    if dtype.itemsize != 2:
+        return REAL
+    if dtype.kind == "f":
+        return FLOAT16
+    return BFLOAT16 if dtype.name == "bfloat16" else REAL
+
+
+def storage_code(dtype: np.dtype) -> int:
+    """`storage_of`, with the byte order."""
+    storage = storage_of(dtype)
+    return storage if storage == REAL or dtype.isnative else storage | SWAPPED
 
 
 if TYPE_CHECKING:

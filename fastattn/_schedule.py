@@ -27,8 +27,7 @@ from fastattn._constants import (
     STORED_BLOCKS,
     UNCACHED_NBYTES,
 )
-from fastattn._problem import AnyProblem, Problem, Sizes
-from fastattn._storage import REAL, storage_of
+from fastattn._problem import REAL, AnyProblem, Problem, Sizes, storage_of
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 

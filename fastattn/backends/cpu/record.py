@@ -12,8 +12,8 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
+from fastattn._problem import storage_code
 from fastattn._schedule import WORD, Schedule, Target
-from fastattn._storage import storage_code
 
 if TYPE_CHECKING:
     import numpy as np

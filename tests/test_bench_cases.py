@@ -445,8 +445,8 @@ def shares_threads() -> bool:
     return python(code).strip() == "True"
 
 
-#: They compile for seconds.
-SLOW_PEERS = ("torch", "torch-flex", "onnxruntime", "openvino", "jax", "fastattn-numba")
+#: They compile for seconds; and AVX2 has the adapter of the best instruction set.
+SLOW_PEERS = ("torch", "torch-flex", "onnxruntime", "openvino", "jax", "fastattn-numba", "fastattn-avx2")
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,9 @@ def test_what_is_finished_is_written_at_once(monkeypatch: pytest.MonkeyPatch, tm
     assert written == [[], ["tiny-4"]]
 
 
-def test_the_command_line_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_measures_and_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     assert cli.main(["--cases", "tiny-4", "--peers", "numpy", "--rounds", "2", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
@@ -261,6 +263,7 @@ def test_the_command_line_measures_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert found["versions"]["numpy"] == np.__version__
     assert len(library["medians"]) == 2
     assert all(0 < low <= median for low, median in zip(library["mins"], library["medians"], strict=True))
+    fake_runs(monkeypatch, lambda case: replace(case_run(fastattn=[1.0] * 2, numpy=[1.0] * 2), case=case))
     assert cli.main(["--cases", "tiny-4", "--peers", "numpy", "--rounds", "2", "--compare", str(path)]) == 0
     assert "fastattn was not timed in the earlier run" in capsys.readouterr().out
 

@@ -269,7 +269,10 @@ def test_one_case_is_enough(case: str) -> None:
     assert list(drawn(make_document([CASES[case]], memory=False))) == ["ratios", "roofline"]
 
 
-@pytest.mark.parametrize("libraries", [["fastattn"], ["fastattn", "fastattn-avx2"], ["torch"], []])
+@pytest.mark.parametrize(
+    "libraries",
+    [["fastattn"], pytest.param(["fastattn", "fastattn-avx2"], marks=pytest.mark.slow), ["torch"], []],
+)
 def test_libraries_may_be_absent(libraries: list[str]) -> None:
     document = make_document(SOME, libraries)
     wanted = NAMES[1:] if "fastattn" in libraries else []

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from benchmarks.publish import (
     replaced,
     section,
 )
+from fastattn.bench import plots
 from fastattn.bench.cases import CASES
 from fastattn.bench.document import build
+from fastattn.bench.plots import Picture, digest
 from fastattn.bench.records import LibraryRun
 from tests.bench_results import make_document
 from tests.bench_runs import case_run
@@ -56,6 +58,22 @@ def test_the_command_says_what_disagrees(
 
 def test_rows_of_the_table_are_cases() -> None:
     assert set(TELLING) <= set(CASES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn_once() -> Iterator[None]:
+    """The pictures of the same results are the same: they are drawn again only for files."""
+    drawn: dict[str, list[Picture]] = {}
+
+    def pictures(document: dict[str, Any]) -> list[Picture]:
+        key = digest(document)
+        if key not in drawn:
+            drawn[key] = plots.pictures(document)
+        return drawn[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.publish.pictures", pictures)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def reasons(before="", hidden=False, needs=2, **variables):
     return reason
 
 
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_its_compiler_is_switched_off(hidden):
     """As for coverage and debugging."""
     assert "NUMBA_DISABLE_JIT" in reasons(hidden=hidden, NUMBA_DISABLE_JIT="1")

@@ -245,7 +245,7 @@ def no_general_path(monkeypatch):
     def refuse():
         for module in ("_api", "_flex"):
             monkeypatch.setattr(
-                f"fastattn.{module}.solve", lambda *_: pytest.fail("this call took the general way")
+                f"fastattn.{module}.solve", lambda *_: pytest.fail("this call took the general path")
             )
 
     return refuse
@@ -352,18 +352,18 @@ FLEX = {
 
 
 @pytest.mark.parametrize("name", FLEX)
-def test_flex_attention_is_prepared(engine, no_general_way, name):
+def test_flex_attention_is_prepared(engine, no_general_path, name):
     if engine.backend == "reference":
         pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S, head_dim=8, value_dim=8)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **FLEX[name])
     expected = [result.copy() for result in results_of(attend())]
-    no_general_way()
+    no_general_path()
     for wanted, got in zip(expected, results_of(attend()), strict=True):
         assert_same_bits(got, wanted)
 
 
-def test_what_functions_read_is_read_at_each_call(engine, no_general_way, monkeypatch):
+def test_what_functions_read_is_read_at_each_call(engine, no_general_path, monkeypatch):
     if engine.backend == "reference":
         pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
@@ -371,7 +371,7 @@ def test_what_functions_read_is_read_at_each_call(engine, no_general_way, monkey
     aux = np.random.default_rng(0).standard_normal((3, S))
     attend(score_mod=aux_mod, aux=(np.zeros((3, S)), 0.5))
     attend(score_mod=global_mod)
-    no_general_way()
+    no_general_path()
     biased = attend(score_mod=aux_mod, aux=(aux, 2.0))
     assert_attention((biased,), *arrays, bias=2.0 * aux[:, None])
     monkeypatch.setitem(globals(), "SLOPE", 0.5)

@@ -33,6 +33,7 @@ def extra(call):
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((1, 1, LENGTH, DIM), dtype=np.float32) for _ in range(3))
 query = query[:, :, :{len_q}]
+key, value = key.astype({storage}), value.astype({storage})
 out = np.zeros_like(query)  # its pages are touched here, so they do not count below
 out += 1
 few = slice(0, 64)
@@ -45,10 +46,10 @@ print(extra(lambda: fastattn.attention(query, key, value, out=out, **options)))
 LIMIT = 8 * 2**20
 
 
-def measure(backend, options):
+def measure(backend, options, storage="np.float32"):
     # The reference takes its query rows in blocks one after another, so the first few hundred show it all.
     queries = "512" if backend.backend == "reference" else "LENGTH"
-    script = SCRIPT.replace("{len_q}", queries).replace("{options}", options)
+    script = SCRIPT.replace("{len_q}", queries).replace("{options}", options).replace("{storage}", storage)
     return int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
 
 
@@ -71,6 +72,14 @@ def measure(backend, options):
 )
 def test_long_sequence(backend, options):
     extra = measure(backend, options)
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
+def test_keys_in_16_bits_are_not_copied(backend):
+    """Upcast they would take 8 MiB each."""
+    if backend.backend == "numba":
+        pytest.skip("reads no 16-bit numbers")
+    extra = measure(backend, "dict(window=(256, 0))", "np.float16")
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 

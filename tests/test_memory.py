@@ -33,13 +33,13 @@ def extra(call):
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((1, 1, LENGTH, DIM), dtype=np.float32) for _ in range(3))
 query = query[:, :, :{len_q}]
-key, value = key.astype({storage}), value.astype({storage})
 out = np.zeros_like(query)  # its pages are touched here, so they do not count below
 out += 1
 few = slice(0, 64)
 fastattn.attention(query[..., few, :], key[..., few, :], value[..., few, :])  # imports and thread stacks
 
 options = {options}
+key, value = key.astype({storage}), value.astype({storage})
 print(extra(lambda: fastattn.attention(query, key, value, out=out, **options)))
 """
 

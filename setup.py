@@ -43,7 +43,7 @@ KERNEL_FLAGS = [
 
 X86 = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 

@@ -49,7 +49,7 @@ ISAS = ("avx512", "avx2", "neon", "portable")
 #: CPU features that each needs; an AArch64 always has NEON.
 CPU_FEATURES: dict[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
-    "avx2": ("avx2", "fma"),
+    "avx2": ("avx2", "fma", "f16c"),
     "neon": (),
     "portable": (),
 }

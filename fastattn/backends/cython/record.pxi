@@ -3,6 +3,7 @@
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
+    enum: FASTATTN_FLOAT16, FASTATTN_STORAGES
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel
@@ -30,15 +31,18 @@ cdef extern from "kernels.h" nogil:
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
                       const void *) noexcept nogil
         void (*mask_words)(uint32_t *, Py_ssize_t, const char *const *, Py_ssize_t, int, Py_ssize_t) noexcept nogil
+        void (*load_row)(void *, const char *, Py_ssize_t, Py_ssize_t, int, int) noexcept nogil
+        void (*store_row)(char *, Py_ssize_t, const void *, Py_ssize_t, int) noexcept nogil
         void (*pack_rows)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                           double) noexcept nogil
-        void (*score_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
-                           Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*score_rows[FASTATTN_STORAGES])(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
+                                              Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, double, const char *const *,
                             const uint32_t *) noexcept nogil
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
-        void (*accumulate_rows)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t,
-                                Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*accumulate_rows[FASTATTN_STORAGES])(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
+                                                   const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
+                                                   Py_ssize_t) noexcept nogil
         void (*accumulate_rows_nonfinite)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
                                          Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
                                          void *) noexcept nogil

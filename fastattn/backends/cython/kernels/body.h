@@ -2,6 +2,8 @@
 
 #include "vec.h"
 
+#include "storage.h"
+
 #define LINE ((int)(64 / sizeof(REAL))) /* elements of a cache line */
 #define PANEL_ROW ((ptrdiff_t)(TILE_ROWS * sizeof(REAL)))
 
@@ -506,6 +508,12 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 #include "rows.h"
 
+#if REAL_BITS == 32
+#define BY_STORAGE(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16)
+#else
+#define BY_STORAGE(name) NAME(name##_real)
+#endif
+
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .isa = STRING(FASTATTN_ISA),
     .lanes = LANES,
@@ -521,16 +529,19 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .finish = NAME(finish),
     .unpack = NAME(unpack),
     .mask_words = mask_words,
+    .load_row = NAME(load_row),
+    .store_row = NAME(store_row),
     .pack_rows = NAME(pack_rows),
-    .score_rows = NAME(score_rows),
+    .score_rows = {BY_STORAGE(score_rows)},
     .adjust_rows = NAME(adjust_rows),
     .softmax_rows = NAME(softmax_rows),
-    .accumulate_rows = NAME(accumulate_rows),
+    .accumulate_rows = {BY_STORAGE(accumulate_rows)},
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
 };
 
+#undef BY_STORAGE
 #undef SCORE_STEP
 #undef SWAP_LOW
 #undef SWAP_HIGH
@@ -544,6 +555,12 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
 #undef MANTISSA_BITS
 #undef EXPONENT_MIN
 #undef EXP2_DEGREE
+#undef REAL_BIAS
+#undef STORED_SIZE
+#undef STORED_LINE
+#undef STORED_MANTISSA
+#undef STORED_BIAS
+#undef HALVES
 #undef VEC
 #undef IVEC
 #undef REAL

@@ -50,6 +50,7 @@
 #define ROW_SUMS 8
 #define EXP2_KEYS 4
 #elif defined(__aarch64__)
+#include <arm_neon.h>
 #define VECTOR_BYTES 16
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
@@ -171,6 +172,27 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
             words[lane] &= word;
         }
     }
+}
+
+/* Copies n elements of nbytes bytes, 2, 4 or 8, their bytes reversed where `swapped`; returns `to`. Not inline: it is
+ * for rows of unusual layouts. */
+static __attribute__((noinline)) const char *gather_elements(char *to, const char *from, ptrdiff_t stride, int nbytes,
+                                                             int n, int swapped) {
+#define GATHER(type, swap)                                                                                     \
+    for (int i = 0; i < n; i++) {                                                                              \
+        type x;                                                                                                \
+        memcpy(&x, from + i * stride, sizeof x);                                                               \
+        if (swapped) x = swap(x);                                                                              \
+        memcpy(to + i * (int)sizeof x, &x, sizeof x);                                                          \
+    }
+    if (nbytes == 2)
+        GATHER(uint16_t, __builtin_bswap16)
+    else if (nbytes == 4)
+        GATHER(uint32_t, __builtin_bswap32)
+    else
+        GATHER(uint64_t, __builtin_bswap64)
+#undef GATHER
+    return to;
 }
 
 typedef struct {

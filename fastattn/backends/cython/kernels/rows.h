@@ -59,11 +59,6 @@ INLINE IVEC NAME(lane_numbers)(void) {
     return x;
 }
 
-/* The n elements at p, which are LANES or fewer. */
-INLINE VEC NAME(load_upto)(const void *p, ptrdiff_t n) {
-    return n >= LANES ? NAME(load)(p) : NAME(load_partial)(p, (int)n);
-}
-
 static void NAME(pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
                             ptrdiff_t n_cols, double factor) {
     VEC high, low;
@@ -73,7 +68,7 @@ static void NAME(pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, p
         for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
             VEC x = {};
             if (stride == sizeof(REAL))
-                x = NAME(load_upto)(rows[r] + c * stride, n_cols - c);
+                x = NAME(load_upto)(FASTATTN_REAL, rows[r] + c * stride, n_cols - c);
             else
                 for (int i = 0; i < LANES && c + i < n_cols; i++) x[i] = NAME(scalar)(rows[r] + (c + i) * stride);
             NAME(store)(to + c, NAME(multiply_exactly)(x, high, low));
@@ -107,14 +102,14 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
  * are spread over the rows: a core has few outstanding loads, and none would be left for the time of the later rows.
  * With all prefetches in the first rows, 16 rows over 4096 keys took 1.14 to 1.19 times as long, 4 rows about 1.1. 2
  * cores of Emerald Rapids, 2026-11-21, keys and values from memory, interleaved A/B. */
-INLINE ptrdiff_t NAME(lines_before)(ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
-    return (n_cols + LINE - 1) / LINE * r / n_rows;
+INLINE ptrdiff_t NAME(lines_before)(const int storage, ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
+    return (n_cols + STORED_LINE(storage) - 1) / STORED_LINE(storage) * r / n_rows;
 }
 
 /* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Prefetches the
  * elements prefetch_from .. prefetch_to - 1 of the rows `distance` bytes after the keys'. */
-INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, const char *k,
-                                  ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t distance,
+INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld,
+                                  const char *k, ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t distance,
                                   ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
     const int n_keys = DOTS / R;
     const char *key[DOTS];
@@ -125,19 +120,21 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
 #define STEP(LOAD)                                                                                             \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
-        if (d % LINE == 0 && d >= prefetch_from && d < prefetch_to)                                                  \
+        if (d % STORED_LINE(storage) == 0 && d >= prefetch_from && d < prefetch_to)                            \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
-                __builtin_prefetch(key[j] + distance + d * (ptrdiff_t)sizeof(REAL), 0, 2);                        \
+                __builtin_prefetch(key[j] + distance + d * STORED_SIZE(storage), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
-            const VEC y = LOAD(key[j] + d * (ptrdiff_t)sizeof(REAL));                                          \
+            const VEC y = LOAD(key[j] + d * STORED_SIZE(storage));                                             \
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r * n_keys + j] += x[r] * y;               \
         }                                                                                                      \
     } while (0)
-#define LOAD_REST(p) NAME(load_partial)(p, (int)(head_dim - d))
-    for (; d + LANES <= head_dim; d += LANES) STEP(NAME(load));
+#define LOAD_WHOLE(p) NAME(load_stored)(storage, p)
+#define LOAD_REST(p) NAME(load_stored_partial)(storage, p, (int)(head_dim - d))
+    for (; d + LANES <= head_dim; d += LANES) STEP(LOAD_WHOLE);
     if (d < head_dim) STEP(LOAD_REST);
 #undef STEP
+#undef LOAD_WHOLE
 #undef LOAD_REST
     REAL score[DOTS];
 #pragma GCC unroll 4
@@ -153,21 +150,20 @@ INLINE void NAME(score_rows_tile)(const int R, REAL *s, ptrdiff_t ld, const REAL
     }
 }
 
-static void NAME(score_rows)(void *s_tile, ptrdiff_t ld, const void *q_tile, ptrdiff_t q_ld, ptrdiff_t n_rows,
+INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, ptrdiff_t n_rows,
                              const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance) {
-    REAL *const s = s_tile;
-    const REAL *const q = q_tile;
     /* All rows for DOTS keys before the next keys, so that those keys stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
         ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(r + R, n_rows, head_dim) * LINE : 0;             \
+        const ptrdiff_t prefetch_to =                                                                          \
+            distance ? NAME(lines_before)(storage, r + R, n_rows, head_dim) * STORED_LINE(storage) : 0;        \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
-            NAME(score_rows_tile)(R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row, stop - j,   \
-                                  head_dim, distance, prefetched, prefetch_to);                                         \
-        prefetched = prefetch_to;                                                                                    \
+            NAME(score_rows_tile)(storage, R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row,    \
+                                  stop - j, head_dim, distance, prefetched, prefetch_to);                      \
+        prefetched = prefetch_to;                                                                              \
     }
         ROWS(4)
         ROWS(2)
@@ -187,7 +183,7 @@ static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrd
             if (root != 1) x = half * (half * x);
             if (softcap > 0) x = cap * NAME(tanh)(x);
             if (bias_rows) {
-                const VEC bias = NAME(load_upto)(bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);
+                const VEC bias = NAME(load_upto)(FASTATTN_REAL, bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);
                 x = NAME(select)((IVEC)(bias == masked), masked, x + bias);
             }
             if (words) {
@@ -266,17 +262,18 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
  * of keys; added to what acc holds unless is_first. Prefetches for key j the n_lines cache lines from
  * prefetch + j * v_row on. */
-INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
-                                       const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, const int n_last, int is_first,
-                                       const char *prefetch, ptrdiff_t n_lines) {
+INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int V, REAL *acc, ptrdiff_t ld,
+                                       const REAL *p, ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
+                                       const int n_last, int is_first, const char *prefetch, ptrdiff_t n_lines) {
+    const ptrdiff_t vector = LANES * STORED_SIZE(storage);
     VEC sum[4][8] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, prefetch += v_row) {
         VEC x[8];
         for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(prefetch + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
-            x[i] = i == V - 1 && n_last < LANES ? NAME(load_partial)(v + i * VECTOR_BYTES, n_last)
-                                                : NAME(load)(v + i * VECTOR_BYTES);
+            x[i] = i == V - 1 && n_last < LANES ? NAME(load_stored_partial)(storage, v + i * vector, n_last)
+                                                : NAME(load_stored)(storage, v + i * vector);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const REAL y = p[r * p_ld + j];
@@ -295,17 +292,18 @@ INLINE void NAME(accumulate_rows_tile)(const int R, const int V, REAL *acc, ptrd
 }
 
 /* R rows of `accumulate_rows` over one chunk of keys, all columns; `prefetch` as for a tile. */
-INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld, const char *v,
-                                        ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim, int is_first,
-                                        const char *prefetch, ptrdiff_t n_lines) {
+INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *acc, ptrdiff_t ld, const REAL *p,
+                                        ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
+                                        ptrdiff_t value_dim, int is_first, const char *prefetch, ptrdiff_t n_lines) {
     ptrdiff_t e = 0, prefetched = 0;
 #define TILE(V, n_last)                                                                                        \
     do {                                                                                                       \
         const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
-        const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                   \
-        NAME(accumulate_rows_tile)(R, V, acc + e, ld, p, p_ld, v + e * (ptrdiff_t)sizeof(REAL), v_row, n_keys, \
-                                   n_last, is_first, prefetch + prefetched * 64, prefetch_to - prefetched);                \
-        e = stop, prefetched = prefetch_to;                                                                          \
+        const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                \
+        NAME(accumulate_rows_tile)(storage, R, V, acc + e, ld, p, p_ld, v + e * STORED_SIZE(storage), v_row,   \
+                                   n_keys, n_last, is_first, prefetch + prefetched * 64,                       \
+                                   prefetch_to - prefetched);                                                  \
+        e = stop, prefetched = prefetch_to;                                                                    \
     } while (0)
 #define COLUMNS(V)                                                                                             \
     while (value_dim - e >= V * LANES && V <= ROW_VECTORS(R)) TILE(V, LANES)
@@ -318,19 +316,19 @@ INLINE void NAME(accumulate_rows_chunk)(const int R, REAL *acc, ptrdiff_t ld, co
 #undef TILE
 }
 
-static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_tile, ptrdiff_t p_ld, ptrdiff_t n_rows,
-                                  const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                  ptrdiff_t distance) {
+INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
+                                  ptrdiff_t n_rows, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
+                                  ptrdiff_t value_dim, ptrdiff_t distance) {
     for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
         const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
         ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(r + R, n_rows, value_dim) : 0;                   \
-        NAME(accumulate_rows_chunk)(R, (REAL *)acc_tile + r * ld, ld, (const REAL *)p_tile + r * p_ld + start, \
-                                    p_ld, v, v_row, n, value_dim, start == 0, v + distance + prefetched * 64,        \
-                                    prefetch_to - prefetched);                                                       \
-        prefetched = prefetch_to;                                                                                    \
+        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(storage, r + R, n_rows, value_dim) : 0;    \
+        NAME(accumulate_rows_chunk)(storage, R, acc + r * ld, ld, p + r * p_ld + start, p_ld, v, v_row, n,     \
+                                    value_dim, start == 0, v + distance + prefetched * 64,                     \
+                                    prefetch_to - prefetched);                                                 \
+        prefetched = prefetch_to;                                                                              \
     }
         ROWS(4)
         ROWS(2)
@@ -338,6 +336,25 @@ static void NAME(accumulate_rows)(void *acc_tile, ptrdiff_t ld, const void *p_ti
 #undef ROWS
     }
 }
+
+/* The kernels of the table, for each storage. */
+#define OF_STORAGE(name, storage)                                                                              \
+    static void NAME(score_rows_##name)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld,                  \
+                                        ptrdiff_t n_rows, const char *k, ptrdiff_t k_row, ptrdiff_t n_keys,    \
+                                        ptrdiff_t head_dim, ptrdiff_t distance) {                              \
+        NAME(score_rows)(storage, s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance);               \
+    }                                                                                                          \
+    static void NAME(accumulate_rows_##name)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,           \
+                                             ptrdiff_t n_rows, const char *v, ptrdiff_t v_row,                 \
+                                             ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t distance) {      \
+        NAME(accumulate_rows)(storage, acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, distance);       \
+    }
+OF_STORAGE(real, FASTATTN_REAL)
+#if REAL_BITS == 32
+OF_STORAGE(float16, FASTATTN_FLOAT16)
+OF_STORAGE(bfloat16, FASTATTN_BFLOAT16)
+#endif
+#undef OF_STORAGE
 
 static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
                                            const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
@@ -348,7 +365,8 @@ static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void 
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate_rows)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys, value_dim, 0);
+    NAME(accumulate_rows_real)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys,
+                               value_dim, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));

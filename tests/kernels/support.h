@@ -174,13 +174,17 @@ static void *integers(ptrdiff_t rows, ptrdiff_t ld) {
 /* A caller's array: element (r, c) at `at + r * row + c * col`. */
 typedef struct {
     char *at;
-    ptrdiff_t rows, cols, row, col;
+    ptrdiff_t rows, cols, row, col, nbytes; /* nbytes: of an element */
 } Matrix;
 
-static Matrix matrix(ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t row, ptrdiff_t col, int shift) {
+static Matrix matrix_of(ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t row, ptrdiff_t col, ptrdiff_t nbytes, int shift) {
     const ptrdiff_t r = (rows - 1) * row, c = (cols - 1) * col;
     const ptrdiff_t low = (r < 0 ? r : 0) + (c < 0 ? c : 0), high = (r > 0 ? r : 0) + (c > 0 ? c : 0);
-    return (Matrix){take(high - low + size, 1, shift) - low, rows, cols, row, col};
+    return (Matrix){take(high - low + nbytes, 1, shift) - low, rows, cols, row, col, nbytes};
+}
+
+static Matrix matrix(ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t row, ptrdiff_t col, int shift) {
+    return matrix_of(rows, cols, row, col, size, shift);
 }
 
 static char *element(const Matrix *m, ptrdiff_t r, ptrdiff_t c) { return m->at + r * m->row + c * m->col; }
@@ -191,9 +195,9 @@ static void seal(const Matrix *m) {
 #if defined(ASAN)
     const ptrdiff_t r = (m->rows - 1) * m->row, c = (m->cols - 1) * m->col;
     const ptrdiff_t low = (r < 0 ? r : 0) + (c < 0 ? c : 0), high = (r > 0 ? r : 0) + (c > 0 ? c : 0);
-    ASAN_POISON_MEMORY_REGION(m->at + low, (size_t)(high - low + size));
+    ASAN_POISON_MEMORY_REGION(m->at + low, (size_t)(high - low + m->nbytes));
     for (ptrdiff_t i = 0; i < m->rows; i++)
-        for (ptrdiff_t j = 0; j < m->cols; j++) ASAN_UNPOISON_MEMORY_REGION(element(m, i, j), (size_t)size);
+        for (ptrdiff_t j = 0; j < m->cols; j++) ASAN_UNPOISON_MEMORY_REGION(element(m, i, j), (size_t)m->nbytes);
 #else
     (void)m;
 #endif

@@ -39,19 +39,12 @@ static void test_mask_words(void) {
             }
 }
 
-static double half_value(unsigned bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    double x = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
-    if (exponent == 31) x = fraction ? NAN : INFINITY;
-    return bits >> 15 ? -x : x;
-}
-
-/* Every half; and floats and doubles, to the compute type of this table. */
+/* Floats and doubles, to the compute type of this table. */
 static void test_convert(void) {
     const ptrdiff_t gaps[] = {0, 1, 3};
-    for (int from = 2; from <= 8; from *= 2)
+    for (int from = 4; from <= 8; from *= 2)
         for (int kind = 0; kind < 12; kind++) {
-            const int swapped = kind % 2, n = from == 2 ? 1 << 16 : 5000;
+            const int swapped = kind % 2, n = 5000;
             const ptrdiff_t stride = (kind / 2 % 2 ? -1 : 1) * (from + gaps[kind / 4]);
             const ptrdiff_t span = (n - 1) * labs(stride) + from;
             char *block = take(span, 1, kind % 5), *row = stride < 0 ? block + span - from : block;
@@ -59,11 +52,10 @@ static void test_convert(void) {
             double *want = malloc((size_t)n * sizeof *want);
             for (int i = 0; i < n; i++) {
                 char bytes[8];
-                const uint16_t half = (uint16_t)i;
                 const double x = i < 8 ? special(i) : uniform(-1, 1) * exp2(below(1000) - 500);
                 const float single = (float)x;
-                want[i] = rounded(from == 2 ? half_value(half) : from == 4 ? single : x);
-                memcpy(bytes, from == 2 ? (const void *)&half : from == 4 ? (const void *)&single : &x, (size_t)from);
+                want[i] = rounded(from == 4 ? single : x);
+                memcpy(bytes, from == 4 ? (const void *)&single : &x, (size_t)from);
                 for (int b = 0; b < from; b++) row[i * stride + b] = bytes[swapped ? from - 1 - b : b];
             }
             fastattn_convert_row(to, size, row, from, swapped, stride, n);

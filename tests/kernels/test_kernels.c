@@ -13,6 +13,7 @@
 
 #include "test_lanes.c"
 #include "test_rows.c"
+#include "test_storage.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 
@@ -48,6 +49,11 @@ static const struct {
     {"masked_keys_around", test_masked_keys_around},
     {"merge_rows", test_merge_rows},
     {"rounding_rows", test_rounding_rows},
+    {"load_row", test_load_row},
+    {"load_row_real", test_load_row_real},
+    {"store_row", test_store_row},
+    {"store_row_layouts", test_store_row_layouts},
+    {"rows_of_each_storage", test_rows_of_each_storage},
     {"mask_words", test_mask_words},
     {"convert", test_convert},
     {"copy_rows", test_copy_rows},

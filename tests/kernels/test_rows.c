@@ -5,12 +5,14 @@ enum { MAX_ROWS = 17 };
 /* From one row to the next: a row in whole vectors, and now and then one more. */
 static ptrdiff_t row_length(ptrdiff_t n) { return (n + lanes - 1) / lanes * lanes + lanes * below(2); }
 
-/* Keys or values: rows without gaps between their elements, at any alignment and any distance. */
-static Matrix rows_without_gaps(ptrdiff_t rows, ptrdiff_t cols) {
-    const ptrdiff_t strides[] = {cols * size, (cols + 3) * size,  cols * size + 1, -cols * size,
-                                 0,           -cols * size - 5, size};
-    return matrix(rows, cols, strides[below(COUNT(strides))], size, below(8));
+/* Keys or values: rows without gaps between their elements of nbytes bytes, at any alignment and any distance. */
+static Matrix rows_of(ptrdiff_t rows, ptrdiff_t cols, int nbytes) {
+    const ptrdiff_t strides[] = {cols * nbytes, (cols + 3) * nbytes, cols * nbytes + 1, -cols * nbytes,
+                                 0,             -cols * nbytes - 5,  nbytes};
+    return matrix_of(rows, cols, strides[below(COUNT(strides))], nbytes, nbytes, below(8));
 }
+
+static Matrix rows_without_gaps(ptrdiff_t rows, ptrdiff_t cols) { return rows_of(rows, cols, size); }
 
 /* Each pair of a number of rows, of keys and of columns, with any third. */
 static void each_size(void (*check)(int n_rows, int n_keys, int n_cols)) {
@@ -116,7 +118,7 @@ static void check_score_rows(int n_rows, int n_keys, int head_dim) {
     for (int r = 0; r < n_rows; r++)
         for (ptrdiff_t d = head_dim; d < q_ld; d++) put(q, r * q_ld + d, d < whole ? 0 : NAN);
     seal(&k);
-    kernels->score_rows(s, ld, q, q_ld, n_rows, k.at, k.row, n_keys, head_dim, ANY_DISTANCE);
+    kernels->score_rows[FASTATTN_REAL](s, ld, q, q_ld, n_rows, k.at, k.row, n_keys, head_dim, ANY_DISTANCE);
     for (int j = 0; j < n_keys; j++) {
         double x[128];
         for (int d = 0; d < head_dim; d++) x[d] = entry(&k, j, d);
@@ -277,7 +279,7 @@ static void check_accumulate_rows(int n_rows, int n_keys, int value_dim) {
     /* A row of NaN and one of inf stand beside the others and change nothing there. */
     if (n_rows > 3) put(p, below(n_rows) * p_ld + below(n_keys), below(2) ? NAN : INFINITY);
     seal(&v);
-    kernels->accumulate_rows(acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim, ANY_DISTANCE);
+    kernels->accumulate_rows[FASTATTN_REAL](acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim, ANY_DISTANCE);
     for (int e = 0; e < value_dim; e++) {
         double x[256];
         for (int j = 0; j < n_keys; j++) x[j] = entry(&v, j, e);
@@ -320,7 +322,7 @@ static void test_accumulate_rows_nonfinite(void) {
             for (int e = 0; e < value_dim; e++)
                 put(element(&finite, j, e), 0, isfinite(entry(&v, j, e)) ? entry(&v, j, e) : 0);
         seal(&v);
-        kernels->accumulate_rows(plain, ld, p, p_ld, n_rows, finite.at, finite.row, n_keys, value_dim, ANY_DISTANCE);
+        kernels->accumulate_rows[FASTATTN_REAL](plain, ld, p, p_ld, n_rows, finite.at, finite.row, n_keys, value_dim, ANY_DISTANCE);
         kernels->accumulate_rows_nonfinite(acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim,
                                           (const char *const *)bias, words, clean);
         for (int e = 0; e < value_dim; e++)
@@ -358,8 +360,8 @@ static void test_masked_keys_around(void) {
             }
         kernels->softmax_rows(s, s_ld, row_max, row_sum, n_rows, n_keys, factor, 0);
         kernels->softmax_rows(all, all_ld, all_max, all_sum, n_rows, n_all, factor, 0);
-        kernels->accumulate_rows(acc, ld, s, s_ld, n_rows, element(&v, front, 0), v.row, n_keys, value_dim, ANY_DISTANCE);
-        kernels->accumulate_rows(all_acc, ld, all, all_ld, n_rows, v.at, v.row, n_all, value_dim, ANY_DISTANCE);
+        kernels->accumulate_rows[FASTATTN_REAL](acc, ld, s, s_ld, n_rows, element(&v, front, 0), v.row, n_keys, value_dim, ANY_DISTANCE);
+        kernels->accumulate_rows[FASTATTN_REAL](all_acc, ld, all, all_ld, n_rows, v.at, v.row, n_all, value_dim, ANY_DISTANCE);
         for (int r = 0; r < n_rows; r++) {
             CHECK(same(get(row_max, r), get(all_max, r)) && same(get(row_sum, r), get(all_sum, r)),
                   "%d keys: row_sum " NUMBER ", but " NUMBER " with %d in front and %d in all", n_keys, get(row_sum, r),
@@ -456,8 +458,8 @@ static void test_rounding_rows(void) {
                 put(element(&v, c, j), 0, entry(&k, j, c));
             }
         }
-        kernels->score_rows(s, to_ld, x, ld, n_rows, k.at, k.row, other, n, ANY_DISTANCE);
-        kernels->accumulate_rows(acc, to_ld, x, ld, n_rows, v.at, v.row, n, other, ANY_DISTANCE);
+        kernels->score_rows[FASTATTN_REAL](s, to_ld, x, ld, n_rows, k.at, k.row, other, n, ANY_DISTANCE);
+        kernels->accumulate_rows[FASTATTN_REAL](acc, to_ld, x, ld, n_rows, v.at, v.row, n, other, ANY_DISTANCE);
         for (int r = 0; r < n_rows; r++)
             for (ptrdiff_t j = 0; j < other; j++) {
                 long double sum = 0, sizes_sum = 0;

@@ -6,33 +6,13 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline double fastattn_half_to_double(uint16_t bits) {
-    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
-    uint32_t out;
-    float x;
-    if (magnitude >= 0x7c00) { /* inf, NaN */
-        out = sign | 0x7f800000 | (magnitude & 0x3ff) << 13;
-    } else if (magnitude >= 0x400) { /* normal: rebias the exponent from 15 to 127 */
-        out = sign | ((magnitude << 13) + ((127 - 15) << 23));
-    } else { /* zero, subnormal: a multiple of 2^-24 */
-        const double value = (double)magnitude / 16777216.0;
-        return sign ? -value : value;
-    }
-    memcpy(&x, &out, sizeof x);
-    return x;
-}
-
-/* to[i] (float or double, by to_size) = element i of the row, a float of from_size bytes, i < n. */
+/* to[i] (float or double, by to_size) = element i of the row, a float of from_size bytes, 4 or 8, i < n. */
 static inline void fastattn_convert_row(char *to, int to_size, const char *from, int from_size, int swapped,
                                         ptrdiff_t stride, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i++, from += stride) {
         uint64_t bits = 0;
         double x;
-        if (from_size == 2) {
-            uint16_t half;
-            memcpy(&half, from, 2);
-            x = fastattn_half_to_double(swapped ? __builtin_bswap16(half) : half);
-        } else if (from_size == 4) {
+        if (from_size == 4) {
             uint32_t single;
             float y;
             memcpy(&single, from, 4);

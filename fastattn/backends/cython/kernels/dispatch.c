@@ -22,7 +22,7 @@ DECLARE(neon)
 
 #if defined(FASTATTN_HAVE_AVX2)
 #include <cpuid.h>
-/* gcc 10 and clang 16 do not know it by name. The system saves its registers where it does so for AVX2. */
+/* gcc 10 and clang 17 do not know it by name. The system saves its registers where it does so for AVX2. */
 static int has_f16c(void) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;

@@ -111,8 +111,8 @@ typedef struct {
     /* Row tiles: tile[r * ld + x], one row per query row, x a head_dim index, a key or a value_dim index. For few query
      * rows, too few to fill vectors of lanes; lanes run along x. ld is a multiple of `lanes`, a row is readable and
      * writable up to ld; past its end it is undefined, except that packed rows are padded with zeros. The elements of
-     * a key and of a value are contiguous. Each row's arithmetic is one fixed sequence, and the same for each storage: 16
-     * bits give the bits of the same numbers stored as REAL. */
+     * a key and of a value are contiguous. Each row's arithmetic is one fixed sequence, the same for each storage: a
+     * 16-bit type gives the bits that the same numbers give as REAL. */
 
     /* tile[r][c] = factor * rows[r][c * stride], c < n_cols. */
     void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,

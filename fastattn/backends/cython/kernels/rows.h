@@ -268,10 +268,8 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
  * prefetch + j * v_row on. */
 INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int V, REAL *acc, ptrdiff_t ld,
                                        const REAL *p, ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
-                                       const int n_last, int is_first, const char *prefetch, ptrdiff_t share,
-                                       ptrdiff_t share_stop) {
+                                       const int n_last, int is_first, const char *prefetch, ptrdiff_t n_lines) {
     const ptrdiff_t vector = LANES * STORED_SIZE(storage);
-    const ptrdiff_t shares = LINE_SHARES(storage, R);
     VEC sum[4][8] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, prefetch += v_row) {
         VEC x[8];
@@ -302,14 +300,14 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
 INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *acc, ptrdiff_t ld, const REAL *p,
                                         ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
                                         ptrdiff_t value_dim, int is_first, const char *prefetch, ptrdiff_t n_lines) {
-    const ptrdiff_t n_shares = n_lines * LINE_SHARES(storage, R);
     ptrdiff_t e = 0, prefetched = 0;
 #define TILE(V, n_last)                                                                                        \
     do {                                                                                                       \
         const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
-        const ptrdiff_t prefetch_to = n_shares ? n_shares * stop / value_dim : 0;                              \
+        const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                \
         NAME(accumulate_rows_tile)(storage, R, V, acc + e, ld, p, p_ld, v + e * STORED_SIZE(storage), v_row,   \
-                                   n_keys, n_last, is_first, prefetch, prefetched, prefetch_to);               \
+                                   n_keys, n_last, is_first, prefetch + prefetched * 64,                       \
+                                   prefetch_to - prefetched);                                                  \
         e = stop, prefetched = prefetch_to;                                                                    \
     } while (0)
 #define COLUMNS(V)                                                                                             \
@@ -344,11 +342,11 @@ INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, co
     }
 }
 
-/* The kernels of the table. */
+/* The kernels of the table, for each storage. */
 #define OF_STORAGE(name, storage)                                                                              \
-    static void NAME(score_rows_##name)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows, \
-                                        const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim,  \
-                                        ptrdiff_t distance) {                                                  \
+    static void NAME(score_rows_##name)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld,                  \
+                                        ptrdiff_t n_rows, const char *k, ptrdiff_t k_row, ptrdiff_t n_keys,    \
+                                        ptrdiff_t head_dim, ptrdiff_t distance) {                              \
         NAME(score_rows)(storage, s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance);               \
     }                                                                                                          \
     static void NAME(accumulate_rows_##name)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,           \

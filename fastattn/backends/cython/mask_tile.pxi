@@ -104,9 +104,8 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
         w.bias_rows[lane] = row
         if job.convert_bias:
             w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
-            if job.bias_nbytes == 2:
-                kernels_of(job).load_row(w.bias_rows[lane], row, job.bias.col, n_keys, FASTATTN_FLOAT16,
-                                         job.bias_swapped)
+            if job.bias_storage:
+                load_row(job, w.bias_rows[lane], row, job.bias.col, job.bias_storage, n_keys)
             else:
                 fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
                                      job.bias.col, n_keys)

@@ -3,7 +3,7 @@
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
-    enum: FASTATTN_FLOAT16, FASTATTN_STORAGES
+    enum: FASTATTN_STORAGES
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel

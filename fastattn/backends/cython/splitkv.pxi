@@ -65,8 +65,9 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
         key_row = job.head_dim * job.itemsize
         keys = w.key_copy
         distance = 0
-    kernels_of(job).score_rows[0](w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
-                                  job.head_dim, distance)
+        storage = 0
+    kernels_of(job).score_rows[storage](w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
+                           job.head_dim, distance)
     if job.has_score_mod:
         if softcap > 0 or root != 1:
             kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
@@ -116,8 +117,8 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
         kernels.accumulate_rows_nonfinite(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values,
                                          value_row, n_keys, job.value_dim, bias_of(job, w), words_of(w, state), clean)
     else:
-        kernels.accumulate_rows[0](acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
-                                   n_keys, job.value_dim, distance)
+        kernels.accumulate_rows[storage](acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
+                                n_keys, job.value_dim, distance)
     partial.key_tile = key_tile
     partial.has_masked = state == TILE_PARTIAL or may_mask(job)
     return True

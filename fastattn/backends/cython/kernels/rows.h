@@ -11,10 +11,6 @@
 /* Vectors of columns in a register tile of `accumulate_rows` with R rows. */
 #define ROW_VECTORS(R) (ROW_SUMS / (R) < 8 ? ROW_SUMS / (R) : 8)
 
-/* Register tiles of `accumulate_rows` that read one cache line. */
-#define LINE_SHARES(storage, R)                                                                                \
-    (ROW_VECTORS(R) * LANES < STORED_LINE(storage) ? STORED_LINE(storage) / (ROW_VECTORS(R) * LANES) : 1)
-
 #define FOLD_SELF(i, half) ((i) & (half) ? LANES + (i) : (i))
 #define FOLD_OTHER(i, half) ((i) & (half) ? LANES + (i) - (half) : (i) + (half))
 
@@ -273,8 +269,7 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
     VEC sum[4][8] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, prefetch += v_row) {
         VEC x[8];
-        for (ptrdiff_t i = share + ((j - share) & (shares - 1)); i < share_stop; i += shares)
-            __builtin_prefetch(prefetch + (size_t)i / (size_t)shares * 64, 0, 2);
+        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(prefetch + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
             x[i] = i == V - 1 && n_last < LANES ? NAME(load_stored_partial)(storage, v + i * vector, n_last)
@@ -412,7 +407,6 @@ static void NAME(merge_rows)(void *acc, void *row_max, void *row_sum, const void
 
 #undef DOTS
 #undef ROW_VECTORS
-#undef LINE_SHARES
 #undef FOLD_SELF
 #undef FOLD_OTHER
 #undef FOLD

@@ -258,7 +258,7 @@ def flex_attention(
         out=out,
         return_lse=return_lse,
         return_weights=return_weights,
-        may_fail=on_gpu is None and score is not None and score.reads_arrays,
+        may_fail=on_gpu is None and score is not None,
     )
     target = None if out is None or on_gpu is None else request.problem.out
     if target is not None and any(value.ndim and overlap(target, value) for value in values):

@@ -115,15 +115,9 @@ def _reads_as_given(arrays: tuple[Any, ...], given: tuple[Any, ...], request: Re
     score_operand = arrays[_DENSE] if arrays[_BIAS] is None else arrays[_BIAS]
     pairs = [(query, arrays[0]), (key, arrays[1]), (value, arrays[2]), (sinks, arrays[_SINKS])]
     pairs += [(mask, score_operand)] if bias is None else [(mask, arrays[_DENSE]), (bias, arrays[_BIAS])]
-    return (request.staged is None or _may_fail(request)) and all(
+    return (request.staged is None or request.problem.score_mod is not None) and all(
         given is used or given.ctypes.data == used.ctypes.data for given, used in pairs
     )
-
-
-def _may_fail(request: Request) -> bool:
-    """Whether the work reads arrays at indices of the caller's."""
-    score_mod = request.problem.score_mod
-    return score_mod is not None and score_mod.reads_arrays
 
 
 _BIAS, _DENSE, _KEY_START, _SINKS = 6, 7, 8, 12
@@ -156,7 +150,7 @@ class PreparedCall:
         self._held = arrays[_KEY_START : _KEY_START + 3]
         self._bits = arrays[-1]
         self._len_k = problem.len_k
-        self._may_fail = _may_fail(request)
+        self._may_fail = problem.score_mod is not None
         self.held_nbytes = sum(
             array.base.nbytes if array.base is not None else array.nbytes
             for array in (*self._held, self._bits)

@@ -432,6 +432,21 @@ class TestReadsOutside:
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("len_q", [2, 300])
+    def test_out_is_untouched_whatever_is_read(self, backend, len_q):
+        """Arrays in a tuple, whose elements are no arrays of the function's own."""
+        rows = (np.ones(300), np.ones(300))
+
+        def tuple_mod(score, b, h, q, k):
+            return score + rows[h][k * 2 if q == len_q - 1 else k]
+
+        x = arrays(np.float32, 300)
+        out = np.full((1, 2, len_q, 8), 7.0, np.float32)
+        with pytest.raises(IndexError, match="tuple_mod"):
+            fastattn.flex_attention(x[:, :, :len_q], x, x, score_mod=tuple_mod, out=out, backend=backend)
+        assert (out == 7).all()
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("len_q", [2, 300])
     @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
     def test_out_is_untouched(self, backend, len_q, layout):
         """At the first call and at one that is prepared; tasks before the one that fails are done."""

@@ -107,15 +107,6 @@
 #define PREFETCH_VALUES 32
 #define PREFETCH_PACKED 8 /* of V while it is packed */
 
-/* Hides a vector's value from the optimiser. */
-#if defined(__x86_64__)
-#define OPAQUE(x) __asm__ volatile("" : "+v"(x))
-#elif defined(__aarch64__)
-#define OPAQUE(x) __asm__ volatile("" : "+w"(x))
-#else
-#define OPAQUE(x) __asm__ volatile("" : "+m"(x))
-#endif
-
 #if defined(__clang__)
 #define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

@@ -90,7 +90,6 @@ int64s = _pointer_to(types.int64)
 uint32s = _pointer_to(types.uint32)
 int32s = _pointer_to(types.int32)
 uint8s = _pointer_to(types.uint8)
-int8s = _pointer_to(types.int8)
 
 
 def record_at(dtype: Any) -> Any:

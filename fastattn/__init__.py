@@ -19,6 +19,7 @@ The modules, each of which imports only what stands above it:
 ``_constants``       numbers that more than one place knows, or that were found by measuring
 ``_mask_map``        masks bound to a problem size: key intervals per row, or tiles with bits
 `fastattn.masks`     mask objects, which lower to those
+``_storage``         `Paged`, `Quantized`, and how keys and values lie in memory
 ``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
@@ -58,10 +59,13 @@ from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
+from fastattn._storage import Paged, Quantized
 from fastattn._version import __version__
 
 __all__ = [
     "BackendError",
+    "Paged",
+    "Quantized",
     "__version__",
     "attention",
     "create_block_mask",

@@ -105,6 +105,7 @@ class Band(NamedTuple):
     right: int
     at_end: bool  #: the last query is aligned with the item's last key: ``p = i + S_b - L``
     lengths: np.ndarray | None  #: ``S_b`` as ``(*lead,)`` int64 view, in 0..S; None: ``S`` for every item
+    keep_first: int = 0  #: so many keys from 0 on are allowed whatever `left` says; of keys in pages alone
 
     def intervals(self, L: int, S: int) -> Intervals:
         """The same as an interval of keys per query."""

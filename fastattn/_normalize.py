@@ -22,7 +22,8 @@ import numpy as np
 from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
 from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
-from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM, MAX_ROWS, REAL, Problem, storage_of
+from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM, MAX_ROWS, Problem
+from fastattn._storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     results: tuple[Any, ...]  #: out, then lse and weights where asked for, in the caller's shapes
     staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input, or that
     #: must not be written to if the work fails
+    swapped: bool  #: the caller's length axis stands before the head axis
 
     def finish(self) -> Any:
         """The results as the caller wants them; to be called when the problem is solved."""
@@ -64,8 +66,8 @@ class _Inputs:
     def __init__(
         self,
         query: np.ndarray,
-        key: np.ndarray,
-        value: np.ndarray,
+        key: np.ndarray | Rows,
+        value: np.ndarray | Rows,
         *,
         dtype: np.dtype,
         result: np.dtype,
@@ -79,6 +81,16 @@ class _Inputs:
         *_, H, L, _ = query.shape
         self.sizes = Size(query.shape[:-3], H, L, key.shape[-2])
 
+    def locate(self, lengths: np.ndarray | None) -> None:
+        """Finds the pages that hold the first `lengths` keys of each item, where there are any."""
+        for name in ("key", "value"):
+            rows = getattr(self, name)
+            if isinstance(rows, Rows):
+                located = rows.located(lengths)
+                if located is None:
+                    raise ValueError(f"{name}: {rows.what_is_wrong(lengths)}")
+                setattr(self, name, located)
+
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
     """Ends every complaint about arguments with the shapes of query, key and value, and hints."""
@@ -90,15 +102,23 @@ def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Argument
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             shapes = [_shape(array) for array in args[:3]]
-            named = zip(("query", "key", "value"), shapes, strict=False)
-            listed = ", ".join(f"{name} {'of no shape' if shape is None else shape}" for name, shape in named)
+            named = zip(("query", "key", "value"), args, shapes, strict=False)
+            listed = ", ".join(f"{name} {_described(given, shape)}" for name, given, shape in named)
             hints = _shape_hints(shapes, kwargs) if "layout" in kwargs else []
             raise kind("; ".join([str(error), listed, *hints])) from None
 
     return naming
 
 
+def _described(given: Any, shape: tuple[int, ...] | None) -> Any:
+    if isinstance(given, (Paged, Quantized)):
+        return given
+    return "of no shape" if shape is None else shape
+
+
 def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, (Paged, Quantized, Rows)):
+        return None
     try:
         return tuple(np.shape(value))
     except (TypeError, ValueError):
@@ -150,17 +170,22 @@ def normalize(
     return_lse: bool,
     return_weights: bool,
     may_fail: bool = False,
+    keep_first: int = 0,
 ) -> Request:
     """The arguments of `attention` as a `Request`; see there for what they mean and what is raised.
 
     `function_mask` is one more mask. It fits any size, and evaluating it takes long. `may_fail`: the work may
-    raise, or read arrays that are not here, so that nothing is written to `out` before its end.
+    raise, or read arrays that are not here, so that nothing is written to `out` before its end. `keep_first`
+    keys are in the window of every query, where they are in pages.
     """
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
     inputs = _inputs(query, key, value, swapped=layout == "bshd")
     lead, H, L, S = inputs.sizes
     band = _band(inputs, causal, window, key_lengths)
+    inputs.locate(None if band is None else band.lengths)
+    if band is not None and keep_first:
+        band = band._replace(keep_first=keep_first)
     if mask is not None:
         mask = _mask(mask, inputs.flat)
     if function_mask is not None:
@@ -362,7 +387,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
-    q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
+    q, k, v = as_array(query, "query"), _as_rows(key, "key"), _as_rows(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
         check_places(query=q, key=k, value=v)
     dtype, result = _dtypes(q, k, v)
@@ -377,7 +402,8 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     if min(ranks) == 2:
         if max(ranks) != 2:
             raise ValueError("two axes stand for one head, and then query, key and value all have two")
-        q, k, v = q[None], k[None], v[None]
+        q = q[None]
+        k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
     elif swapped:
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
 
@@ -399,7 +425,12 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
             lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
         except ValueError:
             raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
-        q, k, v = (broadcast_to(array, (*lead, *array.shape[-3:]), name) for array, name in _named(q, k, v))
+        q, k, v = (
+            array.broadcast_to(lead)
+            if isinstance(array, Rows)
+            else broadcast_to(array, (*lead, *array.shape[-3:]), name)
+            for array, name in _named(q, k, v)
+        )
     inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
@@ -441,10 +472,19 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     return q, k, v
 
 
+def _as_rows(value: Any, name: str) -> np.ndarray | Rows:
+    """Keys or values as an ndarray, or as `Rows` where they are in int8 or in pages."""
+    if isinstance(value, (Paged, Quantized, Rows)):
+        return Rows.of(value)
+    return as_array(value, name)
+
+
 def as_array(value: Any, name: str) -> np.ndarray:
     """`value` as an ndarray, a view where it is one already."""
     if type(value) is np.ndarray:
         return value
+    if isinstance(value, (Paged, Quantized)):
+        raise TypeError(f"{name} must be an array here, got {value}")
     if (array := as_device_array(value, name)) is not None:
         return array  # type: ignore[return-value]  # what is asked of it here it has, too
     try:
@@ -463,18 +503,19 @@ def check_places(**arrays: Any) -> None:
         raise ValueError(f"all arrays must be on the host, or all on one GPU; got {listed}")
 
 
-def _dtypes(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.dtype, np.dtype]:
+def _dtypes(q: np.ndarray, k: np.ndarray | Rows, v: np.ndarray | Rows) -> tuple[np.dtype, np.dtype]:
     """What is computed in, and what the results are of: 16-bit types are computed in float32."""
     dtype = q.dtype
     if dtype == k.dtype == v.dtype and dtype in (FLOAT32, FLOAT64):
         return dtype, dtype
-    for array, name in _named(q, k, v):
+    counting = {name: array for array, name in _named(q, k, v) if not _is_quantized(array)}
+    for name, array in counting.items():
         _check_number_dtype(array, name)
-    result = _promote(**{name: array for array, name in _named(q, k, v)})
+    result = _promote(**counting)
     return (result if storage_of(result) == REAL else FLOAT32), result
 
 
-def _promote(**arrays: np.ndarray) -> np.dtype:
+def _promote(**arrays: np.ndarray | Rows) -> np.dtype:
     """The native float dtype that the arrays promote to, where integers and bools count as float64.
 
     A 16-bit type is that of arrays that all have it, and leaves others as they are. (`numpy.result_type`
@@ -491,12 +532,16 @@ def _promote(**arrays: np.ndarray) -> np.dtype:
     return np.result_type(*counted).newbyteorder("=")
 
 
-def _is_stored(array: np.ndarray) -> bool:
-    """Whether an array is in 16 bits, which kernels read as they are."""
-    return storage_of(array.dtype) != REAL and type(array) is np.ndarray
+def _is_stored(array: np.ndarray | Rows) -> bool:
+    """Whether an array is in 16 bits or in int8, which kernels read as they are."""
+    return not isinstance(array, DeviceArray) and storage_code(array) != REAL
 
 
-def _check_number_dtype(array: np.ndarray, name: str) -> None:
+def _is_quantized(array: np.ndarray | Rows) -> bool:
+    return isinstance(array, Rows) and array.is_quantized
+
+
+def _check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
     dtype = array.dtype
     if dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL:
         return
@@ -506,10 +551,12 @@ def _check_number_dtype(array: np.ndarray, name: str) -> None:
     )
 
 
-def _as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def _as_dtype(array: np.ndarray | Rows, dtype: np.dtype, name: str) -> np.ndarray | Rows:
     """A copy in another dtype that is as large as the array's memory, not as its broadcast shape."""
     if array.dtype == dtype:
         return array
+    if isinstance(array, Rows):
+        return array.astype(dtype)
     if isinstance(array, DeviceArray):
         return array.read_as(dtype)
     stored = array[tuple(slice(None) if stride else slice(1) for stride in array.strides)]
@@ -669,7 +716,8 @@ def _assemble(
         out = target = _empty(shape, result, q, "the result")
     else:
         target = given
-        reads = (q, k, v, bias, sinks, lowered.dense)
+        rows = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
+        reads = (q, *rows, bias, sinks, lowered.dense)
         if may_fail or any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
@@ -702,7 +750,7 @@ def _assemble(
         dense=lowered.dense,
         mask_map=lowered.mask_map,
     )
-    return Request(problem, results, staged)
+    return Request(problem, results, staged, swapped)
 
 
 def _finite(value: Any, name: str) -> float:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _host
+from fastattn._problem import call_arrays
+from fastattn._storage import Paged, Quantized, Rows, signature_of_rows
 from fastattn.masks import Dense, Mask
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ try:
     from fastattn.backends.cython.driver import signature as _signature
 except ImportError:
     from fastattn._signature import signature as _signature
+
+_ROWS = (Paged, Quantized, Rows)
+_NO_ROWS = (None,) * 6  #: scales and tables of a call without `Rows`
 
 #: The public functions, as signatures tell them apart.
 ATTENTION, SDPA, SDPA_GQA, VARLEN, FLEX = range(5)
@@ -44,7 +49,11 @@ def signature_of(function: int, *arguments: Any, more: Any = None) -> Any:
 
     `function` tells the public functions apart; `more` is what else decides, and can be hashed.
     """
-    mask = arguments[3]
+    query, key, value, mask = arguments[:4]
+    if type(key) in _ROWS or type(value) in _ROWS:
+        rows = [signature_of_rows(x) if type(x) in _ROWS else None for x in (key, value)]
+        key, value = (None if signature else x for x, signature in zip((key, value), rows, strict=True))
+        arguments, more = (query, key, value, *arguments[3:]), (*rows, more)
     if isinstance(mask, Mask):
         if not mask._is_frozen:
             if type(mask) is not Dense:
@@ -110,25 +119,30 @@ def run(
 def _reads_as_given(arrays: tuple[Any, ...], given: tuple[Any, ...], request: Request) -> bool:
     """Whether what is read and written is the caller's memory, and nothing had to be converted."""
     query, key, value, mask, bias, _, sinks, _ = given
+    problem = request.problem
     if isinstance(mask, Mask):
         mask = mask.array if type(mask) is Dense else None
     score_operand = arrays[_DENSE] if arrays[_BIAS] is None else arrays[_BIAS]
-    pairs = [(query, arrays[0]), (key, arrays[1]), (value, arrays[2]), (sinks, arrays[_SINKS])]
+    pairs = [(query, arrays[0]), (sinks, arrays[_SINKS])]
+    for x, used in ((key, problem.key), (value, problem.value)):
+        pairs += (
+            zip(Rows.of(x).memory(), used.memory(), strict=True) if isinstance(used, Rows) else [(x, used)]
+        )
     pairs += [(mask, score_operand)] if bias is None else [(mask, arrays[_DENSE]), (bias, arrays[_BIAS])]
-    return (request.staged is None or request.problem.score_mod is not None) and all(
+    return (request.staged is None or problem.score_mod is not None) and all(
         given is used or given.ctypes.data == used.ctypes.data for given, used in pairs
     )
 
 
-_BIAS, _DENSE, _KEY_START, _SINKS = 6, 7, 8, 12
+_BIAS, _DENSE, _KEY_START, _SINKS = 6, 7, 8, 18
 
 
 class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_bits", "_held", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail", "_num_threads", "_out",
-        "_weights", "by_threads", "held_nbytes", "is_small",
+        "_bits", "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail", "_num_threads",
+        "_out", "_swapped", "_weights", "by_threads", "held_nbytes", "is_small",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +164,7 @@ class PreparedCall:
         self._held = arrays[_KEY_START : _KEY_START + 3]
         self._bits = arrays[-1]
         self._len_k = problem.len_k
+        self._lead, self._swapped = problem.lead, request.swapped
         self._may_fail = problem.score_mod is not None
         self.held_nbytes = sum(
             array.base.nbytes if array.base is not None else array.nbytes
@@ -191,24 +206,42 @@ class PreparedCall:
             )
             if numbers and not 0 <= min(numbers) <= max(numbers) <= self._len_k:
                 return None
+        if type(key) in _ROWS:
+            key = self._rows(key, lengths)
+        if type(value) in _ROWS:
+            value = self._rows(value, lengths)
+        if key is None or value is None:
+            return None
         result = out
         if out is None or self._may_fail:
             result = np.empty(*self._out)
         if out is not None:
-            for array in (query, key, value, mask, bias, sinks):
+            rows = (part for x in (key, value) for part in (x.memory() if type(x) is Rows else (x,)))
+            for array in (query, *rows, mask, bias, sinks):
                 if array is not None and np.may_share_memory(out, array):
                     return None
         lse = None if self._lse is None else np.empty(*self._lse)
         weights = None if self._weights is None else np.empty(*self._weights)
         if self._mask_is_bias:
             mask, bias = None, mask
-        prepared.run(
-            (query, key, value, result, lse, weights, bias, mask, *self._held, lengths, sinks, self._bits),
-            score_mod,
-        )
+        results = (result, lse, weights, bias, mask, *self._held, lengths)
+        if type(key) is Rows or type(value) is Rows:
+            arrays = call_arrays(query, key, value, *results, sinks, self._bits)
+        else:
+            arrays = (query, key, value, *results, *_NO_ROWS, sinks, self._bits)
+        prepared.run(arrays, score_mod)
         if out is not None and self._may_fail:
             out[...] = result
             result = out
         if lse is None:
             return result if weights is None else (result, weights)
         return (result, lse) if weights is None else (result, lse, weights)
+
+    def _rows(self, given: Any, lengths: np.ndarray | None) -> Rows | None:
+        """Keys or values in int8 or in pages as at the first call; None where a page is not one."""
+        rows = Rows.of(given)
+        if self._swapped and rows is not given:
+            rows = rows.swapaxes(-3, -2)
+        return rows.broadcast_to(self._lead).located(
+            None if lengths is None else np.broadcast_to(lengths, self._lead)
+        )

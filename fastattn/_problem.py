@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 import numpy as np
 
 from fastattn._mask_map import Band, Intervals, MaskMap, intersect
+from fastattn._storage import BFLOAT16, REAL, Rows, storage_code, storage_of
 
 # Bounds on the sizes of one call, far beyond what memory holds, but axes of stride 0 can reach them. Within
 # them no number that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
@@ -25,31 +26,7 @@ from fastattn._mask_map import Band, Intervals, MaskMap, intersect
 MAX_ROWS = 2**40  #: B·H·L, and B·K·S
 MAX_DIM = 2**18  #: D, and E: at that size a thread's tiles take some 200 MB, and copies 1 GB at most
 
-#: How an array is stored, in the record of a call and for the kernels: in the dtype of the computation, or in
-#: one of two 16-bit types, in which nothing is computed. SWAPPED is added where bytes are in the other order.
-REAL, FLOAT16, BFLOAT16 = range(3)
-SWAPPED = 1 << 8
-
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-def storage_of(dtype: np.dtype) -> int:
-    """Which 16-bit type a dtype is, in whichever byte order; REAL for any other.
-
-    bfloat16 is that of the package `ml_dtypes`, known by its name: whoever has such an array has imported it.
-    """
-    if dtype.itemsize != 2:
-        return REAL
-    if dtype.kind == "f":
-        return FLOAT16
-    return BFLOAT16 if dtype.name == "bfloat16" else REAL
-
-
-def storage_code(dtype: np.dtype) -> int:
-    """`storage_of`, with the byte order."""
-    storage = storage_of(dtype)
-    return storage if storage == REAL or dtype.isnative else storage | SWAPPED
-
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # with a default, as Python's own has from 3.13 on
@@ -77,6 +54,15 @@ class Mod(NamedTuple):
         return any(np.ndim(value) for value in (*self.aux, *self.captured))
 
 
+def call_arrays(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
+    """`Problem.arrays` of arrays in that order, of which key and value may be `Rows`."""
+    key_parts, value_parts = (
+        x.arrays() if isinstance(x, Rows) else (x, None, None, None) for x in (key, value)
+    )
+    parts = (part for pair in zip(key_parts[1:], value_parts[1:], strict=True) for part in pair)
+    return (query, key_parts[0], value_parts[0], *others[:9], *parts, *others[9:])
+
+
 class Sizes:
     """The sizes of a problem, and sizes derived from them."""
 
@@ -89,7 +75,7 @@ class Sizes:
     len_k: int
     value_dim: int
 
-    def __init__(self, query: np.ndarray | DeviceArray, value: np.ndarray | DeviceArray) -> None:
+    def __init__(self, query: np.ndarray | DeviceArray, value: np.ndarray | DeviceArray | Rows) -> None:
         *lead, num_heads, len_q, self.head_dim = query.shape
         *_, num_kv_heads, self.len_k, self.value_dim = value.shape
         self.len_q, self.num_heads, self.num_kv_heads = len_q, num_heads, num_kv_heads
@@ -110,8 +96,8 @@ class Problem(NamedTuple, Generic[Array]):
     """
 
     query: Array  #: ``(*lead, H, L, D)``, of `dtype`, or float16 or bfloat16; any strides
-    key: Array  #: ``(*lead, K, S, D)``, the same
-    value: Array  #: ``(*lead, K, S, E)``, the same
+    key: Array | Rows  #: ``(*lead, K, S, D)``, the same, or in int8 or in pages
+    value: Array | Rows  #: ``(*lead, K, S, E)``, the same
     out: Array  #: ``(*lead, H, L, E)``, of `dtype` or in 16 bits, any strides, no overlap with inputs; output
     lse: Array | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous; output
     weights: Array | None  #: ``(*lead, H, L, S)``, of `dtype` or in 16 bits, C-contiguous; output
@@ -131,18 +117,23 @@ class Problem(NamedTuple, Generic[Array]):
     def arrays(self) -> tuple[Array | np.ndarray | None, ...]:
         """The arguments of a prepared call: all arrays that change from call to call, in a fixed order."""
         mask_map, band = self.mask_map, self.band
-        return (
+        return call_arrays(
             self.query, self.key, self.value, self.out, self.lse, self.weights, self.bias, self.dense,
             self.key_start, self.key_stop, None if mask_map is None else mask_map.index,
             None if band is None else band.lengths, self.sinks, None if mask_map is None else mask_map.bits,
         )  # fmt: skip
 
     def stored(self) -> list[str]:
-        """Which arrays are in 16 bits, for backends that read none; a float16 bias is read by all."""
+        """Which arrays are not plain float32 or float64, for backends that read no others; a float16 bias is
+        read by all."""
         arrays: dict[str, Any] = {"query": self.query, "key": self.key, "value": self.value}
         if self.bias is not None and storage_of(self.bias.dtype) == BFLOAT16:
             arrays["bias"] = self.bias
-        return [f"{n} is {a.dtype.name}" for n, a in arrays.items() if storage_of(a.dtype) != REAL]
+        return [
+            f"{name} is {array.dtype.name}{' in pages' if isinstance(array, Rows) and array.page_size else ''}"
+            for name, array in arrays.items()
+            if storage_code(array) != REAL or isinstance(array, Rows)
+        ]
 
     @property
     def device(self) -> str:

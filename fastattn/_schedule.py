@@ -18,6 +18,7 @@ from fastattn._constants import (
     COPY_NBYTES,
     FEW_ROWS,
     GAP_BLOCKS,
+    KEY_CHUNK,
     LEAST_CAPPED_FACTOR,
     LOG2E,
     LONG_HEAD,
@@ -27,7 +28,8 @@ from fastattn._constants import (
     STORED_BLOCKS,
     UNCACHED_NBYTES,
 )
-from fastattn._problem import REAL, AnyProblem, Problem, Sizes, storage_of
+from fastattn._problem import AnyProblem, Problem, Sizes
+from fastattn._storage import REAL, Rows, storage_code
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 
@@ -94,7 +96,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         )  # fmt: skip
     n_blocks = -(-n_vectors // target.max_vectors)
     copies_keys = packs_values = False
-    keys_are_stored, values_are_stored = _is_stored(problem.key), _is_stored(problem.value)
+    converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     if n_blocks > 1:
         # Query blocks that one thread computes per copy that it makes.
         copies_keys, packs_values = _copies(
@@ -103,7 +105,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     return Schedule(
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
-        keys_are_stored and not copies_keys, values_are_stored and not packs_values, (0, 0), *factors,
+        converts_keys and not copies_keys, converts_values and not packs_values, (0, 0), *factors,
     )  # fmt: skip
 
 
@@ -122,16 +124,24 @@ def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tupl
     return copies_keys, packs_values
 
 
-def _is_stored(array: np.ndarray) -> bool:
-    """Whether an array is in 16 bits."""
-    return storage_of(array.dtype) != REAL
+def _is_stored(array: np.ndarray | Rows) -> bool:
+    """Whether an array is in 16 bits or in int8."""
+    return storage_code(array) != REAL
 
 
-def _needs_tile(array: np.ndarray, problem: Problem) -> bool:
-    """Whether the kernels of few rows cannot read it in place: not contiguous, in 16 bits beside float64, or
-    with swapped bytes."""
-    is_read = not _is_stored(array) or (array.dtype.isnative and problem.dtype.itemsize == 4)
-    return array.strides[-1] != array.itemsize or not is_read
+def _is_scattered(array: np.ndarray | Rows) -> bool:
+    """Whether partial sums over KEY_CHUNK keys cross the pages of an array."""
+    return isinstance(array, Rows) and array.page_size % KEY_CHUNK != 0
+
+
+def _needs_tile(array: np.ndarray | Rows, problem: Problem) -> bool:
+    """Whether the kernels of few rows cannot read it in place: not contiguous, in small pages, stored beside
+    float64, or with swapped bytes."""
+    if array.strides[-1] != array.itemsize or _is_scattered(array):
+        return True
+    if isinstance(array, Rows) and array.scale_strides is not None and array.scale_strides[-1] != 4:
+        return True
+    return _is_stored(array) and not (array.dtype.isnative and problem.dtype.itemsize == 4)
 
 
 def needs_natural_scores(problem: AnyProblem) -> bool:
@@ -220,7 +230,7 @@ def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
     return tiles, max(1, -(-n_key_tiles // tiles))
 
 
-def _has_gaps(array: np.ndarray) -> bool:
+def _has_gaps(array: np.ndarray | Rows) -> bool:
     """Whether there are gaps between the elements or the rows of one head."""
     n_cols, itemsize = array.shape[-1], array.itemsize
     return (n_cols > 1 and array.strides[-1] != itemsize) or abs(array.strides[-2]) > n_cols * itemsize

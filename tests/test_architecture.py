@@ -35,7 +35,7 @@ LAYERS = [
     {"_constants"},
     {"_device"},
     {"_mask_map"},
-    {"masks"},
+    {"masks", "_storage"},
     {"_options", "_hints"},
     {"_problem"},
     {"_normalize"},

@@ -8,10 +8,13 @@ own numbers alone, not on strides or on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from fastattn._mask_map import UNBOUNDED
 from fastattn._problem import Problem
+from fastattn._storage import HeadRows, Rows
 from fastattn.backends._base import Backend
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
@@ -36,8 +39,7 @@ class ReferenceBackend(Backend):
         return None
 
     def run(self, problem: Problem, num_threads: int) -> None:
-        start, stop = problem.intervals()
-        problem = problem._replace(band=None, key_start=start, key_stop=stop)
+        problem, window = _without_band(problem)
         row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
         block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
         # inf - inf, 0 * inf and overflow are data here, not surprises.
@@ -46,15 +48,40 @@ class ReferenceBackend(Backend):
                 span = _key_range(problem, item, slice(0, problem.len_q))
                 for kv_head in range(problem.num_kv_heads):
                     source = _Source(
-                        problem.key[item][kv_head], problem.value[item][kv_head], problem.dtype, span
+                        _head(problem.key, item, kv_head),
+                        _head(problem.value, item, kv_head),
+                        problem.dtype,
+                        span,
                     )
                     for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
                         for first in range(0, problem.len_q, block_q):
                             rows = slice(first, min(first + block_q, problem.len_q))
-                            _attend(problem, item, head, rows, source)
+                            _attend(problem, window, item, head, rows, source)
 
 
 backend = ReferenceBackend()
+
+
+class _Window(NamedTuple):
+    """A window beside which the first keys stay visible: what is before `start`, but for those, is masked."""
+
+    keep_first: int
+    start: np.ndarray  #: ``(*lead, L)``
+
+
+def _without_band(problem: Problem) -> tuple[Problem, _Window | None]:
+    """The problem with its band as intervals, and what intervals cannot say of it."""
+    band, window = problem.band, None
+    if band is not None and band.keep_first:
+        start = band.intervals(problem.len_q, problem.len_k).start
+        window = _Window(band.keep_first, np.broadcast_to(start, (*problem.lead, problem.len_q)))
+        problem = problem._replace(band=band._replace(left=UNBOUNDED))
+    start, stop = problem.intervals()
+    return problem._replace(band=None, key_start=start, key_stop=stop), window
+
+
+def _head(array: np.ndarray | Rows, item: tuple[int, ...], kv_head: int) -> np.ndarray | HeadRows:
+    return array.head(item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
 
 
 class _Source:
@@ -64,7 +91,9 @@ class _Source:
     and `nonfinite` lists its position, for it to be added by hand to the rows that may read it.
     """
 
-    def __init__(self, key: np.ndarray, value: np.ndarray, dtype: np.dtype, span: slice) -> None:
+    def __init__(
+        self, key: np.ndarray | HeadRows, value: np.ndarray | HeadRows, dtype: np.dtype, span: slice
+    ) -> None:
         self.key, self.value, self.dtype = key, value, dtype
         row_bytes = max(1, key.shape[1], value.shape[1]) * dtype.itemsize
         self.chunk = max(1, _CHUNK_BYTES // row_bytes)
@@ -104,11 +133,16 @@ def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slic
     return allowed
 
 
-def _attend(problem: Problem, item: tuple[int, ...], head: int, rows: slice, source: _Source) -> None:
+def _attend(
+    problem: Problem, window: _Window | None, item: tuple[int, ...], head: int, rows: slice, source: _Source
+) -> None:
     """softmax(scores) V for some query rows of one head."""
     dtype = problem.dtype.type
     keys = _key_range(problem, item, rows)
     allowed = allowed_block(problem, item, head, rows, keys)
+    if window is not None:
+        j = np.arange(keys.start, keys.stop)
+        allowed &= (j < window.keep_first) | (j >= window.start[item][rows, None])
     # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
     query = np.array(problem.query[item][head, rows], dtype, order="C")
 

@@ -12,8 +12,8 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
-from fastattn._problem import storage_code
 from fastattn._schedule import WORD, Schedule, Target
+from fastattn._storage import Rows, storage_code
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,14 +31,15 @@ MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over a
 #: and those of the leading axes, innermost first.
 VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
-    "key_lengths",
+    "key_lengths", "key_scale", "value_scale", "key_table", "value_table", "key_scale_table", "value_scale_table",
 )  # fmt: skip
 ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 
 #: Tiles of a thread, each aligned to a cache line of its scratch memory.
 SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
-    "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "stops", "part_stops", "row_i", "row_h",
+    "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "kept_start", "kept_stop", "stops", "part_stops",
+    "row_i", "row_h",
     "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows",
 )  # fmt: skip
 
@@ -52,8 +53,9 @@ COUNTS = (
     "is_masked",  # by a band, intervals, an array or a mask map
     "may_mask",  # by bias or score_mod: keys may be masked without a mask word
     "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
-    "band_left", "band_right", "band_at_end", "has_lengths",  # see `Band`
+    "band_left", "band_right", "band_at_end", "has_lengths", "keep_first",  # see `Band`
     "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",
+    "key_page_size", "value_page_size",  # keys of a page; 0 where they are not in pages
     "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element
     "bias_swapped", "convert_bias",
     "tile_q", "tile_k",  # of the mask map
@@ -61,7 +63,7 @@ COUNTS = (
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
     "copies_keys", "packs_values", "converts_keys", "converts_values",
     "panel",  # bytes of a panel of packed values
-    "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in bytes, or 0
+    "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in keys, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
     "failed",  # no thread could allocate its scratch memory
@@ -88,8 +90,8 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
     _lay_out(fields, problem, schedule, target, larger)
     n_lead = fields["n_lead"]
     views: list[int] = []
-    for array in problem.arrays()[: len(VIEWS)]:
-        strides = (0,) * (3 + n_lead) if array is None else array.strides[::-1]
+    for strides in _strides(problem, n_lead):
+        strides = strides[::-1]
         missing = 3 + n_lead - len(strides)  # of (head, row, column)
         if missing == 2:
             views += (0, 0, strides[0], 0, *strides[1:])
@@ -97,6 +99,17 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
             views += (*_ZEROS_OF_VIEW[: 1 + missing], *strides)
     views += problem.lead[::-1]
     return _HEADER.pack(*fields.values()), struct.pack(f"={len(views)}q", *views)
+
+
+def _strides(problem: Problem, n_lead: int) -> list[tuple[int, ...]]:
+    """The strides of each of the `VIEWS`."""
+    arrays = problem.arrays()[: len(VIEWS)]
+    strides = [(0,) * (3 + n_lead) if array is None else array.strides for array in arrays]
+    for name, rows in (("key", problem.key), ("value", problem.value)):
+        if isinstance(rows, Rows):
+            strides[VIEWS.index(name)] = rows.strides
+            strides[VIEWS.index(f"{name}_scale")] = rows.scale_strides or (0,) * (3 + n_lead)
+    return strides
 
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
@@ -112,20 +125,23 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     fields["head_dim"] = sizes.head_dim
     fields["value_dim"] = sizes.value_dim
     fields["itemsize"] = itemsize
-    fields["query_storage"] = storage_code(problem.query.dtype)
-    fields["key_storage"] = storage_code(problem.key.dtype)
-    fields["value_storage"] = storage_code(problem.value.dtype)
-    fields["out_storage"] = storage_code(problem.out.dtype)
+    fields["query_storage"] = storage_code(problem.query)
+    fields["key_storage"] = storage_code(problem.key)
+    fields["value_storage"] = storage_code(problem.value)
+    fields["out_storage"] = storage_code(problem.out)
+    for name, rows in (("key", problem.key), ("value", problem.value)):
+        if isinstance(rows, Rows):
+            fields[f"{name}_page_size"] = rows.page_size
     fields["out_nbytes"] = problem.out.itemsize
     if problem.weights is not None:
-        fields["weights_storage"] = storage_code(problem.weights.dtype)
+        fields["weights_storage"] = storage_code(problem.weights)
         fields["weights_nbytes"] = problem.weights.itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
     if (bias := problem.bias) is not None:
         fields["has_bias"] = fields["may_mask"] = fields["adjusts_all"] = True
         fields["bias_nbytes"] = bias.itemsize
-        fields["bias_storage"] = storage_code(bias.dtype)
+        fields["bias_storage"] = storage_code(bias)
         fields["bias_swapped"] = not bias.dtype.isnative
         fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
     if problem.score_mod is not None:
@@ -141,8 +157,9 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
         fields["tile_k"] = words * WORD
     if problem.band is not None:
         fields["has_band"] = fields["is_masked"] = True
-        fields["band_left"], fields["band_right"], fields["band_at_end"], lengths = problem.band
-        fields["has_lengths"] = lengths is not None
+        band = problem.band
+        fields["band_left"], fields["band_right"], fields["band_at_end"] = band.left, band.right, band.at_end
+        fields["has_lengths"], fields["keep_first"] = band.lengths is not None, band.keep_first
 
 
 def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:
@@ -164,8 +181,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         fields["split_tiles"] = schedule.split_tiles
         fields["query_ld"] = -(-fields["head_dim"] // lanes) * lanes
         fields["acc_ld"] = acc_ld = -(-fields["value_dim"] // lanes) * lanes
-        fields["key_prefetch"] = schedule.prefetch_rows[0] * problem.key.strides[-2]
-        fields["value_prefetch"] = schedule.prefetch_rows[1] * problem.value.strides[-2]
+        fields["key_prefetch"], fields["value_prefetch"] = schedule.prefetch_rows
         fields["n_partials"] = 2 + max(0, n_key_tiles - 1).bit_length()  # the stack's depth, and the sinks
         rows = fields["len_q"] * fields["group_size"]
         fields["partial_nbytes"] = 2 * lines(schedule.max_lanes * itemsize) + lines(rows * acc_ld * itemsize)
@@ -195,7 +211,7 @@ def _lay_out(
         # Row tiles need contiguous elements.
         if schedule.converts_keys:
             key_copy = tile * head_dim
-        if schedule.converts_values or fields["value_storage"]:
+        if schedule.converts_values or fields["value_storage"] or fields["value_page_size"]:
             value_copy = tile * value_dim
     else:
         query, acc = head_dim * line, panels * target.panel_columns * line
@@ -205,7 +221,7 @@ def _lay_out(
             key_copy = tile * head_dim
         if schedule.packs_values:
             value_copy = panels * fields["panel"]
-        elif schedule.converts_values:
+        elif schedule.converts_values or fields["value_page_size"]:
             value_copy = tile * value_dim
     converted = block_k * line if fields["convert_bias"] else 0
     clean = tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0
@@ -218,12 +234,12 @@ def _lay_out(
     if fields["weights_storage"]:
         staged = max(staged, block_k)
     staged *= line
-    if fields["value_storage"] and fields["packs_values"]:
+    if (fields["value_storage"] or fields["value_page_size"]) and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
     nbytes: Any = (
         query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
-        pointers, pointers, converted, clean, key_copy, value_copy, staged, pointers if staged else 0,
+        pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged, pointers if staged else 0,
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

@@ -61,7 +61,7 @@ cdef enum:
 cdef enum:
     WORD = 32
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
-    N_VIEWS = 12
+    N_VIEWS = 18
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value
     INDEX_FULL = -1
     INDEX_EMPTY = -2
@@ -99,8 +99,9 @@ cdef struct Job:
     int64_t read_outside
     int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
     int64_t is_masked, may_mask, adjusts_all
-    int64_t band_left, band_right, band_at_end, has_lengths
+    int64_t band_left, band_right, band_at_end, has_lengths, keep_first
     int64_t query_storage, key_storage, value_storage, out_storage, weights_storage, bias_storage
+    int64_t key_page_size, value_page_size
     int64_t out_nbytes, weights_nbytes, bias_nbytes, dense_nbytes
     int64_t bias_swapped, convert_bias
     int64_t tile_q, tile_k
@@ -113,10 +114,11 @@ cdef struct Job:
     int64_t failed
     int64_t scratch_nbytes
     int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
-    int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_stops, to_part_stops
-    int64_t to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
+    int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_kept_start, to_kept_stop
+    int64_t to_stops, to_part_stops, to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
     double query_factor, score_root, softcap, exponent_factor
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
+    View key_scale, value_scale, key_table, value_table, key_scale_table, value_scale_table
 
 
 cdef struct Share:
@@ -155,6 +157,8 @@ cdef struct Scratch:
     Py_ssize_t seen_stop
     Py_ssize_t *start
     Py_ssize_t *stop
+    Py_ssize_t *kept_start  # the kept first keys of each lane, where the band has some
+    Py_ssize_t *kept_stop
     Py_ssize_t *stops    # where each vector's keys end in the current tile, see kernels.h
     Py_ssize_t *part_stops  # the same within the keys being scored
     Py_ssize_t *row_i
@@ -270,6 +274,8 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.prefetch = <const char **>(base + job.to_prefetch)
     w.start = <Py_ssize_t *>(base + job.to_start)
     w.stop = <Py_ssize_t *>(base + job.to_stop)
+    w.kept_start = <Py_ssize_t *>(base + job.to_kept_start)
+    w.kept_stop = <Py_ssize_t *>(base + job.to_kept_stop)
     w.stops = <Py_ssize_t *>(base + job.to_stops)
     w.part_stops = <Py_ssize_t *>(base + job.to_part_stops)
     w.row_i = <Py_ssize_t *>(base + job.to_row_i)

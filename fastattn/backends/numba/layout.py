@@ -10,16 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from fastattn._schedule import WORD
-from fastattn.backends.cpu.record import ADDRESS, COL, COUNTS, HEAD, LEAD, REALS, ROW, SCRATCH, VIEWS
+from fastattn.backends.cpu.record import ADDRESS, COL, COUNTS, HEAD, LEAD, REALS, ROW, SCRATCH
 
 __all__ = ["ADDRESS", "COL", "HEAD", "LEAD", "ROW", "WORD"]
 
 KEY_STEP = 4  #: a block's keys start at a multiple of this
 
-#: Rows of the table of views.
-(QUERY, KEY, VALUE, OUT, LSE, WEIGHTS, BIAS, DENSE, KEY_START, KEY_STOP, MASK_INDEX, KEY_LENGTHS) = range(
-    len(VIEWS)
-)
+#: Rows of the table of views; the others are of keys in int8 or in pages, which this driver refuses.
+(QUERY, KEY, VALUE, OUT, LSE, WEIGHTS, BIAS, DENSE, KEY_START, KEY_STOP, MASK_INDEX, KEY_LENGTHS) = range(12)
 
 #: This driver's fields after those that both drivers have: addresses of the table of views and of the leading
 #: axes, of the scratch memory of all threads, and for `spread` of the region's record and of the CPUs' cores;

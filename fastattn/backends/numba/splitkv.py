@@ -81,7 +81,7 @@ def merge_before(job, w, block, key_tile):
 def score_key_tile(job, w, block, state, key0, n_keys):
     """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked; the state of their words."""
     key_row = row_stride(job, KEY)
-    keys, distance, scores = block.key + key0 * key_row, job.key_prefetch, w + job.to_scores
+    keys, distance, scores = block.key + key0 * key_row, job.key_prefetch * key_row, w + job.to_scores
     if column_stride(job, KEY) != job.itemsize:
         kernels.copy_rows(
             job, w + job.to_key_copy, keys, key_row, column_stride(job, KEY), n_keys, job.head_dim
@@ -119,7 +119,7 @@ def add_key_tile_values(job, w, block, acc, state, key0, n_keys):
     """Weights times values of one key tile."""
     value_row, value_col = row_stride(job, VALUE), column_stride(job, VALUE)
     at = block.value + key0 * value_row
-    values, row, distance, nonfinite = at, value_row, job.value_prefetch, 0
+    values, row, distance, nonfinite = at, value_row, job.value_prefetch * value_row, 0
     if job.is_nonfinite_safe:
         nonfinite = kernels.clean_values(
             job, w + job.to_clean, at, value_row, value_col, n_keys, job.value_dim

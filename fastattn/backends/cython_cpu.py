@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from fastattn import _host, _threads
 from fastattn._problem import Problem
 from fastattn._schedule import Target, make_schedule
-from fastattn._storage import Rows
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
@@ -34,8 +33,6 @@ class CythonBackend(Backend):
         return [_missing] if driver is None else []
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        if isinstance(problem.key, Rows) or isinstance(problem.value, Rows):
-            return ["not yet"]
         if problem.score_mod is None or not (reasons := reasons_no_compiler()):
             return []
         return [f"a score_mod is compiled by Numba, and {'; '.join(reasons)}"]

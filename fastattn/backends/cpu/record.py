@@ -234,7 +234,7 @@ def _lay_out(
     if fields["weights_storage"]:
         staged = max(staged, block_k)
     staged *= line
-    if (fields["value_storage"] or fields["value_page_size"]) and fields["packs_values"]:
+    if fields["value_storage"] and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
     nbytes: Any = (
         query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,

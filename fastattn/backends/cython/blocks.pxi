@@ -3,7 +3,7 @@
 cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_ssize_t first_row) noexcept nogil:
     """Each lane's query row, head, and keys by band and intervals; lanes past n_rows repeat the last row."""
     cdef Py_ssize_t lane, i = first_row // job.group_size, g = first_row % job.group_size
-    cdef int64_t shift, len_k = job.len_k
+    cdef int64_t shift, kept_start, len_k = job.len_k
     for lane in range(block.ld):
         if 0 < lane < block.n_rows:
             g += 1
@@ -12,59 +12,68 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
                 i += 1
         w.row_i[lane] = i
         w.row_h[lane] = kv * job.group_size + g
-    block.low = block.all_start = 0
+    block.low = block.all_start = block.hole_start = block.hole_stop = 0
     block.high = block.all_stop = job.len_k
     if not job.is_masked:
         return
     if job.has_lengths:
         len_k = (<const int64_t *>at_item(job, &job.key_lengths, block.item))[0]
     shift = len_k - job.len_q if job.band_at_end else 0
-    block.low = job.len_k
+    block.low = kept_start = job.len_k
     block.high = 0
     for lane in range(block.ld):
         i = w.row_i[lane]
         w.start[lane] = max(<int64_t>0, i + shift - job.band_left) if job.has_band else 0
         w.stop[lane] = min(len_k, i + shift + job.band_right + 1) if job.has_band else len_k
+        w.kept_start[lane] = 0
         if job.has_intervals:
-            w.start[lane] = max(w.start[lane], (<const int64_t *>(block.key_start + i * job.key_start.row))[0])
+            w.kept_start[lane] = (<const int64_t *>(block.key_start + i * job.key_start.row))[0]
+            w.start[lane] = max(w.start[lane], w.kept_start[lane])
             w.stop[lane] = min(w.stop[lane], (<const int64_t *>(block.key_stop + i * job.key_stop.row))[0])
         if w.start[lane] < w.stop[lane]:
             block.low = min(block.low, w.start[lane])
             block.high = max(block.high, w.stop[lane])
+        w.kept_stop[lane] = min(job.keep_first, w.stop[lane], w.start[lane])
+        if w.kept_start[lane] < w.kept_stop[lane]:
+            kept_start = min(kept_start, w.kept_start[lane])
+            block.hole_start = max(block.hole_start, w.kept_stop[lane])
         block.all_start = max(block.all_start, w.start[lane])
         block.all_stop = min(block.all_stop, w.stop[lane])
+    if block.hole_start > 0:
+        block.hole_stop = block.low
+        block.high = max(block.high, block.hole_start)
+        block.low = kept_start
     # Rounded down, so that partial sums cover the same keys whichever rows share the block.
     block.low -= block.low % (KEY_STEP if not job.has_mask_map else WORD)
 
 
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
-    """Where the kernels read the block's keys and values."""
+    """How the kernels read the block's values, and where the thread has its copies."""
     cdef fastattn_values *values = &block.values
-    cdef Py_ssize_t panel_nbytes = kernels_of(job).panel_cols * job.itemsize
-    block.keys = block.key
-    block.key_row = job.key.row
-    block.key_col = job.key.col
-    if job.copies_keys or job.converts_keys:
-        block.keys = w.key_copy
-        block.key_row = job.head_dim * job.itemsize
-        block.key_col = job.itemsize
-    values.at = block.value
-    values.row = job.value.row
-    values.col = job.value.col
-    values.panel = kernels_of(job).panel_cols * job.value.col
-    if job.packs_values or job.converts_values:
-        values.at = w.value_copy
-        values.row = panel_nbytes if job.packs_values else job.value_dim * job.itemsize
-        values.col = job.itemsize
-        values.panel = job.panel if job.packs_values else panel_nbytes
+    cdef Py_ssize_t panel_cols = kernels_of(job).panel_cols
+    block.keys = w.key_copy
+    values.at = w.value_copy
+    values.row = job.value_dim * job.itemsize
+    values.col = job.itemsize
+    values.panel = panel_cols * job.itemsize
+    if job.packs_values:
+        values.row = panel_cols * job.itemsize
+        values.panel = job.panel
+    elif not job.converts_values:
+        values.at = NULL
+        values.row = block.value.row
+        values.col = block.value.col
+        values.panel = panel_cols * block.value.col
 
 
 cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,
                      Py_ssize_t first_row) noexcept nogil:
     """Fills in a block's addresses and key intervals; its numbers of rows and vectors are set already."""
     block.item = item
-    block.key = at_item(job, &job.key, item) + kv * job.key.head
-    block.value = at_item(job, &job.value, item) + kv * job.value.head
+    find_head_rows(job, &block.key, &job.key, job.key_storage, job.key_page_size, &job.key_scale, &job.key_table,
+                   &job.key_scale_table, item, kv)
+    find_head_rows(job, &block.value, &job.value, job.value_storage, job.value_page_size, &job.value_scale,
+                   &job.value_table, &job.value_scale_table, item, kv)
     block.bias = at_item(job, &job.bias, item)
     block.dense = at_item(job, &job.dense, item)
     block.mask_index = at_item(job, &job.mask_index, item)

@@ -39,6 +39,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         w.stops[j] = n_keys
     if not job.is_masked:
         return TILE_FULL
+    if block.hole_start <= key0 and key0 + n_keys <= block.hole_stop:
+        return TILE_EMPTY
     if intervals_only:
         if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
             return TILE_FULL
@@ -54,6 +56,9 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         key = key0 + j * WORD
         for lane in range(ld):
             w.words[j * ld + lane] = span_word(w.start[lane] - key, w.stop[lane] - key)
+        if key < block.hole_start:
+            for lane in range(ld):
+                w.words[j * ld + lane] |= span_word(w.kept_start[lane] - key, w.kept_stop[lane] - key)
     if job.has_dense:
         for lane in range(ld):
             w.rows[lane] = lane_row(w, &job.dense, block.dense, lane) + key0 * job.dense.col
@@ -89,7 +94,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         # Stops do not decrease from one vector to the next.
         key = 0
         for lane in range(ld):
-            key = max(key, w.stop[lane] - key0)
+            key = max(key, w.stop[lane] - key0, w.kept_stop[lane] - key0 if block.hole_start > 0 else 0)
             w.stops[lane // kernels_of(job).lanes] = min(key, n_keys)
     return TILE_PARTIAL
 
@@ -116,7 +121,7 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
 
     start and stop become the range of the new rows, extended to adjoin the rows seen before.
     """
-    if w.seen_key != block.key or w.seen_value != block.value:
+    if not (same_rows(&w.seen_key, &block.key) and same_rows(&w.seen_value, &block.value)):
         w.seen_key = block.key
         w.seen_value = block.value
         w.seen_start = start[0]
@@ -135,22 +140,28 @@ cdef inline void copy_rows(const Job *job, Scratch *w, const Block *block, Py_ss
                            Py_ssize_t stop) noexcept nogil:
     """Copies the head's rows start .. stop - 1 to the thread's copies, where the call uses them."""
     cdef Py_ssize_t n_rows
-    cdef char *values
+    cdef char *panels
     if job.copies_keys:
-        load_rows(job, block.keys + start * block.key_row, block.key + start * job.key.row, &job.key,
-                  job.key_storage, stop - start, job.head_dim)
+        load_rows(job, block.keys + start * job.head_dim * job.itemsize, &block.key, start, stop - start, job.head_dim)
     while job.packs_values and start < stop:
-        n_rows = stop - start
-        values = block.value + start * job.value.row
+        panels = <char *>block.values.at + start * block.values.row
         if job.value_storage:
-            n_rows = min(n_rows, job.block_k)
-            load_rows(job, w.staged, values, &job.value, job.value_storage, n_rows, job.value_dim)
-            kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel, w.staged,
-                                        job.value_dim * job.itemsize, job.itemsize, n_rows, job.value_dim)
+            n_rows = min(stop - start, job.block_k)
+            load_rows(job, w.staged, &block.value, start, n_rows, job.value_dim)
+            kernels_of(job).pack_values(panels, block.values.panel, w.staged, job.value_dim * job.itemsize, job.itemsize,
+                                        n_rows, job.value_dim)
         else:
-            kernels_of(job).pack_values(<char *>block.values.at + start * block.values.row, block.values.panel, values,
-                                        job.value.row, job.value.col, n_rows, job.value_dim)
+            n_rows = run_of(&block.value, start, stop - start)
+            kernels_of(job).pack_values(panels, block.values.panel, row_at(&block.value, start), block.value.row,
+                                        block.value.col, n_rows, job.value_dim)
         start += n_rows
+
+
+cdef inline void find_part_stops(const Scratch *w, const Block *block, Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """Sets w.part_stops to the vectors' stops within the n_keys keys from the tile's `first` on."""
+    cdef Py_ssize_t j
+    for j in range(block.n_vectors):
+        w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
 
 
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
@@ -162,19 +173,41 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     column, faster than memory delivers them. That takes 9 % off a batch of heads of 128 keys: 2 cores of Emerald
     Rapids, 2026-11-21, interleaved A/B.
     """
-    cdef Py_ssize_t j, start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0
-    for j in range(block.n_vectors):
-        w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
-    # Converted keys are those of the tile, copied ones those of the head.
-    cdef const char *keys = block.keys + (first if job.converts_keys else start) * block.key_row
-    if w.part_stops[block.n_vectors - 1] > 0:
-        if is_new(w, block, &new, &new_stop):
-            copy_rows(job, w, block, new, new_stop)
-            if not job.packs_values and not job.converts_values:
-                prefetch_nbytes = job.value_dim * job.itemsize
-        kernels_of(job).score(w.scores + first * block.ld * job.itemsize, tile_max, w.query, block.ld, block.n_vectors,
-                          keys, w.part_stops, job.head_dim, block.key_row,
-                          block.key_col, block.value + start * job.value.row, job.value.row, prefetch_nbytes)
+    cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n, at = 0
+    cdef Py_ssize_t key_row = job.head_dim * job.itemsize, key_col = job.itemsize
+    cdef bint in_place = not job.copies_keys and not job.converts_keys
+    cdef const char *keys
+    cdef const char *values = NULL
+    find_part_stops(w, block, first, n_keys)
+    if w.part_stops[block.n_vectors - 1] == 0:
+        return
+    if is_new(w, block, &new, &new_stop):
+        copy_rows(job, w, block, new, new_stop)
+        if not job.packs_values and not job.converts_values:
+            prefetch_nbytes = job.value_dim * job.itemsize
+    if in_place:
+        key_row = block.key.row
+        key_col = block.key.col
+    while at < n_keys:
+        n = n_keys - at
+        if in_place:
+            keys = row_at(&block.key, start + at)
+            n = run_of(&block.key, start + at, n)
+        else:
+            # Converted keys are those of the tile, copied ones those of the head.
+            keys = block.keys + (at + (first if job.converts_keys else start)) * key_row
+        if prefetch_nbytes:
+            values = row_at(&block.value, start + at)
+            n = run_of(&block.value, start + at, n)
+        if n < n_keys:
+            find_part_stops(w, block, first + at, n)
+        if w.part_stops[block.n_vectors - 1] > 0:
+            kernels_of(job).score(w.scores + (first + at) * block.ld * job.itemsize, tile_max, w.query, block.ld,
+                                  block.n_vectors, keys, w.part_stops, job.head_dim, key_row, key_col, values,
+                                  block.value.row, prefetch_nbytes)
+        at += n
+    if n < n_keys:
+        find_part_stops(w, block, first, n_keys)
 
 
 cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0) noexcept nogil:
@@ -236,7 +269,7 @@ cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     if job.converts_keys:
-        load_rows(job, w.key_copy, block.key + key0 * job.key.row, &job.key, job.key_storage, n_keys, job.head_dim)
+        load_rows(job, w.key_copy, &block.key, key0, n_keys, job.head_dim)
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     adjusted_scores(job, w, block, state, key0, 0, plain)

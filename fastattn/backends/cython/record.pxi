@@ -3,7 +3,13 @@
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
+    enum: FASTATTN_INT8
     enum: FASTATTN_STORAGES
+    ctypedef struct fastattn_rows:
+        const char *at
+        Py_ssize_t row
+        const char *scale
+        Py_ssize_t scale_row, ahead, scale_ahead
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel
@@ -31,18 +37,18 @@ cdef extern from "kernels.h" nogil:
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
                       const void *) noexcept nogil
         void (*mask_words)(uint32_t *, Py_ssize_t, const char *const *, Py_ssize_t, int, Py_ssize_t) noexcept nogil
-        void (*load_row)(void *, const char *, Py_ssize_t, Py_ssize_t, int, int) noexcept nogil
+        void (*load_row)(void *, const char *, Py_ssize_t, Py_ssize_t, int, int, const char *,
+                         Py_ssize_t) noexcept nogil
         void (*store_row)(char *, Py_ssize_t, const void *, Py_ssize_t, int) noexcept nogil
         void (*pack_rows)(void *, Py_ssize_t, const char *const *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                           double) noexcept nogil
-        void (*score_rows[FASTATTN_STORAGES])(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
-                                              Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*score_rows[FASTATTN_STORAGES])(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
+                                              const fastattn_rows *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*adjust_rows)(void *, Py_ssize_t, Py_ssize_t, Py_ssize_t, double, double, const char *const *,
                             const uint32_t *) noexcept nogil
         void (*softmax_rows)(void *, Py_ssize_t, void *, void *, Py_ssize_t, Py_ssize_t, double, int) noexcept nogil
         void (*accumulate_rows[FASTATTN_STORAGES])(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
-                                                   const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
-                                                   Py_ssize_t) noexcept nogil
+                                                   const fastattn_rows *, Py_ssize_t, Py_ssize_t, int) noexcept nogil
         void (*accumulate_rows_nonfinite)(void *, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const char *,
                                          Py_ssize_t, Py_ssize_t, Py_ssize_t, const char *const *, const uint32_t *,
                                          void *) noexcept nogil
@@ -128,6 +134,17 @@ cdef struct Share:
     char rest_of_line[48]
 
 
+cdef struct HeadRows:
+    # The keys or the values of one head of one batch item, in the caller's memory.
+    char *at                     # the first row; in pages, its place relative to the page's address
+    char *scale                  # its scales, of int8, likewise
+    const int64_t *table         # the address of each page
+    const int64_t *scale_table
+    Py_ssize_t page_size         # keys of a page; 0 where they are not in pages
+    Py_ssize_t row, col, scale_row, scale_col
+    int64_t storage
+
+
 cdef struct Scratch:
     # One thread's tiles; see kernels.h for their layout.
     char *query
@@ -151,8 +168,8 @@ cdef struct Scratch:
     const char **prefetch   # addresses to prefetch
     char *key_copy       # keys without gaps: those of a head; split-KV: of a key tile
     char *value_copy     # values: those of a head, packed; split-KV: of a key tile, without gaps
-    char *seen_key       # the head last worked on, and the range of its rows seen
-    char *seen_value
+    HeadRows seen_key    # the head last worked on, and the range of its rows seen
+    HeadRows seen_value
     Py_ssize_t seen_start
     Py_ssize_t seen_stop
     Py_ssize_t *start
@@ -171,12 +188,12 @@ cdef struct Block:
     int n_vectors
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
+    Py_ssize_t hole_start, hole_stop  # no lane may attend the keys inside: those between kept first keys and windows
     Py_ssize_t n_prefetch, prefetch_nbytes
-    char *key                # the head's rows in the caller's memory
-    char *value
-    char *keys               # as the kernels read them: in place, or the thread's copy
-    Py_ssize_t key_row, key_col
-    fastattn_values values
+    HeadRows key
+    HeadRows value
+    char *keys               # the thread's copy of keys: those of the head, or those of a tile
+    fastattn_values values   # the thread's copy of values
     char *bias
     char *dense
     char *mask_index
@@ -286,6 +303,7 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.value_copy = base + job.to_value_copy
     w.staged = base + job.to_staged
     w.staged_rows = <char **>(base + job.to_staged_rows)
-    w.seen_key = w.seen_value = NULL
+    memset(&w.seen_key, 0, sizeof(HeadRows))
+    memset(&w.seen_value, 0, sizeof(HeadRows))
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)

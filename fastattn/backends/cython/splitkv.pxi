@@ -49,6 +49,16 @@ cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile)
         stack.depth -= 1
 
 
+cdef inline fastattn_rows copied_rows(const Job *job, const char *at, Py_ssize_t n_cols) noexcept nogil:
+    """Rows of the compute type in the thread's memory, one after another."""
+    cdef fastattn_rows rows
+    rows.at = at
+    rows.row = n_cols * job.itemsize
+    rows.scale = NULL
+    rows.scale_row = rows.ahead = rows.scale_ahead = 0
+    return rows
+
+
 cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
                               Py_ssize_t n_keys, bint notes_masked) noexcept nogil:
     """Scores of the keys key0 .. key0 + n_keys - 1 for all rows, masked, into w.scores; the state of their words.
@@ -57,17 +67,19 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
     """
     cdef double root = job.score_root, softcap = job.softcap
     cdef int64_t outside
-    cdef const char *keys = block.key + key0 * job.key.row
-    cdef Py_ssize_t key_row = job.key.row, distance = job.key_prefetch
-    cdef int64_t storage = job.key_storage
+    cdef fastattn_rows keys
+    cdef Py_ssize_t n, at = 0
     if job.converts_keys:
-        load_rows(job, w.key_copy, keys, &job.key, job.key_storage, n_keys, job.head_dim)
-        key_row = job.head_dim * job.itemsize
-        keys = w.key_copy
-        distance = 0
-        storage = 0
-    kernels_of(job).score_rows[storage](w.scores, job.block_k, w.query, job.query_ld, block.n_rows, keys, key_row, n_keys,
-                           job.head_dim, distance)
+        load_rows(job, w.key_copy, &block.key, key0, n_keys, job.head_dim)
+        keys = copied_rows(job, w.key_copy, job.head_dim)
+        kernels_of(job).score_rows[0](w.scores, job.block_k, w.query, job.query_ld, block.n_rows, &keys, n_keys,
+                                      job.head_dim)
+    else:
+        while at < n_keys:
+            n = find_rows_to_read(&block.key, key0 + at, n_keys - at, block.high, job.key_prefetch, &keys)
+            kernels_of(job).score_rows[job.key_storage](w.scores + at * job.itemsize, job.block_k, w.query, job.query_ld,
+                                                        block.n_rows, &keys, n, job.head_dim)
+            at += n
     if job.has_score_mod:
         if softcap > 0 or root != 1:
             kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
@@ -96,29 +108,33 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
                       char *clean) noexcept nogil:
     """The partial result of one key tile; False where no row may attend any of its keys. clean: see `attend`."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
-    cdef Py_ssize_t plain, plain_stop, value_row = job.value.row, distance = job.value_prefetch
+    cdef Py_ssize_t plain, plain_stop, n, at = 0
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)
     cdef Py_ssize_t n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
-    cdef const char *values = block.value + key0 * value_row
-    cdef int64_t storage = job.value_storage
+    cdef fastattn_rows values
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, True, &plain, &plain_stop)
     if state == TILE_EMPTY:
         return False
     state = score_key_tile(job, w, block, state, key0, n_keys, clean != NULL)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
                          job.exponent_factor, False)
-    if job.converts_values or (clean != NULL and job.value_storage):
-        load_rows(job, w.value_copy, values, &job.value, job.value_storage, n_keys, job.value_dim)
-        value_row = job.value_dim * job.itemsize
-        values = w.value_copy
-        distance = 0
-        storage = 0
-    if clean != NULL:
-        kernels.accumulate_rows_nonfinite(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values,
-                                         value_row, n_keys, job.value_dim, bias_of(job, w), words_of(w, state), clean)
+    if job.converts_values or (clean != NULL and (job.value_storage or job.value_page_size)):
+        load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
+        values = copied_rows(job, w.value_copy, job.value_dim)
     else:
-        kernels.accumulate_rows[storage](acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values, value_row,
-                                n_keys, job.value_dim, distance)
+        find_rows_to_read(&block.value, key0, n_keys, 0, 0, &values)
+    if clean != NULL:
+        kernels.accumulate_rows_nonfinite(acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, values.at,
+                                         values.row, n_keys, job.value_dim, bias_of(job, w), words_of(w, state), clean)
+    elif job.converts_values:
+        kernels.accumulate_rows[0](acc_of(job, partial), job.acc_ld, w.scores, job.block_k, block.n_rows, &values, n_keys,
+                                   job.value_dim, False)
+    else:
+        while at < n_keys:
+            n = find_rows_to_read(&block.value, key0 + at, n_keys - at, block.high, job.value_prefetch, &values)
+            kernels.accumulate_rows[job.value_storage](acc_of(job, partial), job.acc_ld, w.scores + at * job.itemsize,
+                                                       job.block_k, block.n_rows, &values, n, job.value_dim, at > 0)
+            at += n
     partial.key_tile = key_tile
     partial.has_masked = state == TILE_PARTIAL or may_mask(job)
     return True

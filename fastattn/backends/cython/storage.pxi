@@ -1,21 +1,97 @@
-# Rows in the caller's memory that are not of the compute type: 16-bit numbers are converted where they are read and
-# written, a row or a tile at a time. The kernels of few rows read contiguous 16-bit keys and values as they are.
+# Rows in the caller's memory. Those that are not of the compute type, 16-bit numbers and int8 with scales, are converted
+# where they are read and written, a row or a tile at a time. Keys and values may be in pages, in the order of a table.
+# The kernels of few rows read contiguous rows of any storage, and pages of whole partial sums, as they are.
+
+cdef inline void find_head_rows(const Job *job, HeadRows *rows, const View *view, int64_t storage, int64_t page_size,
+                                const View *scale, const View *table, const View *scale_table, Py_ssize_t item,
+                                Py_ssize_t kv) noexcept nogil:
+    """The keys or values of one head, which the views describe."""
+    rows.at = at_item(job, view, item) + kv * view.head
+    rows.row = view.row
+    rows.col = view.col
+    rows.storage = storage
+    rows.page_size = page_size
+    rows.scale = at_item(job, scale, item) + kv * scale.head
+    rows.scale_row = scale.row
+    rows.scale_col = scale.col
+    rows.table = <const int64_t *>at_item(job, table, item)
+    rows.scale_table = <const int64_t *>at_item(job, scale_table, item)
+
+
+cdef inline bint same_rows(const HeadRows *a, const HeadRows *b) noexcept nogil:
+    return a.at == b.at and a.table == b.table
+
+
+cdef inline char *row_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
+    """Where a row begins."""
+    if rows.page_size == 0:
+        return rows.at + key * rows.row
+    return rows.at + rows.table[key // rows.page_size] + key % rows.page_size * rows.row
+
+
+cdef inline char *scale_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
+    """Where the scales of a row of int8 begin."""
+    if rows.page_size == 0:
+        return rows.scale + key * rows.scale_row
+    return rows.scale + rows.scale_table[key // rows.page_size] + key % rows.page_size * rows.scale_row
+
+
+cdef inline Py_ssize_t run_of(const HeadRows *rows, Py_ssize_t key, Py_ssize_t n) noexcept nogil:
+    """How many of n rows from `key` on are one stride apart."""
+    return n if rows.page_size == 0 else min(n, rows.page_size - key % rows.page_size)
+
+
+cdef inline Py_ssize_t find_rows_to_read(const HeadRows *rows, Py_ssize_t key, Py_ssize_t n, Py_ssize_t stop,
+                                         Py_ssize_t prefetch, fastattn_rows *to) noexcept nogil:
+    """The rows from `key` on that one call of a kernel of few rows reads in place, and how many of n they are.
+
+    It prefetches `prefetch` rows ahead, 0: none, of those before `stop`. Pages have whole partial sums, and `key` is at
+    the start of one.
+    """
+    cdef bint scaled = rows.storage == FASTATTN_INT8
+    to.at = row_at(rows, key)
+    to.row = rows.row
+    to.scale = scale_at(rows, key) if scaled else NULL
+    to.scale_row = rows.scale_row
+    if rows.page_size == 0:
+        to.ahead = prefetch * rows.row
+        to.scale_ahead = prefetch * rows.scale_row
+        return n
+    to.ahead = to.scale_ahead = 0
+    if prefetch:
+        prefetch = key + (prefetch + KEY_CHUNK - 1) // KEY_CHUNK * KEY_CHUNK
+        if prefetch < stop:
+            to.ahead = row_at(rows, prefetch) - to.at
+            to.scale_ahead = scale_at(rows, prefetch) - to.scale if scaled else 0
+    return min(n, <Py_ssize_t>KEY_CHUNK)
+
 
 cdef inline void load_row(const Job *job, char *to, const char *row, Py_ssize_t col, int64_t storage,
                           Py_ssize_t n_cols) noexcept nogil:
     """A row of n_cols 16-bit elements, col bytes apart, in the compute type."""
-    kernels_of(job).load_row(to, row, col, n_cols, storage & STORAGE, (storage & SWAPPED) != 0)
+    kernels_of(job).load_row(to, row, col, n_cols, storage & STORAGE, (storage & SWAPPED) != 0, NULL, 0)
 
 
-cdef inline void load_rows(const Job *job, char *to, const char *rows, const View *view, int64_t storage,
-                           Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
-    """to[i][c] = element (i, c) of a key or value array from `rows` on, in the compute type and contiguous."""
-    cdef Py_ssize_t i
-    if not storage:
-        fastattn_copy_rows(to, rows, view.row, view.col, job.itemsize, n_rows, n_cols)
-        return
-    for i in range(n_rows):
-        load_row(job, to + i * n_cols * job.itemsize, rows + i * view.row, view.col, storage, n_cols)
+cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ssize_t key, Py_ssize_t n_rows,
+                           Py_ssize_t n_cols) noexcept nogil:
+    """to[i][c] = element c of row key + i, in the compute type and contiguous."""
+    cdef Py_ssize_t i, n
+    cdef const char *at
+    cdef const char *scale
+    while n_rows > 0:
+        n = run_of(rows, key, n_rows)
+        at = row_at(rows, key)
+        if not rows.storage:
+            fastattn_copy_rows(to, at, rows.row, rows.col, job.itemsize, n, n_cols)
+        else:
+            scale = scale_at(rows, key) if rows.storage == FASTATTN_INT8 else NULL
+            for i in range(n):
+                kernels_of(job).load_row(to + i * n_cols * job.itemsize, at + i * rows.row, rows.col, n_cols,
+                                         rows.storage & STORAGE, (rows.storage & SWAPPED) != 0,
+                                         scale + i * rows.scale_row, rows.scale_col)
+        to += n * n_cols * job.itemsize
+        key += n
+        n_rows -= n
 
 
 cdef inline const char *const *query_rows(const Job *job, Scratch *w, Py_ssize_t n_rows) noexcept nogil:

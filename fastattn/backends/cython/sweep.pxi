@@ -24,6 +24,54 @@ cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *vi
             at += step
 
 
+cdef inline fastattn_values tile_values(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
+                                        Py_ssize_t n_keys) noexcept nogil:
+    """The values of one key tile, all at one stride: where they are not, they are copied."""
+    cdef fastattn_values values = block.values
+    if job.packs_values:
+        values.at = block.values.at + key0 * values.row
+    elif job.converts_values or block.value.page_size:
+        load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
+        values.at = w.value_copy
+        values.row = job.value_dim * job.itemsize
+        values.col = job.itemsize
+        values.panel = kernels_of(job).panel_cols * job.itemsize
+    else:
+        values.at = row_at(&block.value, key0)
+    return values
+
+
+cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block, char *rescale, Py_ssize_t key0,
+                                 Py_ssize_t n_keys) noexcept nogil:
+    """Adds weights times values of one key tile to the accumulators, which rescale multiplies; NULL: sets them.
+
+    Values in pages that are read in place are added page by page, each of whole partial sums.
+    """
+    cdef fastattn_values values = block.values
+    cdef Py_ssize_t lane, at = 0, n = n_keys, n_prefetch = block.n_prefetch
+    if not block.value.page_size or job.packs_values or job.converts_values:
+        values = tile_values(job, w, block, key0, n_keys)
+    else:
+        values.at = row_at(&block.value, key0)
+        n = run_of(&block.value, key0, n_keys)
+    find_part_stops(w, block, 0, n)
+    while True:
+        kernels_of(job).accumulate(w.acc, w.scores + at * block.ld * job.itemsize, rescale, block.ld, block.n_vectors,
+                                   &values, w.part_stops, KEY_CHUNK - (key0 + at) % KEY_CHUNK, job.value_dim, w.prefetch,
+                                   n_prefetch, block.prefetch_nbytes)
+        if at == 0 and n < n_keys:
+            rescale = w.rescale
+            for lane in range(block.ld):
+                set_real(rescale + lane * job.itemsize, 1, job.itemsize)
+        at += n
+        if at == n_keys:
+            return
+        values.at = row_at(&block.value, key0 + at)
+        n = run_of(&block.value, key0 + at, n_keys - at)
+        find_part_stops(w, block, at, n)
+        n_prefetch = 0
+
+
 cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
     """The online softmax and value accumulation over every key tile of the block.
 
@@ -35,7 +83,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
     cdef bint first = True, partial = False
     cdef TileState state
     cdef char *rescale
-    cdef fastattn_values values = block.values
+    cdef fastattn_values values
     while tile < block.high:
         key0 = max(tile, block.low)
         tile += job.block_k
@@ -48,13 +96,9 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         rescale = NULL if first else w.rescale
-        if job.converts_values:
-            load_rows(job, w.value_copy, block.value + key0 * job.value.row, &job.value, job.value_storage, n_keys,
-                      job.value_dim)
-        else:
-            values.at = block.values.at + key0 * block.values.row
         first = False
         if clean != NULL:
+            values = tile_values(job, w, block, key0, n_keys)
             kernels.accumulate_nonfinite(w.acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
                                         job.value_dim, bias_of(job, w), words_of(w, state), clean)
         else:
@@ -62,8 +106,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
             if n_next > 0:
                 prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_nbytes, tile, n_next)
                 prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next)
-            kernels.accumulate(w.acc, w.scores, rescale, block.ld, block.n_vectors, &values, w.stops, first_chunk,
-                               job.value_dim, w.prefetch, block.n_prefetch, block.prefetch_nbytes)
+            accumulate_tile(job, w, block, rescale, key0, n_keys)
             block.n_prefetch = 0
     if first:
         memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)

@@ -509,7 +509,7 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 #include "rows.h"
 
 #if REAL_BITS == 32
-#define BY_STORAGE(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16)
+#define BY_STORAGE(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16), NAME(name##_int8)
 #else
 #define BY_STORAGE(name) NAME(name##_real)
 #endif

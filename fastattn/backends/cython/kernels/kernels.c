@@ -165,6 +165,12 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
     }
 }
 
+static inline float load_float(const char *at) {
+    float x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
 /* Copies n elements of nbytes bytes, 2, 4 or 8, their bytes reversed where `swapped`; returns `to`. Not inline: it is
  * for rows of unusual layouts. */
 static __attribute__((noinline)) const char *gather_elements(char *to, const char *from, ptrdiff_t stride, int nbytes,

@@ -25,8 +25,20 @@
  * sums cover the same keys wherever a call starts. */
 #define FASTATTN_KEY_CHUNK 64
 
-/* How elements are stored in the caller's memory: as REAL, or in 16 bits. The numbers of 16 bits are exact as REAL. */
-enum { FASTATTN_REAL, FASTATTN_FLOAT16, FASTATTN_BFLOAT16, FASTATTN_STORAGES };
+/* How elements are stored in the caller's memory: as REAL, in 16 bits, or in 8 bits. The numbers of 16 bits are exact as
+ * REAL; an int8 stands for its product with the float32 scale of its group of 64 elements, rounded to float32. */
+enum { FASTATTN_REAL, FASTATTN_FLOAT16, FASTATTN_BFLOAT16, FASTATTN_INT8, FASTATTN_STORAGES };
+
+#define FASTATTN_GROUP 64 /* elements of a row that share a scale; a row's scales are contiguous float32 */
+
+/* Rows of keys or values whose elements are contiguous, by the kernels of few rows. */
+typedef struct {
+    const char *at;
+    ptrdiff_t row; /* bytes from one row to the next */
+    const char *scale; /* of int8: the scales of the first row */
+    ptrdiff_t scale_row;
+    ptrdiff_t ahead, scale_ahead; /* bytes from a row, and its scales, to those to be prefetched meanwhile; 0: none */
+} fastattn_rows;
 
 /* The values of one head from some key on: in the caller's memory, or packed by `pack_values`. */
 typedef struct {
@@ -101,8 +113,9 @@ typedef struct {
                        ptrdiff_t n_cols);
 
     /* to[c] = element c of a row, at from + c * stride, c < n; of reversed bytes where `swapped`. NaN stays NaN. `to` is
-     * of any alignment. */
-    void (*load_row)(void *to, const char *from, ptrdiff_t stride, ptrdiff_t n, int storage, int swapped);
+     * of any alignment. Scales of int8 are at scale + (c / 64) * scale_stride. */
+    void (*load_row)(void *to, const char *from, ptrdiff_t stride, ptrdiff_t n, int storage, int swapped,
+                     const char *scale, ptrdiff_t scale_stride);
 
     /* Element c of a row, at to + c * stride, = from[c], c < n: rounded once, to the nearest, to even between two, and
      * to inf from half a unit past the largest number on. NaN stays NaN, and is quiet. `from` is of any alignment. */
@@ -111,18 +124,16 @@ typedef struct {
     /* Row tiles: tile[r * ld + x], one row per query row, x a head_dim index, a key or a value_dim index. For few query
      * rows, too few to fill vectors of lanes; lanes run along x. ld is a multiple of `lanes`, a row is readable and
      * writable up to ld; past its end it is undefined, except that packed rows are padded with zeros. The elements of
-     * a key and of a value are contiguous. Each row's arithmetic is one fixed sequence, the same for each storage: a
-     * 16-bit type gives the bits that the same numbers give as REAL. */
+     * a key and of a value are contiguous. Each row's arithmetic is one fixed sequence, the same for each storage: it
+     * gives the bits that the same numbers give as REAL. */
 
     /* tile[r][c] = factor * rows[r][c * stride], c < n_cols. */
     void (*pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
                       ptrdiff_t n_cols, double factor);
 
-    /* By storage of k, 16 bits for float only: s[r][j] = sum over d of q[r][d] * k[j * k_row][d]. Unless `distance` is
-     * 0, the row `distance` bytes after each key's is prefetched. */
+    /* By storage of k, other than REAL for float only: s[r][j] = sum over d of q[r][d] * k[j][d]. */
     void (*score_rows[FASTATTN_STORAGES])(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld, ptrdiff_t n_rows,
-                                          const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim,
-                                          ptrdiff_t distance);
+                                          const fastattn_rows *k, ptrdiff_t n_keys, ptrdiff_t head_dim);
 
     /* As `adjust`; the bit of key j is bit j % 32 of words[(j / 32) * n_rows + r]. */
     void (*adjust_rows)(void *s, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double root, double softcap,
@@ -132,10 +143,10 @@ typedef struct {
     void (*softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
                          double exponent_factor, int has_max);
 
-    /* By storage of v as `score_rows`: acc[r][e] = sum over j of p[r][j] * v[j * v_row][e]; `distance` as there. */
+    /* By storage of v as `score_rows`: acc[r][e] = sum over j of p[r][j] * v[j][e], added to acc where `adds`. The first
+     * key is that of a partial sum. */
     void (*accumulate_rows[FASTATTN_STORAGES])(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
-                                               const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                               ptrdiff_t distance);
+                                               const fastattn_rows *v, ptrdiff_t n_keys, ptrdiff_t value_dim, int adds);
 
     /* As `accumulate_nonfinite`, v stored as REAL. */
     void (*accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,

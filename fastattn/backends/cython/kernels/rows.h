@@ -106,36 +106,37 @@ INLINE ptrdiff_t NAME(lines_before)(const int storage, ptrdiff_t r, ptrdiff_t n_
     return (n_cols + STORED_LINE(storage) - 1) / STORED_LINE(storage) * r / n_rows;
 }
 
-/* One register tile of `score_rows`: R rows by DOTS / R keys, of which n are to be written. Prefetches the
- * elements prefetch_from .. prefetch_to - 1 of the rows `distance` bytes after the keys'. */
+/* One register tile of `score_rows`: R rows by DOTS / R keys from k on, of which n are to be written. Prefetches the
+ * elements prefetch_from .. prefetch_to - 1 of the rows ahead. */
 INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld,
-                                  const char *k, ptrdiff_t k_row, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t distance,
+                                  const fastattn_rows *k, ptrdiff_t first, ptrdiff_t n, ptrdiff_t head_dim,
                                   ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
     const int n_keys = DOTS / R;
-    const char *key[DOTS];
+    const char *key[DOTS], *scale[DOTS];
     VEC sum[DOTS] = {};
 #pragma GCC unroll 16
-    for (int j = 0; j < n_keys; j++) key[j] = k + (j < n ? j : n - 1) * k_row;
+    for (int j = 0; j < n_keys; j++) {
+        const ptrdiff_t row = first + (j < n ? j : n - 1);
+        key[j] = k->at + row * k->row;
+        scale[j] = storage == FASTATTN_INT8 ? k->scale + row * k->scale_row : NULL;
+    }
+    if (storage == FASTATTN_INT8 && prefetch_from < prefetch_to) __builtin_prefetch(scale[0] + k->scale_ahead, 0, 2);
     ptrdiff_t d = 0;
-#define STEP(LOAD)                                                                                             \
+#define STEP(n_elements)                                                                                       \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
         if (d % STORED_LINE(storage) == 0 && d >= prefetch_from && d < prefetch_to)                            \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
-                __builtin_prefetch(key[j] + distance + d * STORED_SIZE(storage), 0, 2);                        \
+                __builtin_prefetch(key[j] + k->ahead + d * STORED_SIZE(storage), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
-            const VEC y = LOAD(key[j] + d * STORED_SIZE(storage));                                             \
+            const VEC y = NAME(load_elements)(storage, key[j], scale[j], d, n_elements);                       \
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r * n_keys + j] += x[r] * y;               \
         }                                                                                                      \
     } while (0)
-#define LOAD_WHOLE(p) NAME(load_stored)(storage, p)
-#define LOAD_REST(p) NAME(load_stored_partial)(storage, p, (int)(head_dim - d))
-    for (; d + LANES <= head_dim; d += LANES) STEP(LOAD_WHOLE);
-    if (d < head_dim) STEP(LOAD_REST);
+    for (; d + LANES <= head_dim; d += LANES) STEP(LANES);
+    if (d < head_dim) STEP((int)(head_dim - d));
 #undef STEP
-#undef LOAD_WHOLE
-#undef LOAD_REST
     REAL score[DOTS];
 #pragma GCC unroll 4
     for (int i = 0; i < DOTS; i += LANES) {
@@ -151,7 +152,7 @@ INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdi
 }
 
 INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, ptrdiff_t n_rows,
-                             const char *k, ptrdiff_t k_row, ptrdiff_t n_keys, ptrdiff_t head_dim, ptrdiff_t distance) {
+                             const fastattn_rows *k, ptrdiff_t n_keys, ptrdiff_t head_dim) {
     /* All rows for DOTS keys before the next keys, so that those keys stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
@@ -159,10 +160,10 @@ INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REA
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
         const ptrdiff_t prefetch_to =                                                                          \
-            distance ? NAME(lines_before)(storage, r + R, n_rows, head_dim) * STORED_LINE(storage) : 0;        \
+            k->ahead ? NAME(lines_before)(storage, r + R, n_rows, head_dim) * STORED_LINE(storage) : 0;        \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
-            NAME(score_rows_tile)(storage, R, s + r * ld + j, ld, q + r * q_ld, q_ld, k + j * k_row, k_row,    \
-                                  stop - j, head_dim, distance, prefetched, prefetch_to);                      \
+            NAME(score_rows_tile)(storage, R, s + r * ld + j, ld, q + r * q_ld, q_ld, k, j, stop - j, head_dim, \
+                                  prefetched, prefetch_to);                                                    \
         prefetched = prefetch_to;                                                                              \
     }
         ROWS(4)
@@ -259,21 +260,26 @@ static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_s
         NAME(softmax_rows_scaled)(1, s, ld, row_max, row_sum, n_rows, n_keys, (REAL)exponent_factor, has_max);
 }
 
-/* One register tile of `accumulate_rows`: R rows by V vectors of columns, the last of n_last columns, over one chunk
- * of keys; added to what acc holds unless is_first. Prefetches for key j the n_lines cache lines from
- * prefetch + j * v_row on. */
+/* One register tile of `accumulate_rows`: R rows by V vectors of columns from e on, the last of n_last columns, over one
+ * chunk of keys, `first` and the next; added to what acc holds where `adds`. Prefetches for each key n_lines cache lines
+ * of the row ahead from the byte `prefetch` on. */
 INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int V, REAL *acc, ptrdiff_t ld,
-                                       const REAL *p, ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
-                                       const int n_last, int is_first, const char *prefetch, ptrdiff_t n_lines) {
-    const ptrdiff_t vector = LANES * STORED_SIZE(storage);
+                                       const REAL *p, ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first,
+                                       ptrdiff_t n_keys, ptrdiff_t e, const int n_last, int adds, ptrdiff_t prefetch,
+                                       ptrdiff_t n_lines) {
+    const char *row = v->at + first * v->row, *ahead = row + v->ahead + prefetch;
+    const char *scale = storage == FASTATTN_INT8 ? v->scale + first * v->scale_row : NULL;
     VEC sum[4][8] = {};
-    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row, prefetch += v_row) {
+    for (ptrdiff_t j = 0; j < n_keys; j++, row += v->row, ahead += v->row) {
         VEC x[8];
-        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(prefetch + i * 64, 0, 2);
+        for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(ahead + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
-            x[i] = i == V - 1 && n_last < LANES ? NAME(load_stored_partial)(storage, v + i * vector, n_last)
-                                                : NAME(load_stored)(storage, v + i * vector);
+            x[i] = NAME(load_elements)(storage, row, scale, e + i * LANES, i == V - 1 ? n_last : LANES);
+        if (storage == FASTATTN_INT8) {
+            if (n_lines && j % 8 == 0) __builtin_prefetch(scale + v->scale_ahead, 0, 2);
+            scale += v->scale_row;
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const REAL y = p[r * p_ld + j];
@@ -285,24 +291,23 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++) {
-            REAL *const to = acc + r * ld + i * LANES;
-            if (!is_first) sum[r][i] += NAME(load)(to);
+            REAL *const to = acc + r * ld + e + i * LANES;
+            if (adds) sum[r][i] += NAME(load)(to);
             NAME(store)(to, sum[r][i]);
         }
 }
 
-/* R rows of `accumulate_rows` over one chunk of keys, all columns; `prefetch` as for a tile. */
+/* R rows of `accumulate_rows` over one chunk of keys, all columns; prefetches the cache lines from the `line`-th on. */
 INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *acc, ptrdiff_t ld, const REAL *p,
-                                        ptrdiff_t p_ld, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
-                                        ptrdiff_t value_dim, int is_first, const char *prefetch, ptrdiff_t n_lines) {
+                                        ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first, ptrdiff_t n_keys,
+                                        ptrdiff_t value_dim, int adds, ptrdiff_t line, ptrdiff_t n_lines) {
     ptrdiff_t e = 0, prefetched = 0;
 #define TILE(V, n_last)                                                                                        \
     do {                                                                                                       \
         const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
         const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                \
-        NAME(accumulate_rows_tile)(storage, R, V, acc + e, ld, p, p_ld, v + e * STORED_SIZE(storage), v_row,   \
-                                   n_keys, n_last, is_first, prefetch + prefetched * 64,                       \
-                                   prefetch_to - prefetched);                                                  \
+        NAME(accumulate_rows_tile)(storage, R, V, acc, ld, p, p_ld, v, first, n_keys, e, n_last, adds,         \
+                                   (line + prefetched) * 64, prefetch_to - prefetched);                        \
         e = stop, prefetched = prefetch_to;                                                                    \
     } while (0)
 #define COLUMNS(V)                                                                                             \
@@ -317,17 +322,16 @@ INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *ac
 }
 
 INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
-                                  ptrdiff_t n_rows, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
-                                  ptrdiff_t value_dim, ptrdiff_t distance) {
-    for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK, v += KEY_CHUNK * v_row) {
+                                  ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys, ptrdiff_t value_dim,
+                                  int adds) {
+    for (ptrdiff_t start = 0; start < n_keys; start += KEY_CHUNK) {
         const ptrdiff_t n = n_keys - start < KEY_CHUNK ? n_keys - start : KEY_CHUNK;
         ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t prefetch_to = distance ? NAME(lines_before)(storage, r + R, n_rows, value_dim) : 0;    \
-        NAME(accumulate_rows_chunk)(storage, R, acc + r * ld, ld, p + r * p_ld + start, p_ld, v, v_row, n,     \
-                                    value_dim, start == 0, v + distance + prefetched * 64,                     \
-                                    prefetch_to - prefetched);                                                 \
+        const ptrdiff_t prefetch_to = v->ahead ? NAME(lines_before)(storage, r + R, n_rows, value_dim) : 0;    \
+        NAME(accumulate_rows_chunk)(storage, R, acc + r * ld, ld, p + r * p_ld + start, p_ld, v, start, n,     \
+                                    value_dim, adds || start > 0, prefetched, prefetch_to - prefetched);       \
         prefetched = prefetch_to;                                                                              \
     }
         ROWS(4)
@@ -340,19 +344,20 @@ INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, co
 /* The kernels of the table, for each storage. */
 #define OF_STORAGE(name, storage)                                                                              \
     static void NAME(score_rows_##name)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld,                  \
-                                        ptrdiff_t n_rows, const char *k, ptrdiff_t k_row, ptrdiff_t n_keys,    \
-                                        ptrdiff_t head_dim, ptrdiff_t distance) {                              \
-        NAME(score_rows)(storage, s, ld, q, q_ld, n_rows, k, k_row, n_keys, head_dim, distance);               \
+                                        ptrdiff_t n_rows, const fastattn_rows *k, ptrdiff_t n_keys,            \
+                                        ptrdiff_t head_dim) {                                                  \
+        NAME(score_rows)(storage, s, ld, q, q_ld, n_rows, k, n_keys, head_dim);                                \
     }                                                                                                          \
     static void NAME(accumulate_rows_##name)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,           \
-                                             ptrdiff_t n_rows, const char *v, ptrdiff_t v_row,                 \
-                                             ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t distance) {      \
-        NAME(accumulate_rows)(storage, acc, ld, p, p_ld, n_rows, v, v_row, n_keys, value_dim, distance);       \
+                                             ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys,       \
+                                             ptrdiff_t value_dim, int adds) {                                  \
+        NAME(accumulate_rows)(storage, acc, ld, p, p_ld, n_rows, v, n_keys, value_dim, adds);                  \
     }
 OF_STORAGE(real, FASTATTN_REAL)
 #if REAL_BITS == 32
 OF_STORAGE(float16, FASTATTN_FLOAT16)
 OF_STORAGE(bfloat16, FASTATTN_BFLOAT16)
+OF_STORAGE(int8, FASTATTN_INT8)
 #endif
 #undef OF_STORAGE
 
@@ -365,8 +370,8 @@ static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void 
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    NAME(accumulate_rows_real)(acc, ld, p, p_ld, n_rows, clean_v, value_dim * (ptrdiff_t)sizeof(REAL), n_keys,
-                               value_dim, 0);
+    const fastattn_rows finite = {clean_v, value_dim * (ptrdiff_t)sizeof(REAL), NULL, 0, 0, 0};
+    NAME(accumulate_rows_real)(acc, ld, p, p_ld, n_rows, &finite, n_keys, value_dim, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));

@@ -1,16 +1,19 @@
-/* How a row's elements are stored in the caller's memory: as REAL, or in a 16-bit type that is converted where it is
- * loaded and stored. Included by body.h. `storage` is a constant in all functions that are inlined.
+/* How a row's elements are stored in the caller's memory: as REAL, in a 16-bit type that is converted where it is loaded
+ * and stored, or in int8 with scales, which is only loaded. Included by body.h. `storage` is a constant in all functions that are inlined.
  *
  * Integers tell NaN, inf and subnormals apart, and no result here depends on a sum or a product of subnormals: threads
  * whose FPU flushes those to 0 convert exactly, too. */
 
 #define REAL_BIAS (1 - EXPONENT_MIN)
-#define STORED_SIZE(storage) ((storage) == FASTATTN_REAL ? (ptrdiff_t)sizeof(REAL) : 2)
+#define STORED_SIZE(storage)                                                                                   \
+    ((storage) == FASTATTN_REAL ? (ptrdiff_t)sizeof(REAL) : (storage) == FASTATTN_INT8 ? (ptrdiff_t)1 : (ptrdiff_t)2)
 #define STORED_LINE(storage) (64 / STORED_SIZE(storage)) /* elements of a cache line */
 #define STORED_MANTISSA(storage) ((storage) == FASTATTN_FLOAT16 ? 10 : 7)
 #define STORED_BIAS(storage) ((storage) == FASTATTN_FLOAT16 ? 15 : 127)
 
 typedef uint16_t NAME(halves) __attribute__((vector_size(LANES * 2)));
+typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
+typedef int8_t NAME(bytes_unaligned) __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint16_t NAME(halves_unaligned) __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
 #define HALVES NAME(halves)
 
@@ -91,14 +94,31 @@ INLINE HALVES NAME(narrow)(const int storage, VEC x) {
     return __builtin_convertvector(sign | rounded, HALVES);
 }
 
+/* The integers, without their scale. */
+INLINE VEC NAME(widen_bytes)(NAME(bytes) x) {
+#if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
+    return (VEC)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif defined(__AVX2__) && VECTOR_BYTES == 32 && REAL_BITS == 32
+    return (VEC)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)x)));
+#else
+    return __builtin_convertvector(x, VEC);
+#endif
+}
+
 INLINE VEC NAME(load_stored)(const int storage, const void *p) {
     if (storage == FASTATTN_REAL) return NAME(load)(p);
+    if (storage == FASTATTN_INT8) return NAME(widen_bytes)(*(const NAME(bytes_unaligned) *)p);
     return NAME(widen)(storage, *(const NAME(halves_unaligned) *)p);
 }
 
 /* As `load_partial`. */
 INLINE VEC NAME(load_stored_partial)(const int storage, const void *p, int n) {
     if (storage == FASTATTN_REAL) return NAME(load_partial)(p, n);
+    if (storage == FASTATTN_INT8) {
+        NAME(bytes) x = {};
+        memcpy(&x, p, (size_t)n);
+        return NAME(widen_bytes)(x);
+    }
 #if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
     const HALVES x = (HALVES)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
 #else
@@ -111,6 +131,27 @@ INLINE VEC NAME(load_stored_partial)(const int storage, const void *p, int n) {
 /* The first LANES of the n elements at p. */
 INLINE VEC NAME(load_upto)(const int storage, const void *p, ptrdiff_t n) {
     return n >= LANES ? NAME(load_stored)(storage, p) : NAME(load_stored_partial)(storage, p, (int)n);
+}
+
+/* The elements d .. d + n - 1 of a row, n <= LANES, as numbers; `scale`: the row's scales, of int8. */
+INLINE VEC NAME(load_elements)(const int storage, const char *row, const char *scale, ptrdiff_t d, const int n) {
+    const char *const at = row + d * STORED_SIZE(storage);
+    const VEC x = n < LANES ? NAME(load_stored_partial)(storage, at, n) : NAME(load_stored)(storage, at);
+    return storage == FASTATTN_INT8 ? x * NAME(splat)((REAL)load_float(scale + d / FASTATTN_GROUP * 4)) : x;
+}
+
+/* A row of int8: each product with a scale is rounded to float32, whatever REAL is. */
+static void NAME(load_row_int8)(REAL *to, const char *from, ptrdiff_t stride, ptrdiff_t n, const char *scale,
+                                ptrdiff_t scale_stride) {
+    for (ptrdiff_t start = 0; start < n; start += FASTATTN_GROUP, scale += scale_stride) {
+        const ptrdiff_t stop = n - start < FASTATTN_GROUP ? n : start + FASTATTN_GROUP;
+        const float factor = load_float(scale);
+        ptrdiff_t c = start;
+        if (stride == 1 && REAL_BITS == 32)
+            for (; c + LANES <= stop; c += LANES)
+                NAME(store)(to + c, NAME(load_stored)(FASTATTN_INT8, from + c) * NAME(splat)((REAL)factor));
+        for (; c < stop; c++) to[c] = (REAL)(float)((float)*(const int8_t *)(from + c * stride) * factor);
+    }
 }
 
 INLINE void NAME(load_row_stored)(const int storage, REAL *to, const char *from, ptrdiff_t stride, ptrdiff_t n,
@@ -129,8 +170,11 @@ INLINE void NAME(load_row_stored)(const int storage, REAL *to, const char *from,
     }
 }
 
-static void NAME(load_row)(void *to, const char *from, ptrdiff_t stride, ptrdiff_t n, int storage, int swapped) {
-    if (storage == FASTATTN_REAL)
+static void NAME(load_row)(void *to, const char *from, ptrdiff_t stride, ptrdiff_t n, int storage, int swapped,
+                           const char *scale, ptrdiff_t scale_stride) {
+    if (storage == FASTATTN_INT8)
+        NAME(load_row_int8)(to, from, stride, n, scale, scale_stride);
+    else if (storage == FASTATTN_REAL)
         NAME(load_row_stored)(FASTATTN_REAL, to, from, stride, n, swapped);
     else if (storage == FASTATTN_FLOAT16)
         NAME(load_row_stored)(FASTATTN_FLOAT16, to, from, stride, n, swapped);

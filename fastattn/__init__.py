@@ -32,6 +32,10 @@ The modules, each of which imports only what stands above it:
 ``_prepared``        what the signature of a call decides, kept for the next call of that signature
 ``_api``             `attention` and its relatives
 ``_flex``            `flex_attention`: scores and masks as Python functions
+``_cache_pages``     pages of keys and values that caches share
+``_cache_state``     what a cache is made with and what it holds, checked
+``_cache_files``     a cache as a file, in the safetensors layout
+``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
 
@@ -55,6 +59,7 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
 from fastattn._blas import share_threads_with_blas
+from fastattn._cache import KVCache
 from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
@@ -64,6 +69,7 @@ from fastattn._version import __version__
 
 __all__ = [
     "BackendError",
+    "KVCache",
     "Paged",
     "Quantized",
     "__version__",

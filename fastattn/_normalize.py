@@ -243,7 +243,7 @@ def normalize_varlen(
     document = np.repeat(np.arange(len(lengths_q)), lengths_q)
     position = np.arange(L) - starts_q[document]
     first, last = starts_k[document], starts_k[document + 1]
-    left, right, at_end = _reach(causal, _window(window))
+    left, right, at_end = _reach(causal, check_window(window))
     if at_end:
         position = position + (lengths_k - lengths_q)[document]
     start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
@@ -305,8 +305,8 @@ def as_pieces(
             f"merge_attention needs as many outs as lses, and at least one; got {len(pieces)} and {len(sums)}"
         )
     for n, (out, lse) in enumerate(zip(pieces, sums, strict=True)):
-        _check_number_dtype(out, f"outs[{n}]")
-        _check_number_dtype(lse, f"lses[{n}]")
+        check_number_dtype(out, f"outs[{n}]")
+        check_number_dtype(lse, f"lses[{n}]")
         if out.ndim < 1 or out.shape != pieces[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 f"every out must have one shape (..., E) and every lse its (...); "
@@ -405,7 +405,10 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         q = q[None]
         k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
     elif swapped:
-        q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
+        q = q.swapaxes(-3, -2)
+        k, v = (
+            x if type(x) is Rows and x is given else x.swapaxes(-3, -2) for x, given in ((k, key), (v, value))
+        )
 
     *q_lead, H, _, D = q.shape
     *k_lead, K, S, key_dim = k.shape
@@ -510,7 +513,7 @@ def _dtypes(q: np.ndarray, k: np.ndarray | Rows, v: np.ndarray | Rows) -> tuple[
         return dtype, dtype
     counting = {name: array for array, name in _named(q, k, v) if not _is_quantized(array)}
     for name, array in counting.items():
-        _check_number_dtype(array, name)
+        check_number_dtype(array, name)
     result = _promote(**counting)
     return (result if storage_of(result) == REAL else FLOAT32), result
 
@@ -541,7 +544,7 @@ def _is_quantized(array: np.ndarray | Rows) -> bool:
     return isinstance(array, Rows) and array.is_quantized
 
 
-def _check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
+def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
     dtype = array.dtype
     if dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL:
         return
@@ -583,7 +586,7 @@ def _mask(mask: Any, flat: bool) -> masks.Mask:
 
 def _band(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Band | None:
     """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
-    causal, window = _causal(causal), _window(window)
+    causal, window = _causal(causal), check_window(window)
     if causal is False and window is None and key_lengths is None:
         return None
     lead, _, L, S = inputs.sizes
@@ -616,7 +619,7 @@ def _causal(causal: Any) -> bool | str:
     raise ValueError(f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}')
 
 
-def _window(window: Any) -> tuple[int | None, int | None] | None:
+def check_window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     try:

@@ -9,7 +9,7 @@ cdef extern from "kernels.h" nogil:
         const char *at
         Py_ssize_t row
         const char *scale
-        Py_ssize_t scale_row, ahead, scale_ahead
+        Py_ssize_t scale_row, ahead, scale_ahead, near, far, scale_far
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel
@@ -66,6 +66,7 @@ cdef enum:
 # A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
+    PREFETCH_STEP = 16       # the prefetch distance of rows in pages is a multiple of this, as kernels require
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
     N_VIEWS = 18
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value

@@ -52,10 +52,9 @@ cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile)
 cdef inline fastattn_rows copied_rows(const Job *job, const char *at, Py_ssize_t n_cols) noexcept nogil:
     """Rows of the compute type in the thread's memory, one after another."""
     cdef fastattn_rows rows
+    memset(&rows, 0, sizeof(fastattn_rows))
     rows.at = at
     rows.row = n_cols * job.itemsize
-    rows.scale = NULL
-    rows.scale_row = rows.ahead = rows.scale_ahead = 0
     return rows
 
 

@@ -45,25 +45,33 @@ cdef inline Py_ssize_t find_rows_to_read(const HeadRows *rows, Py_ssize_t key, P
                                          Py_ssize_t prefetch, fastattn_rows *to) noexcept nogil:
     """The rows from `key` on that one call of a kernel of few rows reads in place, and how many of n they are.
 
-    It prefetches `prefetch` rows ahead, 0: none, of those before `stop`. Pages have whole partial sums, and `key` is at
-    the start of one.
+    It prefetches `prefetch` rows ahead, 0: none; in pages those before `stop`.
     """
     cdef bint scaled = rows.storage == FASTATTN_INT8
+    cdef Py_ssize_t target
     to.at = row_at(rows, key)
     to.row = rows.row
     to.scale = scale_at(rows, key) if scaled else NULL
     to.scale_row = rows.scale_row
+    to.near = n
+    to.far = to.scale_far = 0
     if rows.page_size == 0:
         to.ahead = prefetch * rows.row
         to.scale_ahead = prefetch * rows.scale_row
         return n
     to.ahead = to.scale_ahead = 0
-    if prefetch:
-        prefetch = key + (prefetch + KEY_CHUNK - 1) // KEY_CHUNK * KEY_CHUNK
-        if prefetch < stop:
-            to.ahead = row_at(rows, prefetch) - to.at
-            to.scale_ahead = scale_at(rows, prefetch) - to.scale if scaled else 0
-    return min(n, <Py_ssize_t>KEY_CHUNK)
+    n = run_of(rows, key, n)
+    target = key + (prefetch + PREFETCH_STEP - 1) // PREFETCH_STEP * PREFETCH_STEP
+    if prefetch and target < stop:
+        to.ahead = row_at(rows, target) - to.at
+        to.scale_ahead = scale_at(rows, target) - to.scale if scaled else 0
+        # The next page is at another distance.
+        to.near = rows.page_size - target % rows.page_size
+        target += to.near
+        if to.near < n and target < stop:
+            to.far = row_at(rows, target) - row_at(rows, key + to.near)
+            to.scale_far = scale_at(rows, target) - scale_at(rows, key + to.near) if scaled else 0
+    return n
 
 
 cdef inline void load_row(const Job *job, char *to, const char *row, Py_ssize_t col, int64_t storage,

@@ -37,7 +37,9 @@ typedef struct {
     ptrdiff_t row; /* bytes from one row to the next */
     const char *scale; /* of int8: the scales of the first row */
     ptrdiff_t scale_row;
-    ptrdiff_t ahead, scale_ahead; /* bytes from a row, and its scales, to those to be prefetched meanwhile; 0: none */
+    /* Bytes from a row, and from its scales, to those that are prefetched meanwhile; `ahead` 0: none are. From the row
+     * `near` on, a multiple of 16, they are `far` bytes ahead, as in another page. */
+    ptrdiff_t ahead, scale_ahead, near, far, scale_far;
 } fastattn_rows;
 
 /* The values of one head from some key on: in the caller's memory, or packed by `pack_values`. */

@@ -120,14 +120,16 @@ INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdi
         key[j] = k->at + row * k->row;
         scale[j] = storage == FASTATTN_INT8 ? k->scale + row * k->scale_row : NULL;
     }
-    if (storage == FASTATTN_INT8 && prefetch_from < prefetch_to) __builtin_prefetch(scale[0] + k->scale_ahead, 0, 2);
+    const ptrdiff_t ahead = first < k->near ? k->ahead : k->far;
+    if (storage == FASTATTN_INT8 && prefetch_from < prefetch_to)
+        __builtin_prefetch(scale[0] + (first < k->near ? k->scale_ahead : k->scale_far), 0, 2);
     ptrdiff_t d = 0;
 #define STEP(n_elements)                                                                                       \
     do {                                                                                                       \
         VEC x[4];                                                                                              \
         if (d % STORED_LINE(storage) == 0 && d >= prefetch_from && d < prefetch_to)                            \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
-                __builtin_prefetch(key[j] + k->ahead + d * STORED_SIZE(storage), 0, 2);                        \
+                __builtin_prefetch(key[j] + ahead + d * STORED_SIZE(storage), 0, 2);                        \
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
             const VEC y = NAME(load_elements)(storage, key[j], scale[j], d, n_elements);                       \
@@ -267,17 +269,18 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
                                        const REAL *p, ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first,
                                        ptrdiff_t n_keys, ptrdiff_t e, const int n_last, int adds, ptrdiff_t prefetch,
                                        ptrdiff_t n_lines) {
-    const char *row = v->at + first * v->row, *ahead = row + v->ahead + prefetch;
+    const char *row = v->at + first * v->row, *ahead = row + prefetch + (first < v->near ? v->ahead : v->far);
     const char *scale = storage == FASTATTN_INT8 ? v->scale + first * v->scale_row : NULL;
     VEC sum[4][8] = {};
     for (ptrdiff_t j = 0; j < n_keys; j++, row += v->row, ahead += v->row) {
         VEC x[8];
+        if (j && first + j == v->near) ahead += v->far - v->ahead;
         for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(ahead + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
             x[i] = NAME(load_elements)(storage, row, scale, e + i * LANES, i == V - 1 ? n_last : LANES);
         if (storage == FASTATTN_INT8) {
-            if (n_lines && j % 8 == 0) __builtin_prefetch(scale + v->scale_ahead, 0, 2);
+            if (n_lines && j % 8 == 0) __builtin_prefetch(scale + (first + j < v->near ? v->scale_ahead : v->scale_far), 0, 2);
             scale += v->scale_row;
         }
 #pragma GCC unroll 4
@@ -370,7 +373,7 @@ static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void 
             const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
             clean[j * value_dim + e] = isfinite(x) ? x : 0;
         }
-    const fastattn_rows finite = {clean_v, value_dim * (ptrdiff_t)sizeof(REAL), NULL, 0, 0, 0};
+    const fastattn_rows finite = {.at = clean_v, .row = value_dim * (ptrdiff_t)sizeof(REAL)};
     NAME(accumulate_rows_real)(acc, ld, p, p_ld, n_rows, &finite, n_keys, value_dim, 0);
     for (ptrdiff_t j = 0; j < n_keys; j++)
         for (ptrdiff_t e = 0; e < value_dim; e++) {

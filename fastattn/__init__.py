@@ -49,6 +49,7 @@ arrays are legal; the same bits for any number of threads, layout and batch; err
 """
 
 import contextlib
+from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
 
@@ -59,13 +60,15 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
 from fastattn._blas import share_threads_with_blas
-from fastattn._cache import KVCache
 from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
 from fastattn._storage import Paged, Quantized
 from fastattn._version import __version__
+
+if TYPE_CHECKING:
+    from fastattn._cache import KVCache
 
 __all__ = [
     "BackendError",
@@ -87,5 +90,14 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    if name != "KVCache":
+        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+    from fastattn._cache import KVCache  # when it is first asked for: an eighth of the package's import
+
+    globals()[name] = KVCache
+    return KVCache
+
+
 def __dir__() -> list[str]:
-    return [name for name in globals() if name in __all__ or name.startswith("__")]
+    return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]

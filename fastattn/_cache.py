@@ -15,7 +15,6 @@ from fastattn._cache_pages import (
     VALUE_SCALES,
     VALUES,
     PagePool,
-    present,
     read_rows,
     write_rows,
 )
@@ -137,7 +136,7 @@ class KVCache:
     _settings: Settings
     _state: State
     _ids: np.ndarray  # (batch, n) int64: the page of each page_size tokens, NO_PAGE where there is none
-    _tables: list[np.ndarray | None]  # of each part, the addresses of those pages
+    _tables: list[Any]  # of each part, the addresses of those pages
     _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
     _views: tuple[int, Rows, Rows] | None  # the length and the rows of the last `attend`
 
@@ -320,8 +319,9 @@ class KVCache:
             self._state = self._extended(counts)
             self._fit()
             self._make_room(before.lengths, counts, undo)
-            write_rows(keys, self._pool, self._ids, before.lengths, counts, KEYS)
-            write_rows(values, self._pool, self._ids, before.lengths, counts, VALUES)
+            pages = (self._pool, self._ids, self._tables, before.lengths, counts)
+            write_rows(keys, *pages, KEYS)
+            write_rows(values, *pages, VALUES)
         except BaseException:
             self._take_back(undo)
             raise
@@ -558,9 +558,9 @@ class KVCache:
             pages = self._pool.shape.like()
             key, value = (
                 Rows.of_pages(
-                    present(pages[data]),
+                    pages[data],
                     pages[scale],
-                    present(self._tables[data]),
+                    self._tables[data],
                     self._tables[scale],
                     length,
                     self._pool,
@@ -575,11 +575,11 @@ class KVCache:
         if rows.dtype != np.float32:
             return rows
         numbers, entries = np.unique(self._ids, return_inverse=True)
-        pages = np.zeros((len(numbers), *present(self._pool.shape.like()[part]).shape[1:]), FLOAT64)
+        pages = np.zeros((len(numbers), *self._pool.shape.like()[part].shape[1:]), FLOAT64)
         with np.errstate(all="ignore"):
             for page, number in zip(pages, numbers.tolist(), strict=True):
                 if number != NO_PAGE:
-                    page[...] = present(self._pool.page(number)[part])
+                    page[...] = self._pool.page(number)[part]
         table = pages.ctypes.data + pages.strides[0] * entries.reshape(self._ids.shape)
         return Rows.of_pages(pages, None, table, None, rows.shape[-2], pages)
 

@@ -1,8 +1,8 @@
 """A `KVCache` as a file, in the safetensors layout: how long the header is, the header in JSON, the numbers.
 
-The header holds the settings, the lengths, and checksums of each tensor and of itself. A file is taken only if
-its header is byte for byte what `write` gives such a cache, and if it is as long as that says: so each field
-is checked before memory is taken by it.
+The header holds the settings, the lengths, and checksums of each tensor and of itself. A file is taken only
+if its header is byte for byte what `write` gives such a cache, and if it is as long as that says: so each
+field is checked before memory is taken by it.
 """
 
 from __future__ import annotations

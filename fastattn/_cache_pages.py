@@ -11,13 +11,19 @@ from _thread import allocate_lock  # `threading` takes long to import
 from bisect import bisect_right
 from collections import deque
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from fastattn._problem import FLOAT32
-from fastattn._storage import BFLOAT16, GROUP, decode_rows, encode_rows, storage_of
+from fastattn._problem import FLOAT32, FLOAT64
+from fastattn._storage import BFLOAT16, GROUP, INT8, REAL, decode_rows, encode_rows, storage_of
+
+try:
+    import fastattn.backends.cython_cpu  # noqa: F401  # which chooses the kernels that the driver calls
+    from fastattn.backends.cython.driver import write_page_rows
+except ImportError:
+    write_page_rows = None
 
 NO_PAGE = 0  #: the number of no page; where it is read, it is one of zeros
 KEYS, KEY_SCALES, VALUES, VALUE_SCALES = range(4)  #: the parts of a page
@@ -26,7 +32,7 @@ PART_NAMES = ("keys", "key_scales", "values", "value_scales")
 _MIN_SLAB = 4  # pages
 _FOREVER = 1 << 40  # holders of a page that is never written or reused
 
-Slab = tuple[np.ndarray | None, ...]  #: of each part ``(pages, K, page_size, columns)``, or None
+Slab = tuple[Any, ...]  #: of each part an array ``(pages, K, page_size, columns)``, or None
 
 
 class PageShape(NamedTuple):
@@ -54,7 +60,7 @@ class PageShape(NamedTuple):
 
     def like(self) -> Slab:
         """Arrays with the shape, the strides and the dtype of one page, and no memory behind them."""
-        arrays: list[np.ndarray | None] = []
+        arrays: list[Any] = []
         for part in self.parts():
             if part is None:
                 arrays.append(None)
@@ -144,8 +150,7 @@ class PagePool:
         return tuple(None if part is None else part[at] for part in self._slabs[slab])
 
     def _add(self, slab: Slab, holders: int) -> int:
-        keys = slab[KEYS]
-        pages, first = (0 if keys is None else len(keys)), self._holders.size
+        pages, first = len(slab[KEYS]), self._holders.size
         addresses = np.zeros((4, pages), np.int64)
         for row, part in zip(addresses, slab, strict=True):
             if part is not None and pages:
@@ -164,20 +169,11 @@ class PagePool:
         self._free += np.unique(numbers[self._holders[numbers] == 0]).tolist()
 
 
-def present(part: np.ndarray | None) -> np.ndarray:
-    """A part of a page that every page has."""
-    if part is None:
-        raise ValueError("a page has keys and values")
-    return part
-
-
-def cast_rows(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _cast(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Rows in a float storage, each number rounded once."""
-    if rows.dtype.kind in "iu":
-        rows = rows.astype(np.float64)
     with np.errstate(all="ignore"):
-        if rows.dtype.itemsize == 8 and storage_of(dtype) == BFLOAT16:
-            rows = _to_odd(rows.astype(np.float64, copy=False))
+        if rows.dtype == FLOAT64 and storage_of(dtype) == BFLOAT16:
+            rows = _to_odd(rows)
         return rows.astype(dtype, copy=False)
 
 
@@ -197,32 +193,57 @@ def _to_odd(rows: np.ndarray) -> np.ndarray:
 def write_rows(
     rows: np.ndarray,
     pool: PagePool,
-    numbers: np.ndarray,
+    ids: np.ndarray,
+    tables: list[Any],
     starts: np.ndarray,
     counts: np.ndarray,
     part: int,
 ) -> None:
-    """Writes the first ``counts[b]`` of an item's rows ``(B, K, T, columns)``, from its row ``starts[b]`` on.
+    """Writes the first ``counts[b]`` rows of each item ``(B, K, T, columns)``, from its row ``starts[b]`` on.
 
-    `numbers` is the table of pages ``(B, n)``; `part` is KEYS or VALUES.
+    `ids` and `tables` are the pages ``(B, n)`` and the addresses of their parts; `part` is KEYS or VALUES.
     """
+    shape = pool.shape
+    dtype = shape.value_dtype if part == VALUES else shape.key_dtype
+    rows = _convertible(rows, dtype)
+    if write_page_rows is None:
+        write_rows_by_numpy(rows, pool, ids, starts, counts, part)
+        return
+    storage = INT8 if dtype == np.int8 else storage_of(dtype)
+    write_page_rows(
+        rows, dtype.itemsize, storage, tables[part], tables[part + 1], shape.page_size, starts, counts
+    )
+
+
+def _convertible(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rows of float32, float64 or a 16-bit storage as they are, others in what holds them of the first two."""
+    given = rows.dtype
+    if given in (FLOAT32, FLOAT64) or (given == dtype and given != np.int8):
+        return rows
+    is_short = given.kind == "b" or storage_of(given) != REAL or (given.kind == "f" and given.itemsize == 4)
+    return rows.astype(FLOAT32 if is_short else FLOAT64)
+
+
+def write_rows_by_numpy(
+    rows: np.ndarray, pool: PagePool, ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, part: int
+) -> None:
+    """`write_rows` of convertible rows without the extension, with the same bits."""
     size = pool.shape.page_size
-    dtype = pool.shape.value_dtype if part == VALUES else pool.shape.key_dtype
     for item in np.flatnonzero(counts):
         start, count, done = int(starts[item]), int(counts[item]), 0
         while done < count:
             entry, row = divmod(start + done, size)
             n = min(size - row, count - done)
-            page = pool.page(int(numbers[item, entry]))
-            data, scale, given = page[part], page[part + 1], rows[item, :, done : done + n]
-            if data is not None and scale is not None:
+            data, scale = pool.page(int(ids[item, entry]))[part : part + 2]
+            given = rows[item, :, done : done + n]
+            if scale is not None:
                 encode_rows(given, data[:, row : row + n], scale[:, row : row + n])
-            elif data is not None:
-                data[:, row : row + n] = cast_rows(given, dtype)
+            else:
+                data[:, row : row + n] = _cast(given, data.dtype)
             done += n
 
 
-def read_rows(pool: PagePool, numbers: np.ndarray, start: int, stop: int, part: int) -> np.ndarray:
+def read_rows(pool: PagePool, ids: np.ndarray, start: int, stop: int, part: int) -> np.ndarray:
     """The rows start .. stop - 1 of an item, decoded: a copy ``(K, stop - start, columns)``."""
     shape, values = pool.shape, part == VALUES
     stored, dim = (shape.value_dtype, shape.value_dim) if values else (shape.key_dtype, shape.head_dim)
@@ -232,11 +253,10 @@ def read_rows(pool: PagePool, numbers: np.ndarray, start: int, stop: int, part: 
     while at < stop:
         entry, row = divmod(at, shape.page_size)
         n = min(shape.page_size - row, stop - at)
-        page = pool.page(int(numbers[entry]))
-        data, scale, to = page[part], page[part + 1], result[:, at - start : at - start + n]
-        if data is not None and scale is not None:
-            to[...] = decode_rows(data[:, row : row + n], scale[:, row : row + n])
-        elif data is not None:
-            to[...] = data[:, row : row + n]
+        data, scale = pool.page(int(ids[entry]))[part : part + 2]
+        rows = data[:, row : row + n]
+        result[:, at - start : at - start + n] = (
+            rows if scale is None else decode_rows(rows, scale[:, row : row + n])
+        )
         at += n
     return result

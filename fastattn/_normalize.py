@@ -387,7 +387,9 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
-    q, k, v = as_array(query, "query"), _as_rows(key, "key"), _as_rows(value, "value")
+    q: Any = as_array(query, "query")
+    k: Any = _as_rows(key, "key")
+    v: Any = _as_rows(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
         check_places(query=q, key=k, value=v)
     dtype, result = _dtypes(q, k, v)
@@ -405,7 +407,8 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         q = q[None]
         k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
     elif swapped:
-        q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
+        q = q.swapaxes(-3, -2)
+        k, v = (array.swapped() if isinstance(array, Rows) else array.swapaxes(-3, -2) for array in (k, v))
 
     *q_lead, H, _, D = q.shape
     *k_lead, K, S, key_dim = k.shape
@@ -716,8 +719,8 @@ def _assemble(
         out = target = _empty(shape, result, q, "the result")
     else:
         target = given
-        rows = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
-        reads = (q, *rows, bias, sinks, lowered.dense)
+        parts = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
+        reads = (q, *parts, bias, sinks, lowered.dense)
         if may_fail or any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")

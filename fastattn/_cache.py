@@ -557,13 +557,13 @@ class KVCache:
         if self._views is None or self._views[0] != length:
             pages = self._pool.shape.like()
             key, value = (
-                Rows.of_pages(
+                Rows(
                     pages[data],
                     pages[scale],
-                    self._tables[data],
-                    self._tables[scale],
-                    length,
-                    self._pool,
+                    table=self._tables[data],
+                    scale_table=self._tables[scale],
+                    length=length,
+                    owner=self._pool,
                 )
                 for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
             )
@@ -581,7 +581,7 @@ class KVCache:
                 if number != NO_PAGE:
                     page[...] = self._pool.page(number)[part]
         table = pages.ctypes.data + pages.strides[0] * entries.reshape(self._ids.shape)
-        return Rows.of_pages(pages, None, table, None, rows.shape[-2], pages)
+        return Rows(pages, None, table=table, length=rows.shape[-2], owner=pages)
 
     # Other caches --------------------------------------------------------------------------------
 

@@ -387,7 +387,9 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
-    q, k, v = as_array(query, "query"), _as_rows(key, "key"), _as_rows(value, "value")
+    q: Any = as_array(query, "query")
+    k: Any = _as_rows(key, "key")
+    v: Any = _as_rows(value, "value")
     if not (type(q) is type(k) is type(v) is np.ndarray):
         check_places(query=q, key=k, value=v)
     dtype, result = _dtypes(q, k, v)
@@ -406,9 +408,7 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
         k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
     elif swapped:
         q = q.swapaxes(-3, -2)
-        k, v = (
-            x if type(x) is Rows and x is given else x.swapaxes(-3, -2) for x, given in ((k, key), (v, value))
-        )
+        k, v = (_swapped(array, given) for array, given in ((k, key), (v, value)))
 
     *q_lead, H, _, D = q.shape
     *k_lead, K, S, key_dim = k.shape
@@ -437,6 +437,13 @@ def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool
     inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
+
+
+def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
+    """The axes of heads and rows swapped; `Rows` that a cache gave have them in one order in either layout."""
+    if not isinstance(array, Rows):
+        return array.swapaxes(-3, -2)
+    return array if array is given else array.swapped()
 
 
 def _named(q: Any, k: Any, v: Any) -> tuple[tuple[Any, str], ...]:
@@ -719,8 +726,8 @@ def _assemble(
         out = target = _empty(shape, result, q, "the result")
     else:
         target = given
-        rows = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
-        reads = (q, *rows, bias, sinks, lowered.dense)
+        parts = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
+        reads = (q, *parts, bias, sinks, lowered.dense)
         if may_fail or any(array is not None and overlap(given, array) for array in reads):
             if isinstance(given, DeviceArray):
                 raise ValueError(f"out must not share memory with what is read on {given.device}")

@@ -241,7 +241,7 @@ class PreparedCall:
         """Keys or values in int8 or in pages as at the first call; None where a page is not one."""
         rows = Rows.of(given)
         if self._swapped and rows is not given:
-            rows = rows.swapaxes(-3, -2)
+            rows = rows.swapped()
         return rows.broadcast_to(self._lead).located(
             None if lengths is None else np.broadcast_to(lengths, self._lead)
         )

@@ -129,10 +129,11 @@ class Problem(NamedTuple, Generic[Array]):
         arrays: dict[str, Any] = {"query": self.query, "key": self.key, "value": self.value}
         if self.bias is not None and storage_of(self.bias.dtype) == BFLOAT16:
             arrays["bias"] = self.bias
+        places = {n: " in pages" if isinstance(a, Rows) and a.page_size else "" for n, a in arrays.items()}
         return [
-            f"{name} is {array.dtype.name}{' in pages' if isinstance(array, Rows) and array.page_size else ''}"
+            f"{name} is {array.dtype.name}{places[name]}"
             for name, array in arrays.items()
-            if storage_code(array) != REAL or isinstance(array, Rows)
+            if storage_code(array) != REAL or places[name]
         ]
 
     @property

@@ -139,7 +139,7 @@ def _needs_tile(array: np.ndarray | Rows, problem: Problem) -> bool:
     float64, or with swapped bytes."""
     if array.strides[-1] != array.itemsize or _is_scattered(array):
         return True
-    if isinstance(array, Rows) and array.scale_strides is not None and array.scale_strides[-1] != 4:
+    if isinstance(array, Rows) and array.is_quantized and array.scale_strides[-1] != 4:
         return True
     return _is_stored(array) and not (array.dtype.isnative and problem.dtype.itemsize == 4)
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from fastattn._device import DeviceArray
 
-#: How an array is stored, in the record of a call and for the kernels: in the dtype of the computation, or in a
-#: type in which nothing is computed. SWAPPED is added where bytes are in the other order.
+#: How an array is stored, in the record of a call and for the kernels: in the dtype of the computation, or in
+#: a type in which nothing is computed. SWAPPED is added where bytes are in the other order.
 REAL, FLOAT16, BFLOAT16, INT8 = range(4)
 SWAPPED = 1 << 8
 
@@ -66,8 +66,8 @@ class Quantized:
     Notes
     -----
     `fastattn.attention` takes it as key or value, or as the pages of a `Paged`. The kernels convert rows where
-    they read them, and the bits of a result are those of the call on `decode`\\ d arrays. For the dtype of a
-    result it counts as nothing: that of the other arrays decides, or float32 where there is none.
+    they read them, and the bits of a result are those of the call on what `decode` gives. For the dtype
+    of a result it counts as nothing: the other arrays decide.
 
     Examples
     --------
@@ -97,9 +97,10 @@ class Quantized:
 
     @classmethod
     def encode(cls, rows: ArrayLike) -> Quantized:
-        """Quantises rows of floats ``(..., n, D)``: ``scale = float32(max|x| / 127)`` of each group of 64
-        elements, and ``rint(x / scale)``, within +-127. A scale of 0 gives zeros. A NaN or inf makes the scale
-        of its group NaN, so that all of it reads as NaN.
+        """Quantises rows of floats ``(..., n, D)``.
+
+        Each group of 64 elements gets ``scale = float32(max|x| / 127)`` and ``rint(x / scale)``, within +-127;
+        a scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN: all of it reads as NaN.
         """
         array = np.asarray(rows)
         if array.dtype.kind not in "biuf" and storage_of(array.dtype) == REAL:
@@ -193,11 +194,6 @@ def encode_rows(rows: np.ndarray, data: np.ndarray, scale: np.ndarray) -> None:
             scale[..., group] = factor
 
 
-def _native(scale: np.ndarray) -> np.ndarray:
-    """A scale in this machine's byte order."""
-    return scale if scale.dtype.isnative else scale.astype(np.float32)
-
-
 def decode_rows(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """`Quantized.decode` of arrays."""
     each = np.repeat(scale, GROUP, axis=-1)[..., : data.shape[-1]]
@@ -213,69 +209,50 @@ class Rows:
     """
 
     __slots__ = (
-        "_index", "_memory", "_pages", "data", "dtype", "page_size", "scale", "scale_strides", "scale_table",
-        "shape", "strides", "table",
+        "data", "dtype", "index", "length", "owner", "page_size", "scale", "scale_table", "shape", "strides",
+        "table",
     )  # fmt: skip
 
-    data: np.ndarray | None  #: ``(*lead, K, S, D)``; None where they are in pages
-    scale: np.ndarray | None  #: ``(*lead, K, S, ceil(D / 64))`` float32, likewise; None unless in int8
-    table: np.ndarray | None  #: ``(*lead, n)`` int64: the address of each page; None unless in pages
-    scale_table: np.ndarray | None  #: the address of each page's scales
-    page_size: int  #: keys of a page; 0 where they are not in pages
-    scale_strides: tuple[int, ...] | None  #: as `strides`; None unless in int8
+    def __init__(
+        self,
+        data: np.ndarray,
+        scale: np.ndarray | None,
+        *,
+        index: np.ndarray | None = None,
+        table: np.ndarray | None = None,
+        scale_table: np.ndarray | None = None,
+        length: int | None = None,
+        owner: Any = None,
+    ) -> None:
+        self.data = data  #: ``(*lead, K, S, D)``; pages ``(P, K, page, D)``
+        self.scale = scale  #: float32, with ``ceil(D / 64)`` in the place of D; None unless in int8
+        self.index = index  #: ``(*lead, n)``: which of the pages; None where addresses are known
+        self.table = table  #: ``(*lead, n)`` int64: the address of each page, all with the strides of `data`
+        self.scale_table = scale_table  #: the address of each page's scales
+        self.owner = owner  #: of the memory at the addresses, where it is not `data`
+        self.dtype = data.dtype
+        self.page_size = 0  #: keys of a page; 0 where they are not in pages
+        self.shape: tuple[int, ...] = data.shape
+        self.strides: tuple[int, ...] = data.strides
+        order = table if index is None else index
+        if order is not None:
+            lead, n = order.shape[:-1], order.shape[-1]
+            self.page_size = data.shape[2]
+            length = n * self.page_size if length is None else length
+            self.shape = (*lead, data.shape[1], length, data.shape[3])
+            self.strides = (0,) * len(lead) + data.strides[1:]
 
     @classmethod
     def of(cls, given: Quantized | Paged | Rows) -> Rows:
         """What a caller gave in place of an array, with its axes in the caller's order."""
         if isinstance(given, Rows):
             return given
-        if isinstance(given, Quantized):
-            return cls._of_arrays(given.data, _native(given.scale))
-        pages = given.pages
-        if isinstance(pages, Quantized):
-            return cls._of_index(pages.data, _native(pages.scale), given.table)
-        return cls._of_index(pages, None, given.table)
-
-    @classmethod
-    def of_pages(
-        cls,
-        pages: np.ndarray,
-        scales: np.ndarray | None,
-        table: np.ndarray,
-        scale_table: np.ndarray | None,
-        length: int,
-        memory: Any = None,
-    ) -> Rows:
-        """Rows in pages, whose addresses are known.
-
-        pages : (_, K, page, D), whose dtype and strides all pages have; scales likewise
-        table, scale_table : (*lead, n) int64, addresses
-        length : S, at most the rows of n pages
-        memory : what must live as long as the addresses are read
-        """
-        self = cls._of_index(pages, scales, table)
-        self.shape = (*self.shape[:-2], length, self.shape[-1])
-        self.table, self.scale_table, self._index, self._memory = table, scale_table, None, memory
-        return self
-
-    @classmethod
-    def _of_arrays(cls, data: np.ndarray, scale: np.ndarray) -> Rows:
-        self = cls()
-        self.data, self.scale, self.table, self.scale_table, self.page_size = data, scale, None, None, 0
-        self.shape, self.strides, self.dtype = data.shape, data.strides, data.dtype
-        self.scale_strides, self._pages, self._index, self._memory = scale.strides, None, None, None
-        return self
-
-    @classmethod
-    def _of_index(cls, pages: np.ndarray, scales: np.ndarray | None, index: np.ndarray) -> Rows:
-        self = cls()
-        lead = index.shape[:-1]
-        self.data = self.scale = self.table = self.scale_table = self._memory = None
-        self.page_size, self._pages, self._index = pages.shape[2], (pages, scales), index
-        self.shape = (*lead, pages.shape[1], index.shape[-1] * self.page_size, pages.shape[3])
-        self.strides, self.dtype = (0,) * len(lead) + pages.strides[1:], pages.dtype
-        self.scale_strides = None if scales is None else (0,) * len(lead) + scales.strides[1:]
-        return self
+        index = None if isinstance(given, Quantized) else given.table
+        pages = given if isinstance(given, Quantized) else given.pages
+        if not isinstance(pages, Quantized):
+            return cls(pages, None, index=index)
+        native = pages.scale if pages.scale.dtype.isnative else pages.scale.astype(np.float32)
+        return cls(pages.data, native, index=index)
 
     @property
     def ndim(self) -> int:
@@ -287,85 +264,89 @@ class Rows:
 
     @property
     def is_quantized(self) -> bool:
-        return self.scale_strides is not None
+        return self.scale is not None
+
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        """As `strides`; zeros unless in int8."""
+        if self.scale is None:
+            return (0,) * self.ndim
+        return (0,) * (self.ndim - 3) + self.scale.strides[1:] if self.page_size else self.scale.strides
 
     def arrays(self) -> tuple[np.ndarray | None, ...]:
         """Data, scale, and the tables of both."""
-        return self.data, self.scale, self.table, self.scale_table
+        return (
+            (None, None, self.table, self.scale_table)
+            if self.page_size
+            else (self.data, self.scale, None, None)
+        )
 
     def memory(self) -> list[np.ndarray]:
-        """All that is read, to tell whether a result overlaps it; not that of addresses."""
-        if self._memory is not None:
-            return []
-        return [array for array in (self._pages or (self.data, self.scale)) if array is not None]
+        """The caller's arrays that are read, to tell whether a result overlaps them."""
+        return [array for array in (self.data, self.scale) if array is not None and self.owner is None]
 
     def signature(self) -> tuple[Any, ...]:
         """What two calls with the same preparation have in common."""
         return (self.dtype.str, self.dtype.name, self.shape, self.strides, self.scale_strides, self.page_size)
 
-    def swapaxes(self, _first: int, _second: int) -> Rows:
-        """The same with the axes of heads and rows swapped."""
-        pages, scales = self._pages or (self.data, self.scale)
-        assert pages is not None
-        other = pages.swapaxes(-3, -2), None if scales is None else scales.swapaxes(-3, -2)
-        if self._index is not None:
-            return Rows._of_index(*other, self._index)
-        assert other[1] is not None
-        return Rows._of_arrays(other[0], other[1])
-
     def with_heads(self) -> Rows:
         """Rows without an axis of heads as those of one head."""
-        assert self.data is not None and self.scale is not None
-        return Rows._of_arrays(self.data[None], self.scale[None])
+        return Rows(self.data[None], None if self.scale is None else self.scale[None])
+
+    def swapped(self) -> Rows:
+        """The axes of heads and rows swapped."""
+        scale = None if self.scale is None else self.scale.swapaxes(-3, -2)
+        return Rows(self.data.swapaxes(-3, -2), scale, index=self.index)
 
     def astype(self, dtype: np.dtype) -> Rows:
         """Pages of floats in another dtype, all of them."""
-        assert self._pages is not None and self._index is not None
-        return Rows._of_index(self._pages[0].astype(dtype), None, self._index)
+        return Rows(self.data.astype(dtype), None, index=self.index)
 
     def broadcast_to(self, lead: tuple[int, ...]) -> Rows:
         """With other leading axes."""
         if self.shape[:-3] == lead:
             return self
-        data, scale, table, scale_table = (
-            None if array is None else np.broadcast_to(array, (*lead, *array.shape[-tail:]))
-            for array, tail in zip(self.arrays(), (3, 3, 1, 1), strict=True)
+
+        def spread(array: np.ndarray | None, axes: int) -> np.ndarray | None:
+            return None if array is None else np.broadcast_to(array, (*lead, *array.shape[-axes:]))
+
+        if not self.page_size:
+            return Rows(np.broadcast_to(self.data, (*lead, *self.data.shape[-3:])), spread(self.scale, 3))
+        return Rows(
+            self.data,
+            self.scale,
+            index=spread(self.index, 1),
+            table=spread(self.table, 1),
+            scale_table=spread(self.scale_table, 1),
+            length=self.shape[-2],
+            owner=self.owner,
         )
-        if data is not None and scale is not None:
-            return Rows._of_arrays(data, scale)
-        assert self._pages is not None
-        if self._index is not None:
-            return Rows._of_index(*self._pages, np.broadcast_to(self._index, (*lead, self._index.shape[-1])))
-        assert table is not None
-        return Rows.of_pages(*self._pages, table, scale_table, self.shape[-2], self._memory)
 
     def located(self, lengths: np.ndarray | None) -> Rows | None:
         """With the addresses of the pages that hold the first `lengths` keys ``(*lead,)`` of each item, all if
         None; None where a number in the table is not that of a page."""
-        if self._index is None:
+        if self.index is None:
             return self
         if self._wrong_pages(lengths).any():
             return None
-        assert self._pages is not None
-        pages, scales = self._pages
-        index = np.clip(self._index, 0, max(len(pages) - 1, 0)).astype(np.int64)
-        table = pages.ctypes.data + index * pages.strides[0]
+        index = np.clip(self.index, 0, max(len(self.data) - 1, 0)).astype(np.int64)
+        table = self.data.ctypes.data + index * self.data.strides[0]
+        scales = self.scale
         scale_table = None if scales is None else scales.ctypes.data + index * scales.strides[0]
-        return Rows.of_pages(pages, scales, table, scale_table, self.shape[-2])
+        return Rows(self.data, scales, table=table, scale_table=scale_table, length=self.shape[-2])
 
     def what_is_wrong(self, lengths: np.ndarray | None) -> str:
         """Why `located` gave None."""
-        assert self._pages is not None and self._index is not None
+        assert self.index is not None
         where = tuple(int(n) for n in np.argwhere(self._wrong_pages(lengths))[0])
-        pages = len(self._pages[0])
         named = ", ".join(map(str, where))
-        return f"table[{named}] must be one of the {pages} pages, got {self._index[where]}"
+        return f"table[{named}] must be one of the {len(self.data)} pages, got {self.index[where]}"
 
     def _wrong_pages(self, lengths: np.ndarray | None) -> np.ndarray:
-        assert self._pages is not None and self._index is not None
-        wrong = (self._index < 0) | (self._index >= len(self._pages[0]))
+        assert self.index is not None
+        wrong: np.ndarray = (self.index < 0) | (self.index >= len(self.data))
         if lengths is not None:
-            wrong &= np.arange(self._index.shape[-1]) * self.page_size < lengths[..., None]
+            wrong &= np.arange(self.index.shape[-1]) * self.page_size < lengths[..., None]
         return wrong
 
     def head(self, item: tuple[int, ...], kv_head: int) -> HeadRows:
@@ -393,19 +374,20 @@ class HeadRows:
     def __getitem__(self, keys: slice | int) -> np.ndarray:
         if not isinstance(keys, slice):
             return self[keys : keys + 1][0]
-        rows, item, kv = self.rows, self.item, self.kv_head
-        if rows.data is not None and rows.scale is not None:
-            return decode_rows(rows.data[item][kv, keys], rows.scale[item][kv, keys])
-        assert rows._pages is not None and rows.table is not None
-        pages, scales = rows._pages
-        size, parts = rows.page_size, []
+        rows, head, size = self.rows, self.kv_head, self.rows.page_size
+        if rows.table is None:
+            assert rows.scale is not None
+            return decode_rows(rows.data[self.item][head, keys], rows.scale[self.item][head, keys])
+        parts = []
         for number in range(keys.start // size, -(-keys.stop // size)):
             here = slice(max(keys.start - number * size, 0), min(keys.stop - number * size, size))
-            part = _at(int(rows.table[item][number]), pages)[kv, here]
-            if scales is not None and rows.scale_table is not None:
-                part = decode_rows(part, _at(int(rows.scale_table[item][number]), scales)[kv, here])
+            part = _at(int(rows.table[self.item][number]), rows.data)[head, here]
+            if rows.scale is not None and rows.scale_table is not None:
+                part = decode_rows(
+                    part, _at(int(rows.scale_table[self.item][number]), rows.scale)[head, here]
+                )
             parts.append(part)
-        return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), pages.dtype)
+        return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), rows.dtype)
 
 
 class _At:
@@ -413,7 +395,8 @@ class _At:
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
         self.__array_interface__ = {
-            "version": 3, "data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{itemsize}",
+            "version": 3, "data": (address, True), "shape": shape, "strides": strides,
+            "typestr": f"|V{itemsize}",
         }  # fmt: skip
 
 

@@ -190,6 +190,12 @@ static Matrix matrix(ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t row, ptrdiff_t co
 static char *element(const Matrix *m, ptrdiff_t r, ptrdiff_t c) { return m->at + r * m->row + c * m->col; }
 static double entry(const Matrix *m, ptrdiff_t r, ptrdiff_t c) { return get(element(m, r, c), 0); }
 
+/* The rows of a matrix from `first` on, for the kernels of few rows; whatever is prefetched changes no result. */
+static fastattn_rows rows_to_read(const Matrix *m, ptrdiff_t first) {
+    return (fastattn_rows){element(m, first, 0), m->row, NULL, 0, ANY_DISTANCE, ANY_DISTANCE, 16 * below(20), ANY_DISTANCE,
+                           ANY_DISTANCE};
+}
+
 /* What lies between the elements may no more be touched than what lies outside. */
 static void seal(const Matrix *m) {
 #if defined(ASAN)

@@ -93,16 +93,15 @@ static void attend_rows(const int *rows_of, int n_rows, int nonfinite, double so
                 words[j / 32 * n_rows + r] |= (uint32_t)(key0 + j >= starts[row] && key0 + j < stops[row]) << j % 32;
             bias[r] = element(&bias_rows, row, key0);
         }
-        kernels->score_rows[FASTATTN_REAL](s, BLOCK_K, q, q_ld, n_rows, element(&key, key0, 0), key.row, n_keys,
-                                           HEAD_DIM, ANY_DISTANCE);
+        const fastattn_rows keys = rows_to_read(&key, key0), values = rows_to_read(&value, key0);
+        kernels->score_rows[FASTATTN_REAL](s, BLOCK_K, q, q_ld, n_rows, &keys, n_keys, HEAD_DIM);
         kernels->adjust_rows(s, BLOCK_K, n_rows, n_keys, 1, softcap, bias, words);
         kernels->softmax_rows(s, BLOCK_K, row_max[key_tile], row_sum[key_tile], n_rows, n_keys, LOG2E, 0);
         if (nonfinite)
             kernels->accumulate_rows_nonfinite(acc[key_tile], ld, s, BLOCK_K, n_rows, element(&value, key0, 0), value.row,
                                               n_keys, VALUE_DIM, bias, words, clean);
         else
-            kernels->accumulate_rows[FASTATTN_REAL](acc[key_tile], ld, s, BLOCK_K, n_rows, element(&value, key0, 0),
-                                                    value.row, n_keys, VALUE_DIM, ANY_DISTANCE);
+            kernels->accumulate_rows[FASTATTN_REAL](acc[key_tile], ld, s, BLOCK_K, n_rows, &values, n_keys, VALUE_DIM, 0);
     }
     for (int key_tile = 1; key_tile < KEY_TILES; key_tile++)
         kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[key_tile], row_max[key_tile], row_sum[key_tile], n_rows,

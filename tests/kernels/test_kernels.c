@@ -51,6 +51,7 @@ static const struct {
     {"rounding_rows", test_rounding_rows},
     {"load_row", test_load_row},
     {"load_row_real", test_load_row_real},
+    {"load_row_int8", test_load_row_int8},
     {"store_row", test_store_row},
     {"store_row_layouts", test_store_row_layouts},
     {"rows_of_each_storage", test_rows_of_each_storage},

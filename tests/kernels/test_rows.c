@@ -118,7 +118,8 @@ static void check_score_rows(int n_rows, int n_keys, int head_dim) {
     for (int r = 0; r < n_rows; r++)
         for (ptrdiff_t d = head_dim; d < q_ld; d++) put(q, r * q_ld + d, d < whole ? 0 : NAN);
     seal(&k);
-    kernels->score_rows[FASTATTN_REAL](s, ld, q, q_ld, n_rows, k.at, k.row, n_keys, head_dim, ANY_DISTANCE);
+    const fastattn_rows keys = rows_to_read(&k, 0);
+    kernels->score_rows[FASTATTN_REAL](s, ld, q, q_ld, n_rows, &keys, n_keys, head_dim);
     for (int j = 0; j < n_keys; j++) {
         double x[128];
         for (int d = 0; d < head_dim; d++) x[d] = entry(&k, j, d);
@@ -279,7 +280,13 @@ static void check_accumulate_rows(int n_rows, int n_keys, int value_dim) {
     /* A row of NaN and one of inf stand beside the others and change nothing there. */
     if (n_rows > 3) put(p, below(n_rows) * p_ld + below(n_keys), below(2) ? NAN : INFINITY);
     seal(&v);
-    kernels->accumulate_rows[FASTATTN_REAL](acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim, ANY_DISTANCE);
+    /* In two calls, of which the second adds to the first, from the start of a partial sum on. */
+    const int split = below(2) ? FASTATTN_KEY_CHUNK * below(n_keys / FASTATTN_KEY_CHUNK + 1) : 0;
+    const fastattn_rows values = rows_to_read(&v, 0), rest = rows_to_read(&v, split < n_keys ? split : 0);
+    if (split) kernels->accumulate_rows[FASTATTN_REAL](acc, ld, p, p_ld, n_rows, &values, split, value_dim, 0);
+    if (split < n_keys)
+        kernels->accumulate_rows[FASTATTN_REAL](acc, ld, (char *)p + split * size, p_ld, n_rows, &rest, n_keys - split,
+                                                value_dim, split > 0);
     for (int e = 0; e < value_dim; e++) {
         double x[256];
         for (int j = 0; j < n_keys; j++) x[j] = entry(&v, j, e);
@@ -322,7 +329,8 @@ static void test_accumulate_rows_nonfinite(void) {
             for (int e = 0; e < value_dim; e++)
                 put(element(&finite, j, e), 0, isfinite(entry(&v, j, e)) ? entry(&v, j, e) : 0);
         seal(&v);
-        kernels->accumulate_rows[FASTATTN_REAL](plain, ld, p, p_ld, n_rows, finite.at, finite.row, n_keys, value_dim, ANY_DISTANCE);
+        const fastattn_rows finite_rows = rows_to_read(&finite, 0);
+        kernels->accumulate_rows[FASTATTN_REAL](plain, ld, p, p_ld, n_rows, &finite_rows, n_keys, value_dim, 0);
         kernels->accumulate_rows_nonfinite(acc, ld, p, p_ld, n_rows, v.at, v.row, n_keys, value_dim,
                                           (const char *const *)bias, words, clean);
         for (int e = 0; e < value_dim; e++)
@@ -360,8 +368,9 @@ static void test_masked_keys_around(void) {
             }
         kernels->softmax_rows(s, s_ld, row_max, row_sum, n_rows, n_keys, factor, 0);
         kernels->softmax_rows(all, all_ld, all_max, all_sum, n_rows, n_all, factor, 0);
-        kernels->accumulate_rows[FASTATTN_REAL](acc, ld, s, s_ld, n_rows, element(&v, front, 0), v.row, n_keys, value_dim, ANY_DISTANCE);
-        kernels->accumulate_rows[FASTATTN_REAL](all_acc, ld, all, all_ld, n_rows, v.at, v.row, n_all, value_dim, ANY_DISTANCE);
+        const fastattn_rows some_values = rows_to_read(&v, front), all_values = rows_to_read(&v, 0);
+        kernels->accumulate_rows[FASTATTN_REAL](acc, ld, s, s_ld, n_rows, &some_values, n_keys, value_dim, 0);
+        kernels->accumulate_rows[FASTATTN_REAL](all_acc, ld, all, all_ld, n_rows, &all_values, n_all, value_dim, 0);
         for (int r = 0; r < n_rows; r++) {
             CHECK(same(get(row_max, r), get(all_max, r)) && same(get(row_sum, r), get(all_sum, r)),
                   "%d keys: row_sum " NUMBER ", but " NUMBER " with %d in front and %d in all", n_keys, get(row_sum, r),
@@ -458,8 +467,9 @@ static void test_rounding_rows(void) {
                 put(element(&v, c, j), 0, entry(&k, j, c));
             }
         }
-        kernels->score_rows[FASTATTN_REAL](s, to_ld, x, ld, n_rows, k.at, k.row, other, n, ANY_DISTANCE);
-        kernels->accumulate_rows[FASTATTN_REAL](acc, to_ld, x, ld, n_rows, v.at, v.row, n, other, ANY_DISTANCE);
+        const fastattn_rows keys = rows_to_read(&k, 0), values = rows_to_read(&v, 0);
+        kernels->score_rows[FASTATTN_REAL](s, to_ld, x, ld, n_rows, &keys, other, n);
+        kernels->accumulate_rows[FASTATTN_REAL](acc, to_ld, x, ld, n_rows, &values, n, other, 0);
         for (int r = 0; r < n_rows; r++)
             for (ptrdiff_t j = 0; j < other; j++) {
                 long double sum = 0, sizes_sum = 0;

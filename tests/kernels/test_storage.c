@@ -1,10 +1,12 @@
-/* Rows stored in 16 bits: every number of both types, and the kernels that read them in place. Included by test_kernels.c
+/* Rows stored in 16 or 8 bits: every number of both types, and the kernels that read them in place. Included by test_kernels.c
  * only. */
 
 /* A sign, an exponent with this bias, and so many bits of a mantissa. */
 static int mantissa_bits(int storage) { return storage == FASTATTN_FLOAT16 ? 10 : 7; }
 static int exponent_bias(int storage) { return storage == FASTATTN_FLOAT16 ? 15 : 127; }
-static const char *storage_name(int storage) { return storage == FASTATTN_FLOAT16 ? "float16" : "bfloat16"; }
+static const char *storage_name(int storage) {
+    return storage == FASTATTN_FLOAT16 ? "float16" : storage == FASTATTN_BFLOAT16 ? "bfloat16" : "int8";
+}
 static unsigned infinity_bits(int storage) { return 0x8000u - (1u << mantissa_bits(storage)); }
 
 static double stored_value(int storage, unsigned bits) {
@@ -47,7 +49,7 @@ static void check_load_row(int storage, ptrdiff_t stride, int n, unsigned first,
         memcpy(element(&row, 0, c), &stored, 2);
     }
     seal(&row);
-    kernels->load_row(to, row.at, stride, n, storage, swapped);
+    kernels->load_row(to, row.at, stride, n, storage, swapped, NULL, 0);
     for (int c = 0; c < n; c++) {
         const unsigned bits = stride ? (first + (unsigned)c) & 0xffff : (first + (unsigned)n - 1) & 0xffff;
         CHECK(same(get(to, c), stored_value(storage, bits)), "%s, stride %td, swapped %d: %04x is " NUMBER ", not " NUMBER,
@@ -83,7 +85,7 @@ static void test_load_row_real(void) {
             }
             seal(&row);
             seal(&back);
-            kernels->load_row(to, row.at, row.col, n, FASTATTN_REAL, swapped);
+            kernels->load_row(to, row.at, row.col, n, FASTATTN_REAL, swapped, NULL, 0);
             kernels->store_row(back.at, back.col, to, n, FASTATTN_REAL);
             for (int c = 0; c < n; c++) {
                 const char *const want = numbers + (row.col ? c : n - 1) * size;
@@ -196,6 +198,58 @@ static void test_store_row_layouts(void) {
 
 /* ------------------------------------------------------------------ score_rows and accumulate_rows */
 
+enum { GROUP = FASTATTN_GROUP };
+
+/* A row of int8 stands for these products, rounded to float32 whatever REAL is. */
+static double product(int element, float scale) { return (float)((float)element * scale); }
+
+/* Rows of int8 with their scales, of which some are 0, subnormal or NaN, and the same numbers as REAL. */
+static Matrix quantized_rows(int rows, int cols, Matrix *scales, Matrix *upcast) {
+    const int groups = (cols + GROUP - 1) / GROUP;
+    Matrix m = rows_of(rows, cols, 1);
+    *scales = rows_of(rows, groups, 4);
+    *upcast = laid_out(rows, cols, 0);
+    for (int r = 0; r < rows; r++) {
+        for (int g = 0; g < groups; g++) {
+            const float special[] = {0, 0x1p-140f, NAN}, scale = below(8) ? (float)uniform(0, 0.02) : special[below(3)];
+            memcpy(element(scales, r, g), &scale, 4);
+        }
+        for (int c = 0; c < cols; c++) *(int8_t *)element(&m, r, c) = (int8_t)(below(255) - 127);
+    }
+    for (int r = 0; r < rows; r++) /* after all of m, whose rows may share memory */
+        for (int c = 0; c < cols; c++) {
+            float scale;
+            memcpy(&scale, element(scales, r, c / GROUP), 4);
+            put(element(upcast, r, c), 0, product(*(int8_t *)element(&m, r, c), scale));
+        }
+    seal(&m), seal(scales);
+    return m;
+}
+
+static void test_load_row_int8(void) {
+    static const ptrdiff_t strides[] = {1, 3, -1};
+    for (int i = 0; i < 3; i++)
+        for (int n = 1; n <= 200; n++) {
+            const int groups = (n + GROUP - 1) / GROUP;
+            Matrix row = matrix_of(1, n, 0, strides[i], 1, below(8)), scale = matrix_of(1, groups, 0, 4 + 4 * below(2), 4, 0);
+            for (int c = 0; c < n; c++) *(int8_t *)element(&row, 0, c) = (int8_t)(below(255) - 127);
+            for (int g = 0; g < groups; g++) {
+                const float x = (float)uniform(0, 0.02);
+                memcpy(element(&scale, 0, g), &x, 4);
+            }
+            void *to = tile(1, n);
+            kernels->load_row(to, row.at, row.col, n, FASTATTN_INT8, 0, scale.at, scale.col);
+            for (int c = 0; c < n; c++) {
+                float x;
+                memcpy(&x, element(&scale, 0, c / GROUP), 4);
+                const double want = product(*(int8_t *)element(&row, 0, c), x);
+                CHECK(get(to, c) == want, "int8, %d elements, stride %td: element %d is " NUMBER ", not " NUMBER, n,
+                      row.col, c, get(to, c), want);
+            }
+            release();
+        }
+}
+
 /* Keys or values in 16 bits, any of them or finite ones only, and the same numbers as REAL. */
 static Matrix stored_rows(int storage, int rows, int cols, int any, Matrix *upcast) {
     Matrix m = rows_of(rows, cols, 2);
@@ -228,21 +282,32 @@ static void check_stored(const char *name, int storage, const void *got, const v
 
 /* The same bits as of the same numbers stored as REAL. */
 static void check_each_storage(int n_rows, int n_keys, int n_cols) {
-    for (int storage = FASTATTN_FLOAT16; storage <= FASTATTN_BFLOAT16; storage++) {
+    for (int storage = FASTATTN_FLOAT16; storage < FASTATTN_STORAGES; storage++) {
         const ptrdiff_t ld = row_length(n_cols), s_ld = row_length(n_keys);
         const int any = below(4) == 0;
         void *q = reals(n_rows, ld), *p = reals(n_rows, s_ld);
         void *s[2] = {tile(n_rows, s_ld), tile(n_rows, s_ld)}, *acc[2] = {tile(n_rows, ld), tile(n_rows, ld)};
-        Matrix k_real, v_real;
-        const Matrix k = stored_rows(storage, n_keys, n_cols, any, &k_real);
-        const Matrix v = stored_rows(storage, n_keys, n_cols, any, &v_real);
+        Matrix k_real, v_real, k_scales, v_scales;
+        fastattn_rows keys, values;
+        if (storage == FASTATTN_INT8) {
+            const Matrix k = quantized_rows(n_keys, n_cols, &k_scales, &k_real);
+            const Matrix v = quantized_rows(n_keys, n_cols, &v_scales, &v_real);
+            keys = rows_to_read(&k, 0), values = rows_to_read(&v, 0);
+            keys.scale = k_scales.at, keys.scale_row = k_scales.row;
+            values.scale = v_scales.at, values.scale_row = v_scales.row;
+        } else {
+            const Matrix k = stored_rows(storage, n_keys, n_cols, any, &k_real);
+            const Matrix v = stored_rows(storage, n_keys, n_cols, any, &v_real);
+            keys = rows_to_read(&k, 0), values = rows_to_read(&v, 0);
+        }
+        const fastattn_rows real_keys = rows_to_read(&k_real, 0), real_values = rows_to_read(&v_real, 0);
         for (int r = 0; r < n_rows; r++)
             for (ptrdiff_t d = n_cols; d < (n_cols + lanes - 1) / lanes * lanes; d++) put(q, r * ld + d, 0);
-        kernels->score_rows[storage](s[0], s_ld, q, ld, n_rows, k.at, k.row, n_keys, n_cols, ANY_DISTANCE);
-        kernels->score_rows[FASTATTN_REAL](s[1], s_ld, q, ld, n_rows, k_real.at, k_real.row, n_keys, n_cols, 0);
+        kernels->score_rows[storage](s[0], s_ld, q, ld, n_rows, &keys, n_keys, n_cols);
+        kernels->score_rows[FASTATTN_REAL](s[1], s_ld, q, ld, n_rows, &real_keys, n_keys, n_cols);
         check_stored("score_rows", storage, s[0], s[1], n_rows, s_ld, n_keys, n_cols, n_keys);
-        kernels->accumulate_rows[storage](acc[0], ld, p, s_ld, n_rows, v.at, v.row, n_keys, n_cols, ANY_DISTANCE);
-        kernels->accumulate_rows[FASTATTN_REAL](acc[1], ld, p, s_ld, n_rows, v_real.at, v_real.row, n_keys, n_cols, 0);
+        kernels->accumulate_rows[storage](acc[0], ld, p, s_ld, n_rows, &values, n_keys, n_cols, 0);
+        kernels->accumulate_rows[FASTATTN_REAL](acc[1], ld, p, s_ld, n_rows, &real_values, n_keys, n_cols, 0);
         check_stored("accumulate_rows", storage, acc[0], acc[1], n_rows, ld, n_keys, n_cols, n_cols);
         release();
     }
@@ -251,7 +316,7 @@ static void check_each_storage(int n_rows, int n_keys, int n_cols) {
 static void test_rows_of_each_storage(void) {
     if (size == 8) {
         for (int storage = FASTATTN_REAL + 1; storage < FASTATTN_STORAGES; storage++)
-            CHECK(!kernels->score_rows[storage] && !kernels->accumulate_rows[storage], "float64 rows of 16 bits");
+            CHECK(!kernels->score_rows[storage] && !kernels->accumulate_rows[storage], "float64 rows of stored numbers");
         return;
     }
     /* Each pair of a number of rows, of keys and of columns, with any third. */

@@ -31,15 +31,16 @@ MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over a
 #: and those of the leading axes, innermost first.
 VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
-    "key_lengths", "key_scale", "value_scale", "key_table", "value_table", "key_scale_table", "value_scale_table",
+    "key_lengths", "key_scale", "value_scale", "key_table", "value_table", "key_scale_table",
+    "value_scale_table",
 )  # fmt: skip
 ADDRESS, COL, ROW, HEAD, LEAD = range(5)
 
 #: Tiles of a thread, each aligned to a cache line of its scratch memory.
 SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
-    "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "kept_start", "kept_stop", "stops", "part_stops",
-    "row_i", "row_h",
+    "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "kept_start", "kept_stop", "stops",
+    "part_stops", "row_i", "row_h",
     "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows",
 )  # fmt: skip
 
@@ -108,7 +109,7 @@ def _strides(problem: Problem, n_lead: int) -> list[tuple[int, ...]]:
     for name, rows in (("key", problem.key), ("value", problem.value)):
         if isinstance(rows, Rows):
             strides[VIEWS.index(name)] = rows.strides
-            strides[VIEWS.index(f"{name}_scale")] = rows.scale_strides or (0,) * (3 + n_lead)
+            strides[VIEWS.index(f"{name}_scale")] = rows.scale_strides
     return strides
 
 
@@ -239,7 +240,8 @@ def _lay_out(
     nbytes: Any = (
         query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
-        pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged, pointers if staged else 0,
+        pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged,
+        pointers if staged else 0,
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

@@ -306,7 +306,8 @@ def attend_rows(
     query: np.ndarray,
     key: Any,
     value: Any,
-    *,
+    rows_signature: Any,
+    keep_first: int,
     mask: Mask | ArrayLike | None,
     bias: ArrayLike | None,
     causal: CausalRule,
@@ -321,16 +322,15 @@ def attend_rows(
     return_weights: bool,
     num_threads: int | None,
     backend: BackendName | None,
-    keep_first: int,
 ) -> Any:
     """`attention` on keys and values in pages, `Rows` whose axes are ``(batch, K, S, D)`` in either layout.
 
-    The first `keep_first` keys are in the window of every query.
+    `rows_signature` is that of both. The first `keep_first` keys are in the window of every query.
     """
     signature = signature_of(
-        ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
+        ATTENTION, query, None, None, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
         out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
-        more=keep_first,
+        more=(rows_signature, keep_first),
     )  # fmt: skip
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     if (results := reuse(signature, given)) is not None:

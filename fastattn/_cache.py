@@ -9,6 +9,7 @@ import numpy as np
 from fastattn import masks
 from fastattn._api import attend_rows
 from fastattn._cache_pages import (
+    IS_COMPILED,
     KEY_SCALES,
     KEYS,
     NO_PAGE,
@@ -18,11 +19,11 @@ from fastattn._cache_pages import (
     read_rows,
     write_rows,
 )
-from fastattn._cache_state import Settings, State, count, table_width
+from fastattn._cache_state import Settings, State, count, rounded_length
 from fastattn._device import host_array
 from fastattn._host import default_backend
 from fastattn._normalize import as_array, check_number_dtype, check_window
-from fastattn._problem import FLOAT64, MAX_ROWS
+from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS
 from fastattn._registry import load as load_backend
 from fastattn._storage import Rows
 
@@ -40,6 +41,7 @@ class _Undo(NamedTuple):
     """What an append changed."""
 
     state: State  #: as it was
+    last: np.ndarray | None
     replaced: list[tuple[int, int, int]]  #: item, entry of its table, and the page that was there
 
 
@@ -138,7 +140,12 @@ class KVCache:
     _ids: np.ndarray  # (batch, n) int64: the page of each page_size tokens, NO_PAGE where there is none
     _tables: list[Any]  # of each part, the addresses of those pages
     _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
-    _views: tuple[int, Rows, Rows] | None  # the length and the rows of the last `attend`
+    _direct: tuple[tuple[np.dtype, ...], ...]  # of what dtypes keys and values are stored without a copy
+    _last: np.ndarray | None  # where appends began that do not count for `retained` yet
+    _room: int  # so many tokens can be appended to each item in place
+    _longest: int  # tokens of the longest item
+    _capacity: int  # those rounded up: the length that keys have for compiled code
+    _views: tuple[int, Rows, Rows, Any] | None  # keys and values of some length, and their signatures
 
     def __init__(
         self,
@@ -157,13 +164,17 @@ class KVCache:
         settings = Settings.checked(
             batch, num_kv_heads, head_dim, value_dim, dtype, window, keep_first, rollback, page_size, layout
         )
-        zeros = np.zeros(settings.batch, np.int64)
-        self._begin(settings, State(zeros, zeros, zeros), PagePool(settings.page_shape()))
-        self._set_tables(np.zeros((settings.batch, 0), np.int64))
+        none, ids = np.zeros(settings.batch, np.int64), np.zeros((settings.batch, 0), np.int64)
+        self._begin(settings, State(none, none, none), PagePool(settings.page_shape()), ids)
 
-    def _begin(self, settings: Settings, state: State, pool: PagePool) -> None:
+    def _begin(self, settings: Settings, state: State, pool: PagePool, ids: np.ndarray) -> None:
         self._settings, self._state, self._pool = settings, state, pool
         self._freed = np.full(settings.batch, -(-settings.keep_first // settings.page_size))
+        stored = (settings.key_dtype, settings.value_dtype)
+        self._direct = tuple((FLOAT32, FLOAT64, FLOAT32 if dtype == np.int8 else dtype) for dtype in stored)
+        self._last, self._room = None, 0
+        self._set_tables(ids)
+        self._fit()
 
     def __del__(self) -> None:
         if hasattr(self, "_ids"):
@@ -188,7 +199,7 @@ class KVCache:
 
     @property
     def retained(self) -> np.ndarray:
-        return self._state.retained.copy()
+        return self._settle().retained.copy()
 
     @property
     def dtype(self) -> np.dtype | tuple[np.dtype, np.dtype]:
@@ -277,7 +288,7 @@ class KVCache:
             would see are no longer held. It is certain to reach back `rollback` tokens from the greatest
             length that the item has had.
         """
-        state, settings = self._state, self._settings
+        state, settings = self._settle(), self._settings
         new = self._per_item(lengths, "lengths")
         if (wrong := np.flatnonzero((new < 0) | (new > state.lengths))).size:
             b = wrong[0]
@@ -294,12 +305,15 @@ class KVCache:
         ends = -(-new // settings.page_size)
         unused = self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]]
         self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]] = NO_PAGE
+        self._room = 0
         self._fit()
         self._pool.release(unused)
 
     def _extend(self, key: Any, value: Any, lengths: Any) -> _Undo:
         """`append`, but that nothing is given up yet."""
-        settings, before = self._settings, self._state
+        if lengths is None and (undo := self._extend_in_place(key, value)) is not None:
+            return undo
+        settings = self._settings
         keys = self._given_rows(key, "key", settings.head_dim)
         values = self._given_rows(value, "value", settings.value_dim)
         T = keys.shape[2]
@@ -314,12 +328,14 @@ class KVCache:
                     f"lengths must be in 0..T={T}, got {counts[wrong[0]]} for item {wrong[0]}; "
                     f"key {np.shape(key)}, value {np.shape(value)}"
                 )
-        undo = _Undo(before, [])
+        self._settle()
+        starts = self._state.lengths
+        undo = _Undo(self._state, None, [])
         try:
             self._state = self._extended(counts)
             self._fit()
-            self._make_room(before.lengths, counts, undo)
-            pages = (self._pool, self._ids, self._tables, before.lengths, counts)
+            self._make_room(starts, counts, undo)
+            pages = (self._pool, self._ids, self._tables, starts, counts)
             write_rows(keys, *pages, KEYS)
             write_rows(values, *pages, VALUES)
         except BaseException:
@@ -327,26 +343,72 @@ class KVCache:
             raise
         return undo
 
+    def _extend_in_place(self, key: Any, value: Any) -> _Undo | None:
+        """The usual step of a decoder: as many tokens for each item, where its last page has room for them.
+
+        None where it is another case, or where something is wrong, for `_extend` to find out.
+        """
+        if type(key) is not np.ndarray or type(value) is not np.ndarray or key.ndim != 4 or value.ndim != 4:
+            return None
+        settings = self._settings
+        if settings.layout == "bshd":
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        batch, heads, T = key.shape[:3]
+        if (
+            not 0 < T <= self._room
+            or (batch, heads) != settings[:2]
+            or key.shape[3] != settings.head_dim
+            or value.shape != (batch, heads, T, settings.value_dim)
+            or key.dtype not in self._direct[0]
+            or value.dtype not in self._direct[1]
+        ):
+            return None
+        state, last = self._state, self._last
+        lengths = state.lengths + T
+        pages = (self._pool, self._ids, self._tables, state.lengths, lengths - state.lengths)
+        write_rows(key, *pages, KEYS)
+        write_rows(value, *pages, VALUES)
+        greatest = lengths if state.greatest is state.lengths else np.maximum(state.greatest, lengths)
+        self._state = State(lengths, greatest, state.retained)
+        self._last = state.lengths
+        self._room -= T
+        self._longest += T
+        return _Undo(state, last, [])
+
     def _extended(self, counts: np.ndarray) -> State:
         """The state with so many more tokens."""
         starts, greatest, retained = self._state
         settings = self._settings
         lengths = starts + counts
         most = int(lengths.max(initial=0))
-        if settings.batch * settings.num_kv_heads * most > MAX_ROWS:
+        if settings.batch * settings.num_kv_heads * rounded_length(most) > MAX_ROWS:
             raise ValueError(
                 f"batch * num_kv_heads * length must be at most {MAX_ROWS}, got a length of {most}"
             )
-        greatest = np.maximum(greatest, lengths)
-        if settings.window is not None:
-            needed = np.minimum(starts, greatest - settings.rollback) - settings.window
-            moves = (counts > 0) & (needed > settings.keep_first)
-            retained = np.where(moves, np.maximum(retained, needed), retained)
-        return State(lengths, greatest, retained)
+        greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
+        moves = counts > 0
+        return State(lengths, greatest, np.where(moves, self._passed(starts, greatest, retained), retained))
+
+    def _passed(self, starts: np.ndarray, greatest: np.ndarray, retained: np.ndarray) -> np.ndarray:
+        """The first position that is needed after an append from `starts` on."""
+        settings = self._settings
+        if settings.window is None:
+            return retained
+        needed = np.minimum(starts, greatest - settings.rollback) - settings.window
+        return np.where(needed > settings.keep_first, np.maximum(retained, needed), retained)
+
+    def _settle(self) -> State:
+        """The state, in which all appends count for `retained`: those in place do when it is asked for."""
+        if self._last is not None:
+            _, greatest, retained = state = self._state
+            self._state = state._replace(retained=self._passed(self._last, greatest, retained))
+            self._last = None
+        return self._state
 
     def _take_back(self, undo: _Undo) -> None:
         """Makes the cache what it was before `_extend`, but for rows past its lengths."""
-        self._state = undo.state
+        self._state, self._last = undo.state, undo.last
+        self._room = 0
         if undo.replaced:
             items, entries, pages = np.array(undo.replaced).T
             taken = self._ids[items, entries]
@@ -356,10 +418,28 @@ class KVCache:
 
     def _keep(self, undo: _Undo) -> None:
         """Gives up what an append has put out of use."""
+        if self._last is not None:
+            return  # it was in place, and passed no page
         if undo.replaced:
             self._pool.release(np.array([page for _, _, page in undo.replaced]))
         if self._settings.window is not None:
             self._free_passed()
+        self._room = self._find_room()
+
+    def _find_room(self) -> int:
+        """How many tokens each item can be given before a page is needed, or passed, or the tables change."""
+        size, window = self._settings.page_size, self._settings.window
+        lengths, greatest, _ = self._state
+        if not lengths.size or not IS_COMPILED:
+            return 0
+        room = min(int((-lengths % size).min()), self._capacity - self._longest)
+        if room and any(map(self._pool.is_shared, self._ids[np.arange(len(lengths)), lengths // size])):
+            return 0
+        if window is not None:
+            next_page = (self._freed + 1) * size + window
+            passing = np.maximum(next_page - lengths, next_page + self._settings.rollback - greatest)
+            room = min(room, int(passing.min()) - 1)
+        return max(0, room)
 
     def _make_room(self, starts: np.ndarray, counts: np.ndarray, undo: _Undo) -> None:
         """Gives each item pages of its own for new rows."""
@@ -401,7 +481,9 @@ class KVCache:
 
     def _fit(self) -> None:
         """Makes the tables as wide as the longest item needs: their width depends on nothing else."""
-        width = table_width(self._state.lengths, self._settings.page_size)
+        self._longest = int(self._state.lengths.max(initial=0))
+        self._capacity = rounded_length(self._longest)
+        width = -(-self._capacity // self._settings.page_size)
         if width != self._ids.shape[1]:
             ids = np.zeros((self._settings.batch, width), np.int64)
             both = min(width, self._ids.shape[1])
@@ -492,29 +574,31 @@ class KVCache:
             raise ValueError(f"causal must be True or False, got {causal!r}")
         if settings.window is not None:
             window = self._within(check_window(window), query.shape[2 if settings.layout == "bhsd" else 1])
-        needs_length = mask is not None or bias is not None or return_weights or not _is_compiled(backend)
-        key, value = self._rows(int(lengths.max(initial=0)) if needs_length else None)
+        is_any_length = mask is None and bias is None and not return_weights and _is_compiled(backend)
+        key, value, signature = self._rows(self._capacity if is_any_length else self._longest)
         if _counts_as_float64(query.dtype) or FLOAT64 in (key.dtype, value.dtype):
             key, value = self._in_float64(key, KEYS), self._in_float64(value, VALUES)
+            signature = (key.signature(), value.signature())
         return attend_rows(
             query,
             key,
             value,
-            mask=mask,
-            bias=bias,
-            causal=rule,
-            window=window,
-            key_lengths=lengths,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            layout=settings.layout,
-            out=out,
-            return_lse=return_lse,
-            return_weights=return_weights,
-            num_threads=num_threads,
-            backend=backend,
-            keep_first=0 if settings.window is None else settings.keep_first,
+            signature,
+            0 if settings.window is None else settings.keep_first,
+            mask,
+            bias,
+            rule,
+            window,
+            lengths,
+            scale,
+            softcap,
+            sinks,
+            settings.layout,
+            out,
+            return_lse,
+            return_weights,
+            num_threads,
+            backend,
         )
 
     def keys(self, item: int) -> np.ndarray:
@@ -531,16 +615,19 @@ class KVCache:
 
     def _held(self, item: int, part: int) -> np.ndarray:
         item = count(item, "item", 0, self._settings.batch - 1)
-        held = self._state.held(item, self._settings.keep_first)
+        held = self._settle().held(item, self._settings.keep_first)
         parts = [read_rows(self._pool, self._ids[item], start, stop, part) for start, stop in held]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def _within(self, given: tuple[int | None, int | None] | None, len_q: int) -> WindowBounds:
         """The narrower of the cache's window and of one given; ValueError where its rows are gone."""
-        settings, (lengths, _, retained) = self._settings, self._state
+        settings = self._settings
         left, right = (settings.window or 1) - 1, 0
         if given is not None and given[0] is not None:
             left = min(left, given[0])
+        if len_q <= 1:
+            return left, right  # which the window of the last position always has
+        lengths, _, retained = self._settle()
         first = np.maximum(lengths - len_q, 0) - left
         if (wrong := np.flatnonzero((retained > 0) & (first < retained))).size:
             b = wrong[0]
@@ -550,10 +637,8 @@ class KVCache:
             )
         return left, right
 
-    def _rows(self, length: int | None) -> tuple[Rows, Rows]:
-        """All keys and values, of which items have this length at most; None: as long as the tables."""
-        if length is None:
-            length = self._ids.shape[1] * self._settings.page_size
+    def _rows(self, length: int) -> tuple[Rows, Rows, Any]:
+        """All keys and values, of which items have this length at most, and their signatures."""
         if self._views is None or self._views[0] != length:
             pages = self._pool.shape.like()
             key, value = (
@@ -567,7 +652,7 @@ class KVCache:
                 )
                 for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
             )
-            self._views = length, key, value
+            self._views = length, key, value, (key.signature(), value.signature())
         return self._views[1:]
 
     def _in_float64(self, rows: Rows, part: int) -> Rows:
@@ -616,13 +701,12 @@ class KVCache:
 
     def _of_items(self, items: np.ndarray) -> KVCache:
         cache = object.__new__(KVCache)
-        state = State(*(array[items] for array in self._state))
-        cache._begin(self._settings._replace(batch=len(items)), state, self._pool)
-        cache._freed = self._freed[items]
+        state = State(*(array[items] for array in self._settle()))
         ids = self._ids[items]
         self._pool.hold(ids[ids != NO_PAGE])
-        cache._set_tables(ids)
-        cache._fit()
+        self._room = 0  # its last pages are shared now
+        cache._begin(self._settings._replace(batch=len(items)), state, self._pool, ids)
+        cache._freed = self._freed[items]
         return cache
 
     # Files ---------------------------------------------------------------------------------------
@@ -645,7 +729,7 @@ class KVCache:
         """
         from fastattn._cache_files import write
 
-        write(path, self._settings, self._state, self._pool, self._ids)
+        write(path, self._settings, self._settle(), self._pool, self._ids)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> KVCache:
@@ -676,11 +760,10 @@ class KVCache:
 
         settings, state, pool, ids = read(path, mmap)
         cache = object.__new__(cls)
-        cache._begin(settings, state, pool)
-        if settings.window is not None and state.retained.any():
+        if state.retained.any():
             pool.need_zeros()
-            cache._freed = np.maximum(cache._freed, state.retained // settings.page_size)
-        cache._set_tables(ids)
+        cache._begin(settings, state, pool, ids)
+        cache._freed = np.maximum(cache._freed, state.retained // settings.page_size)
         return cache
 
     # Arguments -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from fastattn._cache_pages import NO_PAGE, PART_NAMES, PagePool, PageShape
-from fastattn._cache_state import Settings, State, table_width
+from fastattn._cache_state import Settings, State, rounded_length
 from fastattn._problem import MAX_ROWS
 
 _FORMAT = "fastattn.KVCache 1"
@@ -106,7 +106,7 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
         raise _Damaged(f"{size} bytes, and its header says {start + tensors[-1].stop}")
     if _header(settings, state, tensors, checksums)[8:] != header:
         raise _Damaged("its header is not what its fields and their checksum say")
-    width = table_width(state.lengths, settings.page_size)
+    width = -(-rounded_length(int(state.lengths.max(initial=0))) // settings.page_size)
     if settings.batch * width > pages + _SPARSE:
         raise _Damaged(
             f"{pages} pages for a batch of {settings.batch} with up to {state.lengths.max()} tokens"

@@ -25,6 +25,8 @@ try:
 except ImportError:
     write_page_rows = None
 
+IS_COMPILED = write_page_rows is not None
+
 NO_PAGE = 0  #: the number of no page; where it is read, it is one of zeros
 KEYS, KEY_SCALES, VALUES, VALUE_SCALES = range(4)  #: the parts of a page
 PART_NAMES = ("keys", "key_scales", "values", "value_scales")

@@ -133,11 +133,10 @@ def _storage(given: Any) -> np.dtype:
     return dtype
 
 
-def table_width(lengths: np.ndarray, page_size: int) -> int:
-    """Pages for the longest item, rounded up to a multiple of an eighth of a power of two.
+def rounded_length(length: int) -> int:
+    """A length rounded up to a multiple of an eighth of a power of two, and of 8.
 
     The prepared calls of a cache depend on it, and last until it changes.
     """
-    pages = -(-int(lengths.max(initial=0)) // page_size)
-    step = max(1, 1 << max(0, pages.bit_length() - 4))
-    return -(-pages // step) * step
+    step = max(8, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step

@@ -240,6 +240,8 @@ class PreparedCall:
     def _rows(self, given: Any, lengths: np.ndarray | None) -> Rows | None:
         """Keys or values in int8 or in pages as at the first call; None where a page is not one."""
         rows = Rows.of(given)
+        if rows is given and rows.shape[:-3] == self._lead:
+            return rows
         if self._swapped and rows is not given:
             rows = rows.swapped()
         return rows.broadcast_to(self._lead).located(

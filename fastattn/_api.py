@@ -306,8 +306,7 @@ def attend_rows(
     query: np.ndarray,
     key: Any,
     value: Any,
-    rows_signature: Any,
-    keep_first: int,
+    more: tuple[Any, int],
     mask: Mask | ArrayLike | None,
     bias: ArrayLike | None,
     causal: CausalRule,
@@ -325,12 +324,12 @@ def attend_rows(
 ) -> Any:
     """`attention` on keys and values in pages, `Rows` whose axes are ``(batch, K, S, D)`` in either layout.
 
-    `rows_signature` is that of both. The first `keep_first` keys are in the window of every query.
+    `more` is the signature of both, and how many of the first keys are in the window of every query.
     """
     signature = signature_of(
         ATTENTION, query, None, None, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
         out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
-        more=(rows_signature, keep_first),
+        more=more,
     )  # fmt: skip
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     if (results := reuse(signature, given)) is not None:
@@ -351,7 +350,7 @@ def attend_rows(
         out=out,
         return_lse=return_lse,
         return_weights=return_weights,
-        keep_first=keep_first,
+        keep_first=more[1],
     )
     return solve(request, num_threads, backend, signature, given)
 

@@ -17,13 +17,16 @@ from fastattn._cache_pages import (
     VALUES,
     PagePool,
     read_rows,
+    target,
+    write_page_rows,
     write_rows,
 )
 from fastattn._cache_state import Settings, State, count, rounded_length
 from fastattn._device import host_array
 from fastattn._host import default_backend
 from fastattn._normalize import as_array, check_number_dtype, check_window
-from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS
+from fastattn._prepared import ATTENTION, describe, known
+from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS, call_arrays
 from fastattn._registry import load as load_backend
 from fastattn._storage import Rows
 
@@ -43,6 +46,18 @@ class _Undo(NamedTuple):
     state: State  #: as it was
     last: np.ndarray | None
     replaced: list[tuple[int, int, int]]  #: item, entry of its table, and the page that was there
+
+
+class _Views:
+    """Keys and values of a length, and the prepared calls on them."""
+
+    __slots__ = ("calls", "key", "length", "parts", "signature", "value")
+
+    def __init__(self, length: int, key: Rows, value: Rows) -> None:
+        self.length, self.key, self.value = length, key, value
+        self.signature = key.signature(), value.signature()
+        self.parts = call_arrays(None, key, value, *(None,) * 11)[12:18]  #: what those have besides
+        self.calls: dict[Any, Any] = {}  #: by the rest of the signature
 
 
 class KVCache:
@@ -140,12 +155,16 @@ class KVCache:
     _ids: np.ndarray  # (batch, n) int64: the page of each page_size tokens, NO_PAGE where there is none
     _tables: list[Any]  # of each part, the addresses of those pages
     _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
-    _direct: tuple[tuple[np.dtype, ...], ...]  # of what dtypes keys and values are stored without a copy
     _last: np.ndarray | None  # where appends began that do not count for `retained` yet
     _room: int  # so many tokens can be appended to each item in place
     _longest: int  # tokens of the longest item
-    _capacity: int  # those rounded up: the length that keys have for compiled code
-    _views: tuple[int, Rows, Rows, Any] | None  # keys and values of some length, and their signatures
+    _views: _Views  # all keys and values, of that length rounded up, which compiled code reads no further for
+    _keep_first: int  # 0 where there is no window
+    # What is looked up at each step:
+    _sizes: tuple[int, int, int, int]
+    _direct: tuple[tuple[np.dtype, ...], ...]  # of what dtypes keys and values are stored without a copy
+    _counts: tuple[int, np.ndarray]  # a number of tokens, and that for each item
+    _targets: tuple[Any, ...]  # where keys and values are written
 
     def __init__(
         self,
@@ -172,8 +191,11 @@ class KVCache:
         self._freed = np.full(settings.batch, -(-settings.keep_first // settings.page_size))
         stored = (settings.key_dtype, settings.value_dtype)
         self._direct = tuple((FLOAT32, FLOAT64, FLOAT32 if dtype == np.int8 else dtype) for dtype in stored)
-        self._last, self._room = None, 0
+        self._last, self._room, self._counts = None, 0, (0, ids)
+        self._sizes = settings.batch, settings.num_kv_heads, settings.head_dim, settings.value_dim
+        self._keep_first = 0 if settings.window is None else settings.keep_first
         self._set_tables(ids)
+        self._views = self._view(-1)
         self._fit()
 
     def __del__(self) -> None:
@@ -231,7 +253,8 @@ class KVCache:
             Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, and so
             it is where memory ends.
         """
-        self._keep(self._extend(key, value, lengths))
+        if lengths is not None or not self._append_in_place(key, value):
+            self._keep(self._extend(key, value, lengths))
 
     def step(
         self,
@@ -262,13 +285,16 @@ class KVCache:
         TypeError, ValueError, BackendError
             As `append` and `attend` do.
         """
-        undo = self._extend(key, value, lengths)
+        before = _Undo(self._state, self._last, [])
+        in_place = lengths is None and self._append_in_place(key, value)
+        undo = before if in_place else self._extend(key, value, lengths)
         try:
             results = self.attend(query, **options)
         except BaseException:
             self._take_back(undo)
             raise
-        self._keep(undo)
+        if not in_place:
+            self._keep(undo)
         return results
 
     def truncate(self, lengths: ArrayLike) -> None:
@@ -311,8 +337,6 @@ class KVCache:
 
     def _extend(self, key: Any, value: Any, lengths: Any) -> _Undo:
         """`append`, but that nothing is given up yet."""
-        if lengths is None and (undo := self._extend_in_place(key, value)) is not None:
-            return undo
         settings = self._settings
         keys = self._given_rows(key, "key", settings.head_dim)
         values = self._given_rows(value, "value", settings.value_dim)
@@ -343,37 +367,36 @@ class KVCache:
             raise
         return undo
 
-    def _extend_in_place(self, key: Any, value: Any) -> _Undo | None:
-        """The usual step of a decoder: as many tokens for each item, where its last page has room for them.
+    def _append_in_place(self, key: Any, value: Any) -> bool:
+        """`append` in the usual case: as many tokens for each item, whose last page has room for them.
 
-        None where it is another case, or where something is wrong, for `_extend` to find out.
+        False in other cases, and where something is wrong, for `_extend` to find out.
         """
         if type(key) is not np.ndarray or type(value) is not np.ndarray or key.ndim != 4 or value.ndim != 4:
-            return None
-        settings = self._settings
-        if settings.layout == "bshd":
+            return False
+        if self._settings.layout == "bshd":
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        batch, heads, T = key.shape[:3]
+        T = key.shape[2]
+        batch, heads, head_dim, value_dim = self._sizes
         if (
             not 0 < T <= self._room
-            or (batch, heads) != settings[:2]
-            or key.shape[3] != settings.head_dim
-            or value.shape != (batch, heads, T, settings.value_dim)
+            or key.shape != (batch, heads, T, head_dim)
+            or value.shape != (batch, heads, T, value_dim)
             or key.dtype not in self._direct[0]
             or value.dtype not in self._direct[1]
         ):
-            return None
-        state, last = self._state, self._last
-        lengths = state.lengths + T
-        pages = (self._pool, self._ids, self._tables, state.lengths, lengths - state.lengths)
-        write_rows(key, *pages, KEYS)
-        write_rows(value, *pages, VALUES)
-        greatest = lengths if state.greatest is state.lengths else np.maximum(state.greatest, lengths)
-        self._state = State(lengths, greatest, state.retained)
-        self._last = state.lengths
+            return False
+        starts, greatest, retained = self._state
+        lengths = starts + T
+        if self._counts[0] != T:
+            self._counts = T, np.full(batch, T)
+        write_page_rows(key, *self._targets[0], starts, self._counts[1])
+        write_page_rows(value, *self._targets[1], starts, self._counts[1])
+        greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
+        self._state, self._last = State(lengths, greatest, retained), starts
         self._room -= T
         self._longest += T
-        return _Undo(state, last, [])
+        return True
 
     def _extended(self, counts: np.ndarray) -> State:
         """The state with so many more tokens."""
@@ -418,8 +441,6 @@ class KVCache:
 
     def _keep(self, undo: _Undo) -> None:
         """Gives up what an append has put out of use."""
-        if self._last is not None:
-            return  # it was in place, and passed no page
         if undo.replaced:
             self._pool.release(np.array([page for _, _, page in undo.replaced]))
         if self._settings.window is not None:
@@ -432,7 +453,7 @@ class KVCache:
         lengths, greatest, _ = self._state
         if not lengths.size or not IS_COMPILED:
             return 0
-        room = min(int((-lengths % size).min()), self._capacity - self._longest)
+        room = min(int((-lengths % size).min()), self._views.length - self._longest)
         if room and any(map(self._pool.is_shared, self._ids[np.arange(len(lengths)), lengths // size])):
             return 0
         if window is not None:
@@ -482,20 +503,23 @@ class KVCache:
     def _fit(self) -> None:
         """Makes the tables as wide as the longest item needs: their width depends on nothing else."""
         self._longest = int(self._state.lengths.max(initial=0))
-        self._capacity = rounded_length(self._longest)
-        width = -(-self._capacity // self._settings.page_size)
+        capacity = rounded_length(self._longest)
+        if capacity == self._views.length:
+            return
+        width = -(-capacity // self._settings.page_size)
         if width != self._ids.shape[1]:
             ids = np.zeros((self._settings.batch, width), np.int64)
             both = min(width, self._ids.shape[1])
             ids[:, :both] = self._ids[:, :both]
             self._set_tables(ids)
+        self._views = self._view(capacity)
 
     def _set_tables(self, ids: np.ndarray) -> None:
         addresses = self._pool.addresses
         parts = zip(self._pool.shape.parts(), addresses, strict=True)
         self._tables = [None if part is None else of_part[ids] for part, of_part in parts]
         self._ids = ids
-        self._views = None
+        self._targets = tuple(target(self._pool, self._tables, part) for part in (KEYS, VALUES))
 
     def _put_pages(self, items: Any, entries: np.ndarray, pages: Any) -> None:
         self._ids[items, entries] = pages
@@ -566,40 +590,33 @@ class KVCache:
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
-        if isinstance(causal, (bool, np.bool_)):
-            rule: Any = "bottom_right" if causal else False
-        elif isinstance(causal, str) and causal == "bottom_right":
-            rule = causal
-        else:
-            raise ValueError(f"causal must be True or False, got {causal!r}")
+        rule = _rule(causal)
         if settings.window is not None:
-            window = self._within(check_window(window), query.shape[2 if settings.layout == "bhsd" else 1])
-        is_any_length = mask is None and bias is None and not return_weights and _is_compiled(backend)
-        key, value, signature = self._rows(self._capacity if is_any_length else self._longest)
+            window = self._within(window, query.shape[2 if settings.layout == "bhsd" else 1])
+        views, described = self._views, None
+        is_plain = mask is None and bias is None and not return_weights
+        if is_plain and out is None:
+            described = describe(
+                ATTENTION, query, None, None, None, None, rule, window, lengths, scale, softcap, sinks,
+                settings.layout, None, return_lse, False, num_threads,
+                default_backend() if backend is None else backend,
+            )  # fmt: skip
+            call = views.calls.get(described)
+            if call is not None and (results := call.on_rows(query, views.parts, lengths, sinks)) is not None:
+                return results
+        if not (is_plain and _is_compiled(backend)):
+            views, described = self._view(self._longest), None
+        key, value, more = views.key, views.value, (views.signature, self._keep_first)
         if _counts_as_float64(query.dtype) or FLOAT64 in (key.dtype, value.dtype):
             key, value = self._in_float64(key, KEYS), self._in_float64(value, VALUES)
-            signature = (key.signature(), value.signature())
-        return attend_rows(
-            query,
-            key,
-            value,
-            signature,
-            0 if settings.window is None else settings.keep_first,
-            mask,
-            bias,
-            rule,
-            window,
-            lengths,
-            scale,
-            softcap,
-            sinks,
-            settings.layout,
-            out,
-            return_lse,
-            return_weights,
-            num_threads,
-            backend,
-        )
+            more, described = ((key.signature(), value.signature()), self._keep_first), None
+        results = attend_rows(
+            query, key, value, more, mask, bias, rule, window, lengths, scale, softcap, sinks, settings.layout,
+            out, return_lse, return_weights, num_threads, backend,
+        )  # fmt: skip
+        if described is not None and (call := known(described, more)) is not None:
+            views.calls[described] = call
+        return results
 
     def keys(self, item: int) -> np.ndarray:
         """A copy of the keys that an item holds, decoded: ``(K, n, D)`` in order of position.
@@ -619,11 +636,11 @@ class KVCache:
         parts = [read_rows(self._pool, self._ids[item], start, stop, part) for start, stop in held]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _within(self, given: tuple[int | None, int | None] | None, len_q: int) -> WindowBounds:
+    def _within(self, window: WindowBounds | None, len_q: int) -> WindowBounds:
         """The narrower of the cache's window and of one given; ValueError where its rows are gone."""
         settings = self._settings
         left, right = (settings.window or 1) - 1, 0
-        if given is not None and given[0] is not None:
+        if window is not None and (given := check_window(window)) is not None and given[0] is not None:
             left = min(left, given[0])
         if len_q <= 1:
             return left, right  # which the window of the last position always has
@@ -637,23 +654,21 @@ class KVCache:
             )
         return left, right
 
-    def _rows(self, length: int) -> tuple[Rows, Rows, Any]:
-        """All keys and values, of which items have this length at most, and their signatures."""
-        if self._views is None or self._views[0] != length:
-            pages = self._pool.shape.like()
-            key, value = (
-                Rows(
-                    pages[data],
-                    pages[scale],
-                    table=self._tables[data],
-                    scale_table=self._tables[scale],
-                    length=length,
-                    owner=self._pool,
-                )
-                for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
+    def _view(self, length: int) -> _Views:
+        """Keys and values, of which items have this length at most."""
+        pages, tables = self._pool.shape.like(), self._tables
+        key, value = (
+            Rows(
+                pages[data],
+                pages[scale],
+                table=tables[data],
+                scale_table=tables[scale],
+                length=length,
+                owner=self._pool,
             )
-            self._views = length, key, value, (key.signature(), value.signature())
-        return self._views[1:]
+            for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
+        )
+        return _Views(length, key, value)
 
     def _in_float64(self, rows: Rows, part: int) -> Rows:
         """float32 rows converted; others as they are."""
@@ -786,6 +801,17 @@ class KVCache:
         if not masks.broadcasts(array.shape, (self._settings.batch,)):
             raise ValueError(f"{name} must broadcast to ({self._settings.batch},), got shape {array.shape}")
         return np.broadcast_to(array, (self._settings.batch,)).astype(np.int64)
+
+
+def _rule(causal: Any) -> Any:
+    """`causal` as `attention` has it."""
+    if causal is True or (isinstance(causal, str) and causal == "bottom_right"):
+        return "bottom_right"
+    if causal is False:
+        return False
+    if isinstance(causal, np.bool_):
+        return _rule(bool(causal))
+    raise ValueError(f"causal must be True or False, got {causal!r}")
 
 
 def _counts_as_float64(dtype: np.dtype) -> bool:

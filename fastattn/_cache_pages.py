@@ -21,10 +21,11 @@ from fastattn._storage import BFLOAT16, GROUP, INT8, REAL, decode_rows, encode_r
 
 try:
     import fastattn.backends.cython_cpu  # noqa: F401  # which chooses the kernels that the driver calls
-    from fastattn.backends.cython.driver import write_page_rows
+    from fastattn.backends.cython.driver import write_page_rows as _write_page_rows
 except ImportError:
-    write_page_rows = None
+    _write_page_rows = None
 
+write_page_rows = _write_page_rows
 IS_COMPILED = write_page_rows is not None
 
 NO_PAGE = 0  #: the number of no page; where it is read, it is one of zeros
@@ -201,7 +202,7 @@ def write_rows(
     counts: np.ndarray,
     part: int,
 ) -> None:
-    """Writes the first ``counts[b]`` rows of each item ``(B, K, T, columns)``, from its row ``starts[b]`` on.
+    """Writes the first ``counts[b]`` rows of an item ``(B, K, T, columns)``, from its row ``starts[b]`` on.
 
     `ids` and `tables` are the pages ``(B, n)`` and the addresses of their parts; `part` is KEYS or VALUES.
     """
@@ -211,10 +212,15 @@ def write_rows(
     if write_page_rows is None:
         write_rows_by_numpy(rows, pool, ids, starts, counts, part)
         return
+    write_page_rows(rows, *target(pool, tables, part), starts, counts)
+
+
+def target(pool: PagePool, tables: list[Any], part: int) -> tuple[Any, ...]:
+    """What compiled code has to know of the pages that it writes rows to."""
+    shape = pool.shape
+    dtype = shape.value_dtype if part == VALUES else shape.key_dtype
     storage = INT8 if dtype == np.int8 else storage_of(dtype)
-    write_page_rows(
-        rows, dtype.itemsize, storage, tables[part], tables[part + 1], shape.page_size, starts, counts
-    )
+    return dtype.itemsize, storage, tables[part], tables[part + 1], shape.page_size
 
 
 def _convertible(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

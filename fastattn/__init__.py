@@ -45,6 +45,8 @@ arrays are legal; the same bits for any number of threads, layout and batch; err
 """
 
 import contextlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
 
@@ -55,7 +57,6 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
 from fastattn._blas import share_threads_with_blas
-from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
@@ -81,5 +82,19 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    from fastattn._flex import create_block_mask, flex_attention
+
+#: Imported when it is first asked for: most programs never do.
+_LATER = {"create_block_mask": "_flex", "flex_attention": "_flex"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f"fastattn.{_LATER[name]}"), name)
+    return found
+
+
 def __dir__() -> list[str]:
-    return [name for name in globals() if name in __all__ or name.startswith("__")]
+    return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]

@@ -221,7 +221,7 @@ def attention(
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
-    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or over long keys just as many), whose
+    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or of a group just as many), whose
     keys are summed up as a tree.
 
     On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the

@@ -86,10 +86,10 @@ class _Inputs:
         for name in ("key", "value"):
             rows = getattr(self, name)
             if isinstance(rows, Rows):
-                located = rows.located(lengths)
-                if located is None:
-                    raise ValueError(f"{name}: {rows.what_is_wrong(lengths)}")
-                setattr(self, name, located)
+                try:
+                    setattr(self, name, rows.located(lengths))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
 
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:

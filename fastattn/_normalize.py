@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from fastattn._options import RowsLike
+
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -153,8 +155,8 @@ def clean_signature(function: Function) -> Function:
 @_naming_shapes
 def normalize(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     mask: masks.Mask | ArrayLike | None,
     function_mask: masks.Mask | None = None,
@@ -386,7 +388,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 # Query, key and value ------------------------------------------------------------------------------
 
 
-def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
+def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
     q: Any = as_array(query, "query")
     k: Any = _as_rows(key, "key")
     v: Any = _as_rows(value, "value")

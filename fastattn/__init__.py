@@ -49,6 +49,7 @@ arrays are legal; the same bits for any number of threads, layout and batch; err
 """
 
 import contextlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
@@ -60,15 +61,11 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
 from fastattn import masks
 from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
 from fastattn._blas import share_threads_with_blas
-from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
 from fastattn._storage import Paged, Quantized
 from fastattn._version import __version__
-
-if TYPE_CHECKING:
-    from fastattn._cache import KVCache
 
 __all__ = [
     "BackendError",
@@ -90,13 +87,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "KVCache":
-        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
-    from fastattn._cache import KVCache  # when it is first asked for: an eighth of the package's import
+if TYPE_CHECKING:
+    from fastattn._cache import KVCache
+    from fastattn._flex import create_block_mask, flex_attention
 
-    globals()[name] = KVCache
-    return KVCache
+#: Imported when it is first asked for: most programs never do.
+_LATER = {"KVCache": "_cache", "create_block_mask": "_flex", "flex_attention": "_flex"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f"fastattn.{_LATER[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         BackendName,
         CausalRule,
         LayoutName,
+        RowsLike,
         SharedOptions,
         WindowBounds,
     )
@@ -43,8 +44,8 @@ _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared c
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[False] = ...,
     return_weights: Literal[False] = ...,
@@ -53,8 +54,8 @@ def attention(
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[True],
     return_weights: Literal[False] = ...,
@@ -63,8 +64,8 @@ def attention(
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[False] = ...,
     return_weights: Literal[True],
@@ -73,8 +74,8 @@ def attention(
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[True],
     return_weights: Literal[True],
@@ -83,8 +84,8 @@ def attention(
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: bool = ...,
     return_weights: bool = ...,
@@ -93,8 +94,8 @@ def attention(
 @clean_signature
 def attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *extra: Any,
     mask: Mask | ArrayLike | None = None,
     bias: ArrayLike | None = None,
@@ -125,11 +126,12 @@ def attention(
         have two as well; three are ``(H, L, D)``. It may be an array on an NVIDIA GPU, one with
         ``__cuda_array_interface__`` or DLPack: then all of query, key, value, mask array, bias, sinks and
         `out` are on that GPU.
-    key : array_like, shape (..., K, S, D)
+    key : array_like, Quantized or Paged, shape (..., K, S, D)
         ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
-        multi-query attention). The leading axes broadcast as in `numpy.matmul`.
-    value : array_like, shape (..., K, S, E)
-        ``E`` need not be ``D``.
+        multi-query attention). The leading axes broadcast as in `numpy.matmul`. A `Quantized` has its
+        elements in int8, a `Paged` has its rows in pages, as a cache of keys may.
+    value : array_like, Quantized or Paged, shape (..., K, S, E)
+        ``E`` need not be ``D``. Key and value may be stored in different ways.
     mask : fastattn.masks.Mask or array_like of bool or int, optional
         Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
         an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
@@ -217,11 +219,12 @@ def attention(
     16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
     give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
     then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
-    and the bits of a result that is not in 16 bits are those of the call on upcast arrays.
+    and the bits of a result that is not in 16 bits are those of the call on upcast arrays. So it is with
+    `Quantized` and `Paged`, which also have the bits of the arrays that they stand for.
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
-    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or over long keys just as many), whose
+    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or of a group just as many), whose
     keys are summed up as a tree.
 
     On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the

@@ -119,11 +119,10 @@ COPY_NBYTES = 1 << 20
 #   AVX2 float64              1.03   1.27
 # From memory, or with fewer heads than threads, split-KV gains more, as threads share the keys of a head.
 # With exactly as many rows as lanes, 16, it takes 1 to 1.3 times as long in the cache, but 0.85 to 0.93 at
-# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So for those it is used
-# where key and value of a head have at least LONG_HEAD elements, 2 MB of float32, the size of a core's cache;
-# other bounds were not measured. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
+# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So those use it where they
+# are heads of a group, as in decoding. The number of keys does not decide: a cache gives the same bits
+# whatever the lengths of its other items are. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
-LONG_HEAD = 1 << 19
 
 # Split-KV makes about this many tasks per thread, to balance the threads. Other counts were not measured.
 SPLIT_TASKS = 8

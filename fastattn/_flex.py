@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import BackendName, CausalRule, FlexOptions, LayoutName, WindowBounds
+    from fastattn._options import BackendName, CausalRule, FlexOptions, LayoutName, RowsLike, WindowBounds
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -41,8 +41,8 @@ _AUX_DTYPES = "?bBhHiIlLqQfd"  # those that are read as they are
 @overload
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[False] = ...,
     return_weights: Literal[False] = ...,
@@ -51,8 +51,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[True],
     return_weights: Literal[False] = ...,
@@ -61,8 +61,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[False] = ...,
     return_weights: Literal[True],
@@ -71,8 +71,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: Literal[True],
     return_weights: Literal[True],
@@ -81,8 +81,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     return_lse: bool = ...,
     return_weights: bool = ...,
@@ -91,8 +91,8 @@ def flex_attention(
 @clean_signature
 def flex_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *extra: Any,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from fastattn._options import RowsLike
+
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,10 +88,10 @@ class _Inputs:
         for name in ("key", "value"):
             rows = getattr(self, name)
             if isinstance(rows, Rows):
-                located = rows.located(lengths)
-                if located is None:
-                    raise ValueError(f"{name}: {rows.what_is_wrong(lengths)}")
-                setattr(self, name, located)
+                try:
+                    setattr(self, name, rows.located(lengths))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
 
 
 def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
@@ -153,8 +155,8 @@ def clean_signature(function: Function) -> Function:
 @_naming_shapes
 def normalize(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
     *,
     mask: masks.Mask | ArrayLike | None,
     function_mask: masks.Mask | None = None,
@@ -386,7 +388,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 # Query, key and value ------------------------------------------------------------------------------
 
 
-def _inputs(query: ArrayLike, key: ArrayLike, value: ArrayLike, *, swapped: bool) -> _Inputs:
+def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
     q: Any = as_array(query, "query")
     k: Any = _as_rows(key, "key")
     v: Any = _as_rows(value, "value")

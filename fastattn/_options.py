@@ -15,10 +15,12 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fastattn._storage import Paged, Quantized
 from fastattn.masks import Align, Mask
 
 BackendName = Literal["cython", "numba", "reference", "cuda"]
 CausalRule = bool | Align
+RowsLike = ArrayLike | Quantized | Paged  #: keys or values
 LayoutName = Literal["bhsd", "bshd"]
 WindowBounds = tuple[int | None, int | None]
 

@@ -286,6 +286,8 @@ class PreparedCall:
         rows = Rows.of(given)
         if self._swapped and rows is not given:
             rows = rows.swapped()
-        return rows.broadcast_to(self._lead).located(
-            None if lengths is None else np.broadcast_to(lengths, self._lead)
-        )
+        lengths = None if lengths is None else np.broadcast_to(lengths, self._lead)
+        try:
+            return rows.broadcast_to(self._lead).located(lengths)
+        except ValueError:
+            return None

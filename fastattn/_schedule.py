@@ -21,7 +21,6 @@ from fastattn._constants import (
     KEY_CHUNK,
     LEAST_CAPPED_FACTOR,
     LOG2E,
-    LONG_HEAD,
     PREFETCH_DISTANCE,
     SMALL_WORK,
     SPLIT_TASKS,
@@ -78,8 +77,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     n_vectors = -(-rows // lanes)
     is_natural = needs_natural_scores(problem)
     factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, is_natural)
-    columns = sizes.head_dim + sizes.value_dim
-    if rows <= FEW_ROWS or rows < lanes or (rows == lanes and len_k * columns >= LONG_HEAD):
+    if rows <= FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
         row_nbytes = sizes.head_dim * problem.key.itemsize, sizes.value_dim * problem.value.itemsize

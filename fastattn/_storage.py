@@ -65,9 +65,9 @@ class Quantized:
 
     Notes
     -----
-    `fastattn.attention` takes it as key or value, or as the pages of a `Paged`. The kernels convert rows where
-    they read them, and the bits of a result are those of the call on what `decode` gives. For the dtype
-    of a result it counts as nothing: the other arrays decide.
+    `fastattn.attention` takes it as key or value, or as the pages of a `Paged`. Kernels convert rows where
+    they read them, and the bits of a result are those of the call on what `decode` gives. The dtype of a
+    result depends on the other arrays alone.
 
     Examples
     --------
@@ -99,8 +99,8 @@ class Quantized:
     def encode(cls, rows: ArrayLike) -> Quantized:
         """Quantises rows of floats ``(..., n, D)``.
 
-        Each group of 64 elements gets ``scale = float32(max|x| / 127)`` and ``rint(x / scale)``, within +-127;
-        a scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN: all of it reads as NaN.
+        Each group of 64 elements has ``scale = float32(max|x| / 127)`` and ``rint(x / scale)``, within +-127.
+        A scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN, and all that it stands for.
         """
         array = np.asarray(rows)
         if array.dtype.kind not in "biuf" and storage_of(array.dtype) == REAL:
@@ -322,32 +322,23 @@ class Rows:
             owner=self.owner,
         )
 
-    def located(self, lengths: np.ndarray | None) -> Rows | None:
-        """With the addresses of the pages that hold the first `lengths` keys ``(*lead,)`` of each item, all if
-        None; None where a number in the table is not that of a page."""
-        if self.index is None:
+    def located(self, lengths: np.ndarray | None) -> Rows:
+        """With the addresses of the pages that hold the first `lengths` keys ``(*lead,)`` of each item, all
+        if None; ValueError where a number in the table is not that of a page."""
+        index, pages, scales = self.index, self.data, self.scale
+        if index is None:
             return self
-        if self._wrong_pages(lengths).any():
-            return None
-        index = np.clip(self.index, 0, max(len(self.data) - 1, 0)).astype(np.int64)
-        table = self.data.ctypes.data + index * self.data.strides[0]
-        scales = self.scale
-        scale_table = None if scales is None else scales.ctypes.data + index * scales.strides[0]
-        return Rows(self.data, scales, table=table, scale_table=scale_table, length=self.shape[-2])
-
-    def what_is_wrong(self, lengths: np.ndarray | None) -> str:
-        """Why `located` gave None."""
-        assert self.index is not None
-        where = tuple(int(n) for n in np.argwhere(self._wrong_pages(lengths))[0])
-        named = ", ".join(map(str, where))
-        return f"table[{named}] must be one of the {len(self.data)} pages, got {self.index[where]}"
-
-    def _wrong_pages(self, lengths: np.ndarray | None) -> np.ndarray:
-        assert self.index is not None
-        wrong: np.ndarray = (self.index < 0) | (self.index >= len(self.data))
+        wrong: np.ndarray = (index < 0) | (index >= len(pages))
         if lengths is not None:
-            wrong &= np.arange(self.index.shape[-1]) * self.page_size < lengths[..., None]
-        return wrong
+            wrong &= np.arange(index.shape[-1]) * self.page_size < lengths[..., None]
+        if wrong.any():
+            where = tuple(int(n) for n in np.argwhere(wrong)[0])
+            named = ", ".join(map(str, where))
+            raise ValueError(f"table[{named}] must be one of the {len(pages)} pages, got {index[where]}")
+        index = np.clip(index, 0, max(len(pages) - 1, 0)).astype(np.int64)
+        table = pages.ctypes.data + index * pages.strides[0]
+        scale_table = None if scales is None else scales.ctypes.data + index * scales.strides[0]
+        return Rows(pages, scales, table=table, scale_table=scale_table, length=self.shape[-2])
 
     def head(self, item: tuple[int, ...], kv_head: int) -> HeadRows:
         """The rows of one key/value head, as an array ``(S, D)`` would be indexed."""
@@ -376,8 +367,8 @@ class HeadRows:
             return self[keys : keys + 1][0]
         rows, head, size = self.rows, self.kv_head, self.rows.page_size
         if rows.table is None:
-            assert rows.scale is not None
-            return decode_rows(rows.data[self.item][head, keys], rows.scale[self.item][head, keys])
+            data = rows.data[self.item][head, keys]
+            return data if rows.scale is None else decode_rows(data, rows.scale[self.item][head, keys])
         parts = []
         for number in range(keys.start // size, -(-keys.stop // size)):
             here = slice(max(keys.start - number * size, 0), min(keys.stop - number * size, size))

@@ -316,12 +316,13 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, and those of masks, which exist before any call does.
-EDGE = {"_normalize.py", "masks.py"}
+EDGE = {"_normalize.py", "_storage.py", "masks.py"}
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
 #: What raises outside of the edge, by file and function, and why it has to. There is no other: a check that
 #: stands in a second place is a second edge.
 RAISES_ELSEWHERE = {
+    "__init__.py: __getattr__": "a name that the package does not have",
     # Settings, which no call gives.
     "_blas.py: share_threads_with_blas": "a switch, which normalizes nothing else",
     "_host.py: check_num_threads": "of a call and of set_num_threads",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._constants import BLOCK_K, FEW_ROWS, LONG_HEAD
+from fastattn._constants import BLOCK_K, FEW_ROWS
 from fastattn._normalize import normalize
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends import cython_cpu
@@ -26,8 +26,8 @@ from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
 #: Around one key tile and two, and trees that are not full.
 LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
-#: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which is at most this; where a head has
-#: at least `LONG_HEAD` elements, also exactly as many.
+#: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which is at most this; those of a group
+#: also exactly as many.
 MOST_ROWS = 16
 COLUMNS = 40  #: head_dim and value_dim of `many_key_tiles` together
 
@@ -63,9 +63,10 @@ PLAIN = {
 }  # fmt: skip
 
 
-def schedule_of(len_q, len_k, lanes):
-    """The schedule of one head for three threads."""
-    arrays = random_arrays(heads=1, len_q=len_q, len_k=len_k, head_dim=17, value_dim=COLUMNS - 17)
+def schedule_of(len_q, len_k, lanes, heads=1):
+    """The schedule of one key/value head for three threads."""
+    columns = {"head_dim": 17, "value_dim": COLUMNS - 17}
+    arrays = random_arrays(heads=heads, kv_heads=1, len_q=len_q, len_k=len_k, **columns)
     problem = normalize(*arrays, **PLAIN).problem
     return make_schedule(problem, Target(lanes, 3, 8), 3)
 
@@ -81,10 +82,11 @@ def test_the_shapes_of_this_file_use_split_kv():
     for lanes, most in ((2, FEW_ROWS), (8, FEW_ROWS), (16, 15)):
         assert schedule_of(most, 2500, lanes).uses_split_kv
         assert not schedule_of(most + 1, 2500, lanes).uses_split_kv
-    long = -(-LONG_HEAD // COLUMNS)
-    assert schedule_of(16, long, 16).uses_split_kv
-    assert not schedule_of(16, long - 1, 16).uses_split_kv
-    assert not schedule_of(17, long, 16).uses_split_kv
+    for len_k in (1, 100_000):  # the number of keys does not decide
+        assert schedule_of(1, len_k, 16, heads=16).uses_split_kv
+        assert schedule_of(8, len_k, 16, heads=2).uses_split_kv
+        assert not schedule_of(16, len_k, 16).uses_split_kv
+        assert not schedule_of(1, len_k, 16, heads=17).uses_split_kv
     schedule = schedule_of(6, 2500, 4)
     assert schedule.num_threads == 3
     assert schedule.block_k == BLOCK_K == 256
@@ -382,9 +384,8 @@ def test_a_row_alone_and_among_others(engine, dtype):
 
 
 def test_as_many_rows_as_lanes(engine):
-    """Over a long head they use split-KV, as fewer do: each has the bits that it has alone."""
-    len_k = -(-LONG_HEAD // 256)
-    case = Case("lanes", heads=16, kv_heads=1, len_q=1, len_k=len_k, head_dim=128, value_dim=128)
+    """Those of a group use split-KV, as fewer do: each has the bits that it has alone."""
+    case = Case("lanes", heads=16, kv_heads=1, len_q=1, len_k=2048, head_dim=128, value_dim=128)
     solved = solve(case)
     together = engine.everything(*solved.arrays)
     assert_answer(together, solved.exact, solved.plain)

@@ -316,7 +316,7 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, and those of masks, which exist before any call does.
-EDGE = {"_normalize.py", "_storage.py", "masks.py"}
+EDGE = {"_normalize.py", "_storage.py", "_cache.py", "_cache_state.py", "_cache_files.py", "masks.py"}
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
 #: What raises outside of the edge, by file and function, and why it has to. There is no other: a check that

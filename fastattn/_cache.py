@@ -602,7 +602,8 @@ class KVCache:
                 default_backend() if backend is None else backend,
             )  # fmt: skip
             call = views.calls.get(described)
-            if call is not None and (results := call.on_rows(query, views.parts, lengths, sinks)) is not None:
+            results = None if call is None else call.on_rows(query, views.parts, lengths, sinks)
+            if results is not None:
                 return results
         if not (is_plain and _is_compiled(backend)):
             views, described = self._view(self._longest), None

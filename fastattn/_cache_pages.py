@@ -101,8 +101,7 @@ class PagePool:
     def take(self, n: int) -> list[int]:
         """The numbers of `n` pages that nobody else has."""
         with self._lock:
-            while self._left:
-                self._release(self._left.popleft())
+            self._collect()
             missing = n - len(self._free)
             if missing > 0:
                 self._add(self.shape.empty(max(missing, (self._holders.size - 1) // 2, _MIN_SLAB)), 0)
@@ -113,6 +112,7 @@ class PagePool:
     def hold(self, numbers: np.ndarray) -> None:
         """Counts tables' entries that name these pages as well."""
         with self._lock:
+            self._collect()
             np.add.at(self._holders, numbers, 1)
 
     def release(self, numbers: np.ndarray) -> None:
@@ -121,11 +121,14 @@ class PagePool:
             self._release(numbers)
 
     def release_later(self, numbers: np.ndarray) -> None:
-        """`release` at the next `take`: for a finaliser, which may interrupt one of these methods."""
+        """`release` when pages are next asked for: for finalisers, which may interrupt any method."""
         self._left.append(numbers)
 
     def is_shared(self, number: int) -> bool:
         """Whether another entry of a table names this page, so that it must not be written."""
+        if self._left:
+            with self._lock:
+                self._collect()
         return bool(self._holders[number] > 1)
 
     def map(self, slab: Slab) -> int:
@@ -165,6 +168,10 @@ class PagePool:
         if not holders:
             self._free += range(first + pages - 1, first - 1, -1)
         return first
+
+    def _collect(self) -> None:
+        while self._left:
+            self._release(self._left.popleft())
 
     def _release(self, numbers: np.ndarray) -> None:
         numbers = numbers[numbers != NO_PAGE]
@@ -224,7 +231,7 @@ def target(pool: PagePool, tables: list[Any], part: int) -> tuple[Any, ...]:
 
 
 def _convertible(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rows of float32, float64 or a 16-bit storage as they are, others in what holds them of the first two."""
+    """Rows of float32, float64 or the 16-bit storage as they are, others in one of the first two."""
     given = rows.dtype
     if given in (FLOAT32, FLOAT64) or (given == dtype and given != np.int8):
         return rows

@@ -442,7 +442,7 @@ def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) 
 
 
 def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
-    """The axes of heads and rows swapped; `Rows` that a cache gave have them in one order in either layout."""
+    """The axes of heads and rows swapped; those of a cache's `Rows` are in one order in either layout."""
     if not isinstance(array, Rows):
         return array.swapaxes(-3, -2)
     return array if array is given else array.swapped()

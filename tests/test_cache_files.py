@@ -281,7 +281,7 @@ def test_an_absurd_header(name, mmap, tmp_path):
 
 
 def test_a_table_far_longer_than_its_pages(mmap, tmp_path):
-    """A window's rows at absurd positions: the file is as long as it says, and the table would fill memory."""
+    """Rows at absurd positions: the file is as long as its header says, and the table would fill memory."""
     cache = filled(window=5, batch=2)
     cache.save(tmp_path / "cache")
     content = (tmp_path / "cache").read_bytes()
@@ -294,7 +294,7 @@ def test_a_table_far_longer_than_its_pages(mmap, tmp_path):
         json.loads(header["__metadata__"]["checksums"]),
     )
     (tmp_path / "cache").write_bytes(made + content[8 + int.from_bytes(content[:8], "little") :])
-    with pytest.raises(ValueError, match="damaged: .* pages for a batch of 2 with up to"):
+    with pytest.raises(ValueError, match=r"damaged: .* pages for a batch of 2 with up to"):
         fastattn.KVCache.load(tmp_path / "cache", mmap=mmap)
 
 

@@ -31,6 +31,7 @@ The modules, each of which imports only what stands above it:
 ``_prepared``        what the signature of a call decides, kept for the next call of that signature
 ``_api``             `attention` and its relatives
 ``_flex``            `flex_attention`: scores and masks as Python functions
+``_rope``            `rope` and `rope_tables`: rotary position embedding
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
 
@@ -58,6 +59,7 @@ from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
+from fastattn._rope import rope, rope_tables
 from fastattn._version import __version__
 
 __all__ = [
@@ -69,6 +71,8 @@ __all__ = [
     "get_num_threads",
     "masks",
     "merge_attention",
+    "rope",
+    "rope_tables",
     "scaled_dot_product_attention",
     "set_num_threads",
     "share_threads_with_blas",

@@ -12,6 +12,7 @@ import numpy as np
 from fastattn import _host
 from fastattn._device import host_array
 from fastattn._normalize import as_array, check_number_dtype, check_out, overlap
+from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64, REAL, storage_of
 from fastattn._registry import load
 from fastattn.masks import broadcasts, integers
@@ -149,6 +150,8 @@ def rope(
     >>> bool(np.all(interleaved[..., order] == fastattn.rope(query[..., order], cos, sin)))
     True
     """
+    if isinstance(positions, (list, tuple)):
+        positions = counts(positions)
     if driver is not None:
         done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, _thread_limit)
         if done is not None:
@@ -475,7 +478,7 @@ def _yarn(
 
     first = pair_that_turns(32 if beta_fast is None else beta_fast)
     last = pair_that_turns(1 if beta_slow is None else beta_slow)
-    if truncate is not False:
+    if truncate is None or truncate:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, r - 1)
     if first == last:

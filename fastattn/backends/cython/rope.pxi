@@ -2,9 +2,14 @@
 # tables that it reads stay in the cache.
 
 cdef enum:
-    ROPE_MAX_AXES = 64         # as many as NumPy's arrays have
-    ROPE_TABLE_NBYTES = 1 << 14  # of the tables' rows that a task reads, at most: half of an L1
-    ROPE_SMALL = 1 << 16       # elements below which one thread is faster than two
+    ROPE_MAX_AXES = 64  # as many as NumPy's arrays have
+    # Bytes of the tables' rows that a task reads, at most. In place float32 (1, 32, 4096, 128) takes 4.7 ms with 64 and
+    # 256 KB, 5.7 with 16 KB, 6.0 with 4 and 5.5 with 1 MB; into another array, or in float16, 16 and 64 KB are alike and
+    # the others slower. 2 cores of Cascade Lake, 2026-11-23, interleaved A/B.
+    ROPE_TABLE_NBYTES = 1 << 16
+    # Elements below which one thread is faster than two; the same machine and day, head_dim 64.
+    ROPE_SMALL = 1 << 16
+    ROPE_TASKS = 4      # per thread, at least, where there are as many positions; other numbers were not measured
 
 
 cdef struct Rotation:
@@ -27,7 +32,7 @@ cdef struct Rotation:
     Py_ssize_t num_heads, to_head, source_head
     Py_ssize_t length, to_row, source_row, positions_row
     bint heads_inside  # the heads of a position are closer in memory than its neighbours
-    Py_ssize_t block, n_blocks, n_tasks
+    Py_ssize_t items, block, n_blocks, n_tasks
     Py_ssize_t next
 
 
@@ -72,6 +77,13 @@ cdef void rotate_task(const Rotation *r, Py_ssize_t task) noexcept nogil:
         i += run
 
 
+cdef inline void cut(Rotation *r) noexcept nogil:
+    """Tasks of r.block positions."""
+    r.n_blocks = (r.length + r.block - 1) // r.block
+    r.n_tasks = r.items * r.n_blocks
+    r.next = 0
+
+
 cdef void rotate_tasks(Rotation *r) noexcept nogil:
     cdef Py_ssize_t task
     while True:
@@ -84,6 +96,9 @@ cdef void rotate_tasks(Rotation *r) noexcept nogil:
 cdef void run_rotation(Rotation *r, int num_threads) noexcept nogil:
     """Runs all tasks; no bit depends on which thread runs which."""
     cdef fastattn_spread spread
+    if num_threads > 1 and r.n_tasks < num_threads * ROPE_TASKS:
+        r.block = max(<Py_ssize_t>1, r.items * r.length // (num_threads * ROPE_TASKS))
+        cut(r)
     num_threads = <int>min(<Py_ssize_t>num_threads, r.n_tasks)
     if num_threads <= 1:
         rotate_tasks(r)
@@ -137,7 +152,7 @@ cdef Py_ssize_t set_rows(Rotation *r, cnp.ndarray to, cnp.ndarray source, cnp.nd
     r.length = source.shape[row_axis]
     r.to_row = to.strides[row_axis]
     r.source_row = source.strides[row_axis]
-    r.heads_inside = distance(r.to_head) < distance(r.to_row)
+    r.heads_inside = r.num_heads > 1 and distance(r.to_head) < distance(r.to_row)
     r.to = <char *>cnp.PyArray_DATA(to)
     r.source = <const char *>cnp.PyArray_DATA(source)
     r.cosines = <const char *>cnp.PyArray_DATA(cosines)
@@ -151,9 +166,8 @@ cdef Py_ssize_t set_rows(Rotation *r, cnp.ndarray to, cnp.ndarray source, cnp.nd
     r.kind.n_pairs = cosines.shape[1]
     r.table_row = r.kind.n_pairs * cnp.PyArray_ITEMSIZE(cosines)
     r.block = max(<Py_ssize_t>1, <Py_ssize_t>ROPE_TABLE_NBYTES // max(<Py_ssize_t>1, 2 * r.table_row))
-    r.n_blocks = (r.length + r.block - 1) // r.block
-    r.n_tasks = items * r.n_blocks
-    r.next = 0
+    r.items = items
+    cut(r)
     return items * r.num_heads * r.length * r.kind.dim
 
 
@@ -175,11 +189,60 @@ cdef bint set_positions(Rotation *r, cnp.ndarray positions) noexcept:
     return True
 
 
-cdef inline bint overlaps(cnp.ndarray a, cnp.ndarray b) noexcept:
-    """Whether contiguous arrays share memory."""
-    cdef const char *first = <const char *>cnp.PyArray_DATA(a)
-    cdef const char *second = <const char *>cnp.PyArray_DATA(b)
-    return first < second + cnp.PyArray_NBYTES(b) and second < first + cnp.PyArray_NBYTES(a)
+cdef bint overlaps(cnp.ndarray a, cnp.ndarray b) noexcept:
+    """Whether the memory between the first and the last byte of two arrays has bytes in common."""
+    cdef const char *first[2]
+    cdef const char *stop[2]
+    cdef int n, axis
+    cdef Py_ssize_t reach
+    cdef cnp.ndarray array
+    for n in range(2):
+        array = b if n else a
+        first[n] = <const char *>cnp.PyArray_DATA(array)
+        stop[n] = first[n] + cnp.PyArray_ITEMSIZE(array)
+        for axis in range(array.ndim):
+            reach = (array.shape[axis] - 1) * array.strides[axis]
+            if reach < 0:
+                first[n] += reach
+            else:
+                stop[n] += reach
+    return first[0] < stop[1] and first[1] < stop[0]
+
+
+cdef bint overlaps_itself(cnp.ndarray a) noexcept:
+    """Whether some axis steps by less than the axes inside it span; at most ROPE_MAX_AXES axes."""
+    cdef Py_ssize_t span = cnp.PyArray_ITEMSIZE(a)
+    cdef int axis, innermost
+    cdef bint seen[ROPE_MAX_AXES]
+    for axis in range(a.ndim):
+        seen[axis] = a.shape[axis] <= 1
+    while True:
+        innermost = -1
+        for axis in range(a.ndim):
+            if not seen[axis] and (innermost < 0 or distance(a.strides[axis]) < distance(a.strides[innermost])):
+                innermost = axis
+        if innermost < 0:
+            return False
+        if distance(a.strides[innermost]) < span:
+            return True
+        span += distance(a.strides[innermost]) * (a.shape[innermost] - 1)
+        seen[innermost] = True
+
+
+cdef bint may_fill(cnp.ndarray out, cnp.ndarray x, cnp.ndarray cosines, cnp.ndarray sines) noexcept:
+    """Whether rows of x can be rotated into `out`: of its shape and type, and in its place or apart from it."""
+    cdef bint same_place = cnp.PyArray_DATA(out) == cnp.PyArray_DATA(x)
+    cdef int axis
+    if (cnp.PyArray_TYPE(out) != cnp.PyArray_TYPE(x) or not cnp.PyArray_ISNOTSWAPPED(out)
+            or not cnp.PyArray_ISWRITEABLE(out) or out.ndim != x.ndim
+            or out.strides[out.ndim - 1] != cnp.PyArray_ITEMSIZE(out)):
+        return False
+    for axis in range(x.ndim):
+        if out.shape[axis] != x.shape[axis]:
+            return False
+        same_place = same_place and out.strides[axis] == x.strides[axis]
+    return not (overlaps_itself(out) or (overlaps(out, x) and not same_place) or overlaps(out, cosines)
+                or overlaps(out, sines))
 
 
 def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit):
@@ -207,8 +270,8 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
         return None
     if out is None:
         to = cnp.PyArray_EMPTY(source.ndim, source.shape, cnp.PyArray_TYPE(source), 0)
-    elif out is x and cnp.PyArray_ISCARRAY(source) and not (overlaps(source, cosines) or overlaps(source, sines)):
-        to = source
+    elif cnp.PyArray_CheckExact(out) and may_fill(out, source, cosines, sines):
+        to = out
     else:
         return None
     elements = set_rows(&r, to, source, cosines, sines, layout == "bshd", storage)

@@ -24,7 +24,10 @@ INLINE void NAME(store_upto)(const int storage, void *p, VEC x, ptrdiff_t n) {
             NAME(store_partial)(p, x, (int)n);
     } else {
         const HALVES halves = NAME(narrow)(storage, x);
-        memcpy(p, &halves, n >= LANES ? sizeof halves : (size_t)n * 2);
+        if (n >= LANES)
+            memcpy(p, &halves, sizeof halves);
+        else
+            memcpy(p, &halves, (size_t)n * 2);
     }
 }
 

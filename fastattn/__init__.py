@@ -45,6 +45,8 @@ arrays are legal; the same bits for any number of threads, layout and batch; err
 """
 
 import contextlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
 
@@ -59,8 +61,11 @@ from fastattn._flex import create_block_mask, flex_attention
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
-from fastattn._rope import rope, rope_tables
+from fastattn._threads import no_fork
 from fastattn._version import __version__
+
+if TYPE_CHECKING:
+    from fastattn._rope import rope, rope_tables
 
 __all__ = [
     "BackendError",
@@ -81,5 +86,18 @@ __all__ = [
 ]
 
 
+#: Functions that are imported when they are first named, and by which module: an import of the package is
+#: short.
+_ON_FIRST_USE = {"rope": "fastattn._rope", "rope_tables": "fastattn._rope"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with no_fork:
+        function = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
+    return function
+
+
 def __dir__() -> list[str]:
-    return [name for name in globals() if name in __all__ or name.startswith("__")]
+    return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]

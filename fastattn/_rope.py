@@ -1,9 +1,10 @@
-"""Rotary position embedding (RoPE): tables of cosines and sines, and the rotation of queries and keys by them."""
+"""Rotary position embedding (RoPE): tables of cosines and sines, and rotation of queries and keys by them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil, floor, isfinite, log, pi
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,7 +164,7 @@ def rope(
         shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
         raise kind(f"{error}; {shapes}") from None
     if driver is None:
-        rotate(*call.arrays, interleaved, inverse)
+        rotate(*call.arrays, interleaved=interleaved, inverse=inverse)
     else:
         load("cython")  # which chooses the instruction set
         driver.rotate(*call.arrays, interleaved, inverse, storage_of(call.result.dtype), _thread_limit)
@@ -181,8 +182,8 @@ def rotate(
 ) -> None:
     """The rotation as its definition, and the way without the compiled extension, which gives the same bits.
 
-    `out` and `x` are ``(*lead, H, L, D)``, the same memory or apart; the tables are of the type that is computed
-    in; `positions` broadcast to ``(*lead, L)``.
+    `out` and `x` are ``(*lead, H, L, D)``, the same memory or apart; the tables are of the type that is
+    computed in; `positions` broadcast to ``(*lead, L)``.
     """
     half = cos.shape[1]
     first, second = slice(0, half), slice(half, 2 * half)
@@ -201,7 +202,8 @@ def rotate(
 class _Call(NamedTuple):
     """A call of `rope`, checked."""
 
-    arrays: tuple[np.ndarray, ...]  #: out, x, cos, sin and positions, as `rotate` takes them
+    #: out, x, cos, sin and positions, as `rotate` takes them
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     result: np.ndarray  #: what the caller gets
     staged: np.ndarray | None  #: in what is filled instead of it, where its rows are not contiguous
 
@@ -229,9 +231,7 @@ def _normalize(
     if cos.shape != sin.shape:
         raise ValueError("cos and sin must have the same shape")
     if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"cos and sin rotate 2 * {cos.shape[1]} columns, and head_dim of x is {x.shape[-1]}"
-        )
+        raise ValueError(f"cos and sin rotate 2 * {cos.shape[1]} columns, and head_dim of x is {x.shape[-1]}")
     swapped = layout == "bshd" and x.ndim > 2
     lead, length = x.shape[:-3], x.shape[-3 if swapped else -2]
     positions = _positions(positions, lead, length, len(cos))
@@ -271,7 +271,9 @@ def _shape(value: Any) -> tuple[int, ...] | str:
 def _table(value: Any, name: str) -> np.ndarray:
     table = _on_host(value, name)
     if storage_of(table.dtype) == REAL and not (table.dtype.kind == "f" and table.dtype.itemsize in (4, 8)):
-        raise TypeError(f"{name} must be a float16, bfloat16, float32 or float64 array, got dtype {table.dtype}")
+        raise TypeError(
+            f"{name} must be a float16, bfloat16, float32 or float64 array, got dtype {table.dtype}"
+        )
     if table.ndim != 2:
         raise ValueError(f"{name} must have shape (positions, rotary_dim / 2), got {table.shape}")
     return table
@@ -282,7 +284,8 @@ def _positions(value: Any, lead: tuple[int, ...], length: int, rows: int) -> np.
     if value is None:
         if length > rows:
             raise ValueError(
-                f"positions are 0 .. L - 1 when not given: cos and sin have {rows} rows, and x has length {length}"
+                f"positions are 0 .. L - 1 when not given: cos and sin have {rows} rows, "
+                f"and x has length {length}"
             )
         return np.arange(length, dtype=np.int64)
     positions = np.atleast_1d(integers(as_array(value, "positions"), "positions"))
@@ -328,7 +331,7 @@ def rope_tables(
     scaling: Sequence[Any] | None = None,
     dtype: DTypeLike = np.float32,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cosines and sines by which `rope` rotates: position ``p`` and pair ``i`` by ``p * base**(-2 i / r)``.
+    """The cosines and sines by which `rope` rotates: of ``p * base**(-2 i / r)``, p a position, i a pair.
 
     Parameters
     ----------
@@ -366,8 +369,8 @@ def rope_tables(
     TypeError
         A number that is not one, a dtype other than those two.
     ValueError
-        A negative number of positions, a rotary_dim that is odd or not positive, a base not above 1, a scaling
-        that there is not, or with other numbers than it takes.
+        A negative number of positions, a rotary_dim that is odd or not positive, a base not above 1, a
+        scaling that there is not, or with other numbers than it takes.
 
     See Also
     --------
@@ -380,13 +383,14 @@ def rope_tables(
         angle = np.outer(np.arange(n), base ** (-np.arange(0, r, 2) / r))
         cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
 
-    Angles are computed in float64 and the results rounded once. Libraries that compute angles in float32 differ
-    from this by up to ``6e-8 * p``.
+    Angles are computed in float64 and the results rounded once. Libraries that compute angles in float32
+    differ from this by about ``6e-8 * p``.
 
     References
     ----------
     .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
-    .. [2] Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023.
+    .. [2] Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation",
+       2023.
     .. [3] Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", ICLR 2024.
     .. [4] Grattafiori et al., "The Llama 3 Herd of Models", 2024; the formula is `transformers`'s.
 
@@ -451,7 +455,9 @@ def _frequencies(r: int, base: float) -> np.ndarray:
     return base ** (-np.arange(0, r, 2) / r)
 
 
-def _llama3(frequency: np.ndarray, factor: float, low: float, high: float, original_length: float) -> np.ndarray:
+def _llama3(
+    frequency: np.ndarray, factor: float, low: float, high: float, original_length: float
+) -> np.ndarray:
     turns = original_length * frequency / (2 * pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - kept) * frequency / factor + kept * frequency
@@ -497,7 +503,9 @@ def _yarn_options(options: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise TypeError(f"scaling 'yarn': options must be a dict, got {options!r}")
     if unknown := [name for name in options if name not in _YARN_OPTIONS]:
-        raise ValueError(f"scaling 'yarn': options must be among {', '.join(_YARN_OPTIONS)}, got {unknown[0]!r}")
+        raise ValueError(
+            f"scaling 'yarn': options must be among {', '.join(_YARN_OPTIONS)}, got {unknown[0]!r}"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name != "truncate":
@@ -534,10 +542,8 @@ def _positive(value: Any, name: str, or_zero: bool = False) -> float:
 
 
 def _table_dtype(value: Any) -> np.dtype:
-    try:
-        dtype = np.dtype(value)
-    except TypeError:
-        dtype = None
-    if value is None or dtype not in (FLOAT32, FLOAT64):
-        raise TypeError(f"dtype must be float32 or float64, got {value!r}")
-    return dtype
+    if value is not None:  # NumPy's own name for float64
+        with suppress(TypeError):
+            if (dtype := np.dtype(value)) in (FLOAT32, FLOAT64):
+                return dtype
+    raise TypeError(f"dtype must be float32 or float64, got {value!r}")

@@ -4,8 +4,8 @@
 cdef enum:
     ROPE_MAX_AXES = 64  # as many as NumPy's arrays have
     # Bytes of the tables' rows that a task reads, at most. In place float32 (1, 32, 4096, 128) takes 4.7 ms with 64 and
-    # 256 KB, 5.7 with 16 KB, 6.0 with 4 and 5.5 with 1 MB; into another array, or in float16, 16 and 64 KB are alike and
-    # the others slower. 2 cores of Cascade Lake, 2026-11-23, interleaved A/B.
+    # 256 KB, 5.7 with 16 KB, 6.0 with 4 and 5.5 with 1 MB; into another array, or in float16, 16 and 64 KB are alike, and
+    # no other is faster. 2 cores of Cascade Lake, 2026-11-23, interleaved A/B.
     ROPE_TABLE_NBYTES = 1 << 16
     # Elements from which on two threads may be faster than one: they take 0.9 of the time at 65536 elements, 0.7 at
     # 98304 and 0.6 at 131072. float32 and float16, (1, 8, L, 64) in the cache, the same machine and day.

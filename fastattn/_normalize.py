@@ -307,8 +307,8 @@ def as_pieces(
             f"merge_attention needs as many outs as lses, and at least one; got {len(pieces)} and {len(sums)}"
         )
     for n, (out, lse) in enumerate(zip(pieces, sums, strict=True)):
-        _check_number_dtype(out, f"outs[{n}]")
-        _check_number_dtype(lse, f"lses[{n}]")
+        check_number_dtype(out, f"outs[{n}]")
+        check_number_dtype(lse, f"lses[{n}]")
         if out.ndim < 1 or out.shape != pieces[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 f"every out must have one shape (..., E) and every lse its (...); "
@@ -515,7 +515,7 @@ def _dtypes(q: np.ndarray, k: np.ndarray | Rows, v: np.ndarray | Rows) -> tuple[
         return dtype, dtype
     counting = {name: array for array, name in _named(q, k, v) if not _is_quantized(array)}
     for name, array in counting.items():
-        _check_number_dtype(array, name)
+        check_number_dtype(array, name)
     result = _promote(**counting)
     return (result if storage_of(result) == REAL else FLOAT32), result
 
@@ -546,7 +546,7 @@ def _is_quantized(array: np.ndarray | Rows) -> bool:
     return isinstance(array, Rows) and array.is_quantized
 
 
-def _check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
+def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
     dtype = array.dtype
     if dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL:
         return
@@ -712,7 +712,7 @@ def _assemble(
     rows: tuple[int, ...] = (*lead, H, L)
     if flat:
         shape, rows = (L, E), (L,)
-    given = None if out is None else _check_out(out, shape, result, dtype)
+    given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
     if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
         check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
@@ -795,7 +795,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any, name: str) -> A
         raise ValueError(f"{name} would have shape {shape}, and more than 2**63 bytes") from None
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
     """`out` as an array to write to, of the result's dtype or of that of the computation."""
     array = as_device_array(out, "out")
     if array is None and not isinstance(out, np.ndarray):

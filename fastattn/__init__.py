@@ -36,6 +36,7 @@ The modules, each of which imports only what stands above it:
 ``_cache_state``     what a cache is made with and what it holds, checked
 ``_cache_files``     a cache as a file, in the safetensors layout
 ``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
+``_rope``            `rope` and `rope_tables`: rotary position embedding
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
 
@@ -65,7 +66,13 @@ from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
 from fastattn._registry import BackendError
 from fastattn._storage import Paged, Quantized
+from fastattn._threads import no_fork
 from fastattn._version import __version__
+
+if TYPE_CHECKING:
+    from fastattn._cache import KVCache
+    from fastattn._flex import create_block_mask, flex_attention
+    from fastattn._rope import rope, rope_tables
 
 __all__ = [
     "BackendError",
@@ -79,6 +86,8 @@ __all__ = [
     "get_num_threads",
     "masks",
     "merge_attention",
+    "rope",
+    "rope_tables",
     "scaled_dot_product_attention",
     "set_num_threads",
     "share_threads_with_blas",
@@ -87,18 +96,21 @@ __all__ = [
 ]
 
 
-if TYPE_CHECKING:
-    from fastattn._cache import KVCache
-    from fastattn._flex import create_block_mask, flex_attention
-
-#: Imported when it is first asked for: most programs never do.
-_LATER = {"KVCache": "_cache", "create_block_mask": "_flex", "flex_attention": "_flex"}
+#: Imported when they are first named, and by which module: an import of the package is short.
+_ON_FIRST_USE = {
+    "KVCache": "fastattn._cache",
+    "create_block_mask": "fastattn._flex",
+    "flex_attention": "fastattn._flex",
+    "rope": "fastattn._rope",
+    "rope_tables": "fastattn._rope",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"fastattn.{_LATER[name]}"), name)
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with no_fork:
+        found = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     return found
 
 

@@ -612,8 +612,8 @@ class KVCache:
             key, value = self._in_float64(key, KEYS), self._in_float64(value, VALUES)
             more, described = ((key.signature(), value.signature()), self._keep_first), None
         results = attend_rows(
-            query, key, value, more, mask, bias, rule, window, lengths, scale, softcap, sinks, settings.layout,
-            out, return_lse, return_weights, num_threads, backend,
+            query, key, value, more, mask, bias, rule, window, lengths, scale, softcap, sinks,
+            settings.layout, out, return_lse, return_weights, num_threads, backend,
         )  # fmt: skip
         if described is not None and (call := known(described, more)) is not None:
             views.calls[described] = call

@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._storage import BFLOAT16, GROUP, INT8, REAL, decode_rows, encode_rows, storage_of
+from fastattn._threads import no_fork
 
 try:
     import fastattn.backends.cython_cpu  # noqa: F401  # which chooses the kernels that the driver calls
@@ -34,6 +35,10 @@ PART_NAMES = ("keys", "key_scales", "values", "value_scales")
 
 _MIN_SLAB = 4  # pages
 _FOREVER = 1 << 40  # holders of a page that is never written or reused
+
+#: Of all pools, for some microseconds at a time; a fork waits for it.
+_lock = allocate_lock()
+no_fork.hold_at_fork(_lock.acquire, _lock.release)
 
 Slab = tuple[Any, ...]  #: of each part an array ``(pages, K, page_size, columns)``, or None
 
@@ -96,11 +101,10 @@ class PagePool:
         self._free: list[int] = []
         self._zeros: Slab | None = None
         self._left: deque[np.ndarray] = deque()  # pages named by tables that are gone
-        self._lock = allocate_lock()
 
     def take(self, n: int) -> list[int]:
         """The numbers of `n` pages that nobody else has."""
-        with self._lock:
+        with _lock:
             self._collect()
             missing = n - len(self._free)
             if missing > 0:
@@ -111,13 +115,13 @@ class PagePool:
 
     def hold(self, numbers: np.ndarray) -> None:
         """Counts tables' entries that name these pages as well."""
-        with self._lock:
+        with _lock:
             self._collect()
             np.add.at(self._holders, numbers, 1)
 
     def release(self, numbers: np.ndarray) -> None:
         """The opposite of `hold` and `take`."""
-        with self._lock:
+        with _lock:
             self._release(numbers)
 
     def release_later(self, numbers: np.ndarray) -> None:
@@ -127,23 +131,23 @@ class PagePool:
     def is_shared(self, number: int) -> bool:
         """Whether another entry of a table names this page, so that it must not be written."""
         if self._left:
-            with self._lock:
+            with _lock:
                 self._collect()
         return bool(self._holders[number] > 1)
 
     def map(self, slab: Slab) -> int:
         """Takes read-only memory for pages that stay for good; the number of the first."""
-        with self._lock:
+        with _lock:
             return self._add(slab, _FOREVER)
 
     def adopt(self, slab: Slab) -> int:
         """Takes memory for pages, each held once; the number of the first."""
-        with self._lock:
+        with _lock:
             return self._add(slab, 1)
 
     def need_zeros(self) -> None:
         """Gives `NO_PAGE` an address, from which zeros are read."""
-        with self._lock:
+        with _lock:
             if self._zeros is None:
                 zeros = tuple(None if part is None else np.zeros(*part) for part in self.shape.parts())
                 self.addresses[:, NO_PAGE] = [0 if part is None else part.ctypes.data for part in zeros]

@@ -719,7 +719,7 @@ def _assemble(
     rows: tuple[int, ...] = (*lead, H, L)
     if flat:
         shape, rows = (L, E), (L,)
-    given = None if out is None else _check_out(out, shape, result, dtype)
+    given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
     if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
         check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
@@ -802,7 +802,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any, name: str) -> A
         raise ValueError(f"{name} would have shape {shape}, and more than 2**63 bytes") from None
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
     """`out` as an array to write to, of the result's dtype or of that of the computation."""
     array = as_device_array(out, "out")
     if array is None and not isinstance(out, np.ndarray):

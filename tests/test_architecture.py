@@ -91,6 +91,7 @@ LAYERS = [
     {"_cache_state"},
     {"_cache_files"},
     {"_cache"},
+    {"_rope"},
     {"_blas"},
     {"_info"},
     {""},
@@ -315,8 +316,11 @@ def test_backends_name_no_mask():
             assert not pattern.search(path.read_text()), path
 
 
-#: Where arguments are checked, once: those of calls, and those of masks, which exist before any call does.
-EDGE = {"_normalize.py", "_storage.py", "_cache.py", "_cache_state.py", "_cache_files.py", "masks.py"}
+#: Where arguments are checked, once: those of calls, those of masks, which exist before any call does, those
+#: of `rope`, which is no attention, and those and the files of `KVCache`.
+EDGE = {
+    "_normalize.py", "_storage.py", "masks.py", "_rope.py", "_cache.py", "_cache_state.py", "_cache_files.py",
+}  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
 #: What raises outside of the edge, by file and function, and why it has to. There is no other: a check that
@@ -483,6 +487,8 @@ def test_public_names():
         "scaled_dot_product_attention",
         "merge_attention",
         "varlen_attention",
+        "rope",
+        "rope_tables",
         "set_num_threads",
         "show_config",
         "masks",

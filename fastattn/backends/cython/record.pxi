@@ -14,6 +14,9 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel
+    ctypedef struct fastattn_rotation:
+        Py_ssize_t dim, n_pairs
+        int interleaved, inverse
     ctypedef struct fastattn_kernels:
         const char *isa
         int lanes
@@ -57,6 +60,8 @@ cdef extern from "kernels.h" nogil:
                            double) noexcept nogil
         int (*unpack_rows)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t, const void *,
                            Py_ssize_t) noexcept nogil
+        void (*rope[FASTATTN_STORAGES])(char *, Py_ssize_t, const char *, Py_ssize_t, const char *, const char *,
+                                        Py_ssize_t, Py_ssize_t, const fastattn_rotation *) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 # Of a field that says how an array is stored: which of the kernels' storages, and whether its bytes are swapped.

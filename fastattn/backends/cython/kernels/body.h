@@ -508,6 +508,8 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 #include "rows.h"
 
+#include "rope.h"
+
 #if REAL_BITS == 32
 #define BY_STORAGE(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16), NAME(name##_int8)
 #else
@@ -539,6 +541,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
+    .rope = {BY_STORAGE(rope)},
 };
 
 #undef BY_STORAGE

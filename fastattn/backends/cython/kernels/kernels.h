@@ -49,6 +49,13 @@ typedef struct {
     ptrdiff_t panel;    /* bytes from one panel of columns to the next */
 } fastattn_values;
 
+/* What `rope` does with each row. */
+typedef struct {
+    ptrdiff_t dim, n_pairs; /* elements of a row; the first 2 * n_pairs are rotated, the others are copied */
+    int interleaved;        /* pairs (2i, 2i + 1) rather than (i, n_pairs + i) */
+    int inverse;            /* by the negative angles */
+} fastattn_rotation;
+
 typedef struct {
     const char *isa;
     int lanes;       /* query rows in one vector */
@@ -163,6 +170,14 @@ typedef struct {
     /* rows[r][c * stride] = tile[r][c] * (factor[r] + factor[factor_ld + r]), as `unpack`. */
     int (*unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                        ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld);
+
+    /* By storage of the rows, 16 bits for float only: row r at to + r * to_row = row r at from + r * from_row with each
+     * pair (a, b) turned to (a cos - b sin, b cos + a sin), cos and sin at cosines and sines + r * table_row, n_pairs
+     * contiguous REAL each. A row's elements are contiguous. Each operation is rounded, so that all ISAs give the same
+     * bits; 16-bit results are rounded once more. Rows may be rotated in place, and may not overlap otherwise. */
+    void (*rope[FASTATTN_STORAGES])(char *to, ptrdiff_t to_row, const char *from, ptrdiff_t from_row,
+                                    const char *cosines, const char *sines, ptrdiff_t table_row, ptrdiff_t n_rows,
+                                    const fastattn_rotation *rotation);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

@@ -16,6 +16,7 @@ import pytest
 import fastattn
 from fastattn import _cache_pages
 from fastattn._cache_pages import PagePool, PageShape
+from tests.process import python
 from tests.tolerances import assert_attention, assert_same_bits
 
 K, H, D, E = 2, 4, 70, 12
@@ -805,6 +806,50 @@ def test_what_is_given_out_is_a_copy():
     assert cache.lengths.tolist() == [3]
     assert cache.retained.tolist() == [0]
     np.testing.assert_array_equal(cache.keys(0), 1)
+
+
+def test_caches_that_come_and_go_leave_nothing():
+    cache = fastattn.KVCache(1, K, D, E, page_size=4)
+    cache.append(np.ones((1, K, 6, D)), np.ones((1, K, 6, E)))
+    for _ in range(100):
+        cache.fork()
+    assert len(cache._pool._left) <= 1
+    # The last page is its own again, and is written in place.
+    held = cache._ids.copy()
+    cache.append(np.ones((1, K, 1, D)), np.ones((1, K, 1, E)))
+    np.testing.assert_array_equal(cache._ids, held)
+
+
+def test_a_forked_process_goes_on():
+    """Also where the parent's other threads are in the middle of something."""
+    code = """
+import os, threading
+import numpy as np
+import fastattn
+
+base = fastattn.KVCache(1, 1, 8, page_size=1)
+row = np.ones((1, 1, 1, 8), np.float32)
+
+def work():
+    while not stop:
+        base.fork().append(row, row)
+
+stop = []
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        base.append(row, row)
+        os._exit(int(base.lengths[0]) - 1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.append(1)
+for thread in threads:
+    thread.join()
+print("ok")
+"""
+    assert python(code, env={"PYTHONWARNINGS": "ignore"}).split() == ["ok"]
 
 
 def test_forks_in_threads(backend):

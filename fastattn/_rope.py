@@ -14,8 +14,9 @@ from fastattn import _host
 from fastattn._device import host_array
 from fastattn._normalize import as_array, check_number_dtype, check_out, overlap
 from fastattn._prepared import counts
-from fastattn._problem import FLOAT32, FLOAT64, REAL, storage_of
+from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._registry import load
+from fastattn._storage import REAL, storage_of
 from fastattn.masks import broadcasts, integers
 
 if TYPE_CHECKING:

@@ -316,17 +316,17 @@ def test_backends_name_no_mask():
             assert not pattern.search(path.read_text()), path
 
 
-#: Where arguments are checked, once: those of calls, those of masks, which exist before any call does, those
-#: of `rope`, which is no attention, and those and the files of `KVCache`.
+#: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those of
+#: `rope`, which is no attention, and those and the files of `KVCache`.
 EDGE = {
-    "_normalize.py", "_storage.py", "masks.py", "_rope.py", "_cache.py", "_cache_state.py", "_cache_files.py",
+    "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py", "_storage.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
 #: What raises outside of the edge, by file and function, and why it has to. There is no other: a check that
 #: stands in a second place is a second edge.
 RAISES_ELSEWHERE = {
-    "__init__.py: __getattr__": "a name that the package does not have",
+    "__init__.py: __getattr__": "a name that there is not",
     # Settings, which no call gives.
     "_blas.py: share_threads_with_blas": "a switch, which normalizes nothing else",
     "_host.py: check_num_threads": "of a call and of set_num_threads",

@@ -511,9 +511,11 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 #include "rope.h"
 
 #if REAL_BITS == 32
-#define BY_STORAGE(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16), NAME(name##_int8)
+#define BY_FLOAT(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16)
+#define BY_STORAGE(name) BY_FLOAT(name), NAME(name##_int8)
 #else
-#define BY_STORAGE(name) NAME(name##_real)
+#define BY_FLOAT(name) NAME(name##_real)
+#define BY_STORAGE(name) BY_FLOAT(name)
 #endif
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
@@ -541,9 +543,10 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
-    .rope = {BY_STORAGE(rope)},
+    .rope = {BY_FLOAT(rope)},
 };
 
+#undef BY_FLOAT
 #undef BY_STORAGE
 #undef SCORE_STEP
 #undef SWAP_LOW

@@ -581,8 +581,10 @@ class KVCache:
 
             attention(query, keys, values, causal="bottom_right", key_lengths=cache.lengths)
 
-        on the decoded arrays, where the storage is a float and there is no `window`; with int8, or with
-        ``window=(window - 1, 0)``, it is the same to rounding, and still the same bits whatever the history.
+        on all tokens as arrays, decoded. On a cache with a `window` there is ``window=(window - 1, 0)`` as
+        well, and it is the same to rounding: some rows are gone, and the others still give the same bits
+        whatever the history. Tokens count by their positions: an item's last query is at its last position.
+
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
         query = as_array(query, "query")

@@ -316,8 +316,8 @@ def test_backends_name_no_mask():
             assert not pattern.search(path.read_text()), path
 
 
-#: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those of
-#: `rope`, which is no attention, and those and the files of `KVCache`.
+#: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
+#: of `rope`, which is no attention, and those and the files of `KVCache`.
 EDGE = {
     "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py", "_storage.py", "masks.py",
 }  # fmt: skip

@@ -596,8 +596,8 @@ def test_spare_rows_of_a_shared_page_belong_to_nobody():
         cache.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
     fork = cache.fork()
     cache.append(key[:, :, 3:4], value[:, :, 3:4])
-    fork.append(key[:, :, 4:5], value[:, :, 4:5])
     assert cache._ids[0, 0] != fork._ids[0, 0]
+    fork.append(key[:, :, 4:5], value[:, :, 4:5])
     np.testing.assert_array_equal(cache.keys(0)[:, 3], key[0, :, 3])
     np.testing.assert_array_equal(fork.keys(0)[:, 3], key[0, :, 4])
 

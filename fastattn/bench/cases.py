@@ -302,11 +302,11 @@ def case_of_shape(shape: str, **options: Any) -> Case:
     if case.document_length is not None and (case.len_q != case.len_k or case.lengths is not None):
         raise ValueError(f"{shape}: documents in a row have as many queries as keys, and no key lengths")
     if not case.is_plain and case.layout != "bhsd":
-        raise ValueError(f"{shape}: storage, pages and steps are benchmarked in the layout bhsd")
-    if case.page_size is not None and (case.len_k % case.page_size or case.step):
-        raise ValueError(f"{shape}: pages are full and appended to by nobody, got pages of {case.page_size}")
-    if case.step and case.lengths is not None:
-        raise ValueError(f"{shape}: the new keys of a step are the last of all, and there are no key lengths")
+        raise ValueError(f"{shape}: storage, pages and steps are timed in the layout bhsd, got {case.layout}")
+    if case.page_size is not None and case.len_k % case.page_size:
+        raise ValueError(f"{shape}: the keys fill their pages, got pages of {case.page_size}")
+    if case.step and (case.page_size is not None or case.lengths is not None or case.len_q > case.len_k):
+        raise ValueError(f"{shape}: a step has L of the S keys, no key lengths and no pages")
     return case
 
 

@@ -27,7 +27,7 @@ from fastattn.bench.case import (
 )
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
 from fastattn.bench.oracle import checked_rows, expected_output, oracle_dtype
-from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base
+from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base, fastattn_api
 from fastattn.bench.peers.numpy_formula import NumPyFormula
 from tests.process import python
 
@@ -414,6 +414,18 @@ def test_groups_stand_together() -> None:
     seen = [case.group for case in CASES.values()]
     changes = [group for group, before in zip(seen, [None, *seen], strict=False) if group != before]
     assert changes == list(GROUPS)
+
+
+@pytest.mark.parametrize("kind", ["step", "step-float16", "step-int8"])
+def test_a_step_appends_before_it_attends(kind: str) -> None:
+    """The new rows are not there beforehand, so that a call that left the append out would be wrong."""
+    case, inputs = KINDS[kind], make_inputs(KINDS[kind])
+    answer = expected_output(case, inputs)
+    allowed = oracle.tolerance(case, inputs, answer)
+    call = fastattn_api.Fastattn().ways["attention"](case, inputs)
+    assert np.abs(expected_output(case, inputs) - answer).max() > allowed
+    assert np.abs(call.result() - answer).max() <= allowed
+    np.testing.assert_allclose(expected_output(case, inputs), answer, rtol=1e-5, atol=1e-6)
 
 
 def test_the_quick_cases_are_few_small_and_of_many_kinds() -> None:

@@ -32,6 +32,11 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def itemsize(name: str) -> int:
+    """Bytes of a number of the dtype called `name`; ml_dtypes need not be installed."""
+    return 2 if name == "bfloat16" else np.dtype(name).itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One attention call with a name.
@@ -195,7 +200,7 @@ def _pairs(case: Case) -> int:
 
 @cache
 def _nbytes(case: Case) -> int:
-    element = numpy_dtype(case.dtype).itemsize
+    element = itemsize(case.dtype)
     start, stop = case.intervals()
     attended = 0
     for item in range(len(start)):
@@ -220,7 +225,7 @@ def _nbytes(case: Case) -> int:
 def _row_nbytes(storage: str, dim: int) -> int:
     """Bytes of one key or value of one head, with its scales."""
     scales = 4 * -(-dim // INT8_GROUP) if storage == "int8" else 0
-    return dim * numpy_dtype(storage).itemsize + scales
+    return dim * itemsize(storage) + scales
 
 
 @dataclass(frozen=True, slots=True)

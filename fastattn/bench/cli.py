@@ -22,7 +22,7 @@ except ImportError:
 
 from fastattn import _host
 from fastattn.bench import document, flat, report
-from fastattn.bench.case import Case, numpy_dtype
+from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
@@ -194,7 +194,7 @@ def _check_fits(case: Case, libraries: int) -> None:
     rows = case.batch * (case.heads * case.len_q + case.kv_heads * case.len_k)
     pairs = case.len_q * case.len_k
     bias = pairs * {None: 0, "shared": 1, "per_head": case.heads}[case.bias]
-    needed = numpy_dtype(case.dtype).itemsize * (rows * (case.head_dim + case.value_dim) + bias)
+    needed = itemsize(case.dtype) * (rows * (case.head_dim + case.value_dim) + bias)
     needed += pairs if case.mask == "random" else 0
     if needed * libraries > free / 2:
         raise ValueError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs, Layer, numpy_dtype
+from fastattn.bench.case import Case, Inputs, Layer, itemsize, numpy_dtype
 from fastattn.bench.cases import MEMORY_CASES
 
 #: A library that stores the scores is refused when they would take more than this share of the machine's
@@ -104,7 +104,7 @@ def check_scores_fit(case: Case) -> None:
     To be called before anything large is made, a mask among it. `MEMORY_CASES` pass: what they need is the
     question there, and they run alone and under a limit.
     """
-    needed = case.batch * case.heads * case.len_q * case.len_k * numpy_dtype(case.dtype).itemsize
+    needed = case.batch * case.heads * case.len_q * case.len_k * itemsize(case.dtype)
     try:
         limit = min(SHARE_OF_ALL * _meminfo("MemTotal"), SHARE_OF_FREE * available_memory())
     except OSError:  # not on Linux: nobody knows

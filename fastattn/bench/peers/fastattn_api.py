@@ -71,21 +71,15 @@ class Fastattn(Peer):
         def run() -> np.ndarray:
             return attention(query, key, value, **options)
 
-        if case.step:
-            attend, appends = run, [_append(case, it) for it in (key, value)]
-
-            def run() -> np.ndarray:
-                for append in appends:
-                    append()
-                return attend()
+        timed = _stepping(case, (key, value), run) if case.step else run
 
         def result() -> np.ndarray:
-            out = run()
+            out = timed()
             if case.layout == "bshd":
                 return out.transpose(0, 2, 1, 3)
             return out.reshape(case.batch, case.heads, case.len_q, case.value_dim)
 
-        return Call(run, result)
+        return Call(timed, result)
 
 
 def _rows(given: np.ndarray | Stored) -> Any:
@@ -94,6 +88,20 @@ def _rows(given: np.ndarray | Stored) -> Any:
         return given
     rows = given.data if given.scale is None else fastattn.Quantized(given.data, given.scale)
     return rows if given.table is None else fastattn.Paged(rows, given.table)
+
+
+def _stepping(
+    case: Case, rows: tuple[Any, Any], attend: Callable[[], np.ndarray]
+) -> Callable[[], np.ndarray]:
+    """`attend` after the new keys and values were appended."""
+    appends = [_append(case, it) for it in rows]
+
+    def run() -> np.ndarray:
+        for append in appends:
+            append()
+        return attend()
+
+    return run
 
 
 def _append(case: Case, rows: Any) -> Callable[[], None]:

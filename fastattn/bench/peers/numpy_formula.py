@@ -35,11 +35,11 @@ class NumPyFormula(Peer):
         self.ways = {
             "formula": self._formula,
             "formula, block by block": self._by_blocks,
-            "keys and values made ready, then the formula": self._from_storage,
+            "keys and values made ready, then the formula": self._made_ready,
         }
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
-        if _has_to_be_turned(case):
+        if _is_made_ready(case):
             raise Redundant
         check_scores_fit(case)
         query, key, value = inputs.bhsd(case)
@@ -51,8 +51,8 @@ class NumPyFormula(Peer):
 
         return Call(run, run)
 
-    def _from_storage(self, case: Case, inputs: Inputs) -> Call:
-        if not _has_to_be_turned(case):
+    def _made_ready(self, case: Case, inputs: Inputs) -> Call:
+        if not _is_made_ready(case):
             raise Redundant
         caches = [it for it in (inputs.key, inputs.value) if not isinstance(it, Stored)] if case.step else []
         if case.step and not caches:
@@ -71,7 +71,7 @@ class NumPyFormula(Peer):
         return Call(run, run)
 
     def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
-        if _has_to_be_turned(case):
+        if _is_made_ready(case):
             raise Redundant
         query, key, value = inputs.bhsd(case)
         triangle = added_mask(case, np.tri(case.document_length or 0, dtype=bool))
@@ -96,7 +96,8 @@ class NumPyFormula(Peer):
         return Call(run, run)
 
 
-def _has_to_be_turned(case: Case) -> bool:
+def _is_made_ready(case: Case) -> bool:
+    """Whether keys and values are not there as NumPy's products want them."""
     return case.dtype != case.compute_dtype or not case.is_plain
 
 

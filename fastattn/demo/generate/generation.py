@@ -1,0 +1,45 @@
+"""A prompt through a model, then one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fastattn.demo.generate.attention import Attention, Floats
+from fastattn.demo.generate.clock import Clock
+from fastattn.demo.generate.model import Llama
+
+#: The prompt goes through the model in pieces of so many tokens, which keeps the memory small.
+CHUNK = 512
+
+
+@dataclass
+class Clocks:
+    """Prefill is the prompt up to the logits of the first token, decode everything after it."""
+
+    prefill: Clock = field(default_factory=Clock)
+    decode: Clock = field(default_factory=Clock)
+
+
+def generate(
+    model: Llama,
+    prompt: Sequence[int],
+    attention: Attention,
+    choose: Callable[[Floats], int],
+    clocks: Clocks,
+) -> Iterator[int]:
+    """Tokens after `prompt` and what `attention` has already seen, until the context is full.
+
+    `choose` gets the logits, ``(vocabulary,)``, and gives the next token. The time that the receiver of the
+    tokens takes is not counted.
+    """
+    for start in range(0, len(prompt), CHUNK):
+        state = model(prompt[start : start + CHUNK], attention, clocks.prefill)
+    logits = model.logits(state[-1:], clocks.prefill)[0]
+    while True:
+        token = choose(logits)
+        yield token
+        if attention.length == model.context_length:
+            return
+        state = model([token], attention, clocks.decode)
+        logits = model.logits(state, clocks.decode)[0]

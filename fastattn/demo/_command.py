@@ -8,12 +8,15 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import fastattn
 from fastattn.demo._errors import DemoError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 T = TypeVar("T")
 
@@ -103,3 +106,20 @@ def track(steps: Sequence[T], description: str) -> Iterable[T]:
 
 def columns() -> int:
     return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS
+
+
+def new_table(columns: Sequence[str], left: Collection[str]) -> Table:
+    """An empty table; the columns in `left` hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=columns()).print(table)

@@ -1,4 +1,4 @@
-"""``python -m fastattn demo embed``: a real sentence transformer in NumPy whose attention is `fastattn.attention`.
+"""The demo of embedding: a real sentence transformer in NumPy whose attention is `fastattn.attention`.
 
 Read it in this order:
 

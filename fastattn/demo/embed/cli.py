@@ -16,7 +16,9 @@ from fastattn.demo._command import (
     add_thread_options,
     check_extras,
     columns,
+    new_table,
     positive,
+    print_table,
     run_command,
     set_threads,
     track,
@@ -206,13 +208,8 @@ def _sample(texts: Sequence[Ints]) -> list[Ints]:
 def _print_times(
     samples: Mapping[str, Sequence[Ints]], ids: Mapping[str, Sequence[Ints]], times: Mapping[str, Times]
 ) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("texts", "tokens", "time of", "fastattn", "plain NumPy", "times as fast"):
-        table.add_column(column, justify="left" if column in ("texts", "time of") else "right", no_wrap=True)
+    columns = ("texts", "tokens", "time of", "fastattn", "plain NumPy", "times as fast")
+    table = new_table(columns, left=("texts", "time of"))
     for kind, sample in samples.items():
         which = "" if len(sample) == len(ids[kind]) else f" of the {len(ids[kind])}"
         it = times[kind]
@@ -224,7 +221,7 @@ def _print_times(
         )
         table.add_row("", "", "the whole model", *_cells(it.fast_model, it.plain_model))
         table.add_section()
-    Console(width=columns()).print(table)
+    print_table(table)
 
 
 def _cells(fast: float, plain: float) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""``python -m fastattn demo generate``: a language model in NumPy with `fastattn.KVCache` and `fastattn.rope`.
+"""The demo of generation: a real language model in NumPy with `fastattn.KVCache` and `fastattn.rope`.
 
 Read it in this order:
 

@@ -13,8 +13,9 @@ from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
     check_extras,
-    columns,
+    new_table,
     positive,
+    print_table,
     run_command,
     set_threads,
     track,
@@ -22,9 +23,9 @@ from fastattn.demo._command import (
 from fastattn.demo._errors import DemoError
 from fastattn.demo._files import read_text
 from fastattn.demo.generate.clock import Clock
-from fastattn.demo.generate.comparison import Comparison, compare, new_cache, until_end
+from fastattn.demo.generate.comparison import Comparison, compare
 from fastattn.demo.generate.corpus import REQUEST, TEXT
-from fastattn.demo.generate.generation import Clocks, generate
+from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
 from fastattn.demo.generate.loading import GGUFFile, find_model, load_model
 from fastattn.demo.generate.model import Llama
 from fastattn.demo.generate.perplexity import log_likelihoods, perplexity
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn demo generate",
-        description="Generate text with a real language model in NumPy, whose attention is fastattn.KVCache;\n"
-        "do it again with the plain formula, and draw where the time went.",
+        description="Generate text with a real language model in NumPy whose attention is fastattn.KVCache,\n"
+        "once more with the plain formula, and draw where the time went.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -145,9 +146,9 @@ def _run(args: argparse.Namespace) -> None:
     set_threads(args)
     print(f"Model {file.path}")
     print(
-        f"{model.name}: {model.num_parameters / 1e6:.0f} million parameters as float32, {len(model.layers)} layers, "
-        f"{model.num_heads} heads on {model.num_kv_heads} key/value heads of {model.head_dim}, "
-        f"context {model.context_length}; read in {perf_counter() - start:.1f} s",
+        f"{model.name}: {model.num_parameters / 1e6:.0f} million parameters as float32, "
+        f"{len(model.layers)} layers,\n{model.num_heads} heads on {model.num_kv_heads} key/value heads of "
+        f"{model.head_dim}, context {model.context_length}; read in {perf_counter() - start:.1f} s",
         flush=True,
     )
     if text is not None:
@@ -228,9 +229,9 @@ def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
 
 def _print_comparison(result: Comparison, kv_dtype: str) -> None:
     print(
-        f"\n{len(result.tokens)} tokens generated; keys and values took {result.cache_nbytes / 1e6:.1f} MB in "
-        f"{kv_dtype}.\nThe same prompt and tokens with the plain NumPy formula in float32, in the same model "
-        f"(threads of fastattn: {fastattn.get_num_threads()}):"
+        f"\n{len(result.tokens)} tokens generated; keys and values took {result.cache_nbytes / 1e6:.1f} MB "
+        f"in {kv_dtype}.\nThe same prompt and tokens once more with the plain NumPy formula, "
+        f"in the same model (threads of fastattn: {fastattn.get_num_threads()}):"
     )
     _print_times(result)
     if result.warning is not None:
@@ -246,13 +247,8 @@ def _print_comparison(result: Comparison, kv_dtype: str) -> None:
 
 
 def _print_times(result: Comparison) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("part", "tokens", "measure", "fastattn", "plain NumPy", "times as fast"):
-        table.add_column(column, justify="left" if column in ("part", "measure") else "right", no_wrap=True)
+    columns = ("part", "tokens", "measure", "fastattn", "plain NumPy", "times as fast")
+    table = new_table(columns, left=("part", "measure"))
     for name, fast, plain in (
         ("prefill", result.fast.prefill, result.plain.prefill),
         ("decode", result.fast.decode, result.plain.decode),
@@ -277,7 +273,7 @@ def _print_times(result: Comparison) -> None:
         )
         table.add_row("", "", "share of attention", *(f"{c.attention_share:.0%}" for c in (fast, plain)), "")
         table.add_section()
-    Console(width=columns()).print(table)
+    print_table(table)
 
 
 # ---- a conversation
@@ -297,19 +293,14 @@ def _chat(model: Llama, tokenizer: TextTokenizer, args: argparse.Namespace) -> N
         kept = min(_common(seen, ids), len(ids) - 1)
         attention.truncate(kept)
         tokens: list[int] = []
-
-        def noted(prompt: Sequence[int], tokens: list[int]) -> Iterator[int]:
-            generated = generate(model, prompt, attention, sampler, clocks)
-            for token in until_end(generated, args.max_tokens, tokenizer.ends):
-                tokens.append(token)
-                yield token
-
-        answer = _print_stream(tokenizer, noted(ids[kept:], tokens))
+        generated = generate(model, ids[kept:], attention, sampler, clocks)
+        answer = _print_stream(tokenizer, until_end(generated, args.max_tokens, tokenizer.ends, tokens))
         messages.append({"role": "assistant", "content": answer.strip()})
         seen = (ids + tokens)[: attention.length]
     print(
-        f"\n{attention.length} tokens in the cache, {attention.nbytes / 1e6:.1f} MB in {args.kv_dtype}; prefill "
-        f"{clocks.prefill.tokens_per_second:.1f}, decode {clocks.decode.tokens_per_second:.1f} tokens per second"
+        f"\n{attention.length} tokens in the cache, {attention.nbytes / 1e6:.1f} MB in {args.kv_dtype}; "
+        f"tokens per second: prefill {clocks.prefill.tokens_per_second:.1f}, "
+        f"decode {clocks.decode.tokens_per_second:.1f}"
     )
 
 
@@ -331,18 +322,13 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _print_perplexities(model: Llama, tokenizer: TextTokenizer, text: str, args: argparse.Namespace) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     ids = tokenizer.encode(text)
     if len(ids) < 2:
         raise DemoError(f"--perplexity {args.perplexity} has {len(ids)} tokens, expected 2 or more")
     size = model.context_length
     windows = [window for start in range(0, len(ids), size) if len(window := ids[start : start + size]) > 1]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("keys and values", "perplexity", "change", "cache", "tokens per second"):
-        table.add_column(column, justify="left" if column == "keys and values" else "right", no_wrap=True)
+    columns = ("keys and values", "perplexity", "change", "cache", "tokens per second")
+    table = new_table(columns, left=columns[:1])
     first = None
     for kv_dtype in KV_DTYPES:
         clock = Clock()
@@ -364,4 +350,4 @@ def _print_perplexities(model: Llama, tokenizer: TextTokenizer, text: str, args:
     print(
         f"{len(ids)} tokens of {args.perplexity}, in pieces of up to {size}; the lower, the better predicted"
     )
-    Console(width=columns()).print(table)
+    print_table(table)

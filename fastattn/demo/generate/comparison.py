@@ -1,4 +1,4 @@
-"""The same prompt and the same tokens through the same model twice: with fastattn, and with the plain formula."""
+"""The same tokens through the same model twice: with fastattn, and with the plain formula."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from fastattn._quiet import CoreProbes
 from fastattn.demo._command import track
-from fastattn.demo.generate.attention import Floats, LibraryAttention, PlainAttention
-from fastattn.demo.generate.generation import Clocks, generate
+from fastattn.demo.generate.attention import Floats, PlainAttention
+from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
 from fastattn.demo.generate.heads import Head, QueryRecorder
 from fastattn.demo.generate.model import Llama
 from fastattn.demo.generate.sampling import Sampler
@@ -32,7 +32,7 @@ class Comparison:
     largest_difference: float  #: between the logits of the two
     largest_logit: float
     cache_nbytes: int
-    head: Head | None  #: the head that reads the prompt most; None where a single token was generated
+    head: Head | None  #: the head that copies most; None where a single token was generated
     warning: str | None  #: that the machine was too busy to be timed
 
 
@@ -47,8 +47,8 @@ def compare(
 ) -> Comparison:
     """Generate with fastattn, which `show` receives token by token, then force the same tokens the plain way.
 
-    Generation ends with `max_tokens`, with a token of `ends`, or with the context. The cores are probed before,
-    between and after.
+    Generation ends with `max_tokens`, with a token of `ends`, or with the context. The cores are probed
+    before, between and after.
     """
     probes = CoreProbes()
     _warm_up(model, kv_dtype)
@@ -64,12 +64,8 @@ def compare(
             logits.append(given)
         return sampler(given)
 
-    def noted() -> Iterator[int]:
-        for token in until_end(generate(model, prompt, recorder, choose, fast), max_tokens, ends):
-            tokens.append(token)
-            yield token
-
-    show(noted())
+    generated = generate(model, prompt, recorder, choose, fast)
+    show(until_end(generated, max_tokens, ends, tokens))
     probes.take()
 
     own = make_sampler()
@@ -95,21 +91,9 @@ def compare(
         largest_difference=max(differences),
         largest_logit=max(float(np.abs(given).max()) for given in logits),
         cache_nbytes=recorder.attention.nbytes,
-        head=recorder.most_reading_head(len(prompt)),
+        head=recorder.copying_head(prompt, tokens),
         warning=probes.warning(),
     )
-
-
-def until_end(tokens: Iterator[int], max_tokens: int, ends: Set[int]) -> Iterator[int]:
-    """The first `max_tokens` of `tokens`, or those as far as one of `ends`, which is the last."""
-    for token in islice(tokens, max_tokens):
-        yield token
-        if token in ends:
-            return
-
-
-def new_cache(model: Llama, kv_dtype: str) -> LibraryAttention:
-    return LibraryAttention(len(model.layers), model.num_kv_heads, model.head_dim, model.value_dim, kv_dtype)
 
 
 def _warm_up(model: Llama, kv_dtype: str) -> None:

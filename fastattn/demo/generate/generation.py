@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
-from fastattn.demo.generate.attention import Attention, Floats
+from fastattn.demo.generate.attention import Attention, Floats, LibraryAttention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.model import Llama
 
@@ -43,3 +44,17 @@ def generate(
             return
         state = model([token], attention, clocks.decode)
         logits = model.logits(state, clocks.decode)[0]
+
+
+def until_end(tokens: Iterator[int], max_tokens: int, ends: Set[int], noted: list[int]) -> Iterator[int]:
+    """The first `max_tokens` of `tokens`, or those as far as one of `ends`; added to `noted`, too."""
+    for token in islice(tokens, max_tokens):
+        noted.append(token)
+        yield token
+        if token in ends:
+            return
+
+
+def new_cache(model: Llama, kv_dtype: str) -> LibraryAttention:
+    """The empty cache of a model."""
+    return LibraryAttention(len(model.layers), model.num_kv_heads, model.head_dim, model.value_dim, kv_dtype)

@@ -1,7 +1,8 @@
-"""What one head of the model reads in the prompt while it writes."""
+"""What one head of the model reads in the prompt while it writes: the one that copies most."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,22 +40,25 @@ class QueryRecorder:
             queries.append(query[0].copy())
         return self.attention.step(layer, query, key, value)
 
-    def most_reading_head(self, len_prompt: int) -> Head | None:
-        """Of all layers' heads the one whose weights have the highest peaks inside the prompt.
+    def copying_head(self, prompt: Sequence[int], tokens: Sequence[int]) -> Head | None:
+        """Of all layers' heads the one that gives most of its weights to the token that is written next.
 
-        Its ends do not count: much of the attention goes to the first token, and to those just written.
+        Such a head looks for earlier places of the last token and reads what came after it (Olsson et al.,
+        "In-context Learning and Induction Heads", 2022). None where only one of `tokens` was generated.
         """
         if not self._queries[-1]:
             return None
         best, best_score = None, -1.0
-        inside = slice(len_prompt // 20 + 1, len_prompt - len_prompt // 20)
+        rows = len(self._queries[-1])
+        is_next = np.asarray(prompt) == np.asarray(tokens)[1 : 1 + rows, None]
         for layer, (queries, cache) in enumerate(zip(self._queries, self.attention.caches, strict=True), 1):
             query = np.stack(queries, axis=1)  # (H, rows, D)
-            keys = cache.keys(0)[:, : len_prompt + len(queries)].astype(np.float32, copy=False)
+            keys = cache.keys(0)[:, : len(prompt) + rows].astype(np.float32, copy=False)
             _, weights = fastattn.attention(query, keys, keys, causal="bottom_right", return_weights=True)
-            scores = weights[..., inside].max(axis=-1, initial=0).mean(axis=-1)
+            weights = weights[..., : len(prompt)]
+            scores = (weights * is_next).sum(axis=(-2, -1))
             number = int(scores.argmax())
             if scores[number] > best_score:
                 best_score = float(scores[number])
-                best = Head(layer, number + 1, weights[number, :, :len_prompt].copy())
+                best = Head(layer, number + 1, weights[number].copy())
         return best

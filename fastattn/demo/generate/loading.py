@@ -90,7 +90,7 @@ class GGUFFile:
             values: Floats = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
             raise DemoError(
-                f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which the gguf package cannot read"
+                f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which gguf cannot read"
             ) from None
         return np.ascontiguousarray(values, np.float32)
 
@@ -186,7 +186,7 @@ def _check_tensors(file: GGUFFile, config: _Config) -> None:
     known |= {f"blk.{n}.{name}.weight" for n in range(config.num_layers) for name in LAYER_TENSORS}
     if unknown := sorted(set(file.tensors) - known):
         raise DemoError(
-            f"{file.path} has {len(unknown)} tensors that the demo's model does not know, such as {unknown[0]!r}"
+            f"{file.path} has {len(unknown)} tensors that the demo does not know, such as {unknown[0]!r}"
         )
 
 
@@ -234,7 +234,8 @@ def _rope_tables(file: GGUFFile, config: _Config) -> tuple[Floats, Floats]:
         scaling = ("linear", file.get(f"{ARCHITECTURE}.rope.scaling.factor", float))
     elif kind != "none":
         raise DemoError(
-            f"{file.path}: {ARCHITECTURE}.rope.scaling.type is {kind!r}, and the demo can do none, linear only"
+            f"{file.path}: {ARCHITECTURE}.rope.scaling.type is {kind!r}, "
+            "and the demo can do none, linear only"
         )
     cos, sin = fastattn.rope_tables(config.context_length, config.rotary_dim, base=base, scaling=scaling)
     return cos, sin

@@ -88,7 +88,7 @@ class Llama:
         return sum(matrix.size for matrix in matrices)
 
     def __call__(self, ids: Sequence[int], attention: Attention, clock: Clock) -> Floats:
-        """The state of the last layer, ``(L, N)``, after `ids`, which follow those that `attention` has seen."""
+        """The last layer's state, ``(L, N)``, of `ids`, which follow those that `attention` has seen."""
         positions = np.arange(attention.length, attention.length + len(ids))
         clock.tokens += len(ids)
         clock.start()

@@ -17,7 +17,7 @@ ROWS = 64
 
 
 def log_likelihoods(model: Llama, ids: Sequence[int], attention: LibraryAttention, clock: Clock) -> Floats:
-    """The natural logarithm of the probability of each token but the first, given those before it, in float64."""
+    """Natural logarithm of the probability of each token but the first, given those before it, in float64."""
     parts = []
     for start in range(0, len(ids) - 1, CHUNK):
         piece = ids[start : min(start + CHUNK, len(ids) - 1)]
@@ -30,7 +30,7 @@ def log_likelihoods(model: Llama, ids: Sequence[int], attention: LibraryAttentio
 
 
 def perplexity(likelihoods: Sequence[Floats]) -> float:
-    """The exponential of the mean negative log-likelihood: as unsure as among so many equally likely tokens."""
+    """exp of the mean negative log-likelihood: as unsure as among so many equally likely tokens."""
     return math.exp(-float(np.concatenate(likelihoods).mean()))
 
 

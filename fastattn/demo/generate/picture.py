@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ def draw(result: Comparison, title: str, prompt: Sequence[str], written: Sequenc
     """
     figure = Figure(figsize=(16, 9.2), layout="constrained")
     figure.suptitle(title, fontsize=14, parse_math=False)
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.75))
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.75), squeeze=False)[0]
 
     prefill, decode = left.subplots(2, 1)
     fast, plain = result.fast, result.plain

@@ -174,7 +174,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
 
 @cache
 def _bytes_by_character() -> dict[str, int]:
-    """GPT-2 writes each byte as a character: itself where it is visible, else the next unused one from 256."""
+    """GPT-2 writes a byte as a character: itself where that is visible, else the next one from 256 on."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -229,7 +229,7 @@ def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
 
 def _print_comparison(result: Comparison, kv_dtype: str) -> None:
     print(
-        f"\n{len(result.tokens)} tokens generated; keys and values took {result.cache_nbytes / 1e6:.1f} MB "
+        f"\nTokens generated: {len(result.tokens)}; keys and values took {result.cache_nbytes / 1e6:.1f} MB "
         f"in {kv_dtype}.\nThe same prompt and tokens once more with the plain NumPy formula, "
         f"in the same model (threads of fastattn: {fastattn.get_num_threads()}):"
     )
@@ -237,9 +237,11 @@ def _print_comparison(result: Comparison, kv_dtype: str) -> None:
     if result.warning is not None:
         print(result.warning)
     if result.agreeing == result.compared:
-        print(f"The plain formula chooses the same {result.compared} tokens.")
+        print(f"The plain formula chooses the same tokens, all {result.compared}.")
     else:
-        print(f"The plain formula chooses another token after {result.agreeing} of {result.compared}.")
+        print(
+            f"The plain formula chooses another token after the first {result.agreeing} of {result.compared}."
+        )
     print(
         "Largest difference between the two, in any logit of any token: "
         f"{result.largest_difference:.1e} (logits are up to {result.largest_logit:.0f})"
@@ -324,7 +326,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def _print_perplexities(model: Llama, tokenizer: TextTokenizer, text: str, args: argparse.Namespace) -> None:
     ids = tokenizer.encode(text)
     if len(ids) < 2:
-        raise DemoError(f"--perplexity {args.perplexity} has {len(ids)} tokens, expected 2 or more")
+        raise DemoError(f"--perplexity {args.perplexity} is too short: tokens {len(ids)}, expected 2 or more")
     size = model.context_length
     windows = [window for start in range(0, len(ids), size) if len(window := ids[start : start + size]) > 1]
     columns = ("keys and values", "perplexity", "change", "cache", "tokens per second")

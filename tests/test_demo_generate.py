@@ -507,6 +507,7 @@ class TestComplaints:
             ({"chat_template": "{% for"}, "chat template"),
             ({"chat_template": "{{ raise_exception('no system') }}"}, "no system"),
             ({"chat_template": "{{ messages.append(1) }}"}, "chat template"),
+            ({"chat_template": "{{ 1 + 'a' }}"}, "chat template"),
         ],
     )
     def test_vocabulary(self, run, tmp_path: Path, changes: dict[str, object], said: str) -> None:

@@ -42,6 +42,7 @@ from tests.demo_generate_models import (
     IDS,
     MERGES,
     SIZES,
+    USER_DEFINED,
     byte_level_vocabulary,
     random_tensors,
     sentence_piece_vocabulary,
@@ -399,6 +400,16 @@ class TestByteLevelTokens:
     def test_without_a_template_the_text_is_continued(self, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "it.gguf", without=["tokenizer.chat_template"])
         assert TextTokenizer(GGUFFile(path)).conversation([{"role": "user", "content": "one"}]) == "one"
+
+    def test_words_that_a_user_added(self, tmp_path: Path) -> None:
+        vocabulary = byte_level_vocabulary()
+        vocabulary |= {
+            "tokens": [*BYTE_LEVEL, "é 2"],
+            "token_type": [*vocabulary["token_type"], USER_DEFINED],
+        }
+        tokenizer = TextTokenizer(GGUFFile(write_gguf(tmp_path / "it.gguf", vocabulary=vocabulary)))
+        assert tokenizer.encode("aé 20") == [IDS["a"], len(BYTE_LEVEL), IDS["0"]]
+        assert tokenizer.texts_of(tokenizer.encode("aé 20")) == ["a", "é 2", "0"]
 
     def test_turns_end_with_what_the_file_and_custom_name(self, tmp_path: Path) -> None:
         tokens = [*BYTE_LEVEL, "<|eot_id|>", "<|endoftext|>"]

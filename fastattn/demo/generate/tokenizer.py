@@ -42,6 +42,7 @@ class TextTokenizer:
         self.tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
         kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(self.tokens))
         self._control = {number for number, kind in enumerate(kinds) if kind == CONTROL}
+        self._literal = {number for number, kind in enumerate(kinds) if kind == USER_DEFINED}
         self._model = file.get("tokenizer.ggml.model", str)
         match self._model:
             case "gpt2":
@@ -81,9 +82,11 @@ class TextTokenizer:
         text = self.tokens[number]
         if number in self._control:
             return b""
+        if number in self._literal:
+            return text.encode()
         if self._model == "gpt2":
             table = _bytes_by_character()
-            return b"".join(bytes([table[c]]) if c in table else c.encode() for c in text)
+            return bytes(table[character] for character in text)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
             return bytes.fromhex(byte[1])
         return text.replace("▁", " ").encode()
@@ -199,5 +202,5 @@ def _render(file: GGUFFile, messages: Sequence[Message], names: Mapping[str, str
             eos_token=names["eos"],
             raise_exception=refuse,
         )
-    except TemplateError as error:
+    except Exception as error:  # of a program in a file, anything
         raise DemoError(f"{file.path}: the chat template does not work: {error}") from None

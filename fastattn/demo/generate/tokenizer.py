@@ -82,10 +82,10 @@ class TextTokenizer:
         text = self.tokens[number]
         if number in self._control:
             return b""
-        if number in self._literal:
-            return text.encode()
         if self._model == "gpt2":
             table = _bytes_by_character()
+            if number in self._literal or not table.keys() >= set(text):
+                return text.encode()
             return bytes(table[character] for character in text)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
             return bytes.fromhex(byte[1])

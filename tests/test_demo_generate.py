@@ -61,6 +61,7 @@ def run_and_draw(
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(*arguments: str, model_file: Path | None = tiny) -> tuple[int, str, str]:
         try:
@@ -222,13 +223,25 @@ runpy.run_module("fastattn", run_name="__main__")
         monkeypatch.setattr(_quiet.CoreProbes, "warning", lambda self: "Something else used the cores")
         assert "\nSomething else used the cores\n" in run("--prompt", "the end", "--max-tokens", "3")[1]
 
-    def test_threads(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("options", "expected", "told"),
+        [
+            ([], ["shared"], False),
+            (["--threads", "1"], [1, "shared"], False),
+            (["--share-threads"], ["shared"], True),
+            (["--no-share-threads"], [], False),
+        ],
+    )
+    def test_threads(
+        self, run, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: list[object], told: bool
+    ) -> None:
+        """Shared where possible; that it is not is told to those alone who asked for it."""
         calls: list[object] = []
         monkeypatch.setattr(fastattn, "set_num_threads", calls.append)
         monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: calls.append("shared"))
-        _, _, err = run("--prompt", "the end", "--max-tokens", "2", "--threads", "1", "--share-threads")
-        assert calls == [1, "shared"]
-        assert "threads of their own" in err
+        _, _, err = run("--prompt", "the end", "--max-tokens", "2", *options)
+        assert calls == expected
+        assert ("threads of their own" in err) == told
 
 
 def interrupt(*args: object) -> None:

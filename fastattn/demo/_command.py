@@ -64,22 +64,26 @@ def add_picture_option(parser: argparse.ArgumentParser, of: str) -> None:
     )
 
 
-def add_thread_options(parser: argparse.ArgumentParser) -> None:
+def add_thread_options(parser: argparse.ArgumentParser, *, share: bool) -> None:
+    """Options for `set_threads`; with `share`, NumPy's products share the threads unless the user says no."""
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="threads for fastattn (default: all cores it may use)"
     )
     parser.add_argument(
         "--share-threads",
-        action="store_true",
-        help="have NumPy's products run on fastattn's threads (fastattn.share_threads_with_blas)",
+        action=argparse.BooleanOptionalAction,
+        help="have NumPy's products run on fastattn's threads, with fastattn.share_threads_with_blas "
+        f"(default: {'yes, where possible' if share else 'no'})",
     )
+    parser.set_defaults(share_by_default=share)
 
 
 def set_threads(args: argparse.Namespace) -> None:
     """Do what the options of `add_thread_options` say."""
     if args.threads is not None:
         fastattn.set_num_threads(args.threads)
-    if args.share_threads and not fastattn.share_threads_with_blas():
+    wanted = args.share_by_default if args.share_threads is None else args.share_threads
+    if wanted and not fastattn.share_threads_with_blas() and args.share_threads:
         warn("NumPy's products keep threads of their own; python -m fastattn info says why")
 
 

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="texts computed together (default: 16)",
     )
-    add_thread_options(parser)
+    add_thread_options(parser, share=False)
     return parser
 
 

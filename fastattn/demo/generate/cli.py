@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         help="storage type of the cached keys and values (default: float32)",
     )
     add_picture_option(parser, "times and attention")
-    # Each token takes some 120 small products: where another process uses a core, the threads of OpenBLAS wait
+    # Each token takes some 120 small products: where another process uses a core, OpenBLAS's threads wait
     # for one another most of the time, and shared ones do not.
     add_thread_options(parser, share=True)
     return parser

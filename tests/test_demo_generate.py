@@ -600,6 +600,7 @@ def test_head_is_the_one_that_copies_most(tiny: Path, monkeypatch: pytest.Monkey
                 rows.append((row / row.sum())[: len(prompt)])
             weights = np.array(rows)
             copied = np.equal(prompt, np.array(result.tokens[1:])[:, None])
+            copied = copied - copied.mean(axis=0)
             all_weights[layer + 1, head + 1] = weights
             scores[layer + 1, head + 1] = (weights * copied).sum()
     assert result.head is not None

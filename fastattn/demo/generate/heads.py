@@ -41,7 +41,7 @@ class QueryRecorder:
         return self.attention.step(layer, query, key, value)
 
     def copying_head(self, prompt: Sequence[int], tokens: Sequence[int]) -> Head | None:
-        """Of all layers' heads the one that gives most of its weights to the token that is written next.
+        """The head of all layers that reads what is written next, most of all above what it reads anyway.
 
         Such a head looks for earlier places of the last token and reads what came after it (Olsson et al.,
         "In-context Learning and Induction Heads", 2022). None where only one of `tokens` was generated.
@@ -50,13 +50,14 @@ class QueryRecorder:
             return None
         best, best_score = None, -1.0
         rows = len(self._queries[-1])
-        is_next = np.asarray(prompt) == np.asarray(tokens)[1 : 1 + rows, None]
+        copied = (np.asarray(prompt) == np.asarray(tokens)[1 : 1 + rows, None]).astype(np.float32)
+        copied -= copied.mean(axis=0)  # a head that reads the same places in every row gets 0
         for layer, (queries, cache) in enumerate(zip(self._queries, self.attention.caches, strict=True), 1):
             query = np.stack(queries, axis=1)  # (H, rows, D)
             keys = cache.keys(0)[:, : len(prompt) + rows].astype(np.float32, copy=False)
             _, weights = fastattn.attention(query, keys, keys, causal="bottom_right", return_weights=True)
             weights = weights[..., : len(prompt)]
-            scores = (weights * is_next).sum(axis=(-2, -1))
+            scores = (weights * copied).sum(axis=(-2, -1))
             number = int(scores.argmax())
             if scores[number] > best_score:
                 best_score = float(scores[number])

@@ -41,14 +41,14 @@ class QueryRecorder:
         return self.attention.step(layer, query, key, value)
 
     def copying_head(self, prompt: Sequence[int], tokens: Sequence[int]) -> Head | None:
-        """The head of all layers that reads what is written next, most of all above what it reads anyway.
+        """The head, of all layers, that most reads the token written next, beyond what it reads anyway.
 
         Such a head looks for earlier places of the last token and reads what came after it (Olsson et al.,
         "In-context Learning and Induction Heads", 2022). None where only one of `tokens` was generated.
         """
         if not self._queries[-1]:
             return None
-        best, best_score = None, -1.0
+        best, best_score = None, -np.inf
         rows = len(self._queries[-1])
         copied = (np.asarray(prompt) == np.asarray(tokens)[1 : 1 + rows, None]).astype(np.float32)
         copied -= copied.mean(axis=0)  # a head that reads the same places in every row gets 0

@@ -19,7 +19,6 @@ cli.py          the command, which puts these together
 ==============  ==================================================================
 """
 
-from fastattn.demo.generate import _standin  # noqa: F401
 from fastattn.demo.generate.cli import main
 
 __all__ = ["main"]

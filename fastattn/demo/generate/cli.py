@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how well the model predicts a UTF-8 text file, with each storage type of the cache",
     )
     add("--model", type=Path, metavar="FILE.gguf", help="a GGUF file of the LLaMA architecture")
-    add("--max-tokens", type=positive, default=128, metavar="N", help="tokens to generate (default: 128)")
+    add("--max-tokens", type=positive, default=96, metavar="N", help="tokens to generate (default: 96)")
     add(
         "--temperature",
         type=_temperature,

@@ -32,6 +32,10 @@ The modules, each of which imports only what stands above it:
 ``_prepared``        what the signature of a call decides, kept for the next call of that signature
 ``_api``             `attention` and its relatives
 ``_flex``            `flex_attention`: scores and masks as Python functions
+``_cache_pages``     pages of keys and values that caches share
+``_cache_state``     what a cache is made with and what it holds, checked
+``_cache_files``     a cache as a file, in the safetensors layout
+``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
 ``_rope``            `rope` and `rope_tables`: rotary position embedding
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
@@ -66,11 +70,13 @@ from fastattn._threads import no_fork
 from fastattn._version import __version__
 
 if TYPE_CHECKING:
+    from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._rope import rope, rope_tables
 
 __all__ = [
     "BackendError",
+    "KVCache",
     "Paged",
     "Quantized",
     "__version__",
@@ -92,6 +98,7 @@ __all__ = [
 
 #: Imported when they are first named, and by which module: an import of the package is short.
 _ON_FIRST_USE = {
+    "KVCache": "fastattn._cache",
     "create_block_mask": "fastattn._flex",
     "flex_attention": "fastattn._flex",
     "rope": "fastattn._rope",

@@ -305,6 +305,59 @@ def attention(
     return solve(request, num_threads, backend, signature, given)
 
 
+def attend_rows(
+    query: np.ndarray,
+    key: Any,
+    value: Any,
+    more: tuple[Any, int],
+    mask: Mask | ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: CausalRule,
+    window: WindowBounds | None,
+    key_lengths: np.ndarray,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    layout: LayoutName,
+    out: np.ndarray | None,
+    return_lse: bool,
+    return_weights: bool,
+    num_threads: int | None,
+    backend: BackendName | None,
+) -> Any:
+    """`attention` on keys and values in pages, `Rows` whose axes are ``(batch, K, S, D)`` in either layout.
+
+    `more` is the signature of both, and how many of the first keys are in the window of every query.
+    """
+    signature = signature_of(
+        ATTENTION, query, None, None, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
+        out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
+        more=more,
+    )  # fmt: skip
+    given = (query, key, value, mask, bias, key_lengths, sinks, out)
+    if (results := reuse(signature, given)) is not None:
+        return results
+    request = normalize(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        layout=layout,
+        out=out,
+        return_lse=return_lse,
+        return_weights=return_weights,
+        keep_first=more[1],
+    )
+    return solve(request, num_threads, backend, signature, given)
+
+
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -245,7 +245,7 @@ def normalize_varlen(
     document = np.repeat(np.arange(len(lengths_q)), lengths_q)
     position = np.arange(L) - starts_q[document]
     first, last = starts_k[document], starts_k[document + 1]
-    left, right, at_end = _reach(causal, _window(window))
+    left, right, at_end = _reach(causal, check_window(window))
     if at_end:
         position = position + (lengths_k - lengths_q)[document]
     start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
@@ -410,7 +410,7 @@ def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) 
         k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
     elif swapped:
         q = q.swapaxes(-3, -2)
-        k, v = (array.swapped() if isinstance(array, Rows) else array.swapaxes(-3, -2) for array in (k, v))
+        k, v = (_swapped(array, given) for array, given in ((k, key), (v, value)))
 
     *q_lead, H, _, D = q.shape
     *k_lead, K, S, key_dim = k.shape
@@ -439,6 +439,13 @@ def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) 
     inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
+
+
+def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
+    """The axes of heads and rows swapped; those of a cache's `Rows` are in one order in either layout."""
+    if not isinstance(array, Rows):
+        return array.swapaxes(-3, -2)
+    return array if array is given else array.swapped()
 
 
 def _named(q: Any, k: Any, v: Any) -> tuple[tuple[Any, str], ...]:
@@ -588,7 +595,7 @@ def _mask(mask: Any, flat: bool) -> masks.Mask:
 
 def _band(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Band | None:
     """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
-    causal, window = _causal(causal), _window(window)
+    causal, window = _causal(causal), check_window(window)
     if causal is False and window is None and key_lengths is None:
         return None
     lead, _, L, S = inputs.sizes
@@ -621,7 +628,7 @@ def _causal(causal: Any) -> bool | str:
     raise ValueError(f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}')
 
 
-def _window(window: Any) -> tuple[int | None, int | None] | None:
+def check_window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     try:

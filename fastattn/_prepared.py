@@ -32,6 +32,8 @@ try:
 except ImportError:
     from fastattn._signature import signature as _signature
 
+describe = _signature  #: of a call on arrays and options alone
+
 _ROWS = (Paged, Quantized, Rows)
 _NO_ROWS = (None,) * 6  #: scales and tables of a call without `Rows`
 
@@ -62,7 +64,7 @@ def signature_of(function: int, *arguments: Any, more: Any = None) -> Any:
         else:
             more, mask = (mask if more is None else (mask, more)), None
         arguments = (*arguments[:3], mask, *arguments[4:])
-    signature = _signature(function, *arguments)
+    signature = describe(function, *arguments)
     return signature if more is None or signature is None else (signature, more)
 
 
@@ -82,6 +84,11 @@ def reuse(signature: Any, given: tuple[Any, ...], score_mod: Mod | None = None) 
     """
     call = None if signature is None else _calls.get(signature)
     return None if call is None else call(score_mod, *given)
+
+
+def known(signature: Any, more: Any) -> PreparedCall | None:
+    """The prepared call of a `signature_of` with `more`, if there is one."""
+    return _calls.get((signature, more))
 
 
 def run(
@@ -236,6 +243,43 @@ class PreparedCall:
         if lse is None:
             return result if weights is None else (result, weights)
         return (result, lse) if weights is None else (result, lse, weights)
+
+    def on_rows(
+        self, query: np.ndarray, parts: tuple[Any, ...], key_lengths: np.ndarray, sinks: np.ndarray | None
+    ) -> Any:
+        """The results of a call on a cache, without mask, bias, weights or `out`.
+
+        The cache answers for its lengths, int64 and unchanged later, and for the `parts` of its `Rows`, which
+        are those of `call_arrays`.
+        """
+        threads = 1
+        if not self.is_small:
+            wanted = self._num_threads
+            threads = self._limit(_host.get_num_threads() if wanted is None else wanted)
+        prepared = self.by_threads.get(threads)
+        if prepared is None:
+            return None
+        out = np.empty(*self._out)
+        lse = None if self._lse is None else np.empty(*self._lse)
+        prepared.run(
+            (
+                query,
+                None,
+                None,
+                out,
+                lse,
+                None,
+                None,
+                None,
+                *self._held,
+                key_lengths,
+                *parts,
+                sinks,
+                self._bits,
+            ),
+            None,
+        )
+        return out if lse is None else (out, lse)
 
     def _rows(self, given: Any, lengths: np.ndarray | None) -> Rows | None:
         """Keys or values in int8 or in pages as at the first call; None where a page is not one."""

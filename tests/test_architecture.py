@@ -87,6 +87,10 @@ LAYERS = [
     {"_prepared"},
     {"_api"},
     {"_flex"},
+    {"_cache_pages"},
+    {"_cache_state"},
+    {"_cache_files"},
+    {"_cache"},
     {"_rope"},
     {"_blas"},
     {"_info"},
@@ -312,9 +316,11 @@ def test_backends_name_no_mask():
             assert not pattern.search(path.read_text()), path
 
 
-#: Where arguments are checked, once: those of calls, those of objects that exist before any call does, and
-#: those of `rope`, which is no attention.
-EDGE = {"_normalize.py", "_rope.py", "_storage.py", "masks.py"}
+#: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
+#: of `rope`, which is no attention, and those and the files of `KVCache`.
+EDGE = {
+    "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py", "_storage.py", "masks.py",
+}  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
 #: What raises outside of the edge, by file and function, and why it has to. There is no other: a check that

@@ -56,6 +56,7 @@ cdef const fastattn_kernels *chosen[2]   # for float32 and float64
 chosen[0] = chosen[1] = NULL
 
 include "signature.pxi"  # the key by which prepared calls are looked up
+include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)

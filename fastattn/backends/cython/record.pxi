@@ -3,6 +3,7 @@
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
+    enum: FASTATTN_REAL
     enum: FASTATTN_INT8
     enum: FASTATTN_STORAGES
     ctypedef struct fastattn_rows:

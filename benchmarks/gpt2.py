@@ -45,8 +45,8 @@ from rich.table import Table
 import fastattn
 from fastattn import _host
 from fastattn._quiet import SETTLE_SECONDS, CoreProbes
-from fastattn.bench.worker import TOLERANCE_EPS
-from fastattn.demo.model import LayerNorm, Linear, gelu_tanh
+from fastattn.bench.oracle import TOLERANCE_EPS
+from fastattn.demo.embed.model import LayerNorm, Linear, gelu_tanh
 
 HEADS, HIDDEN, INNER, VOCABULARY = 12, 768, 3072, 50257
 

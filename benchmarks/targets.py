@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: Of one token over a cache that is not float32, beside its time over that in float32. Memory is the limit.
+_DECODE = {"best": 1.5, "peak": 0.85}
+
 #: Of each case: the time of the fastest peer and of torch over ours at least (``best``, ``torch``), our
 #: share of the limit and that of ``fastattn-avx2`` at least (``peak``, ``peak_avx2``), our time over that of
 #: the case's baseline at most (``slowdown``).
@@ -45,6 +48,13 @@ TARGETS: dict[str, dict[str, float]] = {
     "bshd": {"best": 1.05},
     "bshd-causal": {"best": 1.5},
     "gqa-causal": {"best": 1.5},
+    **dict.fromkeys(("decode-8k-float16", "decode-8k-bfloat16"), _DECODE | {"slowdown": 1 / 1.85}),
+    "decode-8k-int8": _DECODE | {"slowdown": 1 / 3.2},
+    **{
+        f"pages-{page_size}-{storage}": {"slowdown": 1.03}
+        for page_size in (64, 256)
+        for storage in ("float32", "float16", "bfloat16", "int8")
+    },
 }
 
 

@@ -17,9 +17,8 @@ import pytest
 from fastattn import _host
 from fastattn.bench.case import Case, Inputs, make_inputs
 from fastattn.bench.cases import CASES
-from fastattn.bench.oracle import checked_rows, expected_output
+from fastattn.bench.oracle import checked_rows, expected_output, tolerance
 from fastattn.bench.peers import PEERS, Call, Unable, load_peer
-from fastattn.bench.worker import TOLERANCE_EPS
 
 #: Those that live in one process without harm to each other.
 LIBRARIES = ("fastattn", "fastattn-reference", "numpy", "torch")
@@ -59,8 +58,8 @@ def _first_way(library: str, case: Case, inputs: Inputs) -> tuple[str, Call]:
 
 
 def _check(case: Case, inputs: Inputs, result: np.ndarray, answer: np.ndarray) -> None:
-    tolerance = TOLERANCE_EPS * float(np.finfo(case.dtype).eps) * float(np.abs(inputs.value).max())
-    np.testing.assert_allclose(result[:, :, checked_rows(case)], answer, rtol=0, atol=tolerance)
+    found, allowed = result[:, :, checked_rows(case)].astype(answer.dtype), tolerance(case, inputs, answer)
+    np.testing.assert_allclose(found, answer, rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

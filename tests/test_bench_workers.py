@@ -84,6 +84,36 @@ def test_only_right_ways_are_timed(prepare: Callable[..., Any]) -> None:
     assert [label for label, way in ways.items() if "seconds" in way] == ["right"]
 
 
+class Coarser(Peer):
+    """A library that keeps keys and values in steps of a quarter, and computes well with them."""
+
+    version = "1"
+
+    def __init__(self) -> None:
+        self.ways = {
+            "told": lambda case, inputs: self._call(case, inputs, tells=True),
+            "not told": lambda case, inputs: self._call(case, inputs, tells=False),
+            "told, and wrong": lambda case, inputs: self._call(case, inputs, tells=True, factor=1.001),
+        }
+
+    @staticmethod
+    def _call(case: Case, inputs: Inputs, *, tells: bool, factor: float = 1.0) -> Call:
+        _, *given = inputs.bhsd(case)
+        key, value = (np.rint(it * 4).astype(np.float32) / 4 for it in given)
+        held = replace(inputs, key=key, value=value)
+        out = (expected_output(case, held) * factor).astype(np.float32)
+        return Call(lambda: None, lambda: out, (lambda: (key, value)) if tells else None)
+
+
+@pytest.mark.parametrize("stored", [{"storage": "int8"}, {"page_size": 4}])
+def test_a_library_is_held_against_what_it_holds(stored: dict[str, Any], prepare: Callable[..., Any]) -> None:
+    _, found = prepare(replace(CASE, **stored), Coarser())
+    assert found["chosen"] == "told"
+    assert found["ways"]["told"]["error"] < found["tolerance"]
+    for label in ("not told", "told, and wrong"):
+        assert found["ways"][label]["reason"].startswith("wrong: largest error")
+
+
 class Recording(Peer):
     """A library that notes the address of the keys in each call."""
 

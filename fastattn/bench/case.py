@@ -19,6 +19,23 @@ PADDING_KEPT = 0.75
 #: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
 SHORTEST = 1 / 8
 
+#: Elements of a row of int8 that share one float32 scale, and the largest magnitude of an element.
+INT8_GROUP, INT8_LARGEST = 64, 127
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The dtype called `name`; bfloat16 is that of the package ml_dtypes, as NumPy has none."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def itemsize(name: str) -> int:
+    """Bytes of a number of the dtype called `name`; ml_dtypes need not be installed."""
+    return 2 if name == "bfloat16" else np.dtype(name).itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -39,7 +56,10 @@ class Case:
     len_k: int
     head_dim: int
     value_dim: int
-    dtype: str = "float32"
+    dtype: str = "float32"  #: of query and result, and of keys and values unless `storage` says otherwise
+    storage: str | None = None  #: of keys and values: "float16", "bfloat16", "int8" with scales, see `Stored`
+    page_size: int | None = None  #: keys and values in pages of so many rows, in no order; S is a multiple
+    step: bool = False  #: the last L keys and values come with the call, which appends them before it attends
     causal: bool = False  #: no key after position p: "bottom_right"
     mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
     bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
@@ -68,6 +88,16 @@ class Case:
         heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else f"{self.heads}"
         dims = f"{self.head_dim}/{self.value_dim}" if self.value_dim != self.head_dim else f"{self.head_dim}"
         return f"{self.batch},{heads},{self.len_q},{self.len_k},{dims}"
+
+    @property
+    def compute_dtype(self) -> str:
+        """In what products are summed: 16-bit types are only stored."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether query, keys and values are three arrays of one dtype that are there before the call."""
+        return self.storage is None and self.page_size is None and not self.step
 
     @property
     def lengths(self) -> np.ndarray | None:
@@ -130,7 +160,7 @@ class Case:
         """Bytes that have to be read or written at least once.
 
         Query and output; of keys and values each key/value head once, and only the keys that some query may
-        attend; mask and bias as the case gives them. Not the few bytes that say lengths and windows.
+        attend; mask and bias as the case gives them. Not the few bytes that say lengths, windows and pages.
         """
         return _nbytes(self)
 
@@ -143,6 +173,9 @@ class Case:
     def options(self) -> str:
         """The options in a few words, as the tables print them."""
         words = [self.dtype] if self.dtype != "float32" else []
+        words += [f"{self.storage} keys and values"] if self.storage else []
+        words += [f"pages of {self.page_size}"] if self.page_size else []
+        words += ["step"] if self.step else []
         words += ["causal"] if self.causal else []
         words += [f"{self.mask} mask"] if self.mask else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -167,7 +200,7 @@ def _pairs(case: Case) -> int:
 
 @cache
 def _nbytes(case: Case) -> int:
-    element = np.dtype(case.dtype).itemsize
+    element = itemsize(case.dtype)
     start, stop = case.intervals()
     attended = 0
     for item in range(len(start)):
@@ -185,7 +218,61 @@ def _nbytes(case: Case) -> int:
     pairs = case.len_q * case.len_k
     mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k}[case.mask]
     bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
-    return element * (rows * dims + case.kv_heads * attended * dims + bias) + mask
+    row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in (case.head_dim, case.value_dim))
+    return element * (rows * dims + bias) + case.kv_heads * attended * row + mask
+
+
+def _row_nbytes(storage: str, dim: int) -> int:
+    """Bytes of one key or value of one head, with its scales."""
+    scales = 4 * -(-dim // INT8_GROUP) if storage == "int8" else 0
+    return dim * itemsize(storage) + scales
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Keys or values that are not one array of numbers: in int8, in pages, or both."""
+
+    data: np.ndarray  #: (B, K, S, D); in pages (P, K, page, D)
+    scale: np.ndarray | None = None  #: of int8: (..., ceil(D / 64)) float32, what to multiply each group with
+    table: np.ndarray | None = None  #: of pages: (B, n), those of each item in their order
+
+    @classmethod
+    def quantised(cls, rows: np.ndarray) -> Stored:
+        """`rows` ``(..., D)`` in int8: the largest magnitude of each group becomes 127."""
+        firsts = np.arange(0, rows.shape[-1], INT8_GROUP)
+        scale = np.maximum.reduceat(np.abs(rows), firsts, axis=-1) / np.float32(INT8_LARGEST)
+        return cls(np.rint(rows / _spread(scale, rows.shape[-1])).astype(np.int8), scale)
+
+    def paged(self, page_size: int, table: np.ndarray) -> Stored:
+        """The same in the pages that `table` names, each of them once."""
+
+        def cut(array: np.ndarray) -> np.ndarray:
+            batch, heads, _, dim = array.shape
+            pages = np.empty((table.size, heads, page_size, dim), array.dtype)
+            pages[table] = array.reshape(batch, heads, -1, page_size, dim).swapaxes(1, 2)
+            return pages
+
+        return Stored(cut(self.data), None if self.scale is None else cut(self.scale), table)
+
+    def array(self) -> np.ndarray:
+        """The numbers that it stands for, ``(B, K, S, D)``: gathered and decoded."""
+        data = self._gathered(self.data)
+        if self.scale is None:
+            return data
+        scale = _spread(self._gathered(self.scale), data.shape[-1])
+        return np.multiply(data, scale, dtype=np.float32)
+
+    def _gathered(self, array: np.ndarray) -> np.ndarray:
+        if self.table is None:
+            return array
+        batch, count = self.table.shape
+        _, heads, page_size, dim = array.shape
+        return array[self.table].swapaxes(1, 2).reshape(batch, heads, count * page_size, dim)
+
+
+def _spread(scale: np.ndarray, dim: int) -> np.ndarray:
+    """The scale of each of the `dim` elements of a row."""
+    return np.repeat(scale, INT8_GROUP, axis=-1)[..., :dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,25 +280,29 @@ class Inputs:
     """The arrays of a case; the same in every process."""
 
     query: np.ndarray  #: in the layout and rank of the case; C-contiguous unless the case is strided
-    key: np.ndarray
-    value: np.ndarray
+    key: np.ndarray | Stored
+    value: np.ndarray | Stored
     mask: np.ndarray | None  #: bool, True = may attend: the case's ``mask`` and nothing else
     bias: np.ndarray | None
 
     def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views of query, key and value as ``(B, heads, length, dim)``, whatever the case's layout."""
-        arrays = (self.query, self.key, self.value)
+        """Query, key and value as ``(B, heads, length, dim)``, whatever the case's layout.
+
+        Views, but of what is `Stored`: that is gathered and decoded.
+        """
+        rows = (it.array() if isinstance(it, Stored) else it for it in (self.key, self.value))
+        arrays = (self.query, *rows)
         if case.rank == 3:
             return tuple(array[None] for array in arrays)  # type: ignore[return-value]
         if case.layout == "bshd":
             return tuple(array.transpose(0, 2, 1, 3) for array in arrays)  # type: ignore[return-value]
-        return arrays
+        return arrays  # type: ignore[return-value]
 
     def wide(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arrays whose ``[..., ::2]`` a strided case has; of the others what `bhsd` gives."""
         if not case.strided:
             return self.bhsd(case)
-        return tuple(array.base for array in (self.query, self.key, self.value))  # type: ignore[return-value]
+        return tuple(array.base for array in self.bhsd(case))  # type: ignore[return-value]
 
     def allowed(self, case: Case, *, causal: bool | None = None) -> np.ndarray | None:
         """All that restricts attention as one bool array, for libraries that have no other way to say it.
@@ -259,21 +350,35 @@ def document_ids(case: Case) -> np.ndarray:
 def make_inputs(case: Case) -> Inputs:
     """Standard normal inputs from a seed that depends on the case's name alone."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-    dtype: Any = np.dtype(case.dtype).type
+    drawn: Any = np.dtype(case.compute_dtype).type
 
-    def normal(heads: int, length: int, dim: int) -> np.ndarray:
+    def draw(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=drawn).astype(numpy_dtype(dtype), copy=False)
+
+    def normal(heads: int, length: int, dim: int, dtype: str) -> np.ndarray:
         if case.layout == "bshd":
             shape: tuple[int, ...] = (case.batch, length, heads)
         else:
             shape = (case.batch, heads, length)
         shape = shape[4 - case.rank :]
         if case.strided:
-            return rng.standard_normal((*shape, 2 * dim), dtype=dtype)[..., ::2]
-        return rng.standard_normal((*shape, dim), dtype=dtype)
+            return draw((*shape, 2 * dim), dtype)[..., ::2]
+        return draw((*shape, dim), dtype)
 
-    query = normal(case.heads, case.len_q, case.head_dim)
-    key = normal(case.kv_heads, case.len_k, case.head_dim)
-    value = normal(case.kv_heads, case.len_k, case.value_dim)
+    def rows(dim: int) -> np.ndarray | Stored:
+        in_int8 = case.storage == "int8"
+        array = normal(case.kv_heads, case.len_k, dim, "float32" if in_int8 else case.storage or case.dtype)
+        if not in_int8 and case.page_size is None:
+            return array
+        stored = Stored.quantised(array) if in_int8 else Stored(array)
+        return stored if case.page_size is None else stored.paged(case.page_size, table)
+
+    query = normal(case.heads, case.len_q, case.head_dim, case.dtype)
+    count = case.len_k // (case.page_size or case.len_k)
+    # One table for both, and pages in no order, as they are handed out while others are given back.
+    order = rng.permutation(case.batch * count) if case.page_size else np.arange(case.batch)
+    table = order.reshape(case.batch, count)
+    key, value = rows(case.head_dim), rows(case.value_dim)
 
     mask = None
     if case.mask == "random":
@@ -285,7 +390,7 @@ def make_inputs(case: Case) -> Inputs:
     bias = None
     if case.bias is not None:
         heads = (case.heads,) if case.bias == "per_head" else ()
-        bias = rng.standard_normal((*heads, case.len_q, case.len_k), dtype=dtype)
+        bias = draw((*heads, case.len_q, case.len_k), case.dtype)
     return Inputs(query, key, value, mask, bias)
 
 
@@ -311,5 +416,5 @@ def make_layer(case: Case) -> Layer | None:
     count, width = case.batch * case.len_q, case.heads * case.value_dim
     projected = case.heads * case.head_dim + case.kv_heads * (case.head_dim + case.value_dim)
     shapes = (count, case.model_dim), (case.model_dim, projected), (count, width), (width, case.model_dim)
-    dtype: Any = np.dtype(case.dtype).type
+    dtype: Any = np.dtype(case.compute_dtype).type
     return Layer(*(rng.standard_normal(shape, dtype=dtype) for shape in shapes))

@@ -11,8 +11,37 @@ from fastattn.bench.case import PADDING_KEPT, Case, make_inputs
 #: Tokens in all of each case of the length family.
 TOKENS = 32768
 
+
 #: Name, ``B,H[/K],L,S,D[/E]`` as `Case.shape` gives it, other fields of `Case`, and where it comes from.
 _Row = tuple[str, str, dict[str, Any], str]
+
+#: How a decoder stores keys and values. Queries and results of 16-bit cases are in the same type, those over
+#: int8 are float32.
+_STORAGES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"storage": "int8"},
+}
+
+
+def _in_each_storage(
+    name: str, shape: str, fields: dict[str, Any], origin: str, *, beside: str | None = None
+) -> list[_Row]:
+    """A row for each of `_STORAGES`.
+
+    Our time is also given over that of the row in float32, or over that of `beside` in the same storage.
+    """
+    rows: list[_Row] = []
+    for storage, stored in _STORAGES.items():
+        all_fields = fields | stored
+        if beside is not None:
+            all_fields |= {"baseline": f"{beside}-{storage}"}
+        elif storage != "float32":
+            all_fields |= {"baseline": f"{name}-float32"}
+        rows.append((f"{name}-{storage}", shape, all_fields, f"{origin}, in {storage}"))
+    return rows
+
 
 # fmt: off
 #: The rows of each group, both in the order of the tables. A new case is one more row.
@@ -139,6 +168,24 @@ _TABLE: dict[str, list[_Row]] = {
         ("whisper-decode",     "1,20,1,1500,64",    dict(cold=True),
          "Whisper-large, one token over 30 s of audio"),
     ],
+    "decode-storage": [
+        *_in_each_storage("decode-8k", "1,32/8,1,8192,128", dict(cold=True),
+                          "Llama-3-8B, one token over a cache of 8192"),
+        *_in_each_storage("group-1", "1,8,1,8192,128", dict(cold=True),
+                          "the same cache, a query head for each key/value head"),
+        *_in_each_storage("group-16", "1,128/8,1,8192,128", dict(cold=True),
+                          "Llama-3.1-405B, one token over a cache of 8192"),
+        *_in_each_storage("speculative-8", "1,32/8,8,8192,128", dict(causal=True, cold=True),
+                          "Llama-3-8B checking 8 guessed tokens at once"),
+        *_in_each_storage("chunk-512", "1,32/8,512,4096,128", dict(causal=True),
+                          "Llama-3-8B, a chunk of 512 tokens at the end of a prompt of 4096"),
+        *_in_each_storage("pages-64", "1,32/8,1,8192,128", dict(page_size=64, cold=True),
+                          "the cache of decode-8k in pages of 64", beside="decode-8k"),
+        *_in_each_storage("pages-256", "1,32/8,1,8192,128", dict(page_size=256, cold=True),
+                          "the cache of decode-8k in pages of 256", beside="decode-8k"),
+        *_in_each_storage("step-8k", "1,32/8,1,8192,128", dict(step=True, cold=True),
+                          "decode-8k with the token's own key and value appended first", beside="decode-8k"),
+    ],
     "long": [
         ("long-8k",  "1,4,8192,8192,64",   dict(causal=True), "long context, four heads"),
         ("long-16k", "1,2,16384,16384,64", dict(causal=True), "long context, two heads"),
@@ -254,6 +301,12 @@ def case_of_shape(shape: str, **options: Any) -> Case:
     case = _case("shape", shape, shape, {"quick": True, **options}, "given as --shape")
     if case.document_length is not None and (case.len_q != case.len_k or case.lengths is not None):
         raise ValueError(f"{shape}: documents in a row have as many queries as keys, and no key lengths")
+    if not case.is_plain and case.layout != "bhsd":
+        raise ValueError(f"{shape}: storage, pages and steps are timed in the layout bhsd, got {case.layout}")
+    if case.page_size is not None and case.len_k % case.page_size:
+        raise ValueError(f"{shape}: the keys fill their pages, got pages of {case.page_size}")
+    if case.step and (case.page_size is not None or case.lengths is not None or case.len_q > case.len_k):
+        raise ValueError(f"{shape}: a step has L of the S keys, no key lengths and no pages")
     return case
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,7 +22,7 @@ except ImportError:
 
 from fastattn import _host
 from fastattn.bench import document, flat, report
-from fastattn.bench.case import Case
+from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
@@ -67,7 +65,10 @@ _SHAPE_FIELDS: dict[str, dict[str, Any]] = {
     "mask": {"choices": ["random", "padding"], "help": "a bool mask: (L, S), half True, or (B, 1, 1, S)"},
     "bias": {"choices": ["shared", "per_head"], "help": "a float bias (L, S) or (H, L, S)"},
     "softcap": {"type": float, "metavar": "C", "help": "scores become c · tanh(x / c)"},
-    "dtype": {"choices": ["float32", "float64"], "help": "float32 by default"},
+    "dtype": {"choices": ["float32", "float64", "float16", "bfloat16"], "help": "float32 by default"},
+    "storage": {"choices": ["float16", "bfloat16", "int8"], "help": "of keys and values, beside that dtype"},
+    "page_size": {"type": int, "metavar": "N", "help": "keys and values in pages of N rows"},
+    "step": {"action": "store_true", "help": "append the last L keys and values first, as a decoder does"},
     "layout": {"choices": ["bhsd", "bshd"], "help": "bshd: arrays (B, L, H, D)"},
     "cold": {"action": "store_true", "help": "keys and values come from memory, not from the caches"},
     "model_dim": {"type": int, "metavar": "N", "help": "between the products of a model with rows of N"},
@@ -157,7 +158,7 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name in ("threads", "rounds", "document_length", "model_dim"):
+    for name in ("threads", "rounds", "page_size", "document_length", "model_dim"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is at least 1, got {value}")
@@ -193,7 +194,7 @@ def _check_fits(case: Case, libraries: int) -> None:
     rows = case.batch * (case.heads * case.len_q + case.kv_heads * case.len_k)
     pairs = case.len_q * case.len_k
     bias = pairs * {None: 0, "shared": 1, "per_head": case.heads}[case.bias]
-    needed = np.dtype(case.dtype).itemsize * (rows * (case.head_dim + case.value_dim) + bias)
+    needed = itemsize(case.dtype) * (rows * (case.head_dim + case.value_dim) + bias)
     needed += pairs if case.mask == "random" else 0
     if needed * libraries > free / 2:
         raise ValueError(

@@ -28,7 +28,7 @@ def bounds(case: Case, num_threads: int, limits: Limits) -> dict[Kind, float]:
     where a limit that counts was not measured: nothing can be said then.
     """
     threads = str(num_threads)
-    peak = limits["fma"].get(case.dtype, {}).get(threads)
+    peak = limits["fma"].get(case.compute_dtype, {}).get(threads)
     bandwidth = limits["read_bandwidth"].get(threads)
     if peak is None or (case.cold and bandwidth is None):
         return {}

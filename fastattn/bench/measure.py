@@ -78,17 +78,18 @@ def check(case: Case, crew: Crew, names: Sequence[str], notify: Notify = ignore)
     run = CaseRun(case, crew.threads(case), oracle)
     for name in taking_part(names, case):
         notify(f"checking {name}")
-        run.libraries[name] = _check_one(case, crew.worker(name, run.threads), path, run)
+        run.libraries[name], tolerance = _check_one(case, crew.worker(name, run.threads), path)
+        run.tolerance = run.tolerance if tolerance is None else tolerance
     crew.forget(path)
     return run
 
 
-def _check_one(case: Case, worker: Worker, path: str, run: CaseRun) -> LibraryRun:
+def _check_one(case: Case, worker: Worker, path: str) -> tuple[LibraryRun, float | None]:
+    """What the check found, and the error that it allowed."""
     try:
         found = worker.ask("prepare", case=asdict(case), expected=path)
     except WorkerError as problem:
-        return LibraryRun(reason=str(problem))
-    run.tolerance = found["tolerance"]
+        return LibraryRun(reason=str(problem)), None
     library = LibraryRun(
         version=found["version"], chosen=found["chosen"], copies=found["copies"], ways=found["ways"]
     )
@@ -99,7 +100,7 @@ def _check_one(case: Case, worker: Worker, path: str, run: CaseRun) -> LibraryRu
         library.wrong = bool(wrong)
         shown = wrong[0] if wrong else {}
     library.error, library.rms_error = shown.get("error"), shown.get("rms_error")
-    return library
+    return library, found["tolerance"]
 
 
 @dataclass(slots=True)
@@ -224,7 +225,7 @@ def _baseline(case: Case, crew: Crew, run: CaseRun, notify: Notify) -> _Contesta
     """fastattn on the baseline case, to be timed in the same rounds."""
     notify(f"preparing {case.name}")
     path, _ = crew.expected(case)
-    run.baseline = _check_one(case, crew.worker(OURS[0], run.threads), path, run)
+    run.baseline, _ = _check_one(case, crew.worker(OURS[0], run.threads), path)
     crew.forget(path)
     return _contestant(crew, OURS[0], case, run.baseline, run)
 

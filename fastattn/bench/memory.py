@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fastattn.bench.case import Case, Inputs
+from fastattn.bench.case import Case, Inputs, itemsize
 from fastattn.bench.peers import Call
 from fastattn.bench.peers._base import available_memory
 
@@ -29,7 +27,7 @@ def limit_memory() -> None:
 def measure_call(make: Callable[[Case, Inputs], Call], case: Case, inputs: Inputs) -> dict[str, Any]:
     """Peak resident bytes of the first call of `case` over its inputs and its output, and its seconds."""
     call = make(case, inputs)
-    output = case.batch * case.heads * case.len_q * case.value_dim * np.dtype(case.dtype).itemsize
+    output = case.batch * case.heads * case.len_q * case.value_dim * itemsize(case.dtype)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
     before = _field("/proc/self/status", "VmHWM")

@@ -1,19 +1,31 @@
-"""The demo: a real sentence transformer in NumPy whose attention is `fastattn.attention`.
+"""Two demos on real models in NumPy, whose attention is fastattn's.
 
-Read it in this order:
+===============  ==================================================================================
+``generate/``    a language model: text from a prompt, token by token, with `fastattn.KVCache`
+``embed/``       a sentence transformer: texts by nearness of meaning, with `fastattn.attention`
+``_command.py``  what both commands share: options, messages, exit status, a progress bar
+``_files.py``    text files that the user names
+``_figures.py``  pictures that are saved under a name of the user's
+``_errors.py``   the one exception, something its user can put right
+===============  ==================================================================================
 
-=============  ====================================================================
-attention.py   attention twice: with fastattn, and with the plain formula
-model.py       BERT in NumPy: from token ids to an embedding
-loading.py     the weights, the settings and the tokenizer, from a folder
-corpus.py      the demo's own sentences and passages, and its queries
-text.py        what is searched: these, or the lines of a file
-timing.py      both kinds of attention in the same model, timed side by side
-picture.py     the attention weights of one sentence
-cli.py         the command, which puts these together
-=============  ====================================================================
+Each compares itself with the plain NumPy formula in the same model. Without a name the command is `generate`.
 """
 
-from fastattn.demo.cli import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+from collections.abc import Sequence
+
+DEMOS = ("generate", "embed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo that the first word names, `generate` where it names none; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in DEMOS else DEMOS[0]
+    if name == "embed":
+        from fastattn.demo.embed import main as demo
+    else:
+        from fastattn.demo.generate import main as demo
+    return demo(words)

@@ -38,7 +38,7 @@ def _fastattn(put: Callable[[np.ndarray], Any], get: Callable[[Any], np.ndarray]
     import fastattn
 
     def make(case: Case, inputs: Inputs) -> Callable[[], Any]:
-        arrays = [put(x) for x in (inputs.query, inputs.key, inputs.value)]
+        arrays = [put(x) for x in (inputs.query, np.asarray(inputs.key), np.asarray(inputs.value))]
         options: dict[str, Any] = {
             "causal": "bottom_right" if case.causal else False,
             "window": case.window,

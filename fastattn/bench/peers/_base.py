@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs, Layer
+from fastattn.bench.case import Case, Inputs, Layer, itemsize, numpy_dtype
 from fastattn.bench.cases import MEMORY_CASES
 
 #: A library that stores the scores is refused when they would take more than this share of the machine's
@@ -29,12 +29,19 @@ class Redundant(Unable):
     """A way that would do the same as another way of the same library; it is left out without a word."""
 
 
+#: Keys and values as a library holds them after a call, ``(B, K, S, D)``.
+Held = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A case made ready in one library."""
 
     run: Callable[[], object]  #: what is timed; does all of the work, and nothing but it
     result: Callable[[], np.ndarray]  #: runs it and gives the output as ``(B, H, L, E)``; not timed
+    #: of a library that holds other numbers than the case, in an int8 of its own: it is checked against the
+    #: right answer for these
+    held: Held | None = None
 
 
 #: Makes a case ready; raises `Unable`, or its library's own error, when the library cannot do the case.
@@ -60,6 +67,24 @@ class Peer:
         return Products(lambda: layer.rows @ layer.w_qkv, lambda: layer.attended @ layer.w_o)
 
 
+def check_plain(case: Case) -> None:
+    """Raise `Unable` for a way that takes three arrays of one dtype, and nothing else."""
+    if case.storage is not None:
+        raise Unable(f"no {case.dtype} queries over {case.storage} keys and values")
+    if case.page_size is not None:
+        raise Unable("no pages")
+    if case.step:
+        raise Unable("no cache to append to")
+
+
+def take_new(case: Case, array: np.ndarray) -> np.ndarray:
+    """The keys or values that a step appends: the last L of ``(..., S, dim)``, which become 0 in `array`."""
+    new = array[..., case.len_k - case.len_q :, :]
+    taken = new.copy()
+    new[...] = 0
+    return taken
+
+
 def available_memory() -> int:
     """Bytes that can be had without swapping, as Linux estimates them; elsewhere OSError."""
     return _meminfo("MemAvailable")
@@ -79,7 +104,7 @@ def check_scores_fit(case: Case) -> None:
     To be called before anything large is made, a mask among it. `MEMORY_CASES` pass: what they need is the
     question there, and they run alone and under a limit.
     """
-    needed = case.batch * case.heads * case.len_q * case.len_k * np.dtype(case.dtype).itemsize
+    needed = case.batch * case.heads * case.len_q * case.len_k * itemsize(case.dtype)
     try:
         limit = min(SHARE_OF_ALL * _meminfo("MemTotal"), SHARE_OF_FREE * available_memory())
     except OSError:  # not on Linux: nobody knows
@@ -92,7 +117,8 @@ def added_mask(case: Case, mask: np.ndarray) -> np.ndarray:
     """`mask` as numbers to be added to the scores: 0 and -inf for a bool one, a float one as it is."""
     if mask.dtype != bool:
         return mask
-    zero, infinity = np.zeros((), case.dtype), np.array(-np.inf, case.dtype)
+    dtype = numpy_dtype(case.dtype)
+    zero, infinity = np.zeros((), dtype), np.array(-np.inf, dtype)
     return np.where(mask, zero, infinity)
 
 
@@ -145,6 +171,8 @@ def folded(make: Way) -> Way:
         start, stop = case.intervals()
         arrays = inputs.mask is not None or inputs.bias is not None or case.document_length is not None
         if case.kv_heads == case.heads or case.len_q > FEW_ROWS or case.rank != 4 or case.strided or arrays:
+            raise Redundant
+        if not case.is_plain:
             raise Redundant
         if len(start) > 1 and (start.shape[1] > 1 or np.any(start)):
             raise Redundant  # the queries of each item attend keys of their own

@@ -1,14 +1,18 @@
-"""fastattn through its public function, on the backend that FASTATTN_BACKEND names in the worker."""
+"""fastattn through its public function, on the backend that FASTATTN_BACKEND names in the worker.
+
+A step writes the new keys and values into the arrays as NumPy does, and calls `attention`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import fastattn
-from fastattn.bench.case import Case, Inputs, document_ids
-from fastattn.bench.peers._base import Call, Peer
+from fastattn.bench.case import Case, Inputs, Stored, document_ids, numpy_dtype
+from fastattn.bench.peers._base import Call, Peer, Unable, take_new
 
 
 def load(num_threads: int) -> Fastattn:
@@ -32,7 +36,7 @@ class Fastattn(Peer):
 
     def _attention_out(self, case: Case, inputs: Inputs) -> Call:
         options = self._options(case, inputs)
-        options["out"] = np.empty((*inputs.query.shape[:-1], case.value_dim), case.dtype)
+        options["out"] = np.empty((*inputs.query.shape[:-1], case.value_dim), numpy_dtype(case.dtype))
         return self._call(case, inputs, options)
 
     @staticmethod
@@ -62,15 +66,62 @@ class Fastattn(Peer):
     @staticmethod
     def _call(case: Case, inputs: Inputs, options: dict[str, Any]) -> Call:
         attention = fastattn.attention
-        query, key, value = inputs.query, inputs.key, inputs.value
+        query, key, value = inputs.query, _rows(inputs.key), _rows(inputs.value)
 
         def run() -> np.ndarray:
             return attention(query, key, value, **options)
 
+        timed = _stepping(case, (key, value), run) if case.step else run
+
         def result() -> np.ndarray:
-            out = run()
+            out = timed()
             if case.layout == "bshd":
                 return out.transpose(0, 2, 1, 3)
             return out.reshape(case.batch, case.heads, case.len_q, case.value_dim)
 
-        return Call(run, result)
+        return Call(timed, result)
+
+
+def _rows(given: np.ndarray | Stored) -> Any:
+    """Keys or values as `attention` takes them: an array, `Quantized` or `Paged`; no copy."""
+    if not isinstance(given, Stored):
+        return given
+    rows = given.data if given.scale is None else fastattn.Quantized(given.data, given.scale)
+    return rows if given.table is None else fastattn.Paged(rows, given.table)
+
+
+def _stepping(
+    case: Case, rows: tuple[Any, Any], attend: Callable[[], np.ndarray]
+) -> Callable[[], np.ndarray]:
+    """`attend` after the new keys and values were appended."""
+    appends = [_append(case, it) for it in rows]
+
+    def run() -> np.ndarray:
+        for append in appends:
+            append()
+        return attend()
+
+    return run
+
+
+def _append(case: Case, rows: Any) -> Callable[[], None]:
+    """What writes the new rows of a step."""
+    if isinstance(rows, fastattn.Paged):
+        raise Unable("no step over pages")
+    new_rows = slice(case.len_k - case.len_q, None)
+    if isinstance(rows, np.ndarray):
+        cache, new = rows, take_new(case, rows)
+
+        def append() -> None:
+            cache[..., new_rows, :] = new
+
+        return append
+    quantized = rows
+    given = fastattn.Quantized(take_new(case, rows.data), take_new(case, rows.scale)).decode()
+
+    def encode() -> None:
+        encoded = fastattn.Quantized.encode(given)
+        quantized.data[..., new_rows, :] = encoded.data
+        quantized.scale[..., new_rows, :] = encoded.scale
+
+    return encode

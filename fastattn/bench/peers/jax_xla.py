@@ -16,7 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Block, Call, Peer, Unable, block_axis, blocks, check_scores_fit, folded
+from fastattn.bench.peers._base import (
+    Block,
+    Call,
+    Peer,
+    Unable,
+    block_axis,
+    blocks,
+    check_plain,
+    check_scores_fit,
+    folded,
+)
 
 #: Attention of three arrays in one of the two layouts.
 Attention = Callable[..., jax.Array]
@@ -42,6 +52,7 @@ class JaxXLA(Peer):
     def _library(self, case: Case, inputs: Inputs) -> Call:
         if case.softcap is not None:
             raise Unable("no soft-cap")
+        check_plain(case)
         check_scores_fit(case)
         # Its causal starts at the top left and its window lies around it; lengths would not move them.
         aligned = case.len_q == case.len_k and case.lengths is None
@@ -65,6 +76,7 @@ class JaxXLA(Peer):
         return _compiled(case, inputs, attention, arrays, "bshd")
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
+        check_plain(case)
         check_scores_fit(case)
         arrays = {"allowed": inputs.allowed(case), "bias": inputs.bias}
         given = {name: array for name, array in arrays.items() if array is not None}
@@ -75,6 +87,7 @@ class JaxXLA(Peer):
         return _compiled(case, inputs, attention, given, "bhsd")
 
     def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
+        check_plain(case)
         parts = blocks(case)
 
         def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

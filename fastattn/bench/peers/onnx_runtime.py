@@ -4,12 +4,17 @@ Three operators can do attention on the CPU and none is always the fastest, so a
 case are tried. ``Attention`` (ONNX opset 23) gets the case's own layout. ``MultiHeadAttention`` and
 ``GroupQueryAttention`` (com.microsoft) take ``(B, length, heads · dim)`` only: they get their inputs
 stored that way beforehand, which is a favour to them in "bhsd" cases.
+
+``GroupQueryAttention`` is the decoder's: it appends the last L keys and values itself, so that a step is what
+it always does. Its cache may be int8, with one scale for all or one for each column of a head: those scales
+are found beforehand, and it holds other numbers than the case then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +22,18 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
-from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, Peer, Unable, added_mask, check_scores_fit, folded
+from fastattn.bench.case import INT8_LARGEST, Case, Inputs, numpy_dtype
+from fastattn.bench.peers._base import (
+    Call,
+    Held,
+    Peer,
+    Redundant,
+    Unable,
+    added_mask,
+    check_plain,
+    check_scores_fit,
+    folded,
+)
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
 IR_VERSION, OPSET = 11, 23
@@ -61,11 +76,14 @@ class OnnxRuntime(Peer):
             "Attention": self._attention,
             "MultiHeadAttention": self._multi_head,
             "GroupQueryAttention": self._group_query,
+            "GroupQueryAttention, a scale per tensor": partial(self._group_query, scales="PER_TENSOR"),
+            "GroupQueryAttention, a scale per channel": partial(self._group_query, scales="PER_CHANNEL"),
             "Attention, a group's heads as rows": folded(self._attention),
             "MultiHeadAttention, a group's heads as rows": folded(self._multi_head),
         }
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
+        check_plain(case)
         check_scores_fit(case)
         # As 3-D tensors the operator reads (B, length, heads · dim): that is "bshd".
         merged = case.layout == "bshd"
@@ -82,6 +100,7 @@ class OnnxRuntime(Peer):
         return self._call(case, Node("Attention", "", feeds, attributes, merged))
 
     def _multi_head(self, case: Case, inputs: Inputs) -> Call:
+        check_plain(case)
         if case.kv_heads != case.heads:
             raise Unable("MultiHeadAttention has no grouped heads")
         if case.softcap is not None:
@@ -100,12 +119,16 @@ class OnnxRuntime(Peer):
         attributes = {"num_heads": case.heads, "unidirectional": int(flag)}
         return self._call(case, Node("MultiHeadAttention", "com.microsoft", feeds, attributes, merged=True))
 
-    def _group_query(self, case: Case, inputs: Inputs) -> Call:
+    def _group_query(self, case: Case, inputs: Inputs, scales: str | None = None) -> Call:
         """A step with a cache: the last L keys and values are new, those before are in the cache.
 
         Self-attention without a past has no cache; otherwise cache and updated cache share their memory, as
-        in generation loops.
+        in generation loops. `scales` are those of an int8 cache.
         """
+        if (scales is None) == (case.storage == "int8"):
+            raise Redundant
+        if case.storage != "int8" or case.page_size is not None:
+            check_plain(replace(case, step=False))
         window = case.window
         causal = case.causal or case.len_q == 1 or (window is not None and window[1] == 0)
         if inputs.mask is not None or inputs.bias is not None or case.document_length is not None:
@@ -121,7 +144,9 @@ class OnnxRuntime(Peer):
         cache = (case.batch, case.kv_heads, case.len_k, case.head_dim)
         in_place = {}
         if case.len_q == case.len_k and case.lengths is None:
-            empty = np.empty((case.batch, case.kv_heads, 0, case.head_dim), case.dtype)
+            if scales is not None:
+                raise Unable("GroupQueryAttention over int8 is for a cache that is there")
+            empty = np.empty((case.batch, case.kv_heads, 0, case.head_dim), numpy_dtype(case.dtype))
             feeds |= {"past_key": empty, "past_value": empty}
         else:
             if case.strided:
@@ -138,6 +163,18 @@ class OnnxRuntime(Peer):
             in_place = {"present_key": "past_key", "present_value": "past_value"}
         feeds |= {"last": (lengths - 1).astype(np.int32), "total": np.array(case.len_k, np.int32)}
         attributes: dict[str, Any] = {"num_heads": case.heads, "kv_num_heads": case.kv_heads}
+        held = None
+        if scales is not None:
+            attributes |= {"k_quant_type": scales, "v_quant_type": scales, "kv_cache_bit_width": 8}
+            feeds |= dict.fromkeys(("cos", "sin", "positions", "bias", "sinks"))
+            stored = {name: _in_int8(feeds[f"past_{name}"], scales) for name in ("key", "value")}
+            feeds |= {f"past_{name}": data for name, (data, _) in stored.items()}
+            feeds |= {f"{name}_scale": scale.reshape(-1) for name, (_, scale) in stored.items()}
+
+            def held() -> tuple[np.ndarray, np.ndarray]:
+                key, value = (data * scale for data, scale in stored.values())
+                return key, value
+
         if window is not None:
             attributes["local_window_size"] = window[0] + 1
         if case.softcap is not None:
@@ -146,10 +183,13 @@ class OnnxRuntime(Peer):
         return self._call(
             case,
             Node("GroupQueryAttention", "com.microsoft", feeds, attributes, True, outputs, in_place),
+            held,
         )
 
-    def _call(self, case: Case, node: Node) -> Call:
+    def _call(self, case: Case, node: Node, held: Held | None = None) -> Call:
         """A session of `node`, bound to its feeds and ready to run."""
+        if case.dtype == "bfloat16":
+            raise Unable("no bfloat16 operators on the CPU")
         given = {name: np.ascontiguousarray(it) for name, it in node.feeds.items() if it is not None}
         session = ort.InferenceSession(
             _model(case, node, given), self._options, providers=["CPUExecutionProvider"]
@@ -159,7 +199,7 @@ class OnnxRuntime(Peer):
             if name in node.in_place:
                 bound[name] = bound[node.in_place[name]]
             else:
-                element = np.dtype(case.dtype).type
+                element = numpy_dtype(case.dtype).type
                 bound[name] = ort.OrtValue.ortvalue_from_shape_and_type(shape, element)
 
         binding = session.io_binding()
@@ -175,13 +215,21 @@ class OnnxRuntime(Peer):
                 return out.reshape(case.batch, case.len_q, case.heads, -1).transpose(0, 2, 1, 3)
             return out
 
-        return Call(lambda: session.run_with_iobinding(binding), result)
+        return Call(lambda: session.run_with_iobinding(binding), result, held)
 
 
 def _query_key_value(case: Case, inputs: Inputs, *, merged: bool) -> dict[str, np.ndarray | None]:
     """The first three inputs; of strided cases the wider arrays, which the model takes a slice of."""
     arrays = [_merge_heads(array) if merged else array for array in inputs.wide(case)]
     return dict(zip(("query", "key", "value"), arrays, strict=True))
+
+
+def _in_int8(array: np.ndarray | None, scales: str) -> tuple[np.ndarray, np.ndarray]:
+    """`array` in int8, and what to multiply it with: one scale, or one for each head and element of a row."""
+    assert array is not None
+    axes = (0, 2) if scales == "PER_CHANNEL" else None
+    scale = np.abs(array).max(axis=axes, keepdims=True) / np.float32(INT8_LARGEST)
+    return np.rint(array / scale).astype(np.int8), scale
 
 
 def _causal_flag(case: Case, inputs: Inputs) -> bool:
@@ -224,7 +272,7 @@ def _model(case: Case, node: Node, given: Mapping[str, np.ndarray]) -> bytes:
             names[index] = inner
     outputs = _outputs(case, node)
     nodes.append(helper.make_node(node.operator, names, list(outputs), domain=node.domain, **node.attributes))
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(case.dtype))
+    elements = {name: given[node.in_place.get(name, "query")].dtype for name in outputs}
     graph = helper.make_graph(
         nodes,
         node.operator,
@@ -232,7 +280,10 @@ def _model(case: Case, node: Node, given: Mapping[str, np.ndarray]) -> bytes:
             helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
             for name, array in given.items()
         ],
-        [helper.make_tensor_value_info(name, element, shape) for name, shape in outputs.items()],
+        [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(elements[name]), shape)
+            for name, shape in outputs.items()
+        ],
         constants,
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]

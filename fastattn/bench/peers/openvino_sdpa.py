@@ -1,8 +1,9 @@
-"""OpenVINO: a model of one ScaledDotProductAttention (opset 13) on the CPU plugin.
+"""OpenVINO: a model of one ScaledDotProductAttention (opset 13) or PagedAttention on the CPU plugin.
 
 Inputs are copied once into tensors that OpenVINO allocated and the output tensor is reused, so a call is
 ``request.infer()`` and nothing else. The plugin takes different paths through a model with fixed shapes
-and one with open lengths; both are tried.
+and one with open lengths; both are tried. 16-bit cases hint at their own type: what the plugin makes of that
+depends on the CPU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from fastattn.bench.case import Case, Inputs
-from fastattn.bench.peers._base import Call, Peer, Unable, check_scores_fit, folded
+from fastattn.bench.case import Case, Inputs, numpy_dtype
+from fastattn.bench.peers._base import Call, Peer, Unable, check_plain, check_scores_fit, folded
+from fastattn.bench.peers.openvino_paged import paged_attention
+
+#: What 16-bit cases change of the configuration.
+_HINTS = {
+    "float16": {"INFERENCE_PRECISION_HINT": "f16"},
+    "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"},
+}
 
 
 def load(num_threads: int) -> OpenVINO:
@@ -38,15 +46,17 @@ class OpenVINO(Peer):
             "open lengths": partial(self._sdpa, fixed=False),
             "fixed shapes, a group's heads as rows": folded(partial(self._sdpa, fixed=True)),
             "open lengths, a group's heads as rows": folded(partial(self._sdpa, fixed=False)),
+            "PagedAttention": partial(paged_attention, self._core, self._config),
         }
 
     def _sdpa(self, case: Case, inputs: Inputs, *, fixed: bool) -> Call:
+        check_plain(case)
         if case.softcap is not None:
             raise Unable("no soft-cap")
         # The operator knows (B, heads, length, dim) only; a "bshd" model transposes, as exported ones do.
         arrays = list(inputs.wide(case))
         if case.layout == "bshd":
-            arrays = [inputs.query, inputs.key, inputs.value]
+            arrays = [array.transpose(0, 2, 1, 3) for array in inputs.bhsd(case)]
         # Its causal starts at the top left, and the plugin ignores a mask beside it.
         causal = case.causal and case.len_q == case.len_k and inputs.score_mask(case, causal=False) is None
         if causal:
@@ -65,7 +75,7 @@ class OpenVINO(Peer):
                 shape[length_axis] = -1
             elif not fixed:
                 shape[-2:] = [-1, -1]
-            parameters.append(opset13.parameter(ov.PartialShape(shape), array.dtype))
+            parameters.append(opset13.parameter(ov.PartialShape(shape), _element(array)))
         nodes = list(parameters)
         if case.strided:
             nodes[:3] = [_every_second(node) for node in nodes[:3]]
@@ -75,17 +85,23 @@ class OpenVINO(Peer):
             nodes[1:3] = [_repeat_heads(node, case) for node in nodes[1:3]]
         out = opset13.scaled_dot_product_attention(*nodes, causal=causal)
         model = ov.Model([opset13.result(out)], parameters)
-        request = self._core.compile_model(model, "CPU", self._config).create_infer_request()
+        config = self._config | _HINTS.get(case.dtype, {})
+        request = self._core.compile_model(model, "CPU", config).create_infer_request()
         for index, array in enumerate(arrays):
-            tensor = ov.Tensor(ov.Type(array.dtype), ov.Shape(array.shape))
-            tensor.data[...] = array
+            tensor = ov.Tensor(_element(array), ov.Shape(array.shape))
+            tensor.data.view(array.dtype)[...] = array
             request.set_input_tensor(index, tensor)
 
         def result() -> np.ndarray:
             request.infer()
-            return request.get_output_tensor(0).data.copy()
+            return request.get_output_tensor(0).data.view(numpy_dtype(case.dtype)).copy()
 
         return Call(request.infer, result)
+
+
+def _element(array: np.ndarray) -> ov.Type:
+    """The type of a tensor for `array`; the data of a bfloat16 one are said to be float16."""
+    return ov.Type.bf16 if array.dtype.name == "bfloat16" else ov.Type(array.dtype)
 
 
 def _every_second(node: ov.Node) -> ov.Node:

@@ -14,8 +14,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fastattn.bench.case import Case, Inputs, Layer
-from fastattn.bench.peers._base import Call, Peer, Products, Unable
-from fastattn.bench.peers.torch_sdpa import linear_layers, own, tensors
+from fastattn.bench.peers._base import Call, Peer, Products, Unable, check_plain
+from fastattn.bench.peers.torch_sdpa import as_numpy, linear_layers, own, tensors
 
 #: What `flex_attention` calls for each score or pair: batch item, head, query and key as index tensors.
 Modifier = Callable[..., Any]
@@ -40,7 +40,8 @@ class TorchFlex(Peer):
         return linear_layers(layer)
 
     def _flex(self, case: Case, inputs: Inputs) -> Call:
-        if case.dtype != "float32":
+        check_plain(case)
+        if case.dtype == "float64":
             raise Unable("flex_attention on the CPU has no float64")
         torch.compiler.reset()  # what was compiled for other cases, and its limit on recompilations
         query, key, value = (it if it.ndim == 4 else it[None] for it in tensors(case, inputs))
@@ -55,7 +56,7 @@ class TorchFlex(Peer):
         def run() -> torch.Tensor:
             return compiled(query, key, value, **options)
 
-        return Call(run, lambda: run().numpy())
+        return Call(run, lambda: as_numpy(run()))
 
 
 def _mask_mod(case: Case, inputs: Inputs) -> Modifier | None:

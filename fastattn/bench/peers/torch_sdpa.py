@@ -3,18 +3,23 @@
 The operator has a fast path that takes rank 4, E = D and a last axis without gaps, and another one, much
 slower, for the rest. Cases that miss the fast path are also tried with their inputs brought into its form
 inside the call, and packed and ragged cases with a call for each text: people who know PyTorch do so.
+
+A decoder in PyTorch appends with ``index_copy_``. There is no operator for pages nor, on the CPU, for int8
+keys and values: those are gathered and multiplied with their scales inside the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastattn.bench.case import Case, Inputs, Layer
+from fastattn.bench.case import INT8_GROUP, Case, Inputs, Layer, Stored
 from fastattn.bench.peers._base import (
     FEW_ROWS,
     Call,
@@ -38,11 +43,16 @@ def load(num_threads: int) -> TorchSDPA:
 
 def own(array: np.ndarray) -> torch.Tensor:
     """A copy in memory that torch allocated, and so aligned as it likes it."""
-    return torch.from_numpy(np.ascontiguousarray(array)).clone()
+    array = np.ascontiguousarray(array)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return torch.from_numpy(array.view(np.uint16)).clone().view(torch.bfloat16)
+    return torch.from_numpy(array).clone()
 
 
 def tensors(case: Case, inputs: Inputs) -> Tensors:
     """Query, key and value as the case has them, ``(B, heads, length, dim)`` or of its rank 3."""
+    if isinstance(inputs.key, Stored) or isinstance(inputs.value, Stored):
+        raise Unable("no keys and values but tensors")
     if case.strided:
         query, key, value = (own(array)[..., ::2] for array in inputs.wide(case))
     else:
@@ -72,6 +82,9 @@ class TorchSDPA(Peer):
             "the same, a group's heads as rows": folded(self._sdpa),
             "the same, block by block": self._by_blocks,
             "formula": self._formula,
+            "keys and values made ready, then the operator": partial(self._decoder, "operator"),
+            "keys and values made ready, then a group's heads as rows": partial(self._decoder, "rows"),
+            "keys and values made ready, then the formula": partial(self._decoder, "formula"),
         }
 
     def products(self, layer: Layer) -> Products:
@@ -93,6 +106,8 @@ class TorchSDPA(Peer):
         return options
 
     def _sdpa(self, case: Case, inputs: Inputs) -> Call:
+        if not case.is_plain:
+            raise Redundant
         options = self._options(case, inputs)
         if case.rank != 4 or case.strided or case.value_dim != case.head_dim:
             check_scores_fit(case)
@@ -104,7 +119,8 @@ class TorchSDPA(Peer):
         return _call(case, run)
 
     def _fitted(self, case: Case, inputs: Inputs) -> Call:
-        if case.rank == 4 and not case.strided and case.value_dim == case.head_dim:
+        fast = case.rank == 4 and not case.strided and case.value_dim == case.head_dim
+        if fast or not case.is_plain:
             raise Redundant
         options = self._options(case, inputs) | {"scale": case.head_dim**-0.5}
         given = tensors(case, inputs)
@@ -123,6 +139,8 @@ class TorchSDPA(Peer):
         return _call(case, run)
 
     def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
+        if not case.is_plain:
+            raise Redundant
         parts = blocks(case)
         if case.softcap is not None:
             raise Unable("no soft-cap")
@@ -146,7 +164,7 @@ class TorchSDPA(Peer):
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
         """What was written before there was an operator; for few rows and for soft-caps, which it has not."""
-        if case.rank != 4 or (case.len_q > FEW_ROWS and case.softcap is None):
+        if case.rank != 4 or (case.len_q > FEW_ROWS and case.softcap is None) or not case.is_plain:
             raise Redundant
         check_scores_fit(case)
         query, key, value = tensors(case, inputs)
@@ -170,6 +188,74 @@ class TorchSDPA(Peer):
 
         return _call(case, run)
 
+    def _decoder(self, kind: str, case: Case, inputs: Inputs) -> Call:
+        """What has to be done with keys and values first, and then attention.
+
+        `kind` is "operator"; "rows", with the query heads of a group as rows of one head; or "formula". The
+        last two are for few rows.
+        """
+        group = case.heads // case.kv_heads
+        if case.is_plain or (kind == "rows" and group == 1):
+            raise Redundant
+        if kind != "operator" and case.len_q > FEW_ROWS:
+            raise Redundant
+        if case.softcap is not None or inputs.bias is not None:
+            raise Unable("no soft-cap and no bias over stored keys and values")
+        if kind == "formula":
+            check_scores_fit(case)
+        dtype = getattr(torch, case.dtype)
+        query, mask = own(inputs.query), _mask(case, inputs)
+        shape, scale = query.shape, case.head_dim**-0.5
+        if kind != "operator":
+            query = query.reshape(case.batch, case.kv_heads, -1, case.head_dim)
+            mask = None if mask is None else mask.expand(-1, -1, case.len_q, -1).repeat(1, 1, group, 1)
+        key_of, value_of = (_made_ready(case, it) for it in (inputs.key, inputs.value))
+
+        def run() -> torch.Tensor:
+            key, value = key_of().to(dtype), value_of().to(dtype)
+            if kind != "formula":
+                out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=kind == "operator")
+                return out.reshape(*shape[:3], -1)
+            scores = query * scale @ key.mT
+            if mask is not None:
+                scores.masked_fill_(~mask, -torch.inf)
+            return (scores.softmax(-1) @ value).reshape(*shape[:3], -1)
+
+        return _call(case, run)
+
+
+def _made_ready(case: Case, given: np.ndarray | Stored) -> Callable[[], torch.Tensor]:
+    """What gives keys or values ``(B, K, S, dim)``: appended to, gathered or decoded at each call."""
+    if not isinstance(given, Stored):
+        if not case.step:
+            array = own(given)
+            return lambda: array
+        cache, place = own(given), torch.arange(case.len_k - case.len_q, case.len_k)
+        new = cache[:, :, place]
+        cache[:, :, place] = 0
+        return lambda: cache.index_copy_(2, place, new)
+    if case.step:
+        raise Unable("no step over int8 or pages")
+    data = own(given.data)
+    scale = None if given.scale is None else own(given.scale)
+    table = None if given.table is None else own(given.table)
+
+    def gathered(pages: torch.Tensor) -> torch.Tensor:
+        if table is None:
+            return pages
+        return pages[table].transpose(1, 2).reshape(case.batch, case.kv_heads, case.len_k, -1)
+
+    def ready() -> torch.Tensor:
+        rows = gathered(data)
+        if scale is None:
+            return rows
+        each = gathered(scale)
+        if rows.shape[-1] % INT8_GROUP:
+            return rows * each.repeat_interleave(INT8_GROUP, -1)[..., : rows.shape[-1]]
+        return (rows.view(*each.shape, INT8_GROUP) * each[..., None]).flatten(-2)
+
+    return ready
+
 
 def _mask(case: Case, inputs: Inputs) -> torch.Tensor | None:
     mask = inputs.score_mask(case)
@@ -178,4 +264,9 @@ def _mask(case: Case, inputs: Inputs) -> torch.Tensor | None:
 
 def _call(case: Case, run: Any) -> Call:
     shape = (case.batch, case.heads, case.len_q, case.value_dim)
-    return Call(run, lambda: run().numpy().reshape(shape))
+    return Call(run, lambda: as_numpy(run()).reshape(shape))
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """`tensor` as an array; NumPy has no bfloat16."""
+    return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

@@ -13,7 +13,7 @@ from matplotlib.transforms import Bbox
 from fastattn.bench.peers import OURS
 from fastattn.bench.plots._page import GREY, Measured, Picture, is_scaling, mark, measured, page
 
-#: The line of each dtype's roof; its cases are filled marks where the line is whole.
+#: The line of the roof of each dtype that is computed in; its cases are filled marks where the line is whole.
 ROOFS = {"float32": "-", "float64": "--"}
 
 #: Where a label may stand: offset from its mark in points, and which of its sides is there.
@@ -39,9 +39,7 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
     peaks = {dtype: it[threads] for dtype, it in limits.get("fma", {}).items() if threads in it}
     bandwidth = limits.get("read_bandwidth", {}).get(threads)
     cases = [
-        it
-        for it in measured(document)
-        if _belongs(it.case, document["threads"]) and it.case["dtype"] in peaks
+        it for it in measured(document) if _belongs(it.case, document["threads"]) and _roof(it.case) in peaks
     ]
     if not cases or bandwidth is None:
         return None
@@ -53,7 +51,7 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
     top = max(peaks.values()) / 1e9
     axes.set_xlim(min(*intensities, 1) / 1.5, max(*intensities, 100) * 2)
     axes.set_ylim(top / DEPTH, top * 1.6)
-    for dtype in dict.fromkeys(it.case["dtype"] for it in cases):
+    for dtype in dict.fromkeys(_roof(it.case) for it in cases):
         _draw_roof(axes, dtype, peaks[dtype], bandwidth)
     for it in cases:
         _draw_case(axes, it)
@@ -64,7 +62,12 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
 
 def _belongs(case: Mapping[str, Any], threads: int) -> bool:
     """Whether the case ran on as many threads as the limits are those of."""
-    return "nbytes" in case and case["dtype"] in ROOFS and case.get("threads") in (None, threads)
+    return "nbytes" in case and case.get("threads") in (None, threads)
+
+
+def _roof(case: Mapping[str, Any]) -> str:
+    """What is computed in: 16-bit types are only stored."""
+    return "float64" if case["dtype"] == "float64" else "float32"
 
 
 def _intensity(it: Measured) -> float:
@@ -95,7 +98,7 @@ def _dot(*, cold: bool, dtype: str) -> dict[str, Any]:
 def _draw_case(axes: Axes, it: Measured) -> None:
     """Ours as a dot, and a faint line to a dash where the fastest peer is."""
     intensity, ours, floor = _intensity(it), it.flops_per_second(OURS[0]) / 1e9, axes.get_ylim()[0]
-    dot = _dot(cold=it.case.get("cold", False), dtype=it.case["dtype"])
+    dot = _dot(cold=it.case.get("cold", False), dtype=_roof(it.case))
     if ours < floor:
         dot["marker"] = "v"
     axes.plot(intensity, max(ours, floor), clip_on=False, zorder=5, **dot)

@@ -25,11 +25,11 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, normalizers
 
-from fastattn.demo import cli, loading, model
-from fastattn.demo.attention import fast_attention, plain_attention
-from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
-from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
-from tests.demo_models import (
+from fastattn.demo.embed import cli, loading, model
+from fastattn.demo.embed.attention import fast_attention, plain_attention
+from fastattn.demo.embed.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo.embed.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
+from tests.demo_embed_models import (
     EPS,
     HEADS,
     HIDDEN,

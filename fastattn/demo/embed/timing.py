@@ -10,8 +10,8 @@ from time import perf_counter
 import numpy as np
 
 from fastattn._quiet import CoreProbes
-from fastattn.demo.attention import Attend, Floats, Ints, fast_attention, plain_attention
-from fastattn.demo.model import SentenceEncoder
+from fastattn.demo.embed.attention import Attend, Floats, Ints, fast_attention, plain_attention
+from fastattn.demo.embed.model import SentenceEncoder
 
 # As many rounds as fit into the time, within these bounds: medians of fewer are not worth printing.
 MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 10.0

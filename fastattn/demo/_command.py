@@ -1,0 +1,129 @@
+"""What the demos share as commands: options, messages, the exit status and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import fastattn
+from fastattn.demo._errors import DemoError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+T = TypeVar("T")
+
+# Text is shown on lines of so many columns; of fewer on a narrow terminal.
+COLUMNS = 110
+
+
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+) -> int:
+    """Parse `argv`, run the demo, and turn what its user can put right into a message and an exit status."""
+    args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the text may need more than the terminal can show
+    try:
+        run(args)
+        sys.stdout.flush()
+    except (DemoError, fastattn.BackendError) as error:
+        print(f"fastattn demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfastattn demo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return number
+
+
+def add_picture_option(parser: argparse.ArgumentParser, of: str) -> None:
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("fastattn-demo.png"),
+        metavar="PATH",
+        help=f"where to save the picture of {of} (default: fastattn-demo.png)",
+    )
+
+
+def add_thread_options(parser: argparse.ArgumentParser, *, share: bool) -> None:
+    """Options for `set_threads`; with `share`, NumPy's products share the threads unless the user says no."""
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="threads for fastattn (default: all cores it may use)"
+    )
+    parser.add_argument(
+        "--share-threads",
+        action=argparse.BooleanOptionalAction,
+        help="have NumPy's products run on fastattn's threads, with fastattn.share_threads_with_blas "
+        f"(default: {'yes, where possible' if share else 'no'})",
+    )
+    parser.set_defaults(share_by_default=share)
+
+
+def set_threads(args: argparse.Namespace) -> None:
+    """Do what the options of `add_thread_options` say."""
+    if args.threads is not None:
+        fastattn.set_num_threads(args.threads)
+    wanted = args.share_by_default if args.share_threads is None else args.share_threads
+    if wanted and not fastattn.share_threads_with_blas() and args.share_threads:
+        warn("NumPy's products keep threads of their own; python -m fastattn info says why")
+
+
+def check_extras(names: Sequence[str]) -> None:
+    """Complain about packages that are not installed, all at once; none is imported."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise DemoError(
+            f'the demo needs {", ".join(missing)}. Install with\n    pip install "fastattn[demo]"'
+        )
+
+
+def warn(message: str) -> None:
+    print(f"fastattn demo: warning: {message}", file=sys.stderr)
+
+
+def track(steps: Sequence[T], description: str) -> Iterable[T]:
+    """The same steps with a progress bar, on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(steps, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+def columns() -> int:
+    return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS
+
+
+def new_table(columns: Sequence[str], left: Collection[str]) -> Table:
+    """An empty table; the columns in `left` hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=columns()).print(table)

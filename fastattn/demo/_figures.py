@@ -1,0 +1,44 @@
+"""Pictures that are saved under a name of the user's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fastattn.demo._errors import DemoError
+
+
+def check_picture_path(path: Path) -> None:
+    """Complain about a path that no picture can be written to, before any time is spent.
+
+    Raises
+    ------
+    DemoError
+        If the folder does not exist, the path is a folder, or the file name's ending is not a known format.
+    """
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise DemoError(f"--picture {path} must end in one of .{', .'.join(sorted(formats))}")
+    if not path.absolute().parent.is_dir():
+        raise DemoError(f"--picture {path} cannot be written: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise DemoError(f"--picture {path} cannot be written: it is a folder")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write `figure` to `path`, whose ending names the format.
+
+    Raises
+    ------
+    DemoError
+        If the file cannot be written.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")
+            figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise DemoError(f"--picture {path} cannot be written: {error.strerror}") from None

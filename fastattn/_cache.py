@@ -572,8 +572,8 @@ class KVCache:
         ------
         TypeError, ValueError, BackendError
             As `attention` does; ValueError also where, on a cache with a `window`, the first query would see
-            rows that are no longer held. As many queries as the last `append` had tokens are always taken,
-            and as many as `rollback`.
+            rows that are no longer held. After an `append` as many queries as it had tokens are always taken,
+            and any from `rollback` tokens before an item's greatest length on.
 
         Notes
         -----

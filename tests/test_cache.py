@@ -539,6 +539,31 @@ def test_a_window_bounds_memory():
     assert cache.retained.tolist() == [1000 - 10 - 100] * 2
 
 
+def test_an_item_that_got_nothing_still_shares_its_page():
+    rng = np.random.default_rng(22)
+    key, value = random_rows(rng, 2, 6)
+    cache = fastattn.KVCache(2, K, D, E, page_size=64)
+    cache.append(key[:, :, :3], value[:, :, :3])
+    fork = cache.fork()
+    for it, n in ((cache, 3), (fork, 4)):
+        it.append(key[:, :, :1], value[:, :, :1], lengths=[1, 0])
+        it.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
+    for it, n in ((cache, 3), (fork, 4)):
+        np.testing.assert_array_equal(it.keys(1), key[1][:, [0, 1, 2, n]])
+
+
+@pytest.mark.parametrize("rollback", [0, 9, 40])
+def test_a_page_goes_as_soon_as_no_row_of_it_is_held(rollback):
+    rng = np.random.default_rng(23)
+    key, value = random_rows(rng, 1, 1)
+    cache = fastattn.KVCache(1, K, D, E, window=6, rollback=rollback, page_size=8)
+    for n in range(1, 120):
+        cache.append(key, value)
+        first = int(cache.retained[0])
+        assert first == max(0, min(n - 1, n - rollback) - 6)
+        assert cache.nbytes == (-(-n // 8) - first // 8) * cache._pool.page_nbytes
+
+
 def test_forks_share_pages_until_one_writes():
     rng = np.random.default_rng(15)
     key, value = random_rows(rng, 2, 40)
@@ -571,6 +596,7 @@ def test_spare_rows_of_a_shared_page_belong_to_nobody():
         cache.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
     fork = cache.fork()
     cache.append(key[:, :, 3:4], value[:, :, 3:4])
+    assert cache._ids[0, 0] != fork._ids[0, 0]
     fork.append(key[:, :, 4:5], value[:, :, 4:5])
     np.testing.assert_array_equal(cache.keys(0)[:, 3], key[0, :, 3])
     np.testing.assert_array_equal(fork.keys(0)[:, 3], key[0, :, 4])

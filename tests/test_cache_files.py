@@ -66,6 +66,22 @@ def test_what_is_saved_is_loaded(storage, window, mmap, tmp_path):
     assert (tmp_path / "cache").read_bytes() == content
 
 
+def test_a_cache_that_was_longer_once(mmap, tmp_path):
+    rows = np.ones((1, 1, 1, 2))
+    cache = fastattn.KVCache(1, 1, 2, window=5, rollback=9, page_size=64)
+    for _ in range(100):
+        cache.append(rows, rows)
+    cache.truncate(91)
+    for _ in range(4):
+        cache.append(rows, rows)
+    cache.save(tmp_path / "cache")
+    loaded = fastattn.KVCache.load(tmp_path / "cache", mmap=mmap)
+    assert_same_caches(loaded, cache)
+    loaded.truncate(91)
+    with pytest.raises(ValueError, match="item 0 can be truncated to 91 at least"):
+        loaded.truncate(90)
+
+
 @pytest.mark.parametrize("batch", [0, 2])
 def test_an_empty_cache(batch, mmap, tmp_path):
     cache = fastattn.KVCache(batch, K, D, 0, dtype="int8")

@@ -331,9 +331,9 @@ class KVCache:
         ends = -(-new // settings.page_size)
         unused = self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]]
         self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]] = NO_PAGE
-        self._room = 0
         self._fit()
         self._pool.release(unused)
+        self._room = self._find_room()
 
     def _extend(self, key: Any, value: Any, lengths: Any) -> _Undo:
         """`append`, but that nothing is given up yet."""
@@ -572,8 +572,8 @@ class KVCache:
         ------
         TypeError, ValueError, BackendError
             As `attention` does; ValueError also where, on a cache with a `window`, the first query would see
-            rows that are no longer held. After an `append` as many queries as it had tokens are always taken,
-            and any from `rollback` tokens before an item's greatest length on.
+            rows that are no longer held. Queries of the tokens of the last `append` are always taken, and
+            those at most `rollback` back from the greatest length that the item has had.
 
         Notes
         -----

@@ -554,13 +554,16 @@ class TestComplaints:
 
 
 class TestPicture:
-    @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+    @pytest.mark.parametrize(
+        "ending", ["png", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pdf", "svg"))]
+    )
     def test_of_awkward_tokens(self, run_and_draw, ending: str) -> None:
         given = ["--prompt", "$x_{$ ^\\frac $ 東京 🙂\x1b[31m", "--max-tokens", "50"]
         status, _, err = run_and_draw(*given, "--picture", f"p.{ending}", "--temperature", "5")
         assert (status, err) == (0, "")
         assert Path(f"p.{ending}").stat().st_size > 1000
 
+    @pytest.mark.slow
     def test_size(self, run_and_draw) -> None:
         run_and_draw("--prompt", "the end " * 20, "--max-tokens", str(MAX_ROWS + 9))
         height, width = imread("fastattn-demo.png").shape[:2]

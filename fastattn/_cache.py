@@ -285,15 +285,15 @@ class KVCache:
         TypeError, ValueError, BackendError
             As `append` and `attend` do.
         """
-        before = _Undo(self._state, self._last, [])
-        in_place = lengths is None and self._append_in_place(key, value)
-        undo = before if in_place else self._extend(key, value, lengths)
+        state, last, undo = self._state, self._last, None
+        if lengths is not None or not self._append_in_place(key, value):
+            undo = self._extend(key, value, lengths)
         try:
             results = self.attend(query, **options)
         except BaseException:
-            self._take_back(undo)
+            self._take_back(undo or _Undo(state, last, []))
             raise
-        if not in_place:
+        if undo is not None:
             self._keep(undo)
         return results
 
@@ -387,11 +387,12 @@ class KVCache:
         ):
             return False
         starts, greatest, retained = self._state
-        lengths = starts + T
         if self._counts[0] != T:
             self._counts = T, np.full(batch, T)
-        write_page_rows(key, *self._targets[0], starts, self._counts[1])
-        write_page_rows(value, *self._targets[1], starts, self._counts[1])
+        counts = self._counts[1]
+        write_page_rows(key, *self._targets[0], starts, counts)
+        write_page_rows(value, *self._targets[1], starts, counts)
+        lengths = starts + counts
         greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
         self._state, self._last = State(lengths, greatest, retained), starts
         self._room -= T

@@ -167,7 +167,8 @@ class OnnxRuntime(Peer):
         if scales is not None:
             attributes |= {"k_quant_type": scales, "v_quant_type": scales, "kv_cache_bit_width": 8}
             feeds |= dict.fromkeys(("cos", "sin", "positions", "bias", "sinks"))
-            stored = {name: _in_int8(feeds[f"past_{name}"], scales) for name in ("key", "value")}
+            pasts = {name: feeds[f"past_{name}"] for name in ("key", "value")}
+            stored = {name: _in_int8(past, scales) for name, past in pasts.items() if past is not None}
             feeds |= {f"past_{name}": data for name, (data, _) in stored.items()}
             feeds |= {f"{name}_scale": scale.reshape(-1) for name, (_, scale) in stored.items()}
 
@@ -224,9 +225,8 @@ def _query_key_value(case: Case, inputs: Inputs, *, merged: bool) -> dict[str, n
     return dict(zip(("query", "key", "value"), arrays, strict=True))
 
 
-def _in_int8(array: np.ndarray | None, scales: str) -> tuple[np.ndarray, np.ndarray]:
+def _in_int8(array: np.ndarray, scales: str) -> tuple[np.ndarray, np.ndarray]:
     """`array` in int8, and what to multiply it with: one scale, or one for each head and element of a row."""
-    assert array is not None
     axes = (0, 2) if scales == "PER_CHANNEL" else None
     scale = np.abs(array).max(axis=axes, keepdims=True) / np.float32(INT8_LARGEST)
     return np.rint(array / scale).astype(np.int8), scale

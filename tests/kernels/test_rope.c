@@ -58,8 +58,8 @@ static void check_rope(int storage, int n_pairs, int rest, int interleaved, int 
 
 static void test_rope(void) {
     for (int storage = FASTATTN_REAL; storage < FASTATTN_STORAGES; storage++) {
-        if (size == 8 && storage != FASTATTN_REAL) {
-            CHECK(!kernels->rope[storage], "float64 rows of 16 bits");
+        if (storage == FASTATTN_INT8 || (size == 8 && storage != FASTATTN_REAL)) {
+            CHECK(!kernels->rope[storage], "int8 rows, or float64 beside 16 bits");
             continue;
         }
         for (int n_pairs = 0; n_pairs <= 70; n_pairs++)

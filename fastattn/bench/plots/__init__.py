@@ -16,7 +16,14 @@ from fastattn.bench.plots._page import DIGEST_KEY, Picture, digest, house_style,
 __all__ = ["DIGEST_KEY", "Picture", "digest", "draw_all", "pictures"]
 
 #: In the order in which they are shown.
-_DRAWN = (ratios.draw, roofline.draw, scaling.draw_time, scaling.draw_memory, scaling.draw_sizes)
+_DRAWN = (
+    ratios.draw,
+    ratios.draw_storages,
+    roofline.draw,
+    scaling.draw_time,
+    scaling.draw_memory,
+    scaling.draw_sizes,
+)
 
 
 def pictures(document: Mapping[str, Any]) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""Every case of the catalogue: how many times as long as fastattn each peer takes."""
+"""How many times as long as fastattn each peer takes: `draw` of most cases, `draw_storages` of decoding."""
 
 from __future__ import annotations
 
@@ -44,21 +44,39 @@ SPREAD = 0.5
 #: More rows than this make two columns.
 ONE_COLUMN = 24
 
+#: The group of a picture of its own: one row a storage of keys and values.
+STORAGES = "decode-storage"
+
 
 def draw(document: Mapping[str, Any]) -> Picture | None:
     """Dots with the 95 % intervals of the median; None where no peer was timed."""
-    cases = [it for it in measured(document) if not is_scaling(it.case) and it.best is not None]
+    cases = [it for it in _compared(document) if it.case["group"] != STORAGES]
+    return _drawn(document, "ratios", cases, "")
+
+
+def draw_storages(document: Mapping[str, Any]) -> Picture | None:
+    """The same of the cases that decode with keys and values in each storage."""
+    cases = [it for it in _compared(document) if it.case["group"] == STORAGES]
+    return _drawn(document, "storages", cases, " of decoding")
+
+
+def _compared(document: Mapping[str, Any]) -> list[Measured]:
+    return [it for it in measured(document) if not is_scaling(it.case) and it.best is not None]
+
+
+def _drawn(document: Mapping[str, Any], name: str, cases: Sequence[Measured], kind: str) -> Picture | None:
     if not cases:
         return None
     columns = _columns(_rows(cases))
     height = FRAME + ROW * max(map(len, columns))
     peers = [name for name in shown(name for it in cases for name in it.ratios) if name not in OURS]
-    figure = page(document, title := _title(cases), height, named(peers, linestyle="none"), NOTE)
+    title = _title(cases) + kind
+    figure = page(document, title, height, named(peers, linestyle="none"), NOTE)
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     lowest = _lowest(cases)
     for axes, rows in zip(panels, columns, strict=True):
         _draw_column(axes, rows, peers, lowest, max(map(len, columns)))
-    return Picture("ratios", title, figure)
+    return Picture(name, title, figure)
 
 
 def _title(cases: Sequence[Measured]) -> str:

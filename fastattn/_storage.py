@@ -287,7 +287,7 @@ class Rows:
 
     def signature(self) -> tuple[Any, ...]:
         """What two calls with the same preparation have in common."""
-        return (self.dtype.str, self.dtype.name, self.shape, self.strides, self.scale_strides, self.page_size)
+        return (self.dtype, self.shape, self.strides, self.scale_strides, self.page_size)
 
     def with_heads(self) -> Rows:
         """Rows without an axis of heads as those of one head."""
@@ -352,7 +352,7 @@ def signature_of_rows(given: Quantized | Paged | Rows) -> tuple[Any, ...]:
     pages = given if isinstance(given, Quantized) else given.pages
     arrays = [pages] if isinstance(pages, np.ndarray) else [pages.data, pages.scale]
     table = None if isinstance(given, Quantized) else given.table.shape
-    return (table, *((array.dtype.str, array.dtype.name, array.shape, array.strides) for array in arrays))
+    return (table, *[(array.dtype, array.shape, array.strides) for array in arrays])
 
 
 class HeadRows:

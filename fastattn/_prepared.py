@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _host
-from fastattn._problem import call_arrays
-from fastattn._storage import Paged, Quantized, Rows, signature_of_rows
+from fastattn._problem import joined_arrays
+from fastattn._storage import Paged, Quantized, Rows, locate_pages, native_scale, signature_of_rows
 from fastattn.masks import Dense, Mask
 
 if TYPE_CHECKING:
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from fastattn.backends._base import Backend, Prepared
 
 try:
+    from fastattn.backends.cython.driver import locate_pages as _locate_pages
     from fastattn.backends.cython.driver import signature as _signature
 except ImportError:
     from fastattn._signature import signature as _signature
+
+    _locate_pages = None
 
 describe = _signature  #: of a call on arrays and options alone
 
@@ -213,17 +216,13 @@ class PreparedCall:
             )
             if numbers and not 0 <= min(numbers) <= max(numbers) <= self._len_k:
                 return None
-        if type(key) in _ROWS:
-            key = self._rows(key, lengths)
-        if type(value) in _ROWS:
-            value = self._rows(value, lengths)
-        if key is None or value is None:
-            return None
         result = out
         if out is None or self._may_fail:
             result = np.empty(*self._out)
         if out is not None:
-            rows = (part for x in (key, value) for part in (x.memory() if type(x) is Rows else (x,)))
+            rows = (
+                part for x in (key, value) for part in (Rows.of(x).memory() if type(x) in _ROWS else (x,))
+            )
             for array in (query, *rows, mask, bias, sinks):
                 if array is not None and np.may_share_memory(out, array):
                     return None
@@ -232,8 +231,12 @@ class PreparedCall:
         if self._mask_is_bias:
             mask, bias = None, mask
         results = (result, lse, weights, bias, mask, *self._held, lengths)
-        if type(key) is Rows or type(value) is Rows:
-            arrays = call_arrays(query, key, value, *results, sinks, self._bits)
+        if type(key) in _ROWS or type(value) in _ROWS:
+            try:
+                parts = (self._parts(key, lengths), self._parts(value, lengths))
+            except ValueError:  # a page is not one
+                return None
+            arrays = joined_arrays(query, *parts, *results, sinks, self._bits)
         else:
             arrays = (query, key, value, *results, *_NO_ROWS, sinks, self._bits)
         prepared.run(arrays, score_mod)
@@ -281,13 +284,24 @@ class PreparedCall:
         )
         return out if lse is None else (out, lse)
 
-    def _rows(self, given: Any, lengths: np.ndarray | None) -> Rows | None:
-        """Keys or values in int8 or in pages as at the first call; None where a page is not one."""
-        rows = Rows.of(given)
-        if self._swapped and rows is not given:
-            rows = rows.swapped()
-        lengths = None if lengths is None else np.broadcast_to(lengths, self._lead)
-        try:
-            return rows.broadcast_to(self._lead).located(lengths)
-        except ValueError:
-            return None
+    def _parts(self, given: Any, lengths: np.ndarray | None) -> tuple[Any, ...]:
+        """Keys or values as `Rows.arrays` gives them, of which a prepared call needs the addresses alone."""
+        if type(given) not in _ROWS:
+            return given, None, None, None
+        if type(given) is Rows:
+            return given.arrays()
+        pages: Any = given if type(given) is Quantized else given.pages
+        data: Any = pages
+        scale = None
+        if type(pages) is Quantized:
+            data, scale = pages.data, native_scale(pages.scale)
+        if type(given) is Quantized:
+            return data, scale, None, None
+        index = given.table
+        if index.shape[:-1] != self._lead:
+            index = np.broadcast_to(index, (*self._lead, index.shape[-1]))
+        tables = None if _locate_pages is None else _locate_pages(index, data, scale)
+        if tables is None:
+            lengths = None if lengths is None else np.broadcast_to(lengths, self._lead)
+            tables = locate_pages(index, data, scale, data.shape[1 if self._swapped else 2], lengths)
+        return None, None, *tables

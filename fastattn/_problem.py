@@ -56,9 +56,15 @@ class Mod(NamedTuple):
 
 def call_arrays(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
     """`Problem.arrays` of arrays in that order, of which key and value may be `Rows`."""
-    key_parts, value_parts = (
-        x.arrays() if isinstance(x, Rows) else (x, None, None, None) for x in (key, value)
+    return joined_arrays(
+        query, *(x.arrays() if isinstance(x, Rows) else (x, None, None, None) for x in (key, value)), *others
     )
+
+
+def joined_arrays(
+    query: Any, key_parts: tuple[Any, ...], value_parts: tuple[Any, ...], *others: Any
+) -> tuple[Any, ...]:
+    """The same of what `Rows.arrays` gives."""
     parts = (part for pair in zip(key_parts[1:], value_parts[1:], strict=True) for part in pair)
     return (query, key_parts[0], value_parts[0], *others[:9], *parts, *others[9:])
 

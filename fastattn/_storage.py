@@ -251,8 +251,7 @@ class Rows:
         pages = given if isinstance(given, Quantized) else given.pages
         if not isinstance(pages, Quantized):
             return cls(pages, None, index=index)
-        native = pages.scale if pages.scale.dtype.isnative else pages.scale.astype(np.float32)
-        return cls(pages.data, native, index=index)
+        return cls(pages.data, native_scale(pages.scale), index=index)
 
     @property
     def ndim(self) -> int:
@@ -325,20 +324,10 @@ class Rows:
     def located(self, lengths: np.ndarray | None) -> Rows:
         """With the addresses of the pages that hold the first `lengths` keys ``(*lead,)`` of each item, all
         if None; ValueError where a number in the table is not that of a page."""
-        index, pages, scales = self.index, self.data, self.scale
-        if index is None:
+        if self.index is None:
             return self
-        wrong: np.ndarray = (index < 0) | (index >= len(pages))
-        if lengths is not None:
-            wrong &= np.arange(index.shape[-1]) * self.page_size < lengths[..., None]
-        if wrong.any():
-            where = tuple(int(n) for n in np.argwhere(wrong)[0])
-            named = ", ".join(map(str, where))
-            raise ValueError(f"table[{named}] must be one of the {len(pages)} pages, got {index[where]}")
-        index = np.clip(index, 0, max(len(pages) - 1, 0)).astype(np.int64)
-        table = pages.ctypes.data + index * pages.strides[0]
-        scale_table = None if scales is None else scales.ctypes.data + index * scales.strides[0]
-        return Rows(pages, scales, table=table, scale_table=scale_table, length=self.shape[-2])
+        tables = locate_pages(self.index, self.data, self.scale, self.page_size, lengths)
+        return Rows(self.data, self.scale, table=tables[0], scale_table=tables[1], length=self.shape[-2])
 
     def head(self, item: tuple[int, ...], kv_head: int) -> HeadRows:
         """The rows of one key/value head, as an array ``(S, D)`` would be indexed."""
@@ -353,6 +342,33 @@ def signature_of_rows(given: Quantized | Paged | Rows) -> tuple[Any, ...]:
     arrays = [pages] if isinstance(pages, np.ndarray) else [pages.data, pages.scale]
     table = None if isinstance(given, Quantized) else given.table.shape
     return (table, *[(array.dtype, array.shape, array.strides) for array in arrays])
+
+
+def native_scale(scale: np.ndarray) -> np.ndarray:
+    """Scales as kernels read them."""
+    return scale if scale.dtype.isnative else scale.astype(np.float32)
+
+
+def locate_pages(
+    index: np.ndarray,
+    pages: np.ndarray,
+    scales: np.ndarray | None,
+    page_size: int,
+    lengths: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The addresses of pages and of their scales by their numbers; see `Rows.located`."""
+    if index.size and not (index.min() >= 0 and index.max() < len(pages)):
+        wrong: np.ndarray = (index < 0) | (index >= len(pages))
+        if lengths is not None:
+            wrong &= np.arange(index.shape[-1]) * page_size < lengths[..., None]
+        if wrong.any():
+            where = tuple(int(n) for n in np.argwhere(wrong)[0])
+            named = ", ".join(map(str, where))
+            raise ValueError(f"table[{named}] must be one of the {len(pages)} pages, got {index[where]}")
+        index = np.clip(index, 0, max(len(pages) - 1, 0))
+    index = index.astype(np.int64, copy=False)
+    table = index * pages.strides[0] + pages.ctypes.data
+    return table, None if scales is None else index * scales.strides[0] + scales.ctypes.data
 
 
 class HeadRows:

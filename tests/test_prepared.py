@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fastattn
+import fastattn._flex  # now: what is patched in `_api` must not be what it imports
 from fastattn import _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve

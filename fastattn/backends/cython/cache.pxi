@@ -1,9 +1,39 @@
-# Rows of keys or values into the pages of a cache, converted as they are stored.
+# Pages: where they are, and rows of keys or values into those of a cache, converted as they are stored.
 
 cdef extern from "encode.h" nogil:
     enum: FASTATTN_SCALED
     void fastattn_store_reals(char *, int, const char *, int, Py_ssize_t)
     void fastattn_encode_row(char *, char *, const char *, int, Py_ssize_t)
+
+
+def locate_pages(cnp.ndarray index, cnp.ndarray pages, scales):
+    """The addresses of pages and of their scales, int64 of the shape of `index`, or None.
+
+    None where a number is not that of a page, or `index` is not int64 and C-contiguous, or scales are not float32.
+    """
+    cdef cnp.ndarray table, scale_table = None
+    cdef Py_ssize_t n, size = index.size, n_pages = pages.shape[0], step = pages.strides[0], scale_step = 0
+    cdef const int64_t *number
+    cdef int64_t *to
+    cdef int64_t *scale_to = NULL
+    cdef int64_t at = <int64_t><size_t>cnp.PyArray_DATA(pages), scale_at = 0
+    if cnp.PyArray_TYPE(index) != cnp.NPY_INT64 or not cnp.PyArray_ISCARRAY_RO(index):
+        return None
+    table = cnp.PyArray_EMPTY(index.ndim, index.shape, cnp.NPY_INT64, 0)
+    if scales is not None:
+        scale_step = (<cnp.ndarray>scales).strides[0]
+        scale_at = address_of(scales)
+        scale_table = cnp.PyArray_EMPTY(index.ndim, index.shape, cnp.NPY_INT64, 0)
+        scale_to = <int64_t *>cnp.PyArray_DATA(scale_table)
+    number = <const int64_t *>cnp.PyArray_DATA(index)
+    to = <int64_t *>cnp.PyArray_DATA(table)
+    for n in range(size):
+        if not 0 <= number[n] < n_pages:
+            return None
+        to[n] = at + number[n] * step
+        if scale_to != NULL:
+            scale_to[n] = scale_at + number[n] * scale_step
+    return table, scale_table
 
 
 def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndarray table, scale_table,

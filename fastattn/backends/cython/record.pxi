@@ -72,7 +72,7 @@ cdef enum:
 # A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
 cdef enum:
     WORD = 32
-    PREFETCH_STEP = 16       # the prefetch distance of rows in pages is a multiple of this, as kernels require
+    PREFETCH_STEP = 16       # rows in pages at which the prefetch distance may change, as kernels require
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
     N_VIEWS = 18
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value

@@ -48,7 +48,7 @@ cdef inline Py_ssize_t find_rows_to_read(const HeadRows *rows, Py_ssize_t key, P
     It prefetches `prefetch` rows ahead, 0: none; in pages those before `stop`.
     """
     cdef bint scaled = rows.storage == FASTATTN_INT8
-    cdef Py_ssize_t target
+    cdef Py_ssize_t target, rest = prefetch % PREFETCH_STEP
     to.at = row_at(rows, key)
     to.row = rows.row
     to.scale = scale_at(rows, key) if scaled else NULL
@@ -61,16 +61,19 @@ cdef inline Py_ssize_t find_rows_to_read(const HeadRows *rows, Py_ssize_t key, P
         return n
     to.ahead = to.scale_ahead = 0
     n = run_of(rows, key, n)
-    target = key + (prefetch + PREFETCH_STEP - 1) // PREFETCH_STEP * PREFETCH_STEP
+    # Whole steps are looked up in the table, and the rest is added: the last rows of a page lead past its end, where a
+    # prefetch is ignored or wasted.
+    target = key + prefetch - rest
     if prefetch and target < stop:
-        to.ahead = row_at(rows, target) - to.at
-        to.scale_ahead = scale_at(rows, target) - to.scale if scaled else 0
+        to.ahead = row_at(rows, target) + rest * rows.row - to.at
+        to.scale_ahead = scale_at(rows, target) + rest * rows.scale_row - to.scale if scaled else 0
         # The next page is at another distance.
         to.near = rows.page_size - target % rows.page_size
         target += to.near
         if to.near < n and target < stop:
-            to.far = row_at(rows, target) - row_at(rows, key + to.near)
-            to.scale_far = scale_at(rows, target) - scale_at(rows, key + to.near) if scaled else 0
+            to.far = row_at(rows, target) + rest * rows.row - row_at(rows, key + to.near)
+            to.scale_far = (scale_at(rows, target) + rest * rows.scale_row - scale_at(rows, key + to.near)
+                            if scaled else 0)
     return n
 
 

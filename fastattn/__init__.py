@@ -23,6 +23,7 @@ The modules, each of which imports only what stands above it:
 ``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
+``_gradients``       `Backward`: the same of a call for gradients
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
 ``_threads``         how many threads a call may have, whoever asks for how many; forks
@@ -31,6 +32,7 @@ The modules, each of which imports only what stands above it:
 ``_registry``        the order of preference among backends, imported when they are first needed
 ``_prepared``        what the signature of a call decides, kept for the next call of that signature
 ``_api``             `attention` and its relatives
+``_backward``        `attention_backward`: gradients
 ``_flex``            `flex_attention`: scores and masks as Python functions
 ``_cache_pages``     pages of keys and values that caches share
 ``_cache_state``     what a cache is made with and what it holds, checked
@@ -70,17 +72,20 @@ from fastattn._threads import no_fork
 from fastattn._version import __version__
 
 if TYPE_CHECKING:
+    from fastattn._backward import Gradients, attention_backward
     from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._rope import rope, rope_tables
 
 __all__ = [
     "BackendError",
+    "Gradients",
     "KVCache",
     "Paged",
     "Quantized",
     "__version__",
     "attention",
+    "attention_backward",
     "create_block_mask",
     "flex_attention",
     "get_num_threads",
@@ -98,7 +103,9 @@ __all__ = [
 
 #: Imported when they are first named, and by which module: an import of the package is short.
 _ON_FIRST_USE = {
+    "Gradients": "fastattn._backward",
     "KVCache": "fastattn._cache",
+    "attention_backward": "fastattn._backward",
     "create_block_mask": "fastattn._flex",
     "flex_attention": "fastattn._flex",
     "rope": "fastattn._rope",

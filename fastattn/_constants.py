@@ -96,6 +96,13 @@ BLOCK_K = 256
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group small`.
 SMALL_WORK = 400_000
 
+# Gradients: keys of a key tile, and bytes of a row of a score tile, whole register tiles of three vectors.
+# The sums over a tile's queries and keys then pay for reading and writing the accumulators, and the two score
+# tiles and the rows of both blocks fit a 1 MB L2.
+BACKWARD_BLOCK_K = 128
+BACKWARD_ROW_NBYTES = 384
+BACKWARD_TASK_TILES = 4  #: of keys, at most
+
 # Where many query blocks read one head, a thread copies keys with gaps between their rows, which map to only
 # some of the sets of a cache, and packs values in the order in which they are read. At 1024 keys that takes
 # 15 % off layout "bshd" with 8 heads of 64, 5 % off float64, 2 to 5 % off other calls. With 6 query blocks

@@ -26,14 +26,16 @@ from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM, MAX_ROWS, Problem
 from fastattn._storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import ArrayLike
 
+    from fastattn._gradients import Backward
     from fastattn._options import RowsLike
 
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 _AXES = {"bhsd": "(..., heads, length, dim)", "bshd": "(..., length, heads, dim)"}
 _HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
@@ -94,11 +96,11 @@ class _Inputs:
                     raise ValueError(f"{name}: {error}") from None
 
 
-def _naming_shapes(normalize: Callable[Arguments, Request]) -> Callable[Arguments, Request]:
+def _naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Ends every complaint about arguments with the shapes of query, key and value, and hints."""
 
     @wraps(normalize)
-    def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Request:
+    def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return normalize(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -180,10 +182,7 @@ def normalize(
     raise, or read arrays that are not here, so that nothing is written to `out` before its end. `keep_first`
     keys are in the window of every query, where they are in pages.
     """
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
-    inputs = _inputs(query, key, value, swapped=layout == "bshd")
-    lead, H, L, S = inputs.sizes
+    inputs = _inputs(query, key, value, swapped=_is_swapped(layout))
     band = _band(inputs, causal, window, key_lengths)
     inputs.locate(None if band is None else band.lengths)
     if band is not None and keep_first:
@@ -193,11 +192,118 @@ def normalize(
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
     lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
-    if bias is not None:
-        bias = _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+    bias = _bias_of_scores(bias, inputs)
     return _assemble(
         inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights, may_fail
     )
+
+
+@_naming_shapes
+def normalize_backward(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    grad_out: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    grad_lse: ArrayLike | None,
+    wrt: Iterable[str],
+    mask: masks.Mask | ArrayLike | None,
+    bias: ArrayLike | None,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    key_lengths: ArrayLike | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    layout: str,
+) -> Backward:
+    """The arguments of `attention_backward` as a `Backward`; see there for what they mean and what is
+    raised."""
+    from fastattn._gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
+
+    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    others = {
+        "grad_out": grad_out,
+        "out": out,
+        "lse": lse,
+        "grad_lse": grad_lse,
+        "bias": bias,
+        "sinks": sinks,
+    }
+    for x, name in (*_named(*arrays), *((x, name) for name, x in others.items())):
+        if (array := as_device_array(x, name)) is not None:
+            raise TypeError(
+                f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
+            )
+    inputs = _inputs(*arrays, swapped=_is_swapped(layout))
+    band = _band(inputs, causal, window, key_lengths)
+    lowered = _NO_MASK
+    if mask is not None:
+        lowered = masks.lower(_mask(mask, inputs.flat), *inputs.sizes, _without_lengths(band))
+    given = None if bias is None else as_array(bias, "bias")
+    bias = _bias_of_scores(bias, inputs)
+    scale, softcap, sinks = _numbers(inputs, scale, softcap, sinks)
+    shape, rows = _result_shapes(inputs)
+
+    def outputs(given: ArrayLike, name: str) -> np.ndarray:
+        array: Any = as_array(given, name)
+        check_number_dtype(array, name)
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+        if not _is_stored(array):
+            array = _as_dtype(array, inputs.dtype, name)
+        if inputs.flat:
+            return array[None]
+        return array.swapaxes(-3, -2) if inputs.swapped else array
+
+    def sums(given: ArrayLike, name: str) -> np.ndarray:
+        array = as_array(given, name)
+        check_number_dtype(array, name)
+        if array.shape != rows:
+            raise ValueError(f"{name} must have shape {rows}, got {array.shape}")
+        array = np.ascontiguousarray(array, inputs.dtype)
+        return array[None] if inputs.flat else array
+
+    problem = Problem(
+        query=inputs.query,
+        key=inputs.key,
+        value=inputs.value,
+        out=outputs(out, "out"),
+        lse=None,
+        weights=None,
+        dtype=inputs.dtype,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        band=band,
+        key_start=lowered.key_start,
+        key_stop=lowered.key_stop,
+        dense=lowered.dense,
+        mask_map=lowered.mask_map,
+    )
+    names = [wrt] if isinstance(wrt, str) else list(wrt)
+    for name in names:
+        if name not in DIFFERENTIABLE:
+            raise ValueError(f"wrt must name some of {', '.join(DIFFERENTIABLE)}, got {name!r}")
+        if getattr(problem, name) is None:
+            raise ValueError(f"wrt names {name}, which is not given")
+    return Backward(
+        problem=problem,
+        lse=sums(lse, "lse"),
+        grad_out=outputs(grad_out, "grad_out"),
+        grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
+        wrt=frozenset(names),
+        bias_shape=() if given is None else (1,) * (inputs.query.ndim - given.ndim) + given.shape,
+    )
+
+
+def _is_swapped(layout: str) -> bool:
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
+    return layout == "bshd"
 
 
 @_naming_shapes
@@ -672,6 +778,14 @@ def _bias(bias: ArrayLike) -> np.ndarray:
     return array
 
 
+def _bias_of_scores(bias: ArrayLike | None, inputs: _Inputs) -> np.ndarray | None:
+    """A bias as a view of the shape of the scores."""
+    if bias is None:
+        return None
+    lead, H, L, S = inputs.sizes
+    return _broadcast_scores(_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+
+
 def _is_bias_dtype(dtype: np.dtype) -> bool:
     return (dtype.kind == "f" and dtype.itemsize <= 8) or storage_of(dtype) != REAL
 
@@ -703,22 +817,9 @@ def _assemble(
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
-    lead, H, L, S = inputs.sizes
-    dtype, result = inputs.dtype, inputs.result
-    scale = 1 / sqrt(q.shape[-1]) if scale is None else _finite(scale, "scale")
-    if softcap is not None:
-        softcap = _finite(softcap, "softcap")
-        limits = np.finfo(dtype)
-        if not float(limits.tiny) <= softcap <= float(limits.max):
-            raise ValueError(f"softcap must be positive, and a normal number in {dtype}, got {softcap!r}")
-    if sinks is not None:
-        sinks = _sinks(sinks, H, dtype)
-
-    E = v.shape[-1]
-    shape = (*lead, L, H, E) if swapped else (*lead, H, L, E)
-    rows: tuple[int, ...] = (*lead, H, L)
-    if flat:
-        shape, rows = (L, E), (L,)
+    S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
+    scale, softcap, sinks = _numbers(inputs, scale, softcap, sinks)
+    shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
     if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
@@ -763,6 +864,30 @@ def _assemble(
         mask_map=lowered.mask_map,
     )
     return Request(problem, results, staged, swapped)
+
+
+def _numbers(
+    inputs: _Inputs, scale: float | None, softcap: float | None, sinks: ArrayLike | None
+) -> tuple[float, float | None, np.ndarray | None]:
+    """Scale, soft-cap and sinks, checked."""
+    scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else _finite(scale, "scale")
+    if softcap is not None:
+        softcap = _finite(softcap, "softcap")
+        limits = np.finfo(inputs.dtype)
+        if not float(limits.tiny) <= softcap <= float(limits.max):
+            raise ValueError(
+                f"softcap must be positive, and a normal number in {inputs.dtype}, got {softcap!r}"
+            )
+    return scale, softcap, None if sinks is None else _sinks(sinks, inputs.sizes.H, inputs.dtype)
+
+
+def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of out and lse as the caller sees them."""
+    lead, H, L, _ = inputs.sizes
+    E = inputs.value.shape[-1]
+    if inputs.flat:
+        return (L, E), (L,)
+    return (*lead, L, H, E) if inputs.swapped else (*lead, H, L, E), (*lead, H, L)
 
 
 def _finite(value: Any, name: str) -> float:

@@ -47,9 +47,9 @@ def requested(name: str | None = None) -> str | None:
     return name
 
 
-def select(problem: Problem[Any], name: str | None = None) -> Backend:
-    """The backend for `problem`: the one named, FASTATTN_BACKEND, or the first that can take it; for arrays
-    on a GPU only "cuda".
+def select(problem: Problem[Any], name: str | None = None, *, gradients: bool = False) -> Backend:
+    """The backend for `problem`, or for its gradients: the one named, FASTATTN_BACKEND, or the first that can
+    take it; for arrays on a GPU only "cuda".
 
     Raises
     ------
@@ -68,6 +68,8 @@ def select(problem: Problem[Any], name: str | None = None) -> Backend:
             reasons = [f"the arrays are on {problem.device}, and it computes on the CPU"]
         else:
             reasons = backend.unavailable_reasons() or backend.unsupported_reasons(problem)
+            if gradients and not reasons:
+                reasons = backend.gradient_reasons()
         if not reasons:
             return backend
         refusals.append(f"{candidate}: {'; '.join(reasons)}")

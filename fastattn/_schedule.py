@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn._constants import (
+    BACKWARD_BLOCK_K,
+    BACKWARD_ROW_NBYTES,
+    BACKWARD_TASK_TILES,
     BLOCK_K,
     COPY_BLOCKS,
     COPY_NBYTES,
@@ -104,6 +107,33 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
         converts_keys and not copies_keys, converts_values and not packs_values, (0, 0), *factors,
+    )  # fmt: skip
+
+
+def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
+    """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
+    sizes = problem.sizes
+    heads, lanes = sizes.heads, target.lanes
+    small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
+    # Query blocks of about the same size; the tiles of large ones have rows of a length that kernels know.
+    max_lanes = BACKWARD_ROW_NBYTES // problem.dtype.itemsize
+    n_blocks = max(1, -(-sizes.rows // max_lanes))
+    block_q = _up(-(-sizes.rows // n_blocks), lanes)
+    if n_blocks == 1 and 2 * block_q <= max_lanes:
+        max_lanes = block_q
+    block_k = min(BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
+    n_tiles = -(-sizes.len_k // block_k)
+    # Rows of queries are packed once a task; bits do not depend on the tasks.
+    task_tiles = min(n_tiles, BACKWARD_TASK_TILES)
+    while task_tiles > 1 and heads * -(-n_tiles // task_tiles) < SPLIT_TASKS * num_threads:
+        task_tiles -= 1
+    n_tasks = heads * -(-n_tiles // task_tiles)
+    factors = score_factors(
+        problem.scale, problem.softcap, problem.dtype.itemsize, needs_natural_scores(problem)
+    )
+    return Schedule(
+        1 if small else min(num_threads, n_tasks), small, False, block_k, block_q // lanes, n_blocks,
+        max_lanes, n_tasks, task_tiles, 1, False, False, False, False, (0, 0), *factors,
     )  # fmt: skip
 
 

@@ -60,6 +60,15 @@ class Engine:
         """Output, lse and weights."""
         return self.attention(*arrays, return_lse=True, return_weights=True, **options)
 
+    def backward(self, *arrays: Any, **options: Any) -> Any:
+        return fastattn.attention_backward(*arrays, backend=self.backend, **options)
+
+    def gradients(self, grad_out: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        """With the out and the lse of the forward call."""
+        shared = {name: x for name, x in options.items() if name not in ("wrt", "grad_lse")}
+        out, lse = self.attention(query, key, value, return_lse=True, **shared)
+        return self.backward(grad_out, query, key, value, out, lse, **options)
+
     def environment(self) -> dict[str, str]:
         """What makes another process use this backend and instruction set by default."""
         variables = {"FASTATTN_BACKEND": self.backend}
@@ -100,6 +109,20 @@ reference_is_slow = pytest.mark.parametrize(
     [pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES],
     ids=lambda engine: engine.name,
     indirect=True,
+)
+
+
+def _computes_gradients(engine: Engine) -> bool:
+    try:
+        engine.backward(*np.ones((5, 1, 1)), np.ones(1))
+    except Exception as error:  # any other is for the tests to show
+        return "it computes no gradients" not in str(error)
+    return True
+
+
+#: For tests of gradients. `test_backward.py` has one that the other backends say why they compute none.
+computes_gradients = pytest.mark.parametrize(
+    "engine", [it for it in ENGINES if _computes_gradients(it)], ids=lambda engine: engine.name, indirect=True
 )
 
 

@@ -2,7 +2,8 @@
 
 `attention` loops over batch items, heads and query rows with plain loops and computes each row in
 extended precision (``np.longdouble``), touching only the keys that row may attend to. `formula` is
-what a NumPy user would write in the arrays' own precision: it sets the error budget.
+what a NumPy user would write in the arrays' own precision: it sets the error budget. `gradients` and
+`gradient_formula` are the same two for what `fastattn.attention_backward` computes.
 
 Nothing here imports the package under test, and the mask rules are spelled out a second time.
 
@@ -206,6 +207,40 @@ def attention(
     return Answer(*results)
 
 
+@dataclass(frozen=True)
+class _PlainScores:
+    """Whole matrices of every query head, in the arrays' own precision."""
+
+    dtype: Any
+    query: Array
+    key: Array  #: a copy for each query head, and so is `value`
+    value: Array
+    factor: Any  #: the scale
+    capped: Array  #: the scores before bias and masks
+    scores: Array  #: with both
+
+
+def _plain_scores(parts: _Parts, scale: float | None, softcap: float | None, score_mod: Any) -> _PlainScores:
+    dtype = np.result_type(parts.query, parts.key, parts.value).newbyteorder("=").type
+    group = parts.query.shape[-3] // max(parts.key.shape[-3], 1)
+    q = parts.query.astype(dtype)
+    k, v = (np.repeat(array.astype(dtype), group, axis=-3) for array in (parts.key, parts.value))
+    factor = dtype(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+
+    capped = (q @ np.swapaxes(k, -1, -2)) * factor
+    if softcap is not None:
+        capped = dtype(softcap) * np.tanh(capped / dtype(softcap))
+    scores = capped
+    if score_mod is not None:
+        planes = scores.reshape(-1, *scores.shape[-3:])
+        for place in np.ndindex(*planes.shape):
+            planes[place] = score_mod(planes[place], *place)
+        scores = planes.reshape(scores.shape)
+    if parts.bias is not None:
+        scores = scores + np.where(parts.allowed, parts.bias, 0).astype(dtype)
+    return _PlainScores(dtype, q, k, v, factor, capped, np.where(parts.allowed, scores, dtype(-np.inf)))
+
+
 def formula(
     query: Any,
     key: Any,
@@ -225,23 +260,8 @@ def formula(
     """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking."""
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
-    dtype = np.result_type(parts.query, parts.key, parts.value).newbyteorder("=").type
-    group = parts.query.shape[-3] // max(parts.key.shape[-3], 1)
-    q = parts.query.astype(dtype)
-    k, v = (np.repeat(array.astype(dtype), group, axis=-3) for array in (parts.key, parts.value))
-    factor = dtype(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
-
-    scores = (q @ np.swapaxes(k, -1, -2)) * factor
-    if softcap is not None:
-        scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
-    if score_mod is not None:
-        planes = scores.reshape(-1, *scores.shape[-3:])
-        for place in np.ndindex(*planes.shape):
-            planes[place] = score_mod(planes[place], *place)
-        scores = planes.reshape(scores.shape)
-    if parts.bias is not None:
-        scores = scores + np.where(parts.allowed, parts.bias, 0).astype(dtype)
-    scores = np.where(parts.allowed, scores, dtype(-np.inf))
+    plain = _plain_scores(parts, scale, softcap, score_mod)
+    dtype, v, scores = plain.dtype, plain.value, plain.scores
     with np.errstate(invalid="ignore", divide="ignore"):
         top = scores.max(axis=-1, initial=-np.inf, keepdims=True)
         if sinks is not None:
@@ -258,3 +278,213 @@ def formula(
     if parts.single_head:
         return Baseline(out[0], lse[0], weights[0])
     return Baseline(np.swapaxes(out, -3, -2) if layout == "bshd" else out, lse, weights)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One number for each element of the arguments; None for those that are not given."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    sinks: Array | None
+
+
+def _summed_like(array: Array, argument: Any) -> Array:
+    """Sums over the axes along which `argument` is broadcast to the shape of `array`."""
+    shape = np.shape(argument)
+    axes = tuple(range(array.ndim - len(shape)))
+    axes += tuple(a for a, n in enumerate(shape, len(axes)) if n == 1 and array.shape[a] != 1)
+    return array.sum(axis=axes, keepdims=True).reshape(shape)
+
+
+def _as_given(found: Gradients, parts: _Parts, layout: str, arguments: tuple[Any, ...]) -> Gradients:
+    """Gradients of whole ``(*lead, heads, length, dim)`` arrays as those of the caller's."""
+
+    def placed(array: Array) -> Array:
+        if parts.single_head:
+            return array[0]
+        return np.swapaxes(array, -3, -2) if layout == "bshd" else array
+
+    query, key, value, bias, sinks = arguments
+    return Gradients(
+        _summed_like(placed(found.query), query),
+        _summed_like(placed(found.key), key),
+        _summed_like(placed(found.value), value),
+        None if bias is None else _summed_like(found.bias, bias),
+        None if sinks is None else found.sinks,
+    )
+
+
+def _with_heads_third(array: Any, parts: _Parts, layout: str) -> Array:
+    """An output, or a gradient of one, as ``(*lead, H, L, E)``."""
+    array = np.asarray(array)
+    if parts.single_head:
+        return array[None]
+    return np.swapaxes(array, -3, -2) if layout == "bshd" else array
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def gradients(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    grad_lse: Any = None,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+) -> tuple[Gradients, Gradients]:
+    """The definition in extended precision, and the reach of a rounding as in `Answer`.
+
+    With ``m`` the size of what is rounded on the way to a score and to its row's lse, a weight moves by
+    ``u * (1 + m)`` of itself, and ``dS = P * (dP - delta)`` moves by that and by ``P`` times the magnitudes
+    that are summed in ``dP`` and ``delta``. Every gradient is a sum of products with one of these.
+    """
+    rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    parts = _parts(query, key, value, bias, layout, rules)
+    forward = attention(
+        query, key, value, bias=bias, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **rules
+    )
+    lead, (num_heads, len_q, head_dim) = parts.lead, parts.query.shape[-3:]
+    num_kv_heads = parts.value.shape[-3]
+    factor = WIDE(1) / np.sqrt(WIDE(head_dim)) if scale is None else WIDE(scale)
+    out, out_reach, grad_out = (
+        _with_heads_third(array, parts, layout) for array in (forward.out, forward.out_reach, grad_out)
+    )
+    rows = (*lead, num_heads, len_q)
+    lse, lse_reach, weights = (
+        array[None] if parts.single_head else array
+        for array in (forward.lse, forward.lse_reach, forward.weights)
+    )
+    grad_lse = np.zeros(rows) if grad_lse is None else np.asarray(grad_lse).reshape(rows)
+
+    def zeros() -> Gradients:
+        shapes = parts.query.shape, parts.key.shape, parts.value.shape, parts.allowed.shape, (num_heads,)
+        return Gradients(*(np.zeros(shape, WIDE) for shape in shapes))
+
+    exact, reach = zeros(), zeros()
+    for item in np.ndindex(*lead):
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            wide_keys = parts.key[item][kv_head].astype(WIDE)
+            wide_values = parts.value[item][kv_head].astype(WIDE)
+            of_kv = [(array.key[item][kv_head], array.value[item][kv_head]) for array in (exact, reach)]
+            for i in range(len_q):
+                here = (*item, head, i)
+                chosen = np.flatnonzero(parts.allowed[here])
+                if chosen.size == 0:
+                    continue
+                first, last = int(chosen[0]), int(chosen[-1])
+                read = slice(first, last + 1) if last + 1 - first == chosen.size else chosen
+                keys, values = wide_keys[read], wide_values[read]
+                row, arriving = parts.query[here].astype(WIDE), grad_out[here].astype(WIDE)
+                of_lse = WIDE(grad_lse[here])
+
+                raw = factor * (keys @ row)
+                products = np.abs(factor) * np.sqrt((keys**2) @ row**2)
+                scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
+                added = 0 if parts.bias is None else np.abs(parts.bias[here][read].astype(WIDE))
+                moves = 1 + np.abs(scores) + products + added + lse_reach[here]
+                weight = weights[here][read]
+
+                delta = arriving @ out[here] - of_lse
+                delta_size = np.abs(arriving) @ (np.abs(out[here]) + out_reach[here]) + np.abs(of_lse)
+                change = weight * (values @ arriving - delta)
+                change_size = moves * np.abs(change) + weight * (
+                    np.abs(values) @ np.abs(arriving) + delta_size
+                )
+                exact.bias[here][read], reach.bias[here][read] = change, change_size
+                if sinks is not None:
+                    sink = WIDE(np.asarray(sinks)[head])
+                    share = np.exp(sink - lse[here])
+                    exact.sinks[head] -= share * delta
+                    if share:
+                        moved = (1 + np.abs(sink) + lse_reach[here]) * np.abs(delta)
+                        reach.sinks[head] += share * (moved + delta_size)
+                if softcap is not None:
+                    slope = np.cosh(raw / softcap) ** -2
+                    ratio = np.abs(scores / softcap)
+                    of_slope = slope + 2 * ratio * (ratio + slope * (np.abs(raw) + products) / softcap)
+                    change_size = change_size * slope + np.abs(change) * of_slope
+                    change = change * slope
+                change, change_size = factor * change, np.abs(factor) * change_size
+                exact.query[here] = change @ keys
+                reach.query[here] = change_size @ np.abs(keys)
+                of_kv[0][0][read] += np.outer(change, row)
+                of_kv[1][0][read] += np.outer(change_size, np.abs(row))
+                of_kv[0][1][read] += np.outer(weight, arriving)
+                of_kv[1][1][read] += np.outer(moves * weight, np.abs(arriving))
+
+    given = (query, key, value, bias, sinks)
+    return _as_given(exact, parts, layout, given), _as_given(reach, parts, layout, given)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def gradient_formula(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    grad_lse: Any = None,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+) -> Gradients:
+    """What a NumPy user writes from the outputs of `formula`: whole matrices in the arrays' own precision."""
+    rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
+    parts = _parts(query, key, value, bias, layout, rules)
+    forward = formula(
+        query, key, value, bias=bias, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **rules
+    )
+    plain = _plain_scores(parts, scale, softcap, None)
+    dtype = plain.dtype
+    out, arriving = (_with_heads_third(array, parts, layout) for array in (forward.out, grad_out))
+    arriving = arriving.astype(dtype)
+    lse = forward.lse[None] if parts.single_head else forward.lse
+    read = parts.allowed.any(axis=-1)
+
+    delta = (arriving * out).sum(axis=-1)
+    if grad_lse is not None:
+        delta = delta - np.asarray(grad_lse, dtype).reshape(delta.shape)
+    weights = np.where(parts.allowed, np.exp(plain.scores - np.where(read, lse, 0)[..., None]), dtype(0))
+    change = weights * (arriving @ np.swapaxes(plain.value, -1, -2) - delta[..., None])
+    change = of_bias = np.where(parts.allowed, change, dtype(0))
+    if softcap is not None:
+        change = change * (1 - (plain.capped / dtype(softcap)) ** 2)
+    change = change * plain.factor
+
+    def of_groups(array: Array) -> Array:
+        *before, num_heads, length, dim = array.shape
+        kv_heads = parts.key.shape[-3]
+        group = num_heads // max(kv_heads, 1)
+        return array.reshape(*before, kv_heads, group, length, dim).sum(axis=-3)
+
+    of_sinks = np.zeros(0)
+    if sinks is not None:
+        sink = np.asarray(sinks).astype(dtype)[:, None]
+        terms = np.where(read, np.exp(sink - np.where(read, lse, 0)) * delta, dtype(0))
+        of_sinks = -terms.sum(axis=(*range(terms.ndim - 2), -1))
+    found = Gradients(
+        change @ plain.key,
+        of_groups(np.swapaxes(change, -1, -2) @ plain.query),
+        of_groups(np.swapaxes(weights, -1, -2) @ arriving),
+        of_bias,
+        of_sinks,
+    )
+    return _as_given(found, parts, layout, (query, key, value, bias, sinks))

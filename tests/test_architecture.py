@@ -38,12 +38,13 @@ LAYERS = [
     {"masks", "_storage"},
     {"_options", "_hints"},
     {"_problem"},
+    {"_gradients"},
     {"_normalize"},
     {"_host"},
     {"_threads"},
     {"_schedule"},
     {"backends._base"},
-    {"backends.cpu.record"},
+    {"backends.cpu.record", "backends.cpu.backward"},
     {"backends.numba.codegen.target"},
     {"backends.numba.codegen.emit"},
     {"backends.numba.codegen.across_lanes", "backends.numba.codegen.exponential"},
@@ -86,6 +87,7 @@ LAYERS = [
     {"_signature"},
     {"_prepared"},
     {"_api"},
+    {"_backward"},
     {"_flex"},
     {"_cache_pages"},
     {"_cache_state"},
@@ -359,7 +361,7 @@ RAISES_ELSEWHERE = {
     "backends/jit/messages.py: check_raises": "the function has a raise of its own",
     "backends/cuda/functions.py: check_indices": "the function reads outside of an array",
     # Not what a caller gave.
-    "backends/cython/driver.pyx: __cinit__": "the record is not of this driver",
+    "backends/cython/driver.pyx: new_job": "the record is not of this driver",
 }
 #: No memory; a method that a subclass has.
 NOT_ABOUT_ARGUMENTS = {"MemoryError", "NotImplementedError"}

@@ -20,6 +20,12 @@ with ``p`` the weights and ``m_j`` the size of what is rounded on the way to sco
 the bias and the norm of the products in the dot product), which is the first-order effect of a score
 error ``m_j * eps`` on a softmax-weighted mean. Data that grows grows the budget with it, and nothing
 else does.
+
+Gradients have the same budget, with `tests.naive.gradients` and `tests.naive.gradient_formula`. A term of one
+takes no more roundings: those of the score and of the lse as above, then ``dP - delta``, the product with
+the weight, that with the soft-cap's slope, the scale and the product with the row. Their reach says how far
+each moves the element; `out` and `lse`, which are given to the package as the forward call rounded them, are
+part of it.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.naive import Answer, Baseline, attention, formula
+from tests.naive import Answer, Baseline, Gradients, attention, formula, gradient_formula, gradients
 
 ROUNDINGS = 4
 
@@ -51,8 +57,8 @@ def assert_close(name: str, got: np.ndarray, exact: np.ndarray, reach: np.ndarra
     error[finite] = np.abs(got[finite] - exact[finite])
     judged = finite & np.isfinite(plain)
     plain_error = float(np.abs(plain[judged] - exact[judged]).max(initial=0))
-    budget = 2 * plain_error + ROUNDINGS * (float(limits.eps) * reach + float(limits.tiny))
-    budget[~finite] = 0
+    budget = np.array(2 * plain_error + ROUNDINGS * (float(limits.eps) * reach + float(limits.tiny)))
+    budget = np.where(finite, budget, 0)
     worst = np.unravel_index(np.argmax(np.where(finite, error - budget, -np.inf)), error.shape)
     assert np.all(error[finite] <= budget[finite]), (
         f"{name} ({got.dtype}) at {tuple(map(int, worst))}: got {got[worst]!r}, exact {exact[worst]!r}, "
@@ -80,6 +86,33 @@ def assert_attention(
 ) -> None:
     """Compute the exact answer for these arrays and options, and hold ``(out, lse, weights)`` to it."""
     assert_answer(results, *solve(pickle.dumps(((query, key, value), options))))
+
+
+@lru_cache(maxsize=256)
+def solve_gradients(problem: bytes) -> tuple[Gradients, Gradients, Gradients]:
+    """The exact gradients, their reach and the formula's, of pickled arrays and options."""
+    arrays, options = pickle.loads(problem)
+    return (*gradients(*arrays, **options), gradient_formula(*arrays, **options))
+
+
+def assert_gradients(
+    got: Any, grad_out: Any, query: Any, key: Any, value: Any, *, wrt: Any, **options: Any
+) -> None:
+    """Hold the gradients that `wrt` names to the budget, and the others to None; see also what they are."""
+    arrays = (array.astype(float) if array.dtype.kind in "biu" else array for array in (query, key, value))
+    exact, reach, plain = solve_gradients(pickle.dumps(((grad_out, *arrays), options)))
+    given = {"query": query, "key": key, "value": value} | options
+    assert got._fields == ("query", "key", "value", "bias", "sinks")
+    for name, gradient in got._asdict().items():
+        if name not in wrt:
+            assert gradient is None, name
+            continue
+        dtype = np.asarray(given[name]).dtype.newbyteorder("=")
+        assert type(gradient) is np.ndarray, name
+        assert gradient.dtype == (np.float64 if dtype.kind in "biu" else dtype), name
+        assert gradient.flags.c_contiguous, name
+        assert gradient.flags.writeable, name
+        assert_close(f"gradient of {name}", gradient, *(getattr(of, name) for of in (exact, reach, plain)))
 
 
 def assert_same_bits(got: np.ndarray, expected: np.ndarray, what: str = "result") -> None:

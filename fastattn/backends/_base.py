@@ -8,6 +8,7 @@ from fastattn._problem import Mod, Problem
 
 if TYPE_CHECKING:
     from fastattn._device import DeviceArray
+    from fastattn._gradients import Backward, Gradients
 
 
 class Prepared(Protocol):
@@ -52,6 +53,15 @@ class Backend(Protocol):
     def run(self, problem: Problem[Any], num_threads: int) -> None:
         """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
         ...
+
+    def gradient_reasons(self) -> list[str]:
+        """Why this backend cannot compute gradients; empty when it can."""
+        return ["it computes no gradients"]
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        """The gradients that are asked for, on a backend without `gradient_reasons`."""
+        reason = f"backend {self.name!r}: {'; '.join(self.gradient_reasons())}"
+        raise NotImplementedError(reason)
 
     def combine(
         self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastattn import _host, _threads
+from fastattn._gradients import Backward, Gradients
 from fastattn._problem import Problem
-from fastattn._schedule import Target, make_schedule
+from fastattn._schedule import Target, make_backward_schedule, make_schedule
 from fastattn.backends._base import Backend, Prepared
+from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
 
@@ -50,6 +52,26 @@ class CythonBackend(Backend):
 
     def run(self, problem: Problem, num_threads: int) -> None:
         self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
+
+    def gradient_reasons(self) -> list[str]:
+        return []
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        problem = backward.problem
+        target = Target(*driver.target(problem.dtype.itemsize))
+        schedule = make_backward_schedule(problem, target, num_threads)
+        room = make_room(backward, schedule, target.lanes)
+        of_gradients = problem._replace(out=backward.grad_out)
+        larger = {}
+        if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
+            row = max(problem.head_dim, problem.value_dim) * problem.dtype.itemsize
+            larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
+        driver.differentiate(
+            write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
+            write_record(problem, schedule, target), problem.arrays(), schedule.num_threads, problem.scale,
+            tuple(name in backward.wrt for name in ("query", "key", "value")), **vars(room),
+        )  # fmt: skip
+        return gradients_of(backward, room)
 
 
 backend = CythonBackend()

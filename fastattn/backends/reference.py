@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastattn._gradients import Backward, Gradients
 from fastattn._mask_map import UNBOUNDED
 from fastattn._problem import Problem
 from fastattn._storage import HeadRows, Rows
@@ -57,6 +58,30 @@ class ReferenceBackend(Backend):
                         for first in range(0, problem.len_q, block_q):
                             rows = slice(first, min(first + block_q, problem.len_q))
                             _attend(problem, window, item, head, rows, source)
+
+    def gradient_reasons(self) -> list[str]:
+        return []
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        problem, _ = _without_band(backward.problem)
+        backward = backward._replace(problem=problem)
+        gradients = backward.zeros()
+        block_q = max(1, min(_BLOCK_BYTES // (max(1, problem.len_k) * problem.dtype.itemsize), problem.len_q))
+        with np.errstate(all="ignore"):
+            for item in np.ndindex(problem.lead):
+                span = _key_range(problem, item, slice(0, problem.len_q))
+                for head in range(problem.num_heads):
+                    kv_head = head // problem.group_size
+                    source = _Source(
+                        _head(problem.key, item, kv_head),
+                        _head(problem.value, item, kv_head),
+                        problem.dtype,
+                        span,
+                    )
+                    for first in range(0, problem.len_q, block_q):
+                        rows = slice(first, min(first + block_q, problem.len_q))
+                        _differentiate(backward, gradients, item, head, rows, source)
+        return gradients
 
 
 backend = ReferenceBackend()
@@ -146,20 +171,7 @@ def _attend(
     # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
     query = np.array(problem.query[item][head, rows], dtype, order="C")
 
-    scores = np.empty(allowed.shape, dtype)
-    for part in source.parts(keys):
-        here = slice(part.start - keys.start, part.stop - keys.start)
-        scores[:, here] = query @ source.keys(part).T
-    scores *= dtype(problem.scale)
-    if problem.softcap is not None:
-        cap = dtype(problem.softcap)
-        scores = cap * np.tanh(scores / cap)
-    if problem.bias is not None:
-        bias = problem.bias[item][head, rows, keys].astype(dtype)
-        allowed &= bias != -np.inf
-        scores += bias
-    scores[~allowed] = -np.inf
-
+    scores, _ = _scores(problem, item, head, rows, keys, query, source, allowed)
     sink = dtype(-np.inf) if problem.sinks is None else problem.sinks[head]
     row_max = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     empty = row_max == -np.inf  # a row without keys: its weights are exp(-inf - 0) = 0, whatever its sink is
@@ -186,6 +198,95 @@ def _attend(
         weights[~allowed] = 0  # also in a row of NaN, where 0 / NaN is NaN
         problem.weights[item][head, rows] = 0
         problem.weights[item][head, rows, keys] = weights
+
+
+def _scores(
+    problem: Problem,
+    item: tuple[int, ...],
+    head: int,
+    rows: slice,
+    keys: slice,
+    query: np.ndarray,
+    source: _Source,
+    allowed: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores, -inf where masked, and those before bias and masks; `allowed` loses what a bias masks."""
+    dtype = problem.dtype.type
+    scores = np.empty(allowed.shape, dtype)
+    for part in source.parts(keys):
+        here = slice(part.start - keys.start, part.stop - keys.start)
+        scores[:, here] = query @ source.keys(part).T
+    scores *= dtype(problem.scale)
+    if problem.softcap is not None:
+        cap = dtype(problem.softcap)
+        scores = cap * np.tanh(scores / cap)
+    capped = scores
+    if problem.bias is not None:
+        bias = problem.bias[item][head, rows, keys].astype(dtype)
+        allowed &= bias != -np.inf
+        scores = scores + bias
+    return np.where(allowed, scores, dtype(-np.inf)), capped
+
+
+def _product(factors: np.ndarray, rows: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """``factors @ rows``, where a row with NaN or inf counts only for those that may read it."""
+    finite = np.isfinite(rows).all(axis=-1)
+    if finite.all():
+        return factors @ rows
+    product = factors @ np.where(finite[:, None], rows, rows.dtype.type(0))
+    for r in np.flatnonzero(~finite):
+        readers = allowed[:, r]
+        product[readers] += factors[readers, r, None] * rows[r]
+    return product
+
+
+def _differentiate(
+    backward: Backward, gradients: Gradients, item: tuple[int, ...], head: int, rows: slice, source: _Source
+) -> None:
+    """Adds what some query rows of one head contribute to each gradient."""
+    problem = backward.problem
+    dtype, kv_head = problem.dtype.type, head // problem.group_size
+    keys = _key_range(problem, item, rows)
+    allowed = allowed_block(problem, item, head, rows, keys)
+    query = np.array(problem.query[item][head, rows], dtype, order="C")
+    grad_out = np.array(backward.grad_out[item][head, rows], dtype, order="C")
+    out = np.array(problem.out[item][head, rows], dtype, order="C")
+    key, value = source.keys(keys), _contiguous(source.value[keys], problem.dtype)
+    scores, capped = _scores(problem, item, head, rows, keys, query, source, allowed)
+
+    lse = backward.lse[item][head, rows]
+    weights = np.where(allowed, np.exp(scores - np.where(lse == -np.inf, 0, lse)[:, None]), dtype(0))
+    delta = (grad_out.astype(np.float64) * out).sum(axis=-1)
+    if backward.grad_lse is not None:
+        delta -= backward.grad_lse[item][head, rows]
+    change = np.where(allowed, weights * (grad_out @ value.T - delta.astype(dtype)[:, None]), dtype(0))
+    if gradients.bias is not None:
+        full = np.broadcast_to(
+            gradients.bias, (*problem.lead, problem.num_heads, problem.len_q, problem.len_k)
+        )
+        _add_broadcast(full[item][head, rows, keys], change)
+    if gradients.sinks is not None and problem.sinks is not None:
+        some = allowed.any(axis=-1)
+        gradients.sinks[head] -= (np.exp(problem.sinks[head] - lse[some]) * delta[some]).sum()
+    if problem.softcap is not None:
+        ratio = capped / dtype(problem.softcap)
+        change = np.where(change == 0, change, change * ((1 - ratio) * (1 + ratio)))
+    change *= dtype(problem.scale)
+    if gradients.query is not None:
+        gradients.query[item][head, rows] = _product(change, key, allowed)
+    if gradients.key is not None:
+        gradients.key[item][kv_head, keys] += _product(change.T, query, allowed.T)
+    if gradients.value is not None:
+        gradients.value[item][kv_head, keys] += _product(weights.T, grad_out, allowed.T)
+
+
+def _add_broadcast(to: np.ndarray, array: np.ndarray) -> None:
+    """Adds to a view with strides of 0 the sums over those axes."""
+    axes = tuple(axis for axis, stride in enumerate(to.strides) if stride == 0)
+    kept = tuple(slice(1) if stride == 0 else slice(None) for stride in to.strides)
+    to = to[kept]
+    to.flags.writeable = True
+    to += array.sum(axis=axes, keepdims=True, dtype=to.dtype)
 
 
 def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:

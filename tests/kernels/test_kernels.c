@@ -14,6 +14,7 @@
 #include "test_lanes.c"
 #include "test_rows.c"
 #include "test_storage.c"
+#include "test_backward.c"
 #include "test_rope.c"
 #include "test_inputs.c"
 #include "test_independence.c"
@@ -57,6 +58,9 @@ static const struct {
     {"store_row_layouts", test_store_row_layouts},
     {"rows_of_each_storage", test_rows_of_each_storage},
     {"rope", test_rope},
+    {"dot", test_dot},
+    {"differentiate", test_differentiate},
+    {"uncap", test_uncap},
     {"mask_words", test_mask_words},
     {"convert", test_convert},
     {"copy_rows", test_copy_rows},

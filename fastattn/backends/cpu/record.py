@@ -176,10 +176,10 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["n_splits"] = schedule.n_splits
     fields["converts_keys"] = schedule.converts_keys
     fields["converts_values"] = schedule.converts_values
+    fields["split_tiles"] = schedule.split_tiles
     if schedule.uses_split_kv:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_key_tiles"] = n_key_tiles
-        fields["split_tiles"] = schedule.split_tiles
         fields["query_ld"] = -(-fields["head_dim"] // lanes) * lanes
         fields["acc_ld"] = acc_ld = -(-fields["value_dim"] // lanes) * lanes
         fields["key_prefetch"], fields["value_prefetch"] = schedule.prefetch_rows

@@ -39,6 +39,7 @@ include "mask_tile.pxi"  # one key tile: masks, bias, scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
 include "work.pxi"       # all tasks, on all threads
+include "backward.pxi"   # gradients: one key tile over the query blocks
 
 cdef extern from *:
     """
@@ -137,6 +138,42 @@ def shares_threads():
     return bool(fastattn_blas_is_shared())
 
 
+cdef Job *new_job(bytes fields, bytes views) except NULL:
+    """The record of a call from what `fastattn.backends.cpu.record` wrote, without addresses."""
+    cdef const int64_t *view = <const int64_t *><const char *>views
+    cdef Py_ssize_t nbytes = len(fields)
+    cdef int64_t *leads
+    cdef int64_t n_lead
+    cdef int number
+    cdef Job *job
+    if nbytes != <Py_ssize_t>(<size_t>&(<Job *>NULL).query):
+        raise ValueError("the record of a call is not what this driver reads")
+    job = <Job *>malloc(nbytes + len(views))
+    if job == NULL:
+        raise MemoryError("no memory for the record of a call")
+    memcpy(job, <const char *>fields, nbytes)
+    job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
+    n_lead = job.n_lead
+    leads = <int64_t *>(job + 1)
+    for number in range(N_VIEWS):
+        memcpy(&job.query + number, view, sizeof(View))
+        memcpy(leads, view + 4, n_lead * sizeof(int64_t))
+        view += 4 + n_lead
+        leads += n_lead
+    memcpy(leads, view, n_lead * sizeof(int64_t))
+    return job
+
+
+cdef inline int set_addresses(Job *job, tuple arrays) except -1:
+    """Sets where the arrays of a call are, which come as `Problem.arrays`."""
+    cdef int number
+    for number in range(N_VIEWS):
+        (&job.query)[number].data = address_of(arrays[number])
+    job.sinks = address_of(arrays[N_VIEWS])
+    job.mask_bits = address_of(arrays[N_VIEWS + 1])
+    return 0
+
+
 cdef class Prepared:
     """A prepared call of the Cython driver; loop: its compiled score_mod or None, see `fastattn.backends.jit`."""
 
@@ -148,35 +185,15 @@ cdef class Prepared:
     cdef tuple sizes
 
     def __cinit__(self, bytes fields, bytes views, int num_threads, bint is_small, loop=None, tuple sizes=None):
-        cdef const int64_t *view = <const int64_t *><const char *>views
-        cdef Py_ssize_t nbytes = len(fields)
-        cdef int64_t *leads
-        cdef int64_t n_lead
-        cdef int number
-        cdef Job *job
-        if nbytes != <Py_ssize_t>(<size_t>&(<Job *>NULL).query):
-            raise ValueError("the record of a call is not what this driver reads")
-        self.nbytes = nbytes + len(views)
-        job = <Job *>malloc(self.nbytes)
-        if job == NULL:
-            raise MemoryError("no memory for the record of a call")
+        cdef Job *job = new_job(fields, views)
+        self.nbytes = len(fields) + len(views)
         self.record = <char *>job
         self.num_threads = num_threads
         self.is_small = is_small
         self.loop = loop
         self.sizes = sizes
-        memcpy(job, <const char *>fields, nbytes)
-        job.kernels = <int64_t><size_t>chosen[job.itemsize == 8]
         if loop is not None:
             job.score_mod = loop.address
-        n_lead = job.n_lead
-        leads = <int64_t *>(job + 1)
-        for number in range(N_VIEWS):
-            memcpy(&job.query + number, view, sizeof(View))
-            memcpy(leads, view + 4, n_lead * sizeof(int64_t))
-            view += 4 + n_lead
-            leads += n_lead
-        memcpy(leads, view, n_lead * sizeof(int64_t))
 
     def __dealloc__(self):
         free(self.record)
@@ -186,7 +203,6 @@ cdef class Prepared:
         holds."""
         cdef Job *job = <Job *>self.record
         cdef char *partials = NULL
-        cdef int number
         cdef bint failed
         cdef int64_t outside
         cdef object aux = None if self.loop is None else self.loop.words(score_mod)
@@ -196,10 +212,7 @@ cdef class Prepared:
         if job == NULL:
             raise MemoryError("no memory for the record of a call")
         memcpy(job, self.record, self.nbytes)
-        for number in range(N_VIEWS):
-            (&job.query)[number].data = address_of(arrays[number])
-        job.sinks = address_of(arrays[N_VIEWS])
-        job.mask_bits = address_of(arrays[N_VIEWS + 1])
+        set_addresses(job, arrays)
         if aux is not None:
             job.aux = aux.buffer_info()[0]
         with nogil:

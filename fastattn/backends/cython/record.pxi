@@ -62,6 +62,10 @@ cdef extern from "kernels.h" nogil:
                            Py_ssize_t) noexcept nogil
         void (*rope[FASTATTN_STORAGES])(char *, Py_ssize_t, const char *, Py_ssize_t, const char *, const char *,
                                         Py_ssize_t, Py_ssize_t, const fastattn_rotation *) noexcept nogil
+        double (*dot)(const void *, const void *, Py_ssize_t) noexcept nogil
+        void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t,
+                              double) noexcept nogil
+        void (*uncap)(void *, const void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
 # Of a field that says how an array is stored: which of the kernels' storages, and whether its bytes are swapped.

@@ -105,15 +105,20 @@ cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ss
         n_rows -= n
 
 
-cdef inline const char *const *query_rows(const Job *job, Scratch *w, Py_ssize_t n_rows) noexcept nogil:
-    """The query rows w.rows in the compute type: in place, or converted and contiguous."""
+cdef inline const char *const *rows_to_read(const Job *job, Scratch *w, Py_ssize_t col, int64_t storage,
+                                            Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
+    """The rows w.rows in the compute type: in place, or converted and contiguous."""
     cdef Py_ssize_t lane
-    if not job.query_storage:
+    if not storage:
         return <const char *const *>w.rows
     for lane in range(n_rows):
-        w.staged_rows[lane] = w.staged + lane * job.head_dim * job.itemsize
-        load_row(job, w.staged_rows[lane], w.rows[lane], job.query.col, job.query_storage, job.head_dim)
+        w.staged_rows[lane] = w.staged + lane * n_cols * job.itemsize
+        load_row(job, w.staged_rows[lane], w.rows[lane], col, storage, n_cols)
     return <const char *const *>w.staged_rows
+
+
+cdef inline const char *const *query_rows(const Job *job, Scratch *w, Py_ssize_t n_rows) noexcept nogil:
+    return rows_to_read(job, w, job.query.col, job.query_storage, n_rows, job.head_dim)
 
 
 cdef inline char *const *rows_to_fill(const Job *job, Scratch *w, char **rows, int64_t storage, Py_ssize_t n_rows,

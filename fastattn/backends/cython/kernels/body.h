@@ -281,7 +281,7 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
     const char *v = values->at;
     ptrdiff_t prefetch_byte = 0;
 #define TILE(R, v_row, v_col)                                                                                  \
-    NAME(accumulate_tile)(R, V, v_row == PANEL_ROW && v_col == sizeof(REAL), acc, p, rescale, ld, v, stops,    \
+    NAME(accumulate_tile)(R, V, (v_row == PANEL_ROW && v_col == sizeof(REAL)) || v_col == FASTATTN_GRADIENT_ROW, acc, p, rescale, ld, v, stops,    \
                           first_chunk, v_row, v_col, prefetch, prefetch_byte < prefetch_nbytes ? n_prefetch : 0, prefetch_byte)
     if (V == 1 && WIDE_ROWS > TILE_ROWS && values->panel == TILE_ROWS * (ptrdiff_t)sizeof(REAL))
         for (; value_dim >= WIDE_ROWS; value_dim -= WIDE_ROWS, acc += WIDE_ROWS * ld, v += 2 * values->panel) {
@@ -289,7 +289,11 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
             prefetch_byte += 128;
         }
     for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += values->panel) {
-        if (values->col != sizeof(REAL))
+        if (values->row == sizeof(REAL) && values->col == FASTATTN_GRADIENT_ROW)
+            TILE(TILE_ROWS, (ptrdiff_t)sizeof(REAL), FASTATTN_GRADIENT_ROW);
+        else if (values->row == FASTATTN_GRADIENT_ROW && values->col == sizeof(REAL))
+            TILE(TILE_ROWS, FASTATTN_GRADIENT_ROW, sizeof(REAL));
+        else if (values->col != sizeof(REAL))
             TILE(TILE_ROWS, values->row, values->col);
         else if (values->row != PANEL_ROW)
             TILE(TILE_ROWS, values->row, sizeof(REAL));
@@ -510,6 +514,8 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 #include "rope.h"
 
+#include "backward.h"
+
 #if REAL_BITS == 32
 #define BY_FLOAT(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16)
 #define BY_STORAGE(name) BY_FLOAT(name), NAME(name##_int8)
@@ -544,6 +550,9 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
     .rope = {BY_FLOAT(rope)},
+    .dot = NAME(dot),
+    .differentiate = NAME(differentiate),
+    .uncap = NAME(uncap),
 };
 
 #undef BY_FLOAT

@@ -25,6 +25,10 @@
  * sums cover the same keys wherever a call starts. */
 #define FASTATTN_KEY_CHUNK 64
 
+/* Bytes of a row of the score tiles of gradients, which two of their products read in both directions: known to the
+ * compiler, or the addresses of a register tile's elements do not fit the registers. */
+#define FASTATTN_GRADIENT_ROW ((ptrdiff_t)384)
+
 /* How elements are stored in the caller's memory: as REAL, in 16 bits, or in 8 bits. The numbers of 16 bits are exact as
  * REAL; an int8 stands for its product with the float32 scale of its group of 64 elements, rounded to float32. */
 enum { FASTATTN_REAL, FASTATTN_FLOAT16, FASTATTN_BFLOAT16, FASTATTN_INT8, FASTATTN_STORAGES };
@@ -178,6 +182,19 @@ typedef struct {
     void (*rope[FASTATTN_STORAGES])(char *to, ptrdiff_t to_row, const char *from, ptrdiff_t from_row,
                                     const char *cosines, const char *sines, ptrdiff_t table_row, ptrdiff_t n_rows,
                                     const fastattn_rotation *rotation);
+
+    /* Gradients. Their products are those of `score` and `accumulate`, with rows of queries in the place of keys. */
+
+    /* The sum over c < n of a[c] * b[c], contiguous REAL, added up in double. */
+    double (*dot)(const void *a, const void *b, ptrdiff_t n);
+
+    /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
+     * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf. */
+    void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
+                          ptrdiff_t n_keys, double exponent_factor);
+
+    /* change *= 1 - (capped / softcap)^2, the slope of the soft-cap; 0 stays 0. */
+    void (*uncap)(void *change, const void *capped, ptrdiff_t ld, ptrdiff_t n_keys, double softcap);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

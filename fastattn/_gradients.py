@@ -1,0 +1,57 @@
+"""A call for gradients on its way from validation to a backend, and what comes back.
+
+Letters as in `fastattn._problem`. Not a part of an import of the package.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fastattn._problem import FLOAT64, Problem
+
+#: What gradients there are with respect to.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+class Backward(NamedTuple):
+    """One validated call for gradients."""
+
+    problem: Problem  #: whose ``out`` is what the forward call gave, in the problem's `dtype` or in 16 bits
+    lse: np.ndarray  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
+    grad_out: np.ndarray  #: ``(*lead, H, L, E)``, of the problem's `dtype` or in 16 bits; any strides
+    grad_lse: np.ndarray | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
+    wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
+    bias_shape: tuple[int, ...]  #: that of the bias as given, with an axis for each one of the scores
+
+    def zeros(self) -> Gradients:
+        """Room for the gradients that are asked for."""
+        shapes = {name: getattr(self.problem, name).shape for name in self.wrt} | {"bias": self.bias_shape}
+        dtypes = {"bias": FLOAT64, "sinks": FLOAT64}
+        return Gradients(
+            *(
+                np.zeros(shapes[name], dtypes.get(name, self.problem.dtype)) if name in self.wrt else None
+                for name in Gradients._fields
+            )
+        )
+
+
+def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sums of an array over the axes along which one of this shape is broadcast to it, in float64."""
+    extra = array.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + axis for axis, (n, m) in enumerate(zip(array.shape[extra:], shape, strict=True)) if n != m
+    )
+    return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape) if axes else array
+
+
+class Gradients(NamedTuple):
+    """The gradients of a `Backward`, of the problem's `dtype` where no other is named; None for what is not
+    asked for."""
+
+    query: np.ndarray | None  #: ``(*lead, H, L, D)``
+    key: np.ndarray | None  #: ``(*lead, K, S, D)``
+    value: np.ndarray | None  #: ``(*lead, K, S, E)``
+    bias: np.ndarray | None  #: of `Backward.bias_shape`; `dtype` or float64
+    sinks: np.ndarray | None  #: ``(H,)``, float64

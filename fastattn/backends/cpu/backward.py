@@ -1,0 +1,121 @@
+"""What a driver fills for gradients, in its own order, and the gradients made of that.
+
+A driver sees the rows of a key/value head as one list, row = i * group + g, and rows of whole vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastattn._constants import LOG2E
+from fastattn._gradients import Backward, Gradients, sum_to
+from fastattn._schedule import Schedule
+
+#: Over which axes of the scores the gradient of the bias is a sum, beside heads and items: none, queries, or
+#: keys (and queries, which are added up later).
+BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
+
+
+@dataclass
+class Room:
+    """What a driver reads and adds to, see ``struct Gradients`` of its sources."""
+
+    base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
+    delta: np.ndarray  #: (*lead, K, padded_rows): holds grad_lse, 0 without
+    seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, where there are sinks to differentiate
+    query: np.ndarray  #: (*lead, K, rows, D rounded up to whole vectors)
+    key: np.ndarray  #: (*lead, K, S, D rounded up)
+    value: np.ndarray  #: (*lead, K, S, E rounded up)
+    bias: np.ndarray | None  #: of `Backward.bias_shape`, or (batch, H, S or L) in float64
+    bias_kind: int
+    bias_strides: np.ndarray  #: of `bias` broadcast to the scores, innermost first
+    bias_turns: np.ndarray | None  #: (key tiles, query blocks), where heads or items share a bias
+
+
+def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
+    """Zeros, but for what a driver reads."""
+    problem = backward.problem
+    sizes, dtype = problem.sizes, problem.dtype
+    heads = (*problem.lead, sizes.num_kv_heads)
+    padded_rows = schedule.n_blocks * schedule.n_vectors * lanes + schedule.max_lanes
+    query_ld, value_ld = (-(-dim // lanes) * lanes for dim in (sizes.head_dim, sizes.value_dim))
+
+    def by_row(array: np.ndarray) -> np.ndarray:
+        grouped = array.reshape(*heads, sizes.group_size, sizes.len_q)
+        rows = np.zeros((*heads, padded_rows), dtype)
+        rows[..., : sizes.rows] = grouped.swapaxes(-2, -1).reshape(*heads, sizes.rows)
+        return rows
+
+    lse = np.where(backward.lse == -np.inf, 0, backward.lse).astype(np.float64)
+    base = lse / (1 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * math.log(2))
+    high = base.astype(dtype)
+    with np.errstate(invalid="ignore"):
+        low = np.where(np.isfinite(high), base - high, 0)
+    room = Room(
+        base=np.stack([by_row(high), by_row(low)]),
+        delta=by_row(np.zeros_like(lse) if backward.grad_lse is None else backward.grad_lse),
+        seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
+        query=np.zeros((*heads, sizes.rows, query_ld), dtype),
+        key=np.zeros((*heads, sizes.len_k, query_ld), dtype),
+        value=np.zeros((*heads, sizes.len_k, value_ld), dtype),
+        bias=None,
+        bias_kind=BIAS_NONE,
+        bias_strides=np.zeros(problem.query.ndim, np.intp),
+        bias_turns=None,
+    )
+    if "bias" in backward.wrt:
+        _make_room_for_bias(room, backward, schedule)
+    return room
+
+
+def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> None:
+    problem = backward.problem
+    batch, num_heads, len_q, len_k = problem.batch, problem.num_heads, problem.len_q, problem.len_k
+    shape = backward.bias_shape
+    if shape[-1] < len_k:
+        room.bias, room.bias_kind = np.zeros((batch, num_heads, len_q)), BIAS_OF_ROWS
+        return
+    if shape[-2] < len_q:
+        room.bias, room.bias_kind = np.zeros((batch, num_heads, len_k)), BIAS_OF_KEYS
+        return
+    room.bias, room.bias_kind = np.zeros(shape, problem.dtype), BIAS_OF_SCORES
+    full = np.broadcast_to(room.bias, (*problem.lead, num_heads, len_q, len_k))
+    room.bias_strides = np.array(full.strides[::-1], np.intp)
+    if shape[:-2] != (*problem.lead, num_heads):
+        room.bias_turns = np.zeros((-(-len_k // schedule.block_k), schedule.n_blocks), np.int64)
+
+
+def gradients_of(backward: Backward, room: Room) -> Gradients:
+    """The gradients in the order of the arguments."""
+    problem, wrt = backward.problem, backward.wrt
+    sizes = problem.sizes
+    heads = (*problem.lead, sizes.num_kv_heads)
+
+    def by_head(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """``(*lead, K, rows, ...)`` as an array ``(*lead, H, L, ...)`` of this shape."""
+        split = rows.reshape(*heads, sizes.len_q, sizes.group_size, *rows.shape[len(heads) + 1 :])
+        return split.swapaxes(len(heads), len(heads) + 1).reshape(shape)
+
+    bias = sinks = None
+    if room.bias is not None:
+        bias = room.bias
+        if room.bias_kind != BIAS_OF_SCORES:
+            sums = bias.reshape(*problem.lead, sizes.num_heads, -1)
+            bias = sums[..., None] if room.bias_kind == BIAS_OF_ROWS else sums[..., None, :]
+            bias = sum_to(bias, backward.bias_shape)
+    if room.seen is not None and problem.sinks is not None:
+        # A row without keys has its sink alone, which nothing depends on.
+        some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
+        delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape).astype(np.float64)
+        weights = np.exp(problem.sinks[:, None].astype(np.float64) - np.where(some, backward.lse, np.inf))
+        sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
+    return Gradients(
+        by_head(room.query[..., : sizes.head_dim], problem.query.shape) if "query" in wrt else None,
+        room.key[..., : sizes.head_dim] if "key" in wrt else None,
+        room.value[..., : sizes.value_dim] if "value" in wrt else None,
+        bias,
+        sinks,
+    )

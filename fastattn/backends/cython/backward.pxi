@@ -1,0 +1,529 @@
+# Gradients. A task is some key tiles of one key/value head: it goes over the query blocks that may attend any of their
+# keys, and for each over the key tiles in the stages
+#
+#     mask words -> score -> adjust -> score of grad_out and values -> differentiate -> three accumulations
+#
+# FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
+# values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
+# has a turn, the number of the tile that adds next. Tasks are taken in that order, so whoever waits for a turn waits for a
+# task that runs already.
+
+cdef extern from "turns.h" nogil:
+    void fastattn_wait_for_turn(int64_t *, int64_t)
+    void fastattn_pass_turn(int64_t *, int64_t)
+
+cdef double TINY_SHARE = 2.0 ** -118   # of a factor
+
+cdef enum BiasGradient:
+    # The kinds of `fastattn.backends.cpu.backward`.
+    BIAS_NONE
+    BIAS_OF_SCORES   # neither rows nor keys
+    BIAS_OF_KEYS     # query rows
+    BIAS_OF_ROWS     # keys
+
+
+cdef struct Gradients:
+    # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
+    # of a key/value head, row = i * group + g, and have a whole number of vectors.
+    const char *base         # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
+    char *delta              # (heads, padded_rows): rowsum(grad_out * out) - grad_lse
+    char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
+    char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out
+    char *query              # (heads, rows, query_ld)
+    char *key                # (heads, len_k, query_ld)
+    char *value              # (heads, len_k, value_ld)
+    char *bias               # BIAS_OF_SCORES: of the compute type; else double, (batch, H, len_k or len_q)
+    int64_t *turns           # (heads, n_blocks)
+    int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
+    Py_ssize_t padded_rows, query_ld, value_ld, heads
+    Py_ssize_t task_tiles    # key tiles of a task
+    Py_ssize_t bias_head, bias_row, bias_col
+    const Py_ssize_t *bias_lead    # strides of the leading axes, innermost first
+    BiasGradient bias_kind
+    bint wants_query, wants_key, wants_value
+    double scale
+    Py_ssize_t next, n_tasks
+
+
+cdef struct Tiles:
+    # One thread's tiles, beside its Scratch.
+    char *keys           # rows of the task, each padded with zeros to whole vectors
+    char *values
+    char *grad           # grad_out of the query block as columns, as `pack` leaves them
+    char *query_rows     # rows of query and grad_out, padded
+    char *grad_rows
+    char *change         # the products of grad_out and values, then the gradients of the scores
+    char *capped         # scores after the soft-cap, before bias and mask
+    double *row_sums     # of `change`, where they are the gradient of the bias
+    char *clean_keys     # the rows with NaN and inf set to 0, and the rows as they were
+    char *raw_rows
+    char *ones
+    Py_ssize_t *stops
+
+
+cdef struct Tile:
+    # A query block and the keys of the task that it may attend.
+    Py_ssize_t head, index, first_row, key0, n_keys, turn
+    Py_ssize_t task_key0   # the first key of the task, whose keys and values are in Tiles
+    TileState state
+    bint is_last   # no later key tile adds to the gradients of the queries
+
+
+cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
+    """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
+    cdef Py_ssize_t size = job.itemsize, at = 0, tile = job.block_k * job.max_lanes * size
+    cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
+    t.keys = base + at
+    at += padded(g.task_tiles * job.block_k * q)
+    t.values = base + at
+    at += padded(max(g.task_tiles * job.block_k, job.max_lanes) * v)
+    t.grad = base + at
+    at += padded(job.value_dim * job.max_lanes * size)
+    t.query_rows = base + at
+    at += padded(job.max_lanes * q)
+    t.grad_rows = base + at
+    at += padded(job.max_lanes * v)
+    t.change = base + at
+    at += padded(tile)
+    t.capped = base + at
+    at += padded(tile) if job.softcap > 0 else 0
+    t.row_sums = <double *>(base + at)
+    at += padded(job.max_lanes * sizeof(double))
+    t.clean_keys = base + at
+    at += padded(job.block_k * q) if job.is_masked or may_mask(job) else 0
+    t.raw_rows = base + at
+    at += padded(job.max_lanes * wide) if job.is_masked or may_mask(job) else 0
+    t.ones = base + at
+    at += padded(wide)
+    t.stops = <Py_ssize_t *>(base + at)
+    at += padded(max(wide // size, job.max_lanes) * sizeof(Py_ssize_t))
+    return at
+
+
+cdef inline bint is_nonfinite(const Job *job, const char *row, Py_ssize_t n) noexcept nogil:
+    return not isfinite(kernels_of(job).dot(row, row, n))
+
+
+cdef inline Py_ssize_t block_rows(const Job *job) noexcept nogil:
+    return job.n_vectors * job.lanes
+
+
+cdef void find_query_block(Job *job, const Gradients *g, Scratch *w, Block *block, Py_ssize_t head,
+                           Py_ssize_t index) noexcept nogil:
+    """The rows of a query block; its tiles have max_lanes lanes, of which n_vectors vectors are used."""
+    cdef Py_ssize_t first_row = index * block_rows(job)
+    block.n_rows = min(block_rows(job), job.len_q * job.group_size - first_row)
+    block.n_vectors = <int>((block.n_rows + job.lanes - 1) // job.lanes)
+    block.ld = job.max_lanes
+    find_block(job, w, block, head // job.num_kv_heads, head % job.num_kv_heads, first_row)
+
+
+cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, const View *view) noexcept nogil:
+    cdef char *item = at_item(job, view, block.item)
+    cdef Py_ssize_t lane
+    for lane in range(block.ld):
+        w.rows[lane] = lane_row(w, view, item, lane)
+
+
+cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+    """The delta of each row of a query block, which holds its grad_lse so far, and whether the block is finite."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
+    cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
+    cdef const char *const *rows
+    cdef Block block
+    cdef double sum
+    cdef bint finite = True
+    find_query_block(job, g, w, &block, head, index)
+    find_lane_rows(job, w, &block, &job.query)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
+                      job.head_dim, 1)
+    for row in range(block.n_rows):
+        finite = finite and not is_nonfinite(job, t.query_rows + row * g.query_ld * size, job.head_dim)
+    find_lane_rows(job, w, &block, &job.out)
+    rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
+    kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
+                      job.value_dim, 1)
+    find_lane_rows(forward, w, &block, &forward.out)
+    rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
+    kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
+                      job.value_dim, 1)
+    for row in range(block.n_rows):
+        sum = kernels.dot(t.grad_rows + row * g.value_ld * size, t.values + row * g.value_ld * size, job.value_dim)
+        finite = finite and isfinite(sum) and not is_nonfinite(job, t.grad_rows + row * g.value_ld * size, job.value_dim)
+        set_real(g.delta + first + row * size, sum - get_real(g.delta + first + row * size, size), size)
+    g.nonfinite[task] = not finite
+
+
+cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
+                        Py_ssize_t n_cols) noexcept nogil:
+    """Rows of keys or values, padded with zeros; whether any has NaN or inf."""
+    cdef Py_ssize_t j, row = ld * job.itemsize
+    cdef bint nonfinite = False
+    if ld == n_cols:
+        load_rows(job, to, rows, key0, n_keys, n_cols)
+    else:
+        memset(to, 0, n_keys * row)
+        for j in range(n_keys):
+            load_rows(job, to + j * row, rows, key0 + j, 1, n_cols)
+    for j in range(n_keys):
+        nonfinite = nonfinite or is_nonfinite(job, to + j * row, n_cols)
+    return nonfinite
+
+
+cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, const char *rows, Py_ssize_t ld,
+                                    const char *factors, Py_ssize_t factor_row, Py_ssize_t factor_col, Py_ssize_t n_sums,
+                                    Py_ssize_t n_rows) noexcept nogil:
+    """acc[i][c] += the sum over n_rows rows r of factors[r * factor_row + i * factor_col] * rows[r][c], i < n_sums."""
+    cdef fastattn_values values
+    cdef int n, left = <int>(ld // job.lanes)
+    cdef Py_ssize_t at = 0, size = job.itemsize, v
+    values.at = factors
+    values.row = factor_row * size
+    values.col = factor_col * size
+    values.panel = kernels_of(job).panel_cols * values.col
+    for v in range(left):
+        t.stops[v] = n_rows
+    while left > 0:
+        # Register tiles of two vectors each, rather than of three and one.
+        n = 2 if left == 4 or left == 2 else min(left, 3)
+        kernels_of(job).accumulate(acc + at, rows + at, t.ones, ld, n, &values, t.stops, KEY_CHUNK, n_sums, NULL, 0, 0)
+        at += n * job.lanes * size
+        left -= n
+
+
+cdef inline bint is_allowed(const Job *job, const Scratch *w, const Block *block, TileState state, Py_ssize_t lane,
+                            Py_ssize_t j) noexcept nogil:
+    if state == TILE_PARTIAL and not w.words[j // WORD * block.ld + lane] >> (j % WORD) & 1:
+        return False
+    return not job.has_bias or get_real(w.bias_rows[lane] + j * job.itemsize, job.itemsize) != -INFINITY
+
+
+cdef void clean_rows(const Job *job, char *to, char *raw, const char *source, Py_ssize_t n_rows,
+                     Py_ssize_t ld) noexcept nogil:
+    """to = the rows with NaN and inf set to 0; raw = the rows as they are. `source` may be `to`."""
+    cdef Py_ssize_t at, size = job.itemsize
+    if raw != NULL:
+        memcpy(raw, source, n_rows * ld * size)
+    if to != source:
+        memcpy(to, source, n_rows * ld * size)
+    for at in range(n_rows * ld):
+        if not isfinite(get_real(to + at * size, size)):
+            set_real(to + at * size, 0, size)
+
+
+cdef void add_nonfinite(const Job *job, const Scratch *w, const Block *block, const Tile *tile, const char *rows,
+                        Py_ssize_t ld, bint rows_are_keys, const char *factors, char *acc, Py_ssize_t acc_ld) noexcept nogil:
+    """Adds what `clean_rows` took out of a product, for the pairs of query row and key that are not masked."""
+    cdef Py_ssize_t r, c, i, size = job.itemsize, n_rows = tile.n_keys if rows_are_keys else block.n_rows
+    cdef Py_ssize_t n_sums = block.n_rows if rows_are_keys else tile.n_keys, lane, j
+    cdef double x
+    cdef char *to
+    for r in range(n_rows):
+        for c in range(ld):
+            x = get_real(rows + (r * ld + c) * size, size)
+            if isfinite(x):
+                continue
+            for i in range(n_sums):
+                lane, j = (i, r) if rows_are_keys else (r, i)
+                if is_allowed(job, w, block, tile.state, lane, j):
+                    to = acc + (i * acc_ld + c) * size
+                    set_real(to, get_real(to, size) + x * get_real(factors + (j * block.ld + lane) * size, size), size)
+
+
+cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                      const Tile *tile) noexcept nogil:
+    """Adds the gradients of a tile's scores to that of the bias; where those of all keys are added up, the sums over
+    this tile go to t.row_sums."""
+    cdef Py_ssize_t lane, j, axis, size = job.itemsize, change_row = block.ld * job.itemsize
+    cdef Py_ssize_t item = block.item, first_head = block.item * job.num_kv_heads * job.group_size
+    cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
+    cdef const char *change
+    cdef char *to = g.bias + tile.key0 * g.bias_col
+    cdef char *row
+    for axis in range(job.n_lead):
+        to += item % lead_shape[axis] * g.bias_lead[axis]
+        item = item // lead_shape[axis]
+    for lane in range(block.n_rows):
+        change = t.change + lane * size
+        if g.bias_kind == BIAS_OF_SCORES:
+            row = to + w.row_h[lane] * g.bias_head + w.row_i[lane] * g.bias_row
+            for j in range(tile.n_keys):
+                set_real(row + j * g.bias_col, get_real(row + j * g.bias_col, size) + get_real(change + j * change_row, size),
+                         size)
+        elif g.bias_kind == BIAS_OF_KEYS:
+            row = g.bias + ((first_head + w.row_h[lane]) * job.len_k + tile.key0) * sizeof(double)
+            for j in range(tile.n_keys):
+                (<double *>row)[j] += get_real(change + j * change_row, size)
+        else:
+            t.row_sums[lane] = 0
+            for j in range(tile.n_keys):
+                t.row_sums[lane] += get_real(change + j * change_row, size)
+
+
+cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
+    """The scores of a tile, masked, into w.scores."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t size = job.itemsize, v, lane, j
+    for v in range(block.ld // job.lanes):
+        w.stops[v] = tile.n_keys
+    kernels.score(w.scores, NULL, w.query, block.ld, block.n_vectors, t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size,
+                  w.stops, job.head_dim, g.query_ld * size, size, NULL, 0, 0)
+    memcpy(w.tile_max, w.empty, block.ld * size)
+    if job.softcap > 0 or job.score_root != 1:
+        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, job.score_root, job.softcap, NULL, NULL)
+    if job.softcap > 0:
+        memcpy(t.capped, w.scores, tile.n_keys * block.ld * size)
+    if job.has_bias or tile.state == TILE_PARTIAL:
+        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, 1, 0, bias_of(job, w), words_of(w, tile.state))
+    if g.seen == NULL:
+        return
+    for lane in range(block.n_rows):
+        for j in range(tile.n_keys):
+            if get_real(w.scores + (j * block.ld + lane) * size, size) != -INFINITY:
+                g.seen[tile.head * g.padded_rows + tile.first_row + lane] = 1
+                break
+
+
+cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
+    """The gradients of a tile's scores into t.change, and the weights in the place of the scores."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t size = job.itemsize, first = (tile.head * g.padded_rows + tile.first_row) * size
+    if job.value_dim > 0:
+        kernels.score(t.change, NULL, t.grad, block.ld, block.n_vectors,
+                      t.values + (tile.key0 - tile.task_key0) * g.value_ld * size, w.stops, job.value_dim, g.value_ld * size, size,
+                      NULL, 0, 0)
+    else:
+        memset(t.change, 0, tile.n_keys * block.ld * size)
+    kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
+                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor)
+
+
+cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:
+    """The query rows and the gradients of the outputs of a block, as rows and as columns."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef const char *const *rows
+    cdef Py_ssize_t col
+    find_lane_rows(job, w, block, &job.query)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    col = job.itemsize if job.query_storage else job.query.col
+    kernels.pack(w.query, block.ld, rows, col, job.head_dim, job.query_factor)
+    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, col, job.head_dim, g.scale)
+    find_lane_rows(job, w, block, &job.out)
+    rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
+    col = job.itemsize if job.out_storage else job.out.col
+    kernels.pack(t.grad, block.ld, rows, col, job.value_dim, 1)
+    kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, col, job.value_dim, 1)
+
+
+cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Block *block, char *rows) noexcept nogil:
+    """Multiplies finished gradients of queries, in place, by the scale."""
+    cdef Py_ssize_t lane, size = job.itemsize
+    cdef double rest
+    for lane in range(block.n_rows):
+        w.rows[lane] = rows + lane * g.query_ld * size
+        set_real(w.inverse + lane * size, g.scale, size)
+        rest = g.scale - get_real(w.inverse + lane * size, size)
+        # Not 0, which times inf would be NaN, and too small to change a result.
+        set_real(w.inverse + (block.ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
+    kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, rows, g.query_ld, job.head_dim, w.inverse, block.ld)
+
+
+cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint nonfinite) noexcept nogil:
+    """Adds what a tile contributes to each gradient; those of the queries when their turn comes."""
+    cdef Py_ssize_t size = job.itemsize, ld = block.ld, offset = (tile.key0 - tile.task_key0)
+    cdef Py_ssize_t key_row = tile.head * job.len_k + tile.key0
+    cdef const char *keys = t.keys + offset * g.query_ld * size
+    cdef char *to_key = g.key + key_row * g.query_ld * size
+    cdef char *to_value = g.value + key_row * g.value_ld * size
+    cdef char *to_query = g.query + (tile.head * job.len_q * job.group_size + tile.first_row) * g.query_ld * size
+    cdef int64_t *turn = g.turns + tile.head * job.n_blocks + tile.index
+    cdef Py_ssize_t lane, first_head
+    if tile.state != TILE_EMPTY:
+        if g.wants_value:
+            if nonfinite:
+                clean_rows(job, t.grad_rows, t.raw_rows, t.grad_rows, block.n_rows, g.value_ld)
+            accumulate_rows_of(job, t, to_value, t.grad_rows, g.value_ld, w.scores, 1, ld, tile.n_keys, block.n_rows)
+            if nonfinite:
+                add_nonfinite(job, w, block, tile, t.raw_rows, g.value_ld, False, w.scores, to_value, g.value_ld)
+        if g.wants_key:
+            if nonfinite:
+                clean_rows(job, t.query_rows, t.raw_rows, t.query_rows, block.n_rows, g.query_ld)
+            accumulate_rows_of(job, t, to_key, t.query_rows, g.query_ld, t.change, 1, ld, tile.n_keys, block.n_rows)
+            if nonfinite:
+                add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
+    if not g.wants_query and g.bias_kind != BIAS_OF_ROWS:
+        return
+    fastattn_wait_for_turn(turn, tile.turn)
+    if tile.state != TILE_EMPTY and g.wants_query:
+        if nonfinite:
+            clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
+        accumulate_rows_of(job, t, to_query, t.clean_keys if nonfinite else keys, g.query_ld, t.change, ld, 1, block.n_rows,
+                           tile.n_keys)
+        if nonfinite:
+            add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
+    if tile.state != TILE_EMPTY and g.bias_kind == BIAS_OF_ROWS:
+        first_head = block.item * job.num_kv_heads * job.group_size
+        for lane in range(block.n_rows):
+            (<double *>g.bias)[(first_head + w.row_h[lane]) * job.len_q + w.row_i[lane]] += t.row_sums[lane]
+    if g.wants_query and tile.is_last and g.scale != 1:
+        scale_queries(job, g, w, block, to_query)
+    fastattn_pass_turn(turn, tile.turn + 1)
+
+
+cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint loaded,
+                   bint nonfinite_keys) noexcept nogil:
+    """One query block and one key tile; whether the query block is loaded afterwards, as `loaded` says it is before."""
+    cdef Py_ssize_t number = tile.key0 // job.block_k, plain, plain_stop
+    cdef bint nonfinite = False
+    cdef int64_t *bias_turn = NULL
+    if tile.n_keys > 0:
+        tile.state = mask_tile(job, w, block, tile.key0, tile.n_keys, True, &plain, &plain_stop)
+    if tile.state != TILE_EMPTY:
+        if not loaded:
+            load_block(job, g, w, t, block)
+        if job.has_bias:
+            find_bias_rows(job, w, block, tile.key0, tile.n_keys)
+        find_scores(job, g, w, t, block, tile)
+        find_change(job, g, w, t, block, tile)
+        nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
+                     and (tile.state == TILE_PARTIAL or may_mask(job)))
+    if g.bias_turns != NULL:
+        bias_turn = g.bias_turns + number * job.n_blocks + tile.index
+        fastattn_wait_for_turn(bias_turn, tile.head)
+    if tile.state != TILE_EMPTY and g.bias_kind != BIAS_NONE:
+        add_to_bias(job, g, w, t, block, tile)
+    if g.bias_turns != NULL:
+        fastattn_pass_turn(bias_turn, tile.head + 1)
+    if tile.n_keys > 0:
+        if tile.state != TILE_EMPTY and job.softcap > 0:
+            kernels_of(job).uncap(t.change, t.capped, block.ld, tile.n_keys, job.softcap)
+        add_tile(job, g, w, t, block, tile, nonfinite)
+    # What is not finite was cleaned away.
+    return (loaded or tile.state != TILE_EMPTY) and not nonfinite
+
+
+cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+    """The key tiles of a task, beside each other for one query block after another."""
+    cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, key, number
+    cdef Py_ssize_t n_keys = min(g.task_tiles * job.block_k, job.len_k - key0)
+    cdef bint loaded, has_keys = False, nonfinite_keys = False
+    cdef Block block
+    cdef Tile tile
+    tile.head = task % g.heads
+    tile.task_key0 = key0
+    for tile.index in range(job.n_blocks):
+        tile.first_row = tile.index * block_rows(job)
+        find_query_block(job, g, w, &block, tile.head, tile.index)
+        if not has_keys and max(block.low, key0) < min(block.high, key0 + n_keys):
+            has_keys = True
+            nonfinite_keys = load_keys(job, &block.key, t.keys, g.query_ld, key0, n_keys, job.head_dim)
+            nonfinite_keys |= load_keys(job, &block.value, t.values, g.value_ld, key0, n_keys, job.value_dim)
+        loaded = False
+        for number in range(g.task_tiles):
+            key = key0 + number * job.block_k
+            tile.state = TILE_EMPTY
+            tile.key0 = max(block.low, key)
+            tile.n_keys = max(0, min(block.high, key + job.block_k, key0 + n_keys) - tile.key0)
+            tile.turn = key // job.block_k - block.low // job.block_k
+            tile.is_last = block.high <= key + job.block_k
+            if tile.n_keys == 0:
+                tile.key0 = key
+            if key < key0 + n_keys and (tile.n_keys > 0 or g.bias_turns != NULL):
+                loaded = run_tile(job, g, w, t, &block, &tile, loaded, nonfinite_keys)
+
+
+cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares) noexcept nogil:
+    """Takes tasks in their order until there is none left: query blocks to be prepared, or key tiles."""
+    cdef Scratch scratch
+    cdef Tiles tiles
+    cdef Py_ssize_t task, nbytes = padded(job.scratch_nbytes), v
+    cdef char *memory = <char *>malloc(nbytes + set_tiles(job, g, NULL, &tiles) + 64)
+    cdef char *base = <char *>((<size_t>memory + 63) & ~<size_t>63)
+    if memory == NULL:
+        return
+    set_scratch(job, base, &scratch)
+    set_tiles(job, g, base + nbytes, &tiles)
+    for v in range(max(g.query_ld, g.value_ld)):
+        set_real(tiles.ones + v * job.itemsize, 1, job.itemsize)
+    while True:
+        task = fetch_add(&g.next, 1, ATOMIC_RELAXED)
+        if task >= g.n_tasks:
+            break
+        if prepares:
+            prepare_block(job, forward, g, &scratch, &tiles, task)
+        else:
+            run_keys(job, g, &scratch, &tiles, task)
+    free(memory)
+
+
+cdef bint run_gradients(Job *job, Job *forward, Gradients *g, bint prepares, Py_ssize_t n_tasks,
+                        int num_threads) noexcept nogil:
+    """Runs every task of one kind; False without memory for the tiles of any thread."""
+    cdef fastattn_spread spread
+    g.next = 0
+    g.n_tasks = n_tasks
+    if num_threads > 1:
+        fastattn_spread_start(&spread)
+        with parallel(num_threads=num_threads):
+            fastattn_spread_enter(&spread, threadid())
+            work_on_gradients(job, forward, g, prepares)
+            fastattn_spread_leave(&spread, threadid())
+    else:
+        work_on_gradients(job, forward, g, prepares)
+    return g.next >= n_tasks
+
+
+def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, double scale,
+                  tuple wants, *, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
+                  int bias_kind, cnp.ndarray bias_strides, bias_turns):
+    """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`; see `Gradients` for the arrays.
+
+    `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
+    is the outputs. All arrays to be filled are 0, but for `delta`, which holds grad_lse. `wants`: whether the gradients of
+    query, key and value are asked for. `bias_strides`: innermost first, 0 where the bias is broadcast.
+    """
+    cdef Job *job = new_job(record[0], record[1])
+    cdef Job *forward = new_job(forward_record[0], forward_record[1])
+    cdef Gradients g
+    cdef cnp.ndarray turns, nonfinite
+    cdef const Py_ssize_t *strides = <const Py_ssize_t *>cnp.PyArray_DATA(bias_strides)
+    cdef bint done
+    cdef Py_ssize_t n_query_tasks, n_key_tasks
+    set_addresses(job, arrays)
+    set_addresses(forward, forward_arrays)
+    memset(&g, 0, sizeof(Gradients))
+    g.heads = job.batch * job.num_kv_heads
+    g.padded_rows = base.shape[base.ndim - 1]
+    g.query_ld = query.shape[query.ndim - 1]
+    g.value_ld = value.shape[value.ndim - 1]
+    g.task_tiles = job.split_tiles
+    g.base = <const char *>address_of(base)
+    g.delta = <char *>address_of(delta)
+    g.seen = <char *>address_of(seen)
+    g.query = <char *>address_of(query)
+    g.key = <char *>address_of(key)
+    g.value = <char *>address_of(value)
+    g.wants_query, g.wants_key, g.wants_value = wants
+    g.scale = scale
+    turns = np.zeros(g.heads * job.n_blocks, np.int64)
+    nonfinite = np.zeros(g.heads * job.n_blocks, np.bool_)
+    g.turns = <int64_t *>cnp.PyArray_DATA(turns)
+    g.nonfinite = <char *>cnp.PyArray_DATA(nonfinite)
+    g.bias_kind = <BiasGradient>bias_kind
+    g.bias = <char *>address_of(bias)
+    g.bias_turns = <int64_t *>address_of(bias_turns)
+    g.bias_col = strides[0]
+    g.bias_row = strides[1]
+    g.bias_head = strides[2]
+    g.bias_lead = strides + 3
+    n_query_tasks = g.heads * job.n_blocks
+    n_key_tasks = job.n_tasks
+    with nogil:
+        done = run_gradients(job, forward, &g, True, n_query_tasks, num_threads)
+        done = done and run_gradients(job, forward, &g, False, n_key_tasks, num_threads)
+    free(job)
+    free(forward)
+    if not done:
+        raise MemoryError("no memory for the tiles of a thread")

@@ -1,0 +1,61 @@
+/* The kernels that only gradients need; see kernels.h, "Gradients". Their five products are those of `score` and
+ * `accumulate`. Included by body.h. */
+
+/* The sum over c < n of a[c] * b[c], in double. */
+static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
+    const REAL *const x = a, *const y = b;
+    double sum[8] = {};
+    ptrdiff_t c = 0;
+    for (; c + 8 <= n; c += 8)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) sum[i] += (double)x[c + i] * (double)y[c + i];
+    for (int i = 0; c < n; c++, i++) sum[i] += (double)x[c] * (double)y[c];
+    return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}
+
+INLINE void NAME(differentiate_scaled)(const int scaled, REAL *s_tile, REAL *change_tile, const REAL *high,
+                                       const REAL *low, const REAL *delta, ptrdiff_t ld, ptrdiff_t n_keys, REAL factor) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
+        REAL *s = s_tile + lane, *change = change_tile + lane;
+#define KEYS(n)                                                                                                \
+    do {                                                                                                       \
+        VEC x[n];                                                                                              \
+        IVEC allowed[n];                                                                                       \
+        _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
+            const VEC score = NAME(load)(s + i * ld);                                                          \
+            allowed[i] = (IVEC)(score != masked);                                                              \
+            x[i] = NAME(select)(allowed[i], (score - base) - rest, masked);                                    \
+        }                                                                                                      \
+        NAME(exp2)(n, scaled, factor, x);                                                                      \
+        _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
+            const VEC y = x[i] * (NAME(load)(change + i * ld) - mean);                                         \
+            NAME(store)(change + i * ld, (VEC)((IVEC)y & allowed[i]));                                         \
+            NAME(store)(s + i * ld, x[i]);                                                                     \
+        }                                                                                                      \
+    } while (0)
+        ptrdiff_t j = 0;
+        for (; j + EXP2_KEYS <= n_keys; j += EXP2_KEYS, s += EXP2_KEYS * ld, change += EXP2_KEYS * ld) KEYS(EXP2_KEYS);
+        for (; j < n_keys; j++, s += ld, change += ld) KEYS(1);
+#undef KEYS
+    }
+}
+
+static void NAME(differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
+                                ptrdiff_t n_keys, double exponent_factor) {
+    if (exponent_factor == 1)
+        NAME(differentiate_scaled)(0, s, change, high, low, delta, ld, n_keys, 1);
+    else
+        NAME(differentiate_scaled)(1, s, change, high, low, delta, ld, n_keys, (REAL)exponent_factor);
+}
+
+static void NAME(uncap)(void *change_tile, const void *capped_tile, ptrdiff_t ld, ptrdiff_t n_keys, double softcap) {
+    REAL *change = change_tile;
+    const REAL *capped = capped_tile;
+    const VEC inverse = NAME(splat)((REAL)(1 / softcap));
+    for (ptrdiff_t at = 0; at < n_keys * ld; at += LANES) {
+        const VEC x = NAME(load)(change + at), ratio = NAME(load)(capped + at) * inverse;
+        NAME(store)(change + at, NAME(select)((IVEC)(x == 0), x, x * ((1 - ratio) * (1 + ratio))));
+    }
+}

@@ -1,0 +1,84 @@
+/* The kernels of gradients, against their formulas in double. Included by test_kernels.c only. */
+
+static void test_dot(void) {
+    for (int n = 0; n <= 70; n++) {
+        char *a = take((ptrdiff_t)n * size, 1, below(8)), *b = take((ptrdiff_t)n * size, 1, below(8));
+        double sum = 0, reach = 0;
+        for (int c = 0; c < n; c++) {
+            put(a, c, uniform(-2, 2)), put(b, c, uniform(-2, 2));
+            sum += get(a, c) * get(b, c);
+            reach += fabs(get(a, c) * get(b, c));
+        }
+        const double got = kernels->dot(a, b, n);
+        CHECK(fabs(got - sum) <= n * 0x1p-52 * reach, "%d elements: " NUMBER ", not " NUMBER, n, got, sum);
+        if (n > 0) {
+            put(a, below(n), NAN);
+            CHECK(isnan(kernels->dot(a, b, n)), "%d elements, one of them NaN", n);
+        }
+        release();
+    }
+}
+
+static void check_differentiate(int n_vectors, int n_keys, double factor) {
+    const int ld = n_vectors * kernels->lanes;
+    const ptrdiff_t tile = (ptrdiff_t)ld * n_keys * size, row = (ptrdiff_t)ld * size;
+    char *s = take(tile, 64, 0), *change = take(tile, 64, 0), *high = take(row, 1, 0), *low = take(row, 1, 0);
+    char *delta = take(row, 1, 0);
+    double scores[200], changes[200];
+    for (int lane = 0; lane < ld; lane++) {
+        put(high, lane, uniform(2, 5)), put(low, lane, uniform(-1e-8, 1e-8)), put(delta, lane, uniform(-1, 1));
+        if (lane % 7 == 3) put(high, lane, NAN);
+    }
+    for (int i = 0; i < ld * n_keys; i++) {
+        put(s, i, below(5) ? uniform(-20, 2) : -INFINITY), put(change, i, uniform(-2, 2));
+        if (get(s, i) == -INFINITY && below(2)) put(change, i, NAN); /* of a masked value */
+        scores[i] = get(s, i), changes[i] = get(change, i);
+    }
+    kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor);
+    for (int i = 0; i < ld * n_keys; i++) {
+        const int lane = i % ld;
+        const double weight = exp2(factor * (scores[i] - get(high, lane) - get(low, lane)));
+        const double slope = changes[i] - get(delta, lane), eps = size == 4 ? 0x1p-23 : 0x1p-52;
+        if (scores[i] == -INFINITY) {
+            CHECK(get(s, i) == 0 && get(change, i) == 0, "masked: weight " NUMBER ", change " NUMBER, get(s, i), get(change, i));
+        } else if (isnan(get(high, lane))) {
+            CHECK(isnan(get(s, i)) && isnan(get(change, i)), "a row of NaN: weight " NUMBER, get(s, i));
+        } else {
+            /* The score less the base is rounded, which moves the weight by as much as its logarithm. */
+            const double error = eps * (3 + fabs(factor * (scores[i] - get(high, lane))));
+            CHECK(fabs(get(s, i) - weight) <= error * weight, "weight " NUMBER ", not " NUMBER, get(s, i), weight);
+            CHECK(fabs(get(change, i) - weight * slope) <= (error + 2 * eps) * weight * (fabs(changes[i]) + fabs(get(delta, lane))),
+                  "change " NUMBER ", not " NUMBER, get(change, i), weight * slope);
+        }
+    }
+    release();
+}
+
+static void test_differentiate(void) {
+    for (int n_vectors = 1; n_vectors <= 2; n_vectors++)
+        for (int n_keys = 0; n_keys * n_vectors * kernels->lanes <= 200 && n_keys <= 13; n_keys++) {
+            check_differentiate(n_vectors, n_keys, 1);
+            check_differentiate(n_vectors, n_keys, 1.4426950408889634);
+        }
+}
+
+static void test_uncap(void) {
+    const int n = 3 * kernels->lanes;
+    const double cap = 1.75, eps = size == 4 ? 0x1p-23 : 0x1p-52;
+    char *change = take((ptrdiff_t)n * size, 64, 0), *capped = take((ptrdiff_t)n * size, 64, 0), *before;
+    before = take((ptrdiff_t)n * size, 1, 0);
+    for (int i = 0; i < n; i++) {
+        put(capped, i, i % 5 == 2 ? NAN : uniform(-cap, cap));
+        put(change, i, i % 5 == 2 ? 0 : uniform(-2, 2));
+    }
+    memcpy(before, change, (size_t)(n * size));
+    kernels->uncap(change, capped, kernels->lanes, 3, cap);
+    for (int i = 0; i < n; i++) {
+        const double ratio = get(capped, i) / cap, wanted = get(before, i) * (1 - ratio * ratio);
+        if (i % 5 == 2)
+            CHECK(get(change, i) == 0, "0 became " NUMBER, get(change, i));
+        else
+            CHECK(fabs(get(change, i) - wanted) <= 4 * eps * fabs(get(before, i)), NUMBER ", not " NUMBER, get(change, i), wanted);
+    }
+    release();
+}

@@ -126,6 +126,10 @@ computes_gradients = pytest.mark.parametrize(
 )
 
 
+#: For tests of gradients, whose two types run the same code: float64 in the slow run alone.
+FLOAT32_FIRST = ["float32", pytest.param("float64", marks=pytest.mark.slow)]
+
+
 def pytest_report_header() -> list[str]:
     absent = [name for name in BACKENDS if name not in USABLE]
     return [

@@ -3,7 +3,7 @@
 
 /* The sum over c < n of a[c] * b[c], in double. */
 static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
-    const REAL *const x = a, *const y = b;
+    const NAME(real_unaligned) *const x = a, *const y = b;
     double sum[8] = {};
     ptrdiff_t c = 0;
     for (; c + 8 <= n; c += 8)

@@ -72,9 +72,10 @@ from fastattn._threads import no_fork
 from fastattn._version import __version__
 
 if TYPE_CHECKING:
-    from fastattn._backward import Gradients, attention_backward
+    from fastattn._backward import attention_backward
     from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
+    from fastattn._gradients import Gradients
     from fastattn._rope import rope, rope_tables
 
 __all__ = [
@@ -103,7 +104,7 @@ __all__ = [
 
 #: Imported when they are first named, and by which module: an import of the package is short.
 _ON_FIRST_USE = {
-    "Gradients": "fastattn._backward",
+    "Gradients": "fastattn._gradients",
     "KVCache": "fastattn._cache",
     "attention_backward": "fastattn._backward",
     "create_block_mask": "fastattn._flex",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import _host
-from fastattn._gradients import sum_to
+from fastattn._gradients import Gradients, sum_to
 from fastattn._normalize import clean_signature, normalize_backward, refuse_arguments
 from fastattn._problem import FLOAT64
 from fastattn._registry import select
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._options import BackendName, CausalRule, LayoutName, WindowBounds
-
-
-class Gradients(NamedTuple):
-    """Gradients with respect to the arguments of `attention`: each of its argument's shape and dtype and
-    C-contiguous, float64 for an argument of integers, None where it was not asked for."""
-
-    query: np.ndarray | None
-    key: np.ndarray | None
-    value: np.ndarray | None
-    bias: np.ndarray | None
-    sinks: np.ndarray | None
 
 
 @clean_signature

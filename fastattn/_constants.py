@@ -98,7 +98,10 @@ SMALL_WORK = 400_000
 
 # Gradients: keys of a key tile, and bytes of a row of a score tile, whole register tiles of three vectors.
 # The sums over a tile's queries and keys then pay for reading and writing the accumulators, and the two score
-# tiles and the rows of both blocks fit a 1 MB L2.
+# tiles and the rows of both blocks fit a 1 MB L2; others were not tried. The row is FASTATTN_GRADIENT_ROW
+# of ``kernels.h``, whose products took 5 to 7 % off a call. 4 tiles of keys to a task instead of 1, for which
+# rows of queries are packed once, took 8 % off 2048 keys and head_dim 64 together with fewer addresses in a
+# register tile. 2 cores of Cascade Lake, 2026-11-23, medians of `attention_backward`, build after build.
 BACKWARD_BLOCK_K = 128
 BACKWARD_ROW_NBYTES = 384
 BACKWARD_TASK_TILES = 4  #: of keys, at most

@@ -47,11 +47,15 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Gradients(NamedTuple):
-    """The gradients of a `Backward`, of the problem's `dtype` where no other is named; None for what is not
-    asked for."""
+    """Gradients with respect to the arguments of `attention`; None for what was not asked for.
 
-    query: np.ndarray | None  #: ``(*lead, H, L, D)``
-    key: np.ndarray | None  #: ``(*lead, K, S, D)``
-    value: np.ndarray | None  #: ``(*lead, K, S, E)``
-    bias: np.ndarray | None  #: of `Backward.bias_shape`; `dtype` or float64
-    sinks: np.ndarray | None  #: ``(H,)``, float64
+    What `attention_backward` returns has each argument's shape and dtype, float64 for one of integers, and
+    is C-contiguous. A backend's are those of a `Problem`, with all leading axes and of its dtype; of the bias
+    they have `Backward.bias_shape`, and may be float64, as those of the sinks are.
+    """
+
+    query: np.ndarray | None
+    key: np.ndarray | None
+    value: np.ndarray | None
+    bias: np.ndarray | None
+    sinks: np.ndarray | None

@@ -56,7 +56,9 @@ def test_tiles_of_each_instruction_set():
         if isa != "portable":  # kernels.c says why it has others there
             assert number(table, "SCORE_COLUMNS") == constants.SCORE_COLUMNS
             assert number(table, "EXP2_KEYS") == constants.EXP2_KEYS
-    assert int(defines(source(KERNELS / "kernels.h"))["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
+    shared = defines(source(KERNELS / "kernels.h"))
+    assert int(shared["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
+    assert int(shared["FASTATTN_GRADIENT_ROW"]) == constants.BACKWARD_ROW_NBYTES
 
 
 def test_polynomials_and_logarithms():

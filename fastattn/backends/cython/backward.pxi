@@ -157,7 +157,7 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
 
 
 cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
-                        Py_ssize_t n_cols) noexcept nogil:
+                    Py_ssize_t n_cols) noexcept nogil:
     """Rows of keys or values, padded with zeros; whether any has NaN or inf."""
     cdef Py_ssize_t j, row = ld * job.itemsize
     cdef bint nonfinite = False
@@ -332,7 +332,7 @@ cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Bl
 
 cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint nonfinite) noexcept nogil:
     """Adds what a tile contributes to each gradient; those of the queries when their turn comes."""
-    cdef Py_ssize_t size = job.itemsize, ld = block.ld, offset = (tile.key0 - tile.task_key0)
+    cdef Py_ssize_t size = job.itemsize, ld = block.ld, offset = tile.key0 - tile.task_key0
     cdef Py_ssize_t key_row = tile.head * job.len_k + tile.key0
     cdef const char *keys = t.keys + offset * g.query_ld * size
     cdef char *to_key = g.key + key_row * g.query_ld * size

@@ -281,8 +281,8 @@ INLINE void NAME(accumulate_group)(const int V, REAL *acc, const REAL *p, const 
     const char *v = values->at;
     ptrdiff_t prefetch_byte = 0;
 #define TILE(R, v_row, v_col)                                                                                  \
-    NAME(accumulate_tile)(R, V, (v_row == PANEL_ROW && v_col == sizeof(REAL)) || v_col == FASTATTN_GRADIENT_ROW, acc, p, rescale, ld, v, stops,    \
-                          first_chunk, v_row, v_col, prefetch, prefetch_byte < prefetch_nbytes ? n_prefetch : 0, prefetch_byte)
+    NAME(accumulate_tile)(R, V, (v_row == PANEL_ROW && v_col == sizeof(REAL)) || v_col == FASTATTN_GRADIENT_ROW, \
+                          acc, p, rescale, ld, v, stops, first_chunk, v_row, v_col, prefetch, prefetch_byte < prefetch_nbytes ? n_prefetch : 0, prefetch_byte)
     if (V == 1 && WIDE_ROWS > TILE_ROWS && values->panel == TILE_ROWS * (ptrdiff_t)sizeof(REAL))
         for (; value_dim >= WIDE_ROWS; value_dim -= WIDE_ROWS, acc += WIDE_ROWS * ld, v += 2 * values->panel) {
             TILE(WIDE_ROWS, values->row, sizeof(REAL));

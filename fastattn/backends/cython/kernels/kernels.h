@@ -27,7 +27,7 @@
 
 /* Bytes of a row of the score tiles of gradients, which two of their products read in both directions: known to the
  * compiler, or the addresses of a register tile's elements do not fit the registers. */
-#define FASTATTN_GRADIENT_ROW ((ptrdiff_t)384)
+#define FASTATTN_GRADIENT_ROW 384
 
 /* How elements are stored in the caller's memory: as REAL, in 16 bits, or in 8 bits. The numbers of 16 bits are exact as
  * REAL; an int8 stands for its product with the float32 scale of its group of 64 elements, rounded to float32. */

@@ -23,6 +23,7 @@ The modules, each of which imports only what stands above it:
 ``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
+``_dropout``         which weights dropout keeps
 ``_gradients``       `Backward`: the same of a call for gradients
 ``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
 ``_host``            cores, CPU, caches and environment variables
@@ -62,7 +63,13 @@ with contextlib.suppress(ImportError), _host.brief_openmp_spin():
     import fastattn.backends.cython.driver  # noqa: F401
 
 from fastattn import masks
-from fastattn._api import attention, merge_attention, scaled_dot_product_attention, varlen_attention
+from fastattn._api import (
+    attention,
+    dropout_mask,
+    merge_attention,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from fastattn._blas import share_threads_with_blas
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._info import show_config
@@ -88,6 +95,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "create_block_mask",
+    "dropout_mask",
     "flex_attention",
     "get_num_threads",
     "masks",

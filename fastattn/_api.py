@@ -13,6 +13,8 @@ from fastattn._host import check_num_threads, default_backend
 from fastattn._normalize import (
     Request,
     as_pieces,
+    check_dropout,
+    check_shape,
     clean_signature,
     normalize,
     normalize_sdpa,
@@ -106,6 +108,8 @@ def attention(
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
     layout: LayoutName = "bhsd",
+    dropout: float = 0.0,
+    seed: int | None = None,
     out: np.ndarray | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
@@ -162,6 +166,12 @@ def attention(
     layout : {"bhsd", "bshd"}, default "bhsd"
         ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``. A view, never a copy;
         `mask`, `bias`, the lse and the weights stay ``(..., H, L[, S])``.
+    dropout : float, default 0.0
+        The probability, in ``[0, 1)``, of a weight to be dropped, rounded to a multiple of ``2**-16``: it
+        becomes 0, and the others are divided by the share that is kept, after the softmax. The lse does not
+        change, and the weights returned are those after it. Which are dropped is `dropout_mask`.
+    seed : int, optional
+        In ``[0, 2**128)``; needed with `dropout`, as there is no global random state.
     out : ndarray, optional
         Where to write the result: exactly its shape and dtype, any strides. It may overlap an input.
     return_lse, return_weights : bool, default False
@@ -192,7 +202,8 @@ def attention(
     ValueError
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
-        read-only or overlaps itself, an unknown layout or backend; arrays in different places; on a GPU an
+        read-only or overlaps itself, a dropout outside ``[0, 1)`` or without a seed, an unknown layout or
+        backend; arrays in different places; on a GPU an
         `out` that shares memory with what is read. Where the shapes would fit in the other `layout`, or look
         as if all heads were in the last axis, the message says so.
     BackendError
@@ -215,6 +226,10 @@ def attention(
 
     Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
     relative to the running maximum.
+
+    Dropout: a function of the seed and of a weight's place in ``(..., H, L, S)``, so the same for any
+    backend, number of threads and memory layout; drawn block by block, in no memory of size ``L * S``. On
+    ``"cython"`` and ``"reference"``.
 
     16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
     give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
@@ -278,10 +293,13 @@ def attention(
         refuse_arguments(attention, extra, unknown)
     if isinstance(key_lengths, (list, tuple, int)):
         key_lengths = counts(key_lengths)
-    signature = signature_of(
-        ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
-        out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
-    )  # fmt: skip
+    signature = None  # of a call with dropout, as the next one has another seed
+    if seed is None and type(dropout) is float and dropout == 0:
+        signature = signature_of(
+            ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
+            layout, out, return_lse, return_weights, num_threads,
+            default_backend() if backend is None else backend,
+        )  # fmt: skip
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     if (results := reuse(signature, given)) is not None:
         return results
@@ -301,6 +319,8 @@ def attention(
         out=out,
         return_lse=return_lse,
         return_weights=return_weights,
+        dropout=dropout,
+        seed=seed,
     )
     return solve(request, num_threads, backend, signature, given)
 
@@ -635,6 +655,54 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
             acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
         out = acc / np.where(total == 0, 1, total)[..., None]
         return out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
+
+
+def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
+    """The weights that `attention` keeps with ``dropout=p, seed=seed``.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the weights, ``(..., H, L, S)``.
+    p : float
+        The probability, in ``[0, 1)``, of a weight to be dropped; rounded to a multiple of ``2**-16``.
+    seed : int
+        In ``[0, 2**128)``.
+
+    Returns
+    -------
+    ndarray of bool
+        True where a weight is kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A `shape` that is not of non-negative integers, or empty; a `p` or `seed` out of its range or of the
+        wrong kind.
+
+    Notes
+    -----
+    With ``t = round(65536 * p)`` and ``n = ceil(S / 16)``, the definition is NumPy's own stream::
+
+        raw = np.random.Philox(key=seed).random_raw(B * H * L * n * 4)
+        keep = raw.astype("<u8").view("<u2").reshape(B, H, L, n * 16)[..., :S] >= t
+
+    Determinism: the same on every machine; a function of the arguments alone.
+
+    References
+    ----------
+    .. [1] Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
+    .. [2] Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> keep = fastattn.dropout_mask((4, 100, 100), 0.25, seed=0)
+    >>> round(float(keep.mean()), 2)
+    0.75
+    """
+    sizes, dropout = check_shape(shape), check_dropout(p, seed, is_needed=True)
+    return np.ones(sizes, bool) if dropout is None else dropout.mask(sizes)
 
 
 def solve(

@@ -39,6 +39,8 @@ def attention_backward(
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
     layout: LayoutName = "bhsd",
+    dropout: float = 0.0,
+    seed: int | None = None,
     wrt: Iterable[str] = ("query", "key", "value"),
     num_threads: int | None = None,
     backend: BackendName | None = None,
@@ -61,7 +63,7 @@ def attention_backward(
         What it returned with ``return_lse=True``.
     grad_lse : array_like, shape (..., H, L), optional
         The gradient with respect to `lse`, where that is used as well.
-    mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout
+    mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, dropout, seed
         As in the forward call.
     wrt : iterable of str, default ("query", "key", "value")
         Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.
@@ -97,7 +99,8 @@ def attention_backward(
         grad_value = P.swapaxes(-1, -2) @ grad_out
         grad_sinks = -(np.exp(sinks[:, None] - lse) * delta).sum(-1)
 
-    and with a soft-cap ``change`` times ``1 - tanh(...)**2`` for query and key.
+    and with a soft-cap ``change`` times ``1 - tanh(...)**2`` for query and key. With dropout, ``P`` in
+    `grad_value` and ``grad_out @ value.swapaxes(-1, -2)`` are multiplied by ``keep / (1 - dropout)``.
 
     Masks: a query without any allowed key contributes 0, whatever its row of `grad_out` or `grad_lse` holds.
     The gradients of a masked key are exactly 0, and NaN or inf in it, or in a row of `query` or `grad_out`,
@@ -148,6 +151,8 @@ def attention_backward(
         softcap=softcap,
         sinks=sinks,
         layout=layout,
+        dropout=dropout,
+        seed=seed,
     )
     if num_threads is not None:
         num_threads = _host.check_num_threads(num_threads, "num_threads")

@@ -24,7 +24,7 @@ _PYTORCH = {
         "say key_lengths= where the padding stands at the end, or mask=~padding[:, None, None, :], as True "
         "means ignore there and may attend here",
     ),
-    "dropout_p": ((), "there is no dropout here yet, so leave it out"),
+    "dropout_p": (("dropout", "seed"), "say dropout=, and seed=, as there is no global random state"),
     "enable_gqa": ((), "leave it out, for query may always have a multiple of the heads of key and value"),
     "need_weights": (("return_weights",), "say return_weights=True"),
     "average_attn_weights": (

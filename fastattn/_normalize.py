@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from math import gcd, isfinite, prod, sqrt
+from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from fastattn._dropout import Dropout
     from fastattn._gradients import Backward
     from fastattn._options import RowsLike
 
@@ -173,6 +175,8 @@ def normalize(
     out: np.ndarray | None,
     return_lse: bool,
     return_weights: bool,
+    dropout: float = 0.0,
+    seed: int | None = None,
     may_fail: bool = False,
     keep_first: int = 0,
 ) -> Request:
@@ -194,8 +198,9 @@ def normalize(
     lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
     bias = _bias_of_scores(bias, inputs)
     return _assemble(
-        inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights, may_fail
-    )
+        inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights, may_fail,
+        check_dropout(dropout, seed),
+    )  # fmt: skip
 
 
 @_naming_shapes
@@ -218,6 +223,8 @@ def normalize_backward(
     softcap: float | None,
     sinks: ArrayLike | None,
     layout: str,
+    dropout: float,
+    seed: int | None,
 ) -> Backward:
     """The arguments of `attention_backward` as a `Backward`; see there for what they mean and what is
     raised."""
@@ -283,6 +290,7 @@ def normalize_backward(
         key_stop=lowered.key_stop,
         dense=lowered.dense,
         mask_map=lowered.mask_map,
+        dropout=check_dropout(dropout, seed),
     )
     names = [wrt] if isinstance(wrt, str) else list(wrt)
     for name in names:
@@ -374,8 +382,8 @@ def normalize_sdpa(
     """The arguments of `scaled_dot_product_attention`, by PyTorch's conventions."""
     if _finite(dropout_p, "dropout_p") != 0:
         raise ValueError(
-            f"dropout_p must be 0, got {dropout_p!r}: dropout is random and for training, "
-            f"this computes exact attention"
+            f"dropout_p must be 0, got {dropout_p!r}: there is no global random state here; "
+            f"fastattn.attention drops weights by a seed, dropout={dropout_p!r}, seed=..."
         )
     if not isinstance(is_causal, (bool, np.bool_)):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
@@ -814,6 +822,7 @@ def _assemble(
     return_lse: bool,
     return_weights: bool,
     may_fail: bool = False,
+    dropout: Dropout | None = None,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
@@ -862,6 +871,7 @@ def _assemble(
         key_stop=lowered.key_stop,
         dense=lowered.dense,
         mask_map=lowered.mask_map,
+        dropout=dropout,
     )
     return Request(problem, results, staged, swapped)
 
@@ -879,6 +889,40 @@ def _numbers(
                 f"softcap must be positive, and a normal number in {inputs.dtype}, got {softcap!r}"
             )
     return scale, softcap, None if sinks is None else _sinks(sinks, inputs.sizes.H, inputs.dtype)
+
+
+def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape of weights, ``(..., S)``."""
+    try:
+        sizes = tuple(index(n) for n in shape)
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers, got {shape!r}") from None
+    if not sizes or min(sizes) < 0:
+        raise ValueError(f"shape must have at least one axis, and none below 0, got {shape!r}")
+    return sizes
+
+
+def check_dropout(p: float, seed: int | None, *, is_needed: bool = False) -> Dropout | None:
+    """What `dropout` and `seed` say, None where nothing is dropped. `is_needed`: the seed, even then."""
+    share = _finite(p, "dropout")
+    if not 0 <= share < 1:
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {p!r}")
+    threshold = round(65536 * share)
+    if threshold == 65536:
+        raise ValueError(f"dropout must be less than 1 - 2**-17, as it is counted in 2**-16, got {p!r}")
+    if seed is None:
+        if threshold or is_needed:
+            raise ValueError("dropout needs a seed, seed=<int>: there is no global random state")
+        return None
+    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    if not 0 <= int(seed) < 2**128:
+        raise ValueError(f"seed must be at least 0 and less than 2**128, got {seed!r}")
+    if not threshold:
+        return None
+    from fastattn._dropout import Dropout  # no part of an import of the package
+
+    return Dropout(threshold, int(seed))
 
 
 def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -48,6 +48,8 @@ class BatchOptions(SharedOptions, total=False):
 
 class AttentionOptions(BatchOptions, total=False):
     mask: Mask | ArrayLike | None
+    dropout: float
+    seed: int | None
 
 
 class FlexOptions(BatchOptions, total=False):

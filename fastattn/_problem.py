@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar  # with a default, as Python's own has from 3.13 on
 
     from fastattn._device import DeviceArray
+    from fastattn._dropout import Dropout
 
     Array = TypeVar("Array", bound=np.ndarray | DeviceArray, default=np.ndarray)
 else:
@@ -119,6 +120,7 @@ class Problem(NamedTuple, Generic[Array]):
     mask_map: MaskMap | None  #: mask map with bits for the partial tiles
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
+    dropout: Dropout | None = None  #: of the weights, after the softmax
 
     def arrays(self) -> tuple[Array | np.ndarray | None, ...]:
         """The arguments of a prepared call: all arrays that change from call to call, in a fixed order."""

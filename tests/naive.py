@@ -84,6 +84,17 @@ def allowed_keys(
     return allowed
 
 
+def kept_weights(shape: tuple[int, ...], p: float, seed: int) -> tuple[Array, float]:
+    """Which weights ``(*lead, H, L, S)`` dropout keeps, and what it divides them by."""
+    *rows, len_k = shape
+    threshold, n = round(65536 * p), -(-len_k // 16)
+    if not threshold:
+        return np.broadcast_to(True, shape), 1.0
+    raw = np.random.Philox(key=seed).random_raw(int(np.prod(rows)) * n * 4)
+    keep = raw.astype("<u8").view("<u2").reshape(*rows, n * 16)[..., :len_k] >= threshold
+    return keep, 1 - threshold / 65536
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The operands with every leading axis broadcast and the heads axis in third place from the end."""
@@ -131,6 +142,8 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    dropout: float = 0.0,
+    seed: int = 0,
     score_mod: Any = None,
 ) -> Answer:
     """The definition in extended precision. ``mask`` is an array; the rest is as in the contract.
@@ -142,6 +155,7 @@ def attention(
     lead, (num_heads, len_q, head_dim) = parts.lead, parts.query.shape[-3:]
     num_kv_heads, len_k, value_dim = parts.value.shape[-3:]
     factor = WIDE(1) / np.sqrt(WIDE(head_dim)) if scale is None else WIDE(scale)
+    keep, share_kept = kept_weights(parts.allowed.shape, dropout, seed)
 
     rows = (*lead, num_heads, len_q)
     out = np.zeros((*rows, value_dim), WIDE)
@@ -190,7 +204,7 @@ def attention(
                 total = raised.sum()
                 share = raised / total
                 lse[here] = top + np.log(total)
-                weight = share[: chosen.size]
+                weight = share[: chosen.size] * keep[here][read] / share_kept
                 out[here] = weight @ values
                 weights[here][read] = weight
                 wander = float(share @ sizes)
@@ -255,6 +269,8 @@ def formula(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    dropout: float = 0.0,
+    seed: int = 0,
     score_mod: Any = None,
 ) -> Baseline:
     """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking."""
@@ -273,6 +289,8 @@ def formula(
         if sinks is not None:
             total = total + np.exp(sink - safe_top)
         lse = (safe_top + np.log(total))[..., 0]
+        keep, share_kept = kept_weights(raised.shape, dropout, seed)
+        raised = raised * keep / dtype(share_kept)
         weights = np.where(total == 0, dtype(0), raised / total)
         out = np.where(total == 0, dtype(0), (raised @ v) / total)
     if parts.single_head:
@@ -342,6 +360,8 @@ def gradients(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> tuple[Gradients, Gradients]:
     """The definition in extended precision, and the reach of a rounding as in `Answer`.
 
@@ -351,9 +371,10 @@ def gradients(
     """
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
-    forward = attention(
-        query, key, value, bias=bias, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **rules
-    )
+    options = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout} | rules
+    forward = attention(query, key, value, dropout=dropout, seed=seed, **options)
+    undropped = attention(query, key, value, **options) if dropout else forward
+    keep, share_kept = kept_weights(parts.allowed.shape, dropout, seed)
     lead, (num_heads, len_q, head_dim) = parts.lead, parts.query.shape[-3:]
     num_kv_heads = parts.value.shape[-3]
     factor = WIDE(1) / np.sqrt(WIDE(head_dim)) if scale is None else WIDE(scale)
@@ -363,7 +384,7 @@ def gradients(
     rows = (*lead, num_heads, len_q)
     lse, lse_reach, weights = (
         array[None] if parts.single_head else array
-        for array in (forward.lse, forward.lse_reach, forward.weights)
+        for array in (forward.lse, forward.lse_reach, undropped.weights)
     )
     grad_lse = np.zeros(rows) if grad_lse is None else np.asarray(grad_lse).reshape(rows)
 
@@ -394,13 +415,13 @@ def gradients(
                 scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
                 added = 0 if parts.bias is None else np.abs(parts.bias[here][read].astype(WIDE))
                 moves = 1 + np.abs(scores) + products + added + lse_reach[here]
-                weight = weights[here][read]
+                weight, kept = weights[here][read], keep[here][read] / share_kept
 
                 delta = arriving @ out[here] - of_lse
                 delta_size = np.abs(arriving) @ (np.abs(out[here]) + out_reach[here]) + np.abs(of_lse)
-                change = weight * (values @ arriving - delta)
+                change = weight * (kept * (values @ arriving) - delta)
                 change_size = moves * np.abs(change) + weight * (
-                    np.abs(values) @ np.abs(arriving) + delta_size
+                    kept * (np.abs(values) @ np.abs(arriving)) + delta_size
                 )
                 exact.bias[here][read], reach.bias[here][read] = change, change_size
                 if sinks is not None:
@@ -421,8 +442,8 @@ def gradients(
                 reach.query[here] = change_size @ np.abs(keys)
                 of_kv[0][0][read] += np.outer(change, row)
                 of_kv[1][0][read] += np.outer(change_size, np.abs(row))
-                of_kv[0][1][read] += np.outer(weight, arriving)
-                of_kv[1][1][read] += np.outer(moves * weight, np.abs(arriving))
+                of_kv[0][1][read] += np.outer(kept * weight, arriving)
+                of_kv[1][1][read] += np.outer(moves * kept * weight, np.abs(arriving))
 
     given = (query, key, value, bias, sinks)
     return _as_given(exact, parts, layout, given), _as_given(reach, parts, layout, given)
@@ -445,13 +466,14 @@ def gradient_formula(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bhsd",
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> Gradients:
     """What a NumPy user writes from the outputs of `formula`: whole matrices in the arrays' own precision."""
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
-    forward = formula(
-        query, key, value, bias=bias, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **rules
-    )
+    options = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout} | rules
+    forward = formula(query, key, value, dropout=dropout, seed=seed, **options)
     plain = _plain_scores(parts, scale, softcap, None)
     dtype = plain.dtype
     out, arriving = (_with_heads_third(array, parts, layout) for array in (forward.out, grad_out))
@@ -463,7 +485,9 @@ def gradient_formula(
     if grad_lse is not None:
         delta = delta - np.asarray(grad_lse, dtype).reshape(delta.shape)
     weights = np.where(parts.allowed, np.exp(plain.scores - np.where(read, lse, 0)[..., None]), dtype(0))
-    change = weights * (arriving @ np.swapaxes(plain.value, -1, -2) - delta[..., None])
+    keep, share_kept = kept_weights(weights.shape, dropout, seed)
+    kept = keep / dtype(share_kept)
+    change = weights * (kept * (arriving @ np.swapaxes(plain.value, -1, -2)) - delta[..., None])
     change = of_bias = np.where(parts.allowed, change, dtype(0))
     if softcap is not None:
         change = change * (1 - (plain.capped / dtype(softcap)) ** 2)
@@ -483,7 +507,7 @@ def gradient_formula(
     found = Gradients(
         change @ plain.key,
         of_groups(np.swapaxes(change, -1, -2) @ plain.query),
-        of_groups(np.swapaxes(weights, -1, -2) @ arriving),
+        of_groups(np.swapaxes(kept * weights, -1, -2) @ arriving),
         of_bias,
         of_sinks,
     )

@@ -47,7 +47,7 @@ class TestByName:
             ("attention", "attn_mask", SAY_MASK),
             ("attention", "is_causal", SAY_CAUSAL),
             ("attention", "key_padding_mask", SAY_PADDING),
-            ("attention", "dropout_p", "there is no dropout here yet, so leave it out"),
+            ("attention", "dropout_p", "say dropout=, and seed=, as there is no global random state"),
             (
                 "attention",
                 "enable_gqa",
@@ -110,8 +110,8 @@ class TestByName:
 
     def test_all_of_them_at_once(self):
         assert message_of("attention", dropout_p=0.0, xyz=1, is_causal=True) == (
-            "attention() got an unexpected keyword argument 'dropout_p': there is no dropout here yet, "
-            f"so leave it out, and 'xyz', and 'is_causal': {SAY_CAUSAL}"
+            "attention() got an unexpected keyword argument 'dropout_p': say dropout=, and seed=, as "
+            f"there is no global random state, and 'xyz', and 'is_causal': {SAY_CAUSAL}"
         )
 
     def test_difflib_is_not_loaded_before(self):

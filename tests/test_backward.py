@@ -319,6 +319,8 @@ def small_problems(draw):
         arrays["bias"] = bias
     if draw(st.booleans()):
         arrays["sinks"] = rng.standard_normal(heads)
+    if draw(st.booleans()):
+        options |= {"dropout": draw(st.sampled_from([1e-4, 0.3, 0.9])), "seed": seed}
     return arrays, options, seed
 
 

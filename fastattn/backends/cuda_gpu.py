@@ -23,6 +23,8 @@ class CudaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
+        if problem.dropout is not None:
+            return ["it drops no weights"]
         stored = problem.stored()
         if not stored and problem.out.dtype != problem.dtype:
             stored = [f"the result is {problem.out.dtype.name}"]

@@ -22,6 +22,8 @@ class NumbaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
+        if problem.dropout is not None:
+            return ["it drops no weights"]
         stored = problem.stored()
         return [f"it reads no 16-bit numbers, and {', '.join(stored)}"] if stored else []
 

@@ -179,6 +179,9 @@ def _attend(
     weights = np.exp(scores - row_max)
     weights[~allowed] = 0
     row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
+    kept = _kept(problem, item, head, rows, keys)
+    if kept is not None:
+        weights *= kept
 
     acc = np.zeros((len(query), problem.value_dim), dtype)
     for part in source.parts(keys):
@@ -228,6 +231,16 @@ def _scores(
     return np.where(allowed, scores, dtype(-np.inf)), capped
 
 
+def _kept(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray | None:
+    """What dropout multiplies some weights of one head by, None without."""
+    if problem.dropout is None:
+        return None
+    index = np.ravel_multi_index((*item, head), (*problem.lead, problem.num_heads))
+    first = int(index) * problem.len_q + rows.start
+    kept = problem.dropout.keep(first, rows.stop - rows.start, problem.len_k)[:, keys]
+    return kept / problem.dtype.type(problem.dropout.kept_share)
+
+
 def _product(factors: np.ndarray, rows: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     """``factors @ rows``, where a row with NaN or inf counts only for those that may read it."""
     finite = np.isfinite(rows).all(axis=-1)
@@ -259,7 +272,11 @@ def _differentiate(
     delta = (grad_out.astype(np.float64) * out).sum(axis=-1)
     if backward.grad_lse is not None:
         delta -= backward.grad_lse[item][head, rows]
-    change = np.where(allowed, weights * (grad_out @ value.T - delta.astype(dtype)[:, None]), dtype(0))
+    change, after = grad_out @ value.T, weights
+    kept = _kept(problem, item, head, rows, keys)
+    if kept is not None:
+        change, after = change * kept, weights * kept
+    change = np.where(allowed, weights * (change - delta.astype(dtype)[:, None]), dtype(0))
     if gradients.bias is not None:
         full = np.broadcast_to(
             gradients.bias, (*problem.lead, problem.num_heads, problem.len_q, problem.len_k)
@@ -277,7 +294,7 @@ def _differentiate(
     if gradients.key is not None:
         gradients.key[item][kv_head, keys] += _product(change.T, query, allowed.T)
     if gradients.value is not None:
-        gradients.value[item][kv_head, keys] += _product(weights.T, grad_out, allowed.T)
+        gradients.value[item][kv_head, keys] += _product(after.T, grad_out, allowed.T)
 
 
 def _add_broadcast(to: np.ndarray, array: np.ndarray) -> None:

@@ -19,11 +19,13 @@ static void test_dot(void) {
     }
 }
 
-static void check_differentiate(int n_vectors, int n_keys, double factor) {
+static void check_differentiate(int n_vectors, int n_keys, double factor, int drops) {
     const int ld = n_vectors * kernels->lanes;
     const ptrdiff_t tile = (ptrdiff_t)ld * n_keys * size, row = (ptrdiff_t)ld * size;
     char *s = take(tile, 64, 0), *change = take(tile, 64, 0), *high = take(row, 1, 0), *low = take(row, 1, 0);
     char *delta = take(row, 1, 0);
+    uint32_t *words = drops ? random_words(n_keys, ld) : NULL;
+    const double kept_share = drops ? 0.625 : 1;
     double scores[200], changes[200];
     for (int lane = 0; lane < ld; lane++) {
         put(high, lane, uniform(2, 5)), put(low, lane, uniform(-1e-8, 1e-8)), put(delta, lane, uniform(-1, 1));
@@ -34,20 +36,24 @@ static void check_differentiate(int n_vectors, int n_keys, double factor) {
         if (get(s, i) == -INFINITY && below(2)) put(change, i, NAN); /* of a masked value */
         scores[i] = get(s, i), changes[i] = get(change, i);
     }
-    kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor);
+    kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor, words, kept_share);
     for (int i = 0; i < ld * n_keys; i++) {
         const int lane = i % ld;
         const double weight = exp2(factor * (scores[i] - get(high, lane) - get(low, lane)));
-        const double slope = changes[i] - get(delta, lane), eps = size == 4 ? 0x1p-23 : 0x1p-52;
+        const double eps = size == 4 ? 0x1p-23 : 0x1p-52;
+        const double kept = drops && !allowed(words, NULL, ld, i / ld, lane) ? 0 : 1 / kept_share;
+        const double change_of_kept = kept == 0 ? 0 : kept * changes[i], slope = change_of_kept - get(delta, lane);
         if (scores[i] == -INFINITY) {
             CHECK(get(s, i) == 0 && get(change, i) == 0, "masked: weight " NUMBER ", change " NUMBER, get(s, i), get(change, i));
         } else if (isnan(get(high, lane))) {
-            CHECK(isnan(get(s, i)) && isnan(get(change, i)), "a row of NaN: weight " NUMBER, get(s, i));
+            CHECK((kept == 0 ? get(s, i) == 0 : isnan(get(s, i))) && isnan(get(change, i)), "a row of NaN: weight " NUMBER,
+                  get(s, i));
         } else {
             /* The score less the base is rounded, which moves the weight by as much as its logarithm. */
-            const double error = eps * (3 + fabs(factor * (scores[i] - get(high, lane))));
-            CHECK(fabs(get(s, i) - weight) <= error * weight, "weight " NUMBER ", not " NUMBER, get(s, i), weight);
-            CHECK(fabs(get(change, i) - weight * slope) <= (error + 2 * eps) * weight * (fabs(changes[i]) + fabs(get(delta, lane))),
+            const double error = eps * (4 + fabs(factor * (scores[i] - get(high, lane))));
+            CHECK(fabs(get(s, i) - kept * weight) <= error * kept * weight, "weight " NUMBER ", not " NUMBER, get(s, i),
+                  kept * weight);
+            CHECK(fabs(get(change, i) - weight * slope) <= (error + 2 * eps) * weight * (fabs(change_of_kept) + fabs(get(delta, lane))),
                   "change " NUMBER ", not " NUMBER, get(change, i), weight * slope);
         }
     }
@@ -57,8 +63,10 @@ static void check_differentiate(int n_vectors, int n_keys, double factor) {
 static void test_differentiate(void) {
     for (int n_vectors = 1; n_vectors <= 2; n_vectors++)
         for (int n_keys = 0; n_keys * n_vectors * kernels->lanes <= 200 && n_keys <= 13; n_keys++) {
-            check_differentiate(n_vectors, n_keys, 1);
-            check_differentiate(n_vectors, n_keys, 1.4426950408889634);
+            for (int drops = 0; drops < 2; drops++) {
+                check_differentiate(n_vectors, n_keys, 1, drops);
+                check_differentiate(n_vectors, n_keys, LOG2E, drops);
+            }
         }
 }
 

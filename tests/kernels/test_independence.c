@@ -52,7 +52,7 @@ static void attend_lanes(const int *rows_of, int n_rows, int nonfinite, double s
             kernels->accumulate(acc, s, scale, ld, vectors, &values, stops_of, first_chunk, VALUE_DIM, NULL, 0, 0);
         first = 0;
     }
-    kernels->finish(inverse, lse, row_max, row_sum, ld, LOG2E);
+    kernels->finish(inverse, lse, row_max, row_sum, ld, LOG2E, 1);
     for (int lane = 0; lane < ld; lane++) rows[lane] = element(&outs, lane, 0);
     kernels->unpack((char *const *)rows, outs.col, ld, acc, ld, VALUE_DIM, inverse);
     for (int lane = 0; lane < ld; lane++) {
@@ -106,7 +106,7 @@ static void attend_rows(const int *rows_of, int n_rows, int nonfinite, double so
     for (int key_tile = 1; key_tile < KEY_TILES; key_tile++)
         kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[key_tile], row_max[key_tile], row_sum[key_tile], n_rows,
                             ld, LOG2E);
-    kernels->finish(inverse, lse, row_max[0], row_sum[0], n_lanes, LOG2E);
+    kernels->finish(inverse, lse, row_max[0], row_sum[0], n_lanes, LOG2E, 1);
     for (int r = 0; r < n_rows; r++) rows[r] = element(&outs, r, 0);
     kernels->unpack_rows((char *const *)rows, outs.col, n_rows, acc[0], ld, VALUE_DIM, inverse, n_lanes);
     for (int r = 0; r < n_rows; r++) {

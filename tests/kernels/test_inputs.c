@@ -39,6 +39,49 @@ static void test_mask_words(void) {
             }
 }
 
+/* Block c of a stream of NumPy's Philox, by its definition. */
+static void philox(uint64_t block[4], const uint64_t key[2], unsigned __int128 c) {
+    uint64_t keys[2] = {key[0], key[1]};
+    c++;
+    block[0] = (uint64_t)c, block[1] = (uint64_t)(c >> 64), block[2] = block[3] = 0;
+    for (int round = 0; round < 10; round++) {
+        const unsigned __int128 a = (unsigned __int128)block[0] * UINT64_C(0xD2E7470EE14C6C93);
+        const unsigned __int128 b = (unsigned __int128)block[2] * UINT64_C(0xCA5A826395121157);
+        block[0] = (uint64_t)(b >> 64) ^ block[1] ^ keys[0];
+        block[1] = (uint64_t)b;
+        block[2] = (uint64_t)(a >> 64) ^ block[3] ^ keys[1];
+        block[3] = (uint64_t)a;
+        keys[0] += UINT64_C(0x9E3779B97F4A7C15), keys[1] += UINT64_C(0xBB67AE8584CAA73B);
+    }
+}
+
+/* That this is NumPy's stream is for the tests of the package; here, that any part of it is drawn as the whole is. */
+static void test_draw_words(void) {
+    for (int run = 0; run < 60; run++) {
+        const ptrdiff_t wide = (ptrdiff_t)1 << 40, len_k = run % 3 ? 1 + below(2000) : wide - below(100);
+        const ptrdiff_t n_keys = len_k < 200 ? 1 + below((int)len_k) : 1 + below(200);
+        const ptrdiff_t key0 = run % 2 ? (len_k - n_keys) / 4 * 4 : (ptrdiff_t)(random_bits() % (uint64_t)(len_k - n_keys + 1));
+        const ptrdiff_t ld = lanes * (1 + below(kernels->max_vectors));
+        const fastattn_dropout dropout = {{random_bits() << 11 ^ random_bits(), run % 5 ? random_bits() : 0},
+                                          run % 7 ? 1 + (uint64_t)below(65535) : run % 2 ? 1 : 65535};
+        int64_t *rows = (int64_t *)take(ld * 8, 8, 0);
+        uint32_t *words = random_words(n_keys, ld);
+        for (ptrdiff_t lane = 0; lane < ld; lane++)
+            rows[lane] = run % 4 ? below(100000) : wide - 1 - below(1000);
+        kernels->draw_words(words, ld, rows, len_k, key0, n_keys, &dropout);
+        for (ptrdiff_t lane = 0; lane < ld; lane++)
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                uint64_t block[4];
+                const ptrdiff_t key = key0 + j;
+                philox(block, dropout.key, (unsigned __int128)rows[lane] * (uint64_t)((len_k + 15) / 16) + (uint64_t)(key / 16));
+                const int kept = (block[key % 16 / 4] >> (16 * (key % 4)) & 0xffff) >= dropout.threshold;
+                CHECK((int)(words[j / 32 * ld + lane] >> (j % 32) & 1) == kept, "row %td, key %td of %td, threshold %d",
+                      (ptrdiff_t)rows[lane], key, len_k, (int)dropout.threshold);
+            }
+        release();
+    }
+}
+
 /* Floats and doubles, to the compute type of this table. */
 static void test_convert(void) {
     const ptrdiff_t gaps[] = {0, 1, 3};

@@ -61,6 +61,8 @@ static const struct {
     {"dot", test_dot},
     {"differentiate", test_differentiate},
     {"uncap", test_uncap},
+    {"drop", test_drop},
+    {"draw_words", test_draw_words},
     {"mask_words", test_mask_words},
     {"convert", test_convert},
     {"copy_rows", test_copy_rows},

@@ -465,35 +465,63 @@ static void test_rounding(void) {
 
 /* ------------------------------------------------------------------ finish */
 
+/* ------------------------------------------------------------------ drop */
+
+static void test_drop(void) {
+    for (int v = 1; v <= kernels->max_vectors; v++)
+        for (ptrdiff_t n_keys = 0; n_keys <= 70; n_keys += n_keys < 3 ? 1 : 29) {
+            const ptrdiff_t ld = lanes * v;
+            void *s = tile(n_keys, ld);
+            uint32_t *words = random_words(n_keys, ld);
+            ptrdiff_t stops[16];
+            double before[70 * 16 * 16];
+            for (int i = 0; i < v; i++) stops[i] = i == v - 1 ? n_keys : n_keys * i / v;
+            for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+                put(s, i, below(9) ? uniform(0, 1) : NAN);
+                before[i] = get(s, i);
+            }
+            kernels->drop(s, ld, stops, words);
+            for (ptrdiff_t i = 0; i < n_keys * ld; i++) {
+                const ptrdiff_t j = i / ld, lane = i % ld;
+                if (j >= stops[lane / lanes]) continue;
+                const int kept = words[j / 32 * ld + lane] >> (j % 32) & 1;
+                CHECK(same(get(s, i), kept ? before[i] : 0), "key %td, lane %td, kept %d: " NUMBER, j, lane, kept, get(s, i));
+            }
+            release();
+        }
+}
+
 static void test_finish(void) {
     for (int v = 1; v <= kernels->max_vectors; v++)
-        for (int domain = 0; domain < 3; domain++) {
-            const double factor = domain == 0 ? 1 : domain == 1 ? LOG2E : 32;
+        for (int way = 0; way < 6; way++) {
+            const int domain = way % 3;
+            const double factor = domain == 0 ? 1 : domain == 1 ? LOG2E : 32, kept_share = way < 3 ? 1 : 0.875;
             const ptrdiff_t ld = lanes * v;
             void *inverse = tile(2, ld), *lse = tile(1, ld), *row_max = tile(1, ld), *row_sum = tile(1, ld);
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
                 put(row_max, lane, lane == 1 ? -INFINITY : uniform(-200, 200));
                 put(row_sum, lane, lane == 1 ? 0 : lane == 2 ? NAN : lane == 3 ? 1 : exp2(uniform(0, 30)));
             }
-            kernels->finish(inverse, domain ? lse : NULL, row_max, row_sum, ld, factor);
-            if (!domain) kernels->finish(inverse, lse, row_max, row_sum, ld, factor);
+            kernels->finish(inverse, domain ? lse : NULL, row_max, row_sum, ld, factor, kept_share);
+            if (!domain) kernels->finish(inverse, lse, row_max, row_sum, ld, factor, kept_share);
             for (ptrdiff_t lane = 0; lane < ld; lane++) {
                 const double sum = get(row_sum, lane), high = get(inverse, lane), low = get(inverse, ld + lane);
                 const double got = get(lse, lane);
                 const long double top = get(row_max, lane) * (domain == 1 ? 1 : factor / (long double)M_LOG2E);
                 const long double rest = logl(sum);
+                const double kept = size == 4 ? (float)(kept_share * sum) : kept_share * sum;
                 if (lane == 1) {
                     CHECK(same(high, 0) && low == 0 && got == -INFINITY, "empty row: " NUMBER ", " NUMBER, high, got);
                 } else if (lane == 2) {
                     CHECK(isnan(high) && isnan(got), "NaN: " NUMBER ", " NUMBER, high, got);
                 } else {
-                    CHECK(high <= 1 / (long double)sum && ulps(high, 1 / (long double)sum) <= 1.001,
-                          "1 / " NUMBER " is " NUMBER, sum, high);
-                    CHECK(low > 0, "1 / " NUMBER " leaves " NUMBER, sum, low);
+                    CHECK(high <= 1 / (long double)kept && ulps(high, 1 / (long double)kept) <= 1.001,
+                          "1 / " NUMBER " is " NUMBER, kept, high);
+                    CHECK(low > 0, "1 / " NUMBER " leaves " NUMBER, kept, low);
                     /* The first part leaves up to two units. What is said of that is rounded twice, and lacks its
                      * square; long double has 64 bits or more. */
-                    const long double error = fabsl((long double)high + low - 1 / (long double)sum);
-                    CHECK(error <= (8 * unit * unit + LDBL_EPSILON) / sum, "1 / " NUMBER " is " NUMBER " + " NUMBER, sum,
+                    const long double error = fabsl((long double)high + low - 1 / (long double)kept);
+                    CHECK(error <= (8 * unit * unit + LDBL_EPSILON) / kept, "1 / " NUMBER " is " NUMBER " + " NUMBER, kept,
                           high, low);
                     CHECK(fabsl(got - (top + rest)) <= unit * fabsl(top + rest) + 3 * DBL_EPSILON * (fabsl(top) + rest),
                           "lse " NUMBER ", not " NUMBER, got, (double)(top + rest));

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from typing import TYPE_CHECKING, Any
 
 from fastattn._schedule import WORD, Schedule, Target
@@ -41,7 +42,8 @@ SCRATCH = (
     "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
     "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "kept_start", "kept_stop", "stops",
     "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows",
+    "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows", "drop_words",
+    "drop_rows",
 )  # fmt: skip
 
 COUNTS = (
@@ -55,6 +57,7 @@ COUNTS = (
     "may_mask",  # by bias or score_mod: keys may be masked without a mask word
     "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths", "keep_first",  # see `Band`
+    "drop_key_low", "drop_key_high", "drop_threshold",  # see `Dropout`; threshold 0: none
     "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",
     "key_page_size", "value_page_size",  # keys of a page; 0 where they are not in pages
     "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element
@@ -70,7 +73,10 @@ COUNTS = (
     "failed",  # no thread could allocate its scratch memory
     "scratch_nbytes",
 )  # fmt: skip
-REALS = ("query_factor", "score_root", "softcap", "exponent_factor")  #: see `Schedule`
+REALS = (
+    "query_factor", "score_root", "softcap", "exponent_factor",  # see `Schedule`
+    "kept_share",  # of `Dropout`; 1 without
+)  # fmt: skip
 
 #: Every field, in order; the table of views follows, and the leading axes.
 FIELDS = (*COUNTS, *(f"to_{name}" for name in SCRATCH), *REALS)
@@ -161,6 +167,13 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
         band = problem.band
         fields["band_left"], fields["band_right"], fields["band_at_end"] = band.left, band.right, band.at_end
         fields["has_lengths"], fields["keep_first"] = band.lengths is not None, band.keep_first
+    fields["kept_share"] = 1.0
+    if problem.dropout is not None:
+        fields["kept_share"] = problem.dropout.kept_share
+        fields["drop_threshold"] = problem.dropout.threshold
+        seed = problem.dropout.seed.to_bytes(16, sys.byteorder)
+        words = struct.unpack("=2q", seed)
+        fields["drop_key_low"], fields["drop_key_high"] = words if sys.byteorder == "little" else words[::-1]
 
 
 def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:
@@ -235,13 +248,14 @@ def _lay_out(
     if fields["weights_storage"]:
         staged = max(staged, block_k)
     staged *= line
+    words = block_k // WORD * ld * 4
     if fields["value_storage"] and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
     nbytes: Any = (
-        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, block_k // WORD * ld * 4,
+        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, words,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
         pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged,
-        pointers if staged else 0,
+        pointers if staged else 0, *((words, pointers) if fields["drop_threshold"] else (0, 0)),
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

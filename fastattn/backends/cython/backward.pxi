@@ -290,6 +290,7 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     """The gradients of a tile's scores into t.change, and the weights in the place of the scores."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, first = (tile.head * g.padded_rows + tile.first_row) * size
+    cdef const uint32_t *kept = find_drop_words(job, w, block, block.ld, tile.key0, tile.n_keys)
     if job.value_dim > 0:
         kernels.score(t.change, NULL, t.grad, block.ld, block.n_vectors,
                       t.values + (tile.key0 - tile.task_key0) * g.value_ld * size, w.stops, job.value_dim, g.value_ld * size, size,
@@ -297,7 +298,7 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     else:
         memset(t.change, 0, tile.n_keys * block.ld * size)
     kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
-                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor)
+                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor, kept, job.kept_share)
 
 
 cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:

@@ -99,6 +99,29 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     return TILE_PARTIAL
 
 
+cdef const uint32_t *find_drop_words(const Job *job, Scratch *w, const Block *block, Py_ssize_t ld, Py_ssize_t key0,
+                                     Py_ssize_t n_keys) noexcept nogil:
+    """Which weights of a tile dropout keeps, as words of ld lanes; NULL: all."""
+    cdef Py_ssize_t lane, first = block.item * job.num_kv_heads * job.group_size
+    cdef fastattn_dropout dropout
+    if not job.drop_threshold:
+        return NULL
+    dropout.key[0] = <uint64_t>job.drop_key_low
+    dropout.key[1] = <uint64_t>job.drop_key_high
+    dropout.threshold = <uint64_t>job.drop_threshold
+    for lane in range(ld):
+        w.drop_rows[lane] = (first + w.row_h[lane]) * job.len_q + w.row_i[lane] if lane < block.n_rows else 0
+    kernels_of(job).draw_words(w.drop_words, ld, w.drop_rows, job.len_k, key0, n_keys, &dropout)
+    return w.drop_words
+
+
+cdef inline void drop_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0) noexcept nogil:
+    """Sets the weights of the tile from key0 on that dropout drops to 0."""
+    cdef const uint32_t *words = find_drop_words(job, w, block, block.ld, key0, w.stops[block.n_vectors - 1])
+    if words != NULL:
+        kernels_of(job).drop(w.scores, block.ld, w.stops, words)
+
+
 cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
                          Py_ssize_t n_keys) noexcept nogil:
     """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, or converted."""

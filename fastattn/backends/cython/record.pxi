@@ -14,6 +14,9 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct fastattn_values:
         const char *at
         Py_ssize_t row, col, panel
+    ctypedef struct fastattn_dropout:
+        uint64_t key[2]
+        uint64_t threshold
     ctypedef struct fastattn_rotation:
         Py_ssize_t dim, n_pairs
         int interleaved, inverse
@@ -37,10 +40,13 @@ cdef extern from "kernels.h" nogil:
         void (*accumulate_nonfinite)(void *, const void *, const void *, Py_ssize_t, const fastattn_values *,
                                     const Py_ssize_t *, Py_ssize_t, Py_ssize_t, const char *const *,
                                     const uint32_t *, void *) noexcept nogil
-        void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double) noexcept nogil
+        void (*drop)(void *, Py_ssize_t, const Py_ssize_t *, const uint32_t *) noexcept nogil
+        void (*finish)(void *, void *, const void *, const void *, Py_ssize_t, double, double) noexcept nogil
         int (*unpack)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t,
                       const void *) noexcept nogil
         void (*mask_words)(uint32_t *, Py_ssize_t, const char *const *, Py_ssize_t, int, Py_ssize_t) noexcept nogil
+        void (*draw_words)(uint32_t *, Py_ssize_t, const int64_t *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
+                           const fastattn_dropout *) noexcept nogil
         void (*load_row)(void *, const char *, Py_ssize_t, Py_ssize_t, int, int, const char *,
                          Py_ssize_t) noexcept nogil
         void (*store_row)(char *, Py_ssize_t, const void *, Py_ssize_t, int) noexcept nogil
@@ -63,8 +69,8 @@ cdef extern from "kernels.h" nogil:
         void (*rope[FASTATTN_STORAGES])(char *, Py_ssize_t, const char *, Py_ssize_t, const char *, const char *,
                                         Py_ssize_t, Py_ssize_t, const fastattn_rotation *) noexcept nogil
         double (*dot)(const void *, const void *, Py_ssize_t) noexcept nogil
-        void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t,
-                              double) noexcept nogil
+        void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t, double,
+                              const uint32_t *, double) noexcept nogil
         void (*uncap)(void *, const void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)
 
@@ -117,6 +123,7 @@ cdef struct Job:
     int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
     int64_t is_masked, may_mask, adjusts_all
     int64_t band_left, band_right, band_at_end, has_lengths, keep_first
+    int64_t drop_key_low, drop_key_high, drop_threshold
     int64_t query_storage, key_storage, value_storage, out_storage, weights_storage, bias_storage
     int64_t key_page_size, value_page_size
     int64_t out_nbytes, weights_nbytes, bias_nbytes, dense_nbytes
@@ -133,7 +140,8 @@ cdef struct Job:
     int64_t to_query, to_scores, to_acc, to_empty, to_tile_max, to_row_max, to_row_sum, to_rescale, to_inverse, to_lse
     int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_kept_start, to_kept_stop
     int64_t to_stops, to_part_stops, to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
-    double query_factor, score_root, softcap, exponent_factor
+    int64_t to_drop_words, to_drop_rows
+    double query_factor, score_root, softcap, exponent_factor, kept_share
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
     View key_scale, value_scale, key_table, value_table, key_scale_table, value_scale_table
 
@@ -173,6 +181,8 @@ cdef struct Scratch:
     char *inverse
     char *lse
     uint32_t *words
+    uint32_t *drop_words  # bits of the weights of a tile that dropout keeps
+    int64_t *drop_rows    # the number of each lane's row of weights
     char **rows          # addresses of the rows being packed, masked or written
     char **out_rows
     char **bias_rows
@@ -314,6 +324,8 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.value_copy = base + job.to_value_copy
     w.staged = base + job.to_staged
     w.staged_rows = <char **>(base + job.to_staged_rows)
+    w.drop_words = <uint32_t *>(base + job.to_drop_words)
+    w.drop_rows = <int64_t *>(base + job.to_drop_rows)
     memset(&w.seen_key, 0, sizeof(HeadRows))
     memset(&w.seen_value, 0, sizeof(HeadRows))
     for lane in range(job.max_lanes):

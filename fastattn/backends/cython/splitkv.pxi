@@ -103,6 +103,19 @@ cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssi
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
 
 
+cdef void drop_row_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
+                           Py_ssize_t n_keys) noexcept nogil:
+    """`drop_weights` of row tiles. One by one: dropout is for training, which has many rows."""
+    cdef Py_ssize_t lane, j
+    cdef const uint32_t *words = find_drop_words(job, w, block, job.max_lanes, key0, n_keys)
+    if words == NULL:
+        return
+    for lane in range(block.n_rows):
+        for j in range(n_keys):
+            if not words[j // WORD * job.max_lanes + lane] >> (j % WORD) & 1:
+                set_real(w.scores + (lane * job.block_k + j) * job.itemsize, 0, job.itemsize)
+
+
 cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
                       char *clean) noexcept nogil:
     """The partial result of one key tile; False where no row may attend any of its keys. clean: see `attend`."""
@@ -117,6 +130,7 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
     state = score_key_tile(job, w, block, state, key0, n_keys, clean != NULL)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
                          job.exponent_factor, False)
+    drop_row_weights(job, w, block, key0, n_keys)
     if job.converts_values or (clean != NULL and (job.value_storage or job.value_page_size)):
         load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
         values = copied_rows(job, w.value_copy, job.value_dim)
@@ -175,7 +189,7 @@ cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stac
     cdef bint nan
     add_sinks(job, w, stack)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
-                       job.max_lanes, job.exponent_factor)
+                       job.max_lanes, job.exponent_factor, job.kept_share)
     rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
     nan = kernels_of(job).unpack_rows(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
                                       acc_of(job, partial), job.acc_ld, job.value_dim, w.inverse, job.max_lanes)
@@ -199,6 +213,7 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
         state = score_key_tile(job, w, block, state, key0, n_keys, True)
         kernels_of(job).softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
                                  job.exponent_factor, True)
+        drop_row_weights(job, w, block, key0, n_keys)
         for lane in range(block.n_rows):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
         rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)

@@ -95,6 +95,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
+        drop_weights(job, w, block, key0)
         rescale = NULL if first else w.rescale
         first = False
         if clean != NULL:
@@ -144,6 +145,7 @@ cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil
         # With a tile_max of -inf row_max does not change; row_sum is not used any more.
         kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
+        drop_weights(job, w, block, key0)
         for lane in range(block.ld):
             w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
         rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
@@ -220,7 +222,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     partial = attend(job, w, &block, NULL)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
-                   job.exponent_factor)
+                   job.exponent_factor, job.kept_share)
 
     if write_out(job, w, &block) and partial:
         # NaN where some keys are masked for some lanes: it may be 0 * NaN of a masked value.

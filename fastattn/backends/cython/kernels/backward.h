@@ -13,8 +13,9 @@ static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
-INLINE void NAME(differentiate_scaled)(const int scaled, REAL *s_tile, REAL *change_tile, const REAL *high,
-                                       const REAL *low, const REAL *delta, ptrdiff_t ld, ptrdiff_t n_keys, REAL factor) {
+INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,
+                                       const REAL *high, const REAL *low, const REAL *delta, ptrdiff_t ld,
+                                       ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL larger) {
     const VEC masked = NAME(splat)(-(REAL)INFINITY);
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
@@ -22,7 +23,8 @@ INLINE void NAME(differentiate_scaled)(const int scaled, REAL *s_tile, REAL *cha
 #define KEYS(n)                                                                                                \
     do {                                                                                                       \
         VEC x[n];                                                                                              \
-        IVEC allowed[n];                                                                                       \
+        IVEC allowed[n], word = {};                                                                            \
+        if (drops) word = NAME(load_words)(words + j / 32 * ld + lane) >> (j % 32);                            \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
             const VEC score = NAME(load)(s + i * ld);                                                          \
             allowed[i] = (IVEC)(score != masked);                                                              \
@@ -30,9 +32,13 @@ INLINE void NAME(differentiate_scaled)(const int scaled, REAL *s_tile, REAL *cha
         }                                                                                                      \
         NAME(exp2)(n, scaled, factor, x);                                                                      \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
-            const VEC y = x[i] * (NAME(load)(change + i * ld) - mean);                                         \
-            NAME(store)(change + i * ld, (VEC)((IVEC)y & allowed[i]));                                         \
-            NAME(store)(s + i * ld, x[i]);                                                                     \
+            VEC kept = x[i], of_kept = NAME(load)(change + i * ld);                                            \
+            if (drops) {                                                                                       \
+                kept = NAME(select_by_bit)(word >> i, kept * larger, (VEC){});                                 \
+                of_kept = NAME(select_by_bit)(word >> i, of_kept * larger, (VEC){});                           \
+            }                                                                                                  \
+            NAME(store)(change + i * ld, (VEC)((IVEC)(x[i] * (of_kept - mean)) & allowed[i]));                 \
+            NAME(store)(s + i * ld, kept);                                                                     \
         }                                                                                                      \
     } while (0)
         ptrdiff_t j = 0;
@@ -43,11 +49,17 @@ INLINE void NAME(differentiate_scaled)(const int scaled, REAL *s_tile, REAL *cha
 }
 
 static void NAME(differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
-                                ptrdiff_t n_keys, double exponent_factor) {
-    if (exponent_factor == 1)
-        NAME(differentiate_scaled)(0, s, change, high, low, delta, ld, n_keys, 1);
+                                ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share) {
+    const REAL factor = (REAL)exponent_factor, larger = (REAL)(1 / kept_share);
+#define DIFFERENTIATE(scaled, drops)                                                                           \
+    NAME(differentiate_scaled)(scaled, drops, s, change, high, low, delta, ld, n_keys, factor, words, larger)
+    if (words)
+        DIFFERENTIATE(1, 1);
+    else if (factor == 1)
+        DIFFERENTIATE(0, 0);
     else
-        NAME(differentiate_scaled)(1, s, change, high, low, delta, ld, n_keys, (REAL)exponent_factor);
+        DIFFERENTIATE(1, 0);
+#undef DIFFERENTIATE
 }
 
 static void NAME(uncap)(void *change_tile, const void *capped_tile, ptrdiff_t ld, ptrdiff_t n_keys, double softcap) {

@@ -342,7 +342,7 @@ INLINE VEC NAME(adjust_keys)(const int has_bias, const int has_words, const int 
         if (i >= n) break;
         VEC x = NAME(load)(s + i * ld);
         if (has_bias) x = NAME(select)((IVEC)(bias[i] == masked), masked, x + bias[i]);
-        if (has_words) x = NAME(keep_allowed)(x, word >> i);
+        if (has_words) x = NAME(select_by_bit)(word >> i, x, masked);
         NAME(store)(s + i * ld, x);
         top = NAME(max)(top, x);
     }
@@ -489,10 +489,22 @@ static void NAME(accumulate_nonfinite)(void *acc, const void *p, const void *res
         }
 }
 
-static void NAME(finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
-                         double exponent_factor) {
+static void NAME(drop)(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, const uint32_t *words) {
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
-        const VEC sum = NAME(load)((const REAL *)row_sum + lane);
+        const ptrdiff_t n_keys = *stops++;
+        REAL *s = (REAL *)s_tile + lane;
+        IVEC word = {};
+        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld, word >>= 1) {
+            if (j % 32 == 0) word = NAME(load_words)(words + j / 32 * ld + lane);
+            NAME(store)(s, NAME(select_by_bit)(word, NAME(load)(s), (VEC){}));
+        }
+    }
+}
+
+static void NAME(finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
+                         double exponent_factor, double kept_share) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const VEC sum = NAME(load)((const REAL *)row_sum + lane) * (REAL)kept_share;
         const IVEC is_some = (IVEC)(sum != 0);
         VEC high = 1 / sum;
         /* Down by one ULP where it was rounded up: for a positive float that is 1 less as an integer. */
@@ -536,9 +548,11 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .pack_values = NAME(pack_values),
     .accumulate = NAME(accumulate),
     .accumulate_nonfinite = NAME(accumulate_nonfinite),
+    .drop = NAME(drop),
     .finish = NAME(finish),
     .unpack = NAME(unpack),
     .mask_words = mask_words,
+    .draw_words = draw_words,
     .load_row = NAME(load_row),
     .store_row = NAME(store_row),
     .pack_rows = NAME(pack_rows),

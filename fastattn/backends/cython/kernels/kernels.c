@@ -165,6 +165,8 @@ static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, p
     }
 }
 
+#include "philox.h"
+
 static inline float load_float(const char *at) {
     float x;
     memcpy(&x, at, sizeof x);

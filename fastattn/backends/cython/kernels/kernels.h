@@ -53,6 +53,12 @@ typedef struct {
     ptrdiff_t panel;    /* bytes from one panel of columns to the next */
 } fastattn_values;
 
+/* What `draw_words` draws. */
+typedef struct {
+    uint64_t key[2];    /* the lower half first */
+    uint64_t threshold; /* 1 .. 65535: a weight whose 16 bits are less is dropped */
+} fastattn_dropout;
+
 /* What `rope` does with each row. */
 typedef struct {
     ptrdiff_t dim, n_pairs; /* elements of a row; the first 2 * n_pairs are rotated, the others are copied */
@@ -108,10 +114,13 @@ typedef struct {
                                 const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
                                 const char *const *bias_rows, const uint32_t *words, void *clean);
 
-    /* inverse[lane] = 1 / row_sum rounded towards 0, 0 for an empty row, and inverse[ld + lane] the remainder,
+    /* s = 0 where bit j % 32 of words[j / 32][lane] is 0: dropout. */
+    void (*drop)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, const uint32_t *words);
+
+    /* inverse[lane] = 1 / (kept_share * row_sum) rounded towards 0, 0 for an empty row, and inverse[ld + lane] the remainder,
      * 0 for an empty row only; lse[lane] = natural log of the sum (or NULL). */
     void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
-                   double exponent_factor);
+                   double exponent_factor, double kept_share);
 
     /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two terms of
      * a factor as computed by `finish`; returns 1 if any is NaN, else 0. Zeros are written as +0: their sign in the
@@ -124,6 +133,13 @@ typedef struct {
      * is any integer of itemsize bytes. */
     void (*mask_words)(uint32_t *words, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, int itemsize,
                        ptrdiff_t n_cols);
+
+    /* Bit j % 32 of words[j / 32][lane] is whether dropout keeps the weight of key key0 + j, j < n_keys; later bits are of
+     * no use. The random numbers are those of numpy.random.Philox: block c of 256 bits is a function of the key and of the
+     * counter c + 1, and row r of the weights, counted over items, heads and queries, has the ceil(len_k / 16) blocks from
+     * r * ceil(len_k / 16) on, 16 bits a key. rows[lane] < 2^40, len_k <= 2^40; ld is a multiple of `lanes`. */
+    void (*draw_words)(uint32_t *words, ptrdiff_t ld, const int64_t *rows, ptrdiff_t len_k, ptrdiff_t key0,
+                       ptrdiff_t n_keys, const fastattn_dropout *dropout);
 
     /* to[c] = element c of a row, at from + c * stride, c < n; of reversed bytes where `swapped`. NaN stays NaN. `to` is
      * of any alignment. Scales of int8 are at scale + (c / 64) * scale_stride. */
@@ -189,9 +205,11 @@ typedef struct {
     double (*dot)(const void *a, const void *b, ptrdiff_t n);
 
     /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
-     * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf. */
+     * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf.
+     * With words, unless NULL, it is the gradient of each weight after dropout, which divides it by kept_share or drops
+     * it as `drop` does; s becomes those weights. */
     void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
-                          ptrdiff_t n_keys, double exponent_factor);
+                          ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share);
 
     /* change *= 1 - (capped / softcap)^2, the slope of the soft-cap; 0 stays 0. */
     void (*uncap)(void *change, const void *capped, ptrdiff_t ld, ptrdiff_t n_keys, double softcap);

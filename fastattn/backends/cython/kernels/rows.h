@@ -191,7 +191,7 @@ static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrd
             }
             if (words) {
                 const LANE_INT word = words[j / 32 * n_rows + r] >> (j % 32);
-                x = NAME(keep_allowed)(x, (word - (IVEC){}) >> lane);
+                x = NAME(select_by_bit)((word - (IVEC){}) >> lane, x, masked);
             }
             NAME(store)(s, x);
         }

@@ -111,19 +111,18 @@ INLINE VEC NAME(max)(VEC a, VEC b) {
 #endif
 }
 
-/* x where the lowest bit of the lane's word is set, -inf elsewhere. */
-INLINE VEC NAME(keep_allowed)(VEC x, IVEC words) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+/* x where the lowest bit of the lane's word is set, `other` elsewhere. */
+INLINE VEC NAME(select_by_bit)(IVEC words, VEC x, VEC other) {
 #if defined(__AVX512F__) && VECTOR_BYTES == 64
 #if REAL_BITS == 32
-    const __mmask16 allowed = _mm512_test_epi32_mask((__m512i)words, _mm512_set1_epi32(1));
-    return (VEC)_mm512_mask_mov_ps((__m512)masked, allowed, (__m512)x);
+    const __mmask16 is_set = _mm512_test_epi32_mask((__m512i)words, _mm512_set1_epi32(1));
+    return (VEC)_mm512_mask_mov_ps((__m512)other, is_set, (__m512)x);
 #else
-    const __mmask8 allowed = _mm512_test_epi64_mask((__m512i)words, _mm512_set1_epi64(1));
-    return (VEC)_mm512_mask_mov_pd((__m512d)masked, allowed, (__m512d)x);
+    const __mmask8 is_set = _mm512_test_epi64_mask((__m512i)words, _mm512_set1_epi64(1));
+    return (VEC)_mm512_mask_mov_pd((__m512d)other, is_set, (__m512d)x);
 #endif
 #else
-    return NAME(select)((IVEC)((words & 1) != 0), x, masked);
+    return NAME(select)((IVEC)((words & 1) != 0), x, other);
 #endif
 }
 

@@ -13,31 +13,36 @@ static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
+/* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight:
+ * the rest of the difference is exact, or too small to count, and multiplies the weight by its power of 2. */
 INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,
                                        const REAL *high, const REAL *low, const REAL *delta, ptrdiff_t ld,
                                        ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL larger) {
     const VEC masked = NAME(splat)(-(REAL)INFINITY);
+    const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
         REAL *s = s_tile + lane, *change = change_tile + lane;
 #define KEYS(n)                                                                                                \
     do {                                                                                                       \
-        VEC x[n];                                                                                              \
+        VEC x[n], rounded[n];                                                                                  \
         IVEC allowed[n], word = {};                                                                            \
         if (drops) word = NAME(load_words)(words + j / 32 * ld + lane) >> (j % 32);                            \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
             const VEC score = NAME(load)(s + i * ld);                                                          \
             allowed[i] = (IVEC)(score != masked);                                                              \
-            x[i] = NAME(select)(allowed[i], (score - base) - rest, masked);                                    \
+            x[i] = score - base;                                                                               \
+            rounded[i] = (score - (x[i] + base)) - rest;                                                       \
         }                                                                                                      \
         NAME(exp2)(n, scaled, factor, x);                                                                      \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
-            VEC kept = x[i], of_kept = NAME(load)(change + i * ld);                                            \
+            const VEC weight = (VEC)((IVEC)(x[i] + x[i] * (rounded[i] * slope)) & allowed[i]);                 \
+            VEC kept = weight, of_kept = NAME(load)(change + i * ld);                                            \
             if (drops) {                                                                                       \
                 kept = NAME(select_by_bit)(word >> i, kept * larger, (VEC){});                                 \
                 of_kept = NAME(select_by_bit)(word >> i, of_kept * larger, (VEC){});                           \
             }                                                                                                  \
-            NAME(store)(change + i * ld, (VEC)((IVEC)(x[i] * (of_kept - mean)) & allowed[i]));                 \
+            NAME(store)(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));                 \
             NAME(store)(s + i * ld, kept);                                                                     \
         }                                                                                                      \
     } while (0)

@@ -19,6 +19,21 @@ static void test_dot(void) {
     }
 }
 
+static void test_has_nonfinite(void) {
+    for (int n = 0; n <= 70; n++) {
+        char *a = take((ptrdiff_t)n * size, 1, below(8));
+        for (int c = 0; c < n; c++) put(a, c, below(3) ? uniform(-2, 2) : below(2) ? largest() : -smallest());
+        CHECK(!kernels->has_nonfinite(a, n), "%d finite numbers", n);
+        for (int c = 0; c < n; c++) {
+            const double before = get(a, c);
+            put(a, c, special(below(3)));
+            CHECK(kernels->has_nonfinite(a, n), "%d numbers, " NUMBER " at %d", n, get(a, c), c);
+            put(a, c, before);
+        }
+        release();
+    }
+}
+
 static void check_differentiate(int n_vectors, int n_keys, double factor, int drops) {
     const int ld = n_vectors * kernels->lanes;
     const ptrdiff_t tile = (ptrdiff_t)ld * n_keys * size, row = (ptrdiff_t)ld * size;

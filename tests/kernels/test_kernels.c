@@ -59,6 +59,7 @@ static const struct {
     {"rows_of_each_storage", test_rows_of_each_storage},
     {"rope", test_rope},
     {"dot", test_dot},
+    {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},
     {"uncap", test_uncap},
     {"drop", test_drop},

@@ -69,6 +69,11 @@ cdef struct Tile:
     bint is_last   # no later key tile adds to the gradients of the queries
 
 
+cdef inline bint masks_any(const Job *job) noexcept nogil:
+    """Whether any key may be masked."""
+    return job.is_masked or may_mask(job)
+
+
 cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, at = 0, tile = job.block_k * job.max_lanes * size
@@ -90,9 +95,9 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.row_sums = <double *>(base + at)
     at += padded(job.max_lanes * sizeof(double))
     t.clean_keys = base + at
-    at += padded(job.block_k * q) if job.is_masked or may_mask(job) else 0
+    at += padded(job.block_k * q) if masks_any(job) else 0
     t.raw_rows = base + at
-    at += padded(job.max_lanes * wide) if job.is_masked or may_mask(job) else 0
+    at += padded(job.max_lanes * wide) if masks_any(job) else 0
     t.ones = base + at
     at += padded(wide)
     t.stops = <Py_ssize_t *>(base + at)
@@ -100,8 +105,9 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     return at
 
 
-cdef inline bint is_nonfinite(const Job *job, const char *row, Py_ssize_t n) noexcept nogil:
-    return not isfinite(kernels_of(job).dot(row, row, n))
+cdef inline bint is_nonfinite(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
+    """Whether any of the rows has NaN or inf, where that makes a difference: beside keys that may be masked."""
+    return masks_any(job) and kernels_of(job).has_nonfinite(rows, n_rows * ld)
 
 
 cdef inline Py_ssize_t block_rows(const Job *job) noexcept nogil:
@@ -133,43 +139,41 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef const char *const *rows
     cdef Block block
     cdef double sum
-    cdef bint finite = True
+    cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
-    find_lane_rows(job, w, &block, &job.query)
-    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
-    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
-                      job.head_dim, 1)
-    for row in range(block.n_rows):
-        finite = finite and not is_nonfinite(job, t.query_rows + row * g.query_ld * size, job.head_dim)
+    if masks_any(job):
+        find_lane_rows(job, w, &block, &job.query)
+        rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+        kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
+                          job.head_dim, 1)
+        nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
     find_lane_rows(job, w, &block, &job.out)
     rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
     kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
                       job.value_dim, 1)
+    nonfinite |= is_nonfinite(job, t.grad_rows, block.n_rows, g.value_ld)
     find_lane_rows(forward, w, &block, &forward.out)
     rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
     kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
                       job.value_dim, 1)
     for row in range(block.n_rows):
         sum = kernels.dot(t.grad_rows + row * g.value_ld * size, t.values + row * g.value_ld * size, job.value_dim)
-        finite = finite and isfinite(sum) and not is_nonfinite(job, t.grad_rows + row * g.value_ld * size, job.value_dim)
+        nonfinite |= not isfinite(sum)
         set_real(g.delta + first + row * size, sum - get_real(g.delta + first + row * size, size), size)
-    g.nonfinite[task] = not finite
+    g.nonfinite[task] = nonfinite
 
 
 cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
                     Py_ssize_t n_cols) noexcept nogil:
     """Rows of keys or values, padded with zeros; whether any has NaN or inf."""
     cdef Py_ssize_t j, row = ld * job.itemsize
-    cdef bint nonfinite = False
     if ld == n_cols:
         load_rows(job, to, rows, key0, n_keys, n_cols)
     else:
         memset(to, 0, n_keys * row)
         for j in range(n_keys):
             load_rows(job, to + j * row, rows, key0 + j, 1, n_cols)
-    for j in range(n_keys):
-        nonfinite = nonfinite or is_nonfinite(job, to + j * row, n_cols)
-    return nonfinite
+    return is_nonfinite(job, to, n_keys, ld)
 
 
 cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, const char *rows, Py_ssize_t ld,

@@ -69,6 +69,7 @@ cdef extern from "kernels.h" nogil:
         void (*rope[FASTATTN_STORAGES])(char *, Py_ssize_t, const char *, Py_ssize_t, const char *, const char *,
                                         Py_ssize_t, Py_ssize_t, const fastattn_rotation *) noexcept nogil
         double (*dot)(const void *, const void *, Py_ssize_t) noexcept nogil
+        int (*has_nonfinite)(const void *, Py_ssize_t) noexcept nogil
         void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t, double,
                               const uint32_t *, double) noexcept nogil
         void (*uncap)(void *, const void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil

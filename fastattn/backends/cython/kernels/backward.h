@@ -13,6 +13,21 @@ static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
+/* Whether any of n REAL is NaN or inf. */
+static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
+    const NAME(real_unaligned) *const x = a;
+    VEC rest = {};
+    REAL last = 0;
+    ptrdiff_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+        const VEC y = NAME(load)(x + c);
+        rest += y - y; /* 0, or NaN */
+    }
+    for (; c < n; c++) last += x[c] - x[c];
+    for (int i = 0; i < LANES; i++) last += rest[i];
+    return last != 0;
+}
+
 /* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight:
  * the rest of the difference is exact, or too small to count, and multiplies the weight by its power of 2. */
 INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,

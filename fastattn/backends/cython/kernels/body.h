@@ -565,6 +565,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .unpack_rows = NAME(unpack_rows),
     .rope = {BY_FLOAT(rope)},
     .dot = NAME(dot),
+    .has_nonfinite = NAME(has_nonfinite),
     .differentiate = NAME(differentiate),
     .uncap = NAME(uncap),
 };

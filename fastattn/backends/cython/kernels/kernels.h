@@ -204,6 +204,9 @@ typedef struct {
     /* The sum over c < n of a[c] * b[c], contiguous REAL, added up in double. */
     double (*dot)(const void *a, const void *b, ptrdiff_t n);
 
+    /* Whether any of n contiguous REAL is NaN or inf. */
+    int (*has_nonfinite)(const void *a, ptrdiff_t n);
+
     /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
      * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf.
      * With words, unless NULL, it is the gradient of each weight after dropout, which divides it by kept_share or drops

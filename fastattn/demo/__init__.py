@@ -4,7 +4,7 @@
 ``generate/``     a language model: text from a prompt, token by token, with `fastattn.KVCache`
 ``embed/``        a sentence transformer: texts by nearness of meaning, with `fastattn.attention`
 ``train/``        a small language model, trained on a text, with `fastattn.attention_backward`
-``_command.py``   what both commands share: options, messages, exit status, a progress bar
+``_command.py``   what the commands share: options, messages, exit status, a progress bar
 ``_decoding.py``  attention with what came before, in `fastattn.KVCache`, and the choice of the next token
 ``_files.py``     text files that the user names
 ``_figures.py``   pictures that are saved under a name of the user's

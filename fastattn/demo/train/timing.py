@@ -11,6 +11,7 @@ import numpy as np
 
 from fastattn._quiet import CoreProbes
 from fastattn.demo.train.attention import Attention, FastAttention, Floats, PlainAttention
+from fastattn.demo.train.model import Ints
 from fastattn.demo.train.training import Trainer
 
 #: Rounds of both that are timed.
@@ -104,7 +105,7 @@ def compare(trainer: Trainer, track: Callable[[Sequence[int]], Iterable[int]]) -
     )
 
 
-def _one_step(trainer: Trainer, ids: Floats, attention: Attention) -> Times:
+def _one_step(trainer: Trainer, ids: Ints, attention: Attention) -> Times:
     watch = Stopwatch(attention)
     start = perf_counter()
     trainer.model.loss_and_gradients(ids, watch, trainer.gradients)

@@ -44,8 +44,8 @@ examples:
   python -m fastattn demo train book.txt --steps 1000
   python -m fastattn demo train --context 1024             the longer, the more attention there is
 
-It takes some two minutes on two cores. The last tenth of the text is held out: the model does not learn from
-it.
+It takes two to three minutes on two free cores. The last tenth of the text is held out: the model does
+not learn from it.
 """
 
 

@@ -26,8 +26,9 @@ import fastattn
 from fastattn import _quiet
 from fastattn.backends import cython_cpu
 from fastattn.demo import main
+from fastattn.demo._decoding import LibraryAttention
 from fastattn.demo.generate import cli, comparison, generation, loading
-from fastattn.demo.generate.attention import LibraryAttention, PlainAttention
+from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.corpus import REQUEST, TEXT
 from fastattn.demo.generate.heads import MAX_ROWS

@@ -25,6 +25,7 @@ pytest.importorskip("tokenizers", reason="the demo extra is not installed")
 import gguf
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from fastattn.demo._decoding import Sampler
 from fastattn.demo.generate import generation
 from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.clock import Clock
@@ -32,7 +33,6 @@ from fastattn.demo.generate.generation import Clocks, generate, new_cache
 from fastattn.demo.generate.loading import GGUFFile, load_model
 from fastattn.demo.generate.model import Llama, silu
 from fastattn.demo.generate.perplexity import log_likelihoods, perplexity
-from fastattn.demo.generate.sampling import Sampler
 from fastattn.demo.generate.tokenizer import TextTokenizer
 from tests.demo_generate_models import (
     BEGIN,

@@ -1,13 +1,15 @@
-"""Two demos on real models in NumPy, whose attention is fastattn's.
+"""Three demos of transformers in NumPy, whose attention is fastattn's.
 
-===============  ==================================================================================
-``generate/``    a language model: text from a prompt, token by token, with `fastattn.KVCache`
-``embed/``       a sentence transformer: texts by nearness of meaning, with `fastattn.attention`
-``_command.py``  what both commands share: options, messages, exit status, a progress bar
-``_files.py``    text files that the user names
-``_figures.py``  pictures that are saved under a name of the user's
-``_errors.py``   the one exception, something its user can put right
-===============  ==================================================================================
+================  =================================================================================
+``generate/``     a language model: text from a prompt, token by token, with `fastattn.KVCache`
+``embed/``        a sentence transformer: texts by nearness of meaning, with `fastattn.attention`
+``train/``        a small language model, trained on a text, with `fastattn.attention_backward`
+``_command.py``   what the commands share: options, messages, exit status, a progress bar
+``_decoding.py``  attention with what came before, in `fastattn.KVCache`, and the choice of the next token
+``_files.py``     text files that the user names
+``_figures.py``   pictures that are saved under a name of the user's
+``_errors.py``    the one exception, something its user can put right
+================  =================================================================================
 
 Each compares itself with the plain NumPy formula in the same model. Without a name the command is `generate`.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-DEMOS = ("generate", "embed")
+DEMOS = ("generate", "embed", "train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words.pop(0) if words and words[0] in DEMOS else DEMOS[0]
     if name == "embed":
         from fastattn.demo.embed import main as demo
+    elif name == "train":
+        from fastattn.demo.train import main as demo
     else:
         from fastattn.demo.generate import main as demo
     return demo(words)

@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,6 +52,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return number
+
+
+def natural(text: str) -> int:
+    """The type of an option that may be zero, such as a seed."""
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
 
 
 def add_picture_option(parser: argparse.ArgumentParser, of: str) -> None:
@@ -99,13 +106,26 @@ def warn(message: str) -> None:
     print(f"fastattn demo: warning: {message}", file=sys.stderr)
 
 
-def track(steps: Sequence[T], description: str) -> Iterable[T]:
-    """The same steps with a progress bar, on a terminal."""
+def harmless(text: str) -> str:
+    """Without characters that command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def track(steps: Sequence[T], description: str) -> Iterator[T]:
+    """The same steps with a progress bar, on a terminal; what is printed meanwhile stands above it."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     console = Console(stderr=True)
-    return track(steps, description, console=console, transient=True, disable=not console.is_terminal)
+    # Redirected, what is printed goes where the bar is: to the terminal, and a file would get nothing.
+    with Progress(
+        *Progress.get_default_columns(),
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+        disable=not console.is_terminal,
+    ) as progress:
+        yield from progress.track(steps, description=description)
 
 
 def columns() -> int:

@@ -2,13 +2,12 @@
 
 Read it in this order:
 
-==============  ==================================================================
-attention.py    attention twice: with fastattn's cache, and with the plain formula
+==============  ==========================================================================
+attention.py    what the model calls, and the plain formula; fastattn's cache is in ``_decoding.py``
 clock.py        where the time goes
 model.py        LLaMA in NumPy: from token ids to logits
 loading.py      the weights and the settings, from a GGUF file
 tokenizer.py    text to token ids and back, and the form of a conversation
-sampling.py     which token comes next
 generation.py   a prompt, then one token after another
 comparison.py   the same with the plain formula
 perplexity.py   how well a text is predicted, with each storage type of the cache
@@ -16,7 +15,7 @@ heads.py        what one head of the model reads while it writes
 picture.py      times and that head, drawn
 corpus.py       the demo's own text
 cli.py          the command, which puts these together
-==============  ==================================================================
+==============  ==========================================================================
 """
 
 from fastattn.demo.generate.cli import main

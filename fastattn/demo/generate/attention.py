@@ -1,4 +1,6 @@
-"""The two ways the demo computes attention: with fastattn's cache, and with the formula in plain NumPy.
+"""Attention with what came before: what the model calls, and the formula in plain NumPy.
+
+The other way, with fastattn's cache, is `fastattn.demo._decoding.LibraryAttention`.
 
 Letters: ``L`` new tokens, ``S`` tokens in the cache with the new ones, ``H`` query heads, ``K`` key/value
 heads, ``D`` head_dim.
@@ -11,10 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-import fastattn
-
-Floats = np.ndarray  # of float32
-Ints = np.ndarray  # of int64
+from fastattn.demo._decoding import Floats
 
 
 class Attention(Protocol):
@@ -26,33 +25,6 @@ class Attention(Protocol):
 
     def step(self, layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
         """Add ``L`` tokens to a layer, ``(L, K, D)`` each; the attention of their queries, ``(L, H, D)``."""
-
-
-class LibraryAttention:
-    """With `fastattn.KVCache`, one per layer, whose storage type is that of the option ``--kv-dtype``."""
-
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> None:
-        self.caches = [
-            fastattn.KVCache(1, num_kv_heads, head_dim, value_dim, dtype=dtype, layout="bshd")
-            for _ in range(num_layers)
-        ]
-
-    @property
-    def length(self) -> int:
-        return int(self.caches[-1].lengths[0])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
-
-    def step(self, layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-        out: Floats = self.caches[layer].step(query[None], key[None], value[None])[0]
-        return out
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        for cache in self.caches:
-            cache.truncate(length)
 
 
 class PlainAttention:

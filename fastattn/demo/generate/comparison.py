@@ -10,11 +10,11 @@ import numpy as np
 
 from fastattn._quiet import CoreProbes
 from fastattn.demo._command import track
-from fastattn.demo.generate.attention import Floats, PlainAttention
+from fastattn.demo._decoding import Floats, Sampler
+from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
 from fastattn.demo.generate.heads import Head, QueryRecorder
 from fastattn.demo.generate.model import Llama
-from fastattn.demo.generate.sampling import Sampler
 
 #: So many tokens are generated both ways at most: their logits are kept.
 COMPARED = 256

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fastattn.demo.generate.attention import Attention, Floats, LibraryAttention
+from fastattn.demo._decoding import Floats, LibraryAttention
+from fastattn.demo.generate.attention import Attention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.model import Llama
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import fastattn
-from fastattn.demo.generate.attention import Floats, LibraryAttention
+from fastattn.demo._decoding import Floats, LibraryAttention
 
 #: The queries of so many generated tokens are kept: more rows cannot be told apart on one page.
 MAX_ROWS = 40

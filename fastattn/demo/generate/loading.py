@@ -11,8 +11,8 @@ import numpy as np
 
 import fastattn
 from fastattn.demo._command import track
+from fastattn.demo._decoding import Floats
 from fastattn.demo._errors import DemoError
-from fastattn.demo.generate.attention import Floats
 from fastattn.demo.generate.model import Layer, Llama, RMSNorm
 
 if TYPE_CHECKING:

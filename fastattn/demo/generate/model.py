@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn.demo.generate.attention import Attention, Floats
+from fastattn.demo._decoding import Floats
+from fastattn.demo.generate.attention import Attention
 from fastattn.demo.generate.clock import Clock
 
 

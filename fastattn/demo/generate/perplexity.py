@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastattn.demo.generate.attention import Floats, LibraryAttention
+from fastattn.demo._decoding import Floats, LibraryAttention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.generation import CHUNK
 from fastattn.demo.generate.model import Llama

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from fastattn.demo._decoding import Floats
 from fastattn.demo._figures import save_figure
-from fastattn.demo.generate.attention import Floats
 from fastattn.demo.generate.clock import PARTS, Clock
 from fastattn.demo.generate.comparison import Comparison
 from fastattn.demo.generate.heads import Head

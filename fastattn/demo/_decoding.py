@@ -1,10 +1,44 @@
-"""Which token comes next."""
+"""What a model needs to write: attention with the keys and values of earlier tokens, and the next token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fastattn.demo.generate.attention import Floats
+import fastattn
+
+Floats = np.ndarray  # of float32
+
+
+class LibraryAttention:
+    """Causal attention of every layer with `fastattn.KVCache`, one per layer, of a storage type.
+
+    Letters: ``L`` new tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head_dim.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> None:
+        self.caches = [
+            fastattn.KVCache(1, num_kv_heads, head_dim, value_dim, dtype=dtype, layout="bshd")
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def length(self) -> int:
+        """How many tokens every layer has seen."""
+        return int(self.caches[-1].lengths[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def step(self, layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
+        """Add ``L`` tokens to a layer, ``(L, K, D)`` each; the attention of their queries, ``(L, H, D)``."""
+        out: Floats = self.caches[layer].step(query[None], key[None], value[None])[0]
+        return out
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        for cache in self.caches:
+            cache.truncate(length)
 
 
 class Sampler:

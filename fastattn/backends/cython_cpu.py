@@ -68,7 +68,7 @@ class CythonBackend(Backend):
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
         driver.differentiate(
             write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
-            write_record(problem, schedule, target), problem.arrays(), schedule.num_threads, problem.scale,
+            write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
             tuple(name in backward.wrt for name in ("query", "key", "value")), **vars(room),
         )  # fmt: skip
         return gradients_of(backward, room)

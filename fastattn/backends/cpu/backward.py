@@ -14,6 +14,8 @@ from fastattn._constants import LOG2E
 from fastattn._gradients import Backward, Gradients, sum_to
 from fastattn._schedule import Schedule
 
+LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
+
 #: Over which axes of the scores the gradient of the bias is a sum, beside heads and items: none, queries, or
 #: keys (and queries, which are added up later).
 BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
@@ -23,6 +25,8 @@ BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
 class Room:
     """What a driver reads and adds to, see ``struct Gradients`` of its sources."""
 
+    grad_scale: float  #: by which `delta` and the gradients of the weights are multiplied
+    scale: float  #: the rest of the scale, by which the gradients of queries and keys are
     base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
     delta: np.ndarray  #: (*lead, K, padded_rows): holds grad_lse, 0 without
     seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, where there are sinks to differentiate
@@ -54,7 +58,12 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     high = base.astype(dtype)
     with np.errstate(invalid="ignore"):
         low = np.where(np.isfinite(high), base - high, 0)
+    grad_scale, scale = 1.0, problem.scale
+    if "bias" not in backward.wrt and LEAST_SCALE <= abs(scale) <= 1:
+        grad_scale, scale = scale, 1.0  # then all of it is done where grad_out is packed
     room = Room(
+        grad_scale,
+        scale,
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(lse) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
@@ -109,7 +118,7 @@ def gradients_of(backward: Backward, room: Room) -> Gradients:
     if room.seen is not None and problem.sinks is not None:
         # A row without keys has its sink alone, which nothing depends on.
         some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
-        delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape).astype(np.float64)
+        delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape) / np.float64(room.grad_scale)
         weights = np.exp(problem.sinks[:, None].astype(np.float64) - np.where(some, backward.lse, np.inf))
         sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
     return Gradients(

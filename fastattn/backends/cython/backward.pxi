@@ -41,7 +41,8 @@ cdef struct Gradients:
     const Py_ssize_t *bias_lead    # strides of the leading axes, innermost first
     BiasGradient bias_kind
     bint wants_query, wants_key, wants_value
-    double scale
+    double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
+    double scale             # the rest
     Py_ssize_t next, n_tasks
 
 
@@ -139,6 +140,9 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef const char *const *rows
     cdef Block block
     cdef double sum
+    cdef const char *grad
+    cdef const char *out
+    cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
     cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
     if masks_any(job):
@@ -147,19 +151,25 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
                           job.head_dim, 1)
         nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
-    find_lane_rows(job, w, &block, &job.out)
-    rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
-    kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
-                      job.value_dim, 1)
-    nonfinite |= is_nonfinite(job, t.grad_rows, block.n_rows, g.value_ld)
-    find_lane_rows(forward, w, &block, &forward.out)
-    rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
-    kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
-                      job.value_dim, 1)
+    if not in_place:
+        find_lane_rows(job, w, &block, &job.out)
+        rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
+        kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
+                          job.value_dim, 1)
+        find_lane_rows(forward, w, &block, &forward.out)
+        rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
+        kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
+                          job.value_dim, 1)
     for row in range(block.n_rows):
-        sum = kernels.dot(t.grad_rows + row * g.value_ld * size, t.values + row * g.value_ld * size, job.value_dim)
-        nonfinite |= not isfinite(sum)
-        set_real(g.delta + first + row * size, sum - get_real(g.delta + first + row * size, size), size)
+        grad = t.grad_rows + row * g.value_ld * size
+        out = t.values + row * g.value_ld * size
+        if in_place:
+            grad = lane_row(w, &job.out, at_item(job, &job.out, block.item), row)
+            out = lane_row(w, &forward.out, at_item(forward, &forward.out, block.item), row)
+        sum = kernels.dot(grad, out, job.value_dim)
+        nonfinite |= not isfinite(sum) or is_nonfinite(job, grad, 1, job.value_dim)
+        sum -= get_real(g.delta + first + row * size, size)
+        set_real(g.delta + first + row * size, g.grad_scale * sum, size)
     g.nonfinite[task] = nonfinite
 
 
@@ -318,7 +328,7 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     find_lane_rows(job, w, block, &job.out)
     rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
     col = job.itemsize if job.out_storage else job.out.col
-    kernels.pack(t.grad, block.ld, rows, col, job.value_dim, 1)
+    kernels.pack(t.grad, block.ld, rows, col, job.value_dim, g.grad_scale)
     kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, col, job.value_dim, 1)
 
 
@@ -480,8 +490,8 @@ cdef bint run_gradients(Job *job, Job *forward, Gradients *g, bint prepares, Py_
     return g.next >= n_tasks
 
 
-def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, double scale,
-                  tuple wants, *, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
+def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, tuple wants, *,
+                  double grad_scale, double scale, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
                   int bias_kind, cnp.ndarray bias_strides, bias_turns):
     """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`; see `Gradients` for the arrays.
 
@@ -511,6 +521,7 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.key = <char *>address_of(key)
     g.value = <char *>address_of(value)
     g.wants_query, g.wants_key, g.wants_value = wants
+    g.grad_scale = grad_scale
     g.scale = scale
     turns = np.zeros(g.heads * job.n_blocks, np.int64)
     nonfinite = np.zeros(g.heads * job.n_blocks, np.bool_)

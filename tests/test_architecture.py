@@ -97,6 +97,7 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
+    {"integrations"},
     {"bench.probes"},
     {"_quiet"},
     {"demo", "bench"},

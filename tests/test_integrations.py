@@ -73,17 +73,109 @@ def test_torch_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, (query, key, value, bias))
 
 
-def test_torch_shares_memory_and_keeps_bfloat16() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_keeps_16_bits_and_strides(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     from fastattn.integrations.torch import attention
 
-    query = torch.randn(2, 5, 8).to(torch.bfloat16).requires_grad_()
+    query = torch.randn(5, 2, 16).to(getattr(torch, dtype)).transpose(0, 1)[..., ::2].requires_grad_()
     out = attention(query, query, query)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert query.grad.dtype == torch.bfloat16
-    wanted = torch.nn.functional.scaled_dot_product_attention(*[query.detach().float()[None]] * 3)[0]
-    assert (out.float() - wanted).abs().max() < 0.02
+    assert out.dtype == query.dtype
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), query)
+    assert gradient.dtype == query.dtype
+    exact = query.detach().double().requires_grad_()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*[exact[None]] * 3)[0]
+    assert (out.double() - wanted).abs().max() < 0.02
+    (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), exact)
+    assert (gradient.double() - wanted_gradient).abs().max() < 0.1
+
+
+def computed_gradients(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Gets what each call of `attention_backward` is asked for."""
+    asked: list[tuple[str, ...]] = []
+    backward = fastattn.attention_backward
+
+    def noting(*args, wrt, **options):
+        asked.append(tuple(sorted(wrt)))
+        return backward(*args, wrt=wrt, **options)
+
+    monkeypatch.setattr(fastattn, "attention_backward", noting)
+    return asked
+
+
+@pytest.mark.parametrize("wrt", [("query",), ("bias",), ("key", "sinks")])
+def test_torch_computes_the_gradients_that_are_needed(
+    wrt: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    arrays, options, grad_out = problem("bias")
+    arrays["sinks"] = np.linspace(-1, 1, 4, dtype=np.float32)
+    wanted = expected(arrays, options, grad_out)
+    asked = computed_gradients(monkeypatch)
+    tensors = {name: torch.from_numpy(x).requires_grad_(name in wrt) for name, x in arrays.items()}
+    attention(**tensors, **options).backward(torch.from_numpy(grad_out))
+    assert asked == [wrt]
+    for name, tensor in tensors.items():
+        if name in wrt:
+            assert_same_bits(tensor.grad.numpy(), wanted[name], name)
+        else:
+            assert tensor.grad is None
+
+
+def test_torch_takes_no_second_derivative_for_zero() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(attention(query, query, query).sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(gradient.square().sum() + query.sum(), query)
+
+
+def test_torch_notices_a_mask_that_changed() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, mask = torch.randn(2, 5, 8, requires_grad=True), torch.ones(5, 5, dtype=torch.bool)
+    out = attention(query, query, query, mask=mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_torch_func_grad() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+
+    def loss(query):
+        return attention(query, query, query, causal=True).sum()
+
+    (wanted,) = torch.autograd.grad(loss(query), query)
+    assert torch.equal(torch.func.grad(loss)(query.detach()), wanted)
+
+
+def test_torch_refuses() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, key, value = torch.randn(3, 2, 5, 8)
+    with pytest.raises(TypeError, match="key is on meta"):
+        attention(query, key.to("meta"), value)
+    with pytest.raises(TypeError, match="mask is on meta"):
+        attention(query, key, value, mask=torch.ones(5, 5, dtype=torch.bool, device="meta"))
+    with pytest.raises(TypeError, match="value must be a tensor, got ndarray"):
+        attention(query, key, value.numpy())
+    with pytest.raises(TypeError, match="not differentiable in scale"):
+        attention(query, key, value, scale=torch.tensor(0.3, requires_grad=True))
+    with pytest.raises(TypeError, match="use bias="):
+        attention(query, key, value, mask=torch.zeros(5, 5))
+    for name, given in {"out": torch.empty(2, 5, 8), "return_weights": True}.items():
+        with pytest.raises(TypeError, match=f"no {name}="):
+            attention(query, key, value, **{name: given})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -111,6 +203,19 @@ def test_autograd_of_one_argument_that_is_all_three() -> None:
     x = np.random.default_rng(0).standard_normal((2, 4, 3))
     check_grads(lambda x: attention(x, x, x, causal=True), modes=["rev"], order=1)(x)
     assert autograd.grad(lambda x: attention(x, x, x).sum())(x).shape == x.shape
+
+
+def test_autograd_refuses() -> None:
+    autograd = pytest.importorskip("autograd")
+    from fastattn.integrations.autograd import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 4, 3))
+    gradient = autograd.grad(lambda x: attention(x, x, x).sum())
+    with pytest.raises(NotImplementedError, match="VJP of attention_backward"):
+        autograd.grad(lambda x: (gradient(x) ** 2).sum())(x)
+    for name in ("out", "return_lse", "return_weights"):
+        with pytest.raises(TypeError, match=f"no {name}="):
+            attention(x, x, x, **{name: x})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -153,6 +258,74 @@ def test_jax_vmap(name: str) -> None:
     got = jax.vmap(jax.grad(loss), in_axes=(of_queries,))(arrays | {"query": several["query"]})
     wanted = expected(arrays | {"query": np.ascontiguousarray(several["query"][1])}, options, grad_out)
     assert_same_bits(np.asarray(got["query"][1]), wanted["query"], "query")
+
+
+def test_jax_vmap_over_key_lengths() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    arrays, _, _ = problem("plain")
+    lengths = np.array([[9, 21], [1, 5], [21, 2]])
+    got = jax.vmap(lambda lengths: attention(**arrays, key_lengths=lengths))(lengths)
+    for one, of_item in zip(lengths, got, strict=True):
+        assert_same_bits(np.asarray(of_item), fastattn.attention(**arrays, key_lengths=one))
+
+
+def test_jax_computes_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    asked = computed_gradients(monkeypatch)
+    arrays, options, _ = problem("bias")
+
+    def loss(given):
+        return attention(**arrays | given, **options).sum()
+
+    for wrt in [("query",), ("bias",), ("key", "value")]:
+        given = {name: arrays[name] for name in wrt}
+        jax.grad(loss)(given)
+        jax.jit(jax.grad(jax.checkpoint(loss)))(given)
+        several = {name: np.stack([x, x]) for name, x in given.items()}
+        jax.jit(jax.vmap(jax.grad(loss)))(several)["query" if "query" in wrt else wrt[0]].block_until_ready()
+        assert asked == [wrt] * 3
+        asked.clear()
+
+
+def test_jax_types() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 5, 8))
+
+    def gradient_of(x):
+        return jax.grad(lambda x: attention(x, x, x).astype("float32").sum())(x)
+
+    for enabled, widest in ((False, "float32"), (True, "float64")):
+        with jax.enable_x64(enabled):
+            assert attention(x, x, x).dtype == gradient_of(jax.numpy.asarray(x)).dtype == widest
+            assert attention(x.astype(int), x, x).dtype == widest
+            for dtype in ("float16", "bfloat16"):
+                narrow = jax.numpy.asarray(x, dtype)
+                assert attention(narrow, narrow, narrow).dtype == gradient_of(narrow).dtype == dtype
+
+
+def test_jax_refuses() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+
+    def loss(x):
+        return attention(x, x, x).sum()
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (x,), (x,))
+    for second in (jax.hessian(loss), jax.grad(lambda x: jax.grad(loss)(x).sum())):
+        for call in (second, jax.jit(second)):
+            with pytest.raises(NotImplementedError, match="differentiable once"):
+                call(x)
+    with pytest.raises(Exception, match="use bias="):
+        attention(x, x, x, mask=np.zeros((5, 5), np.float32))
 
 
 def test_jax_one_head() -> None:

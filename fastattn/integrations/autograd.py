@@ -7,8 +7,8 @@ from typing import Any
 from autograd.extend import defvjp_argnums, primitive
 
 import fastattn
-
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+from fastattn._gradients import DIFFERENTIABLE
+from fastattn.integrations._options import check_options
 
 
 def attention(
@@ -17,7 +17,7 @@ def attention(
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes, options and errors are those of `fastattn.attention`, but for ``out=``, ``return_lse`` and
-    ``return_weights``.
+    ``return_weights``. Second derivatives and forward mode are a NotImplementedError.
 
     Examples
     --------
@@ -29,6 +29,7 @@ def attention(
     >>> gradient.shape
     (2, 5, 8)
     """
+    check_options(options, "out", "return_lse", "return_weights")
     return _attention(query, key, value, bias, sinks, options, {})
 
 
@@ -45,20 +46,21 @@ def _attention(
 
 def _make_vjp(argnums: tuple[int, ...], out: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     *arrays, options, kept = args
-    wrt = [_DIFFERENTIABLE[number] for number in argnums]
+    others = options | {"lse": kept["lse"], "wrt": [DIFFERENTIABLE[number] for number in argnums]}
 
     def vjp(grad_out: Any) -> tuple[Any, ...]:
-        gradients = fastattn.attention_backward(
-            grad_out,
-            **dict(zip(_DIFFERENTIABLE, arrays, strict=True)),
-            out=out,
-            lse=kept["lse"],
-            wrt=wrt,
-            **options,
-        )
+        gradients = attention_backward(grad_out, out, *arrays, others)
         return tuple(gradients[number] for number in argnums)
 
     return vjp
+
+
+@primitive  # without a derivative of its own, so that autograd names it where one is asked for
+def attention_backward(grad_out: Any, out: Any, *arrays_and_options: Any) -> Any:
+    """The gradients as `fastattn.attention_backward` gives them."""
+    *arrays, options = arrays_and_options
+    given = dict(zip(DIFFERENTIABLE, arrays, strict=True))
+    return fastattn.attention_backward(grad_out, out=out, **given, **options)
 
 
 defvjp_argnums(_attention, _make_vjp)

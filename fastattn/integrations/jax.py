@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import fastattn
+from fastattn._gradients import DIFFERENTIABLE
 from fastattn.masks import Mask
-
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
 def attention(
@@ -32,7 +31,8 @@ def attention(
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes and options are those of `fastattn.attention`; `causal`, `window`, `scale`, `softcap` and a mask
-    object are static under ``jit``. Its errors are raised inside the callback, so JAX wraps them.
+    object are static under ``jit``. Integers count as JAX's default float. Its errors are raised inside the
+    callback, so JAX wraps them. A second derivative is a NotImplementedError.
 
     Examples
     --------
@@ -44,7 +44,7 @@ def attention(
     >>> jax.grad(loss)(query).shape
     (2, 5, 8)
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = map(_floating, (query, key, value))
     is_one_head = query.ndim == 2
     if is_one_head:
         query, key, value = query[None], key[None], value[None]
@@ -74,6 +74,11 @@ class _Static(NamedTuple):
     mask: Mask | None
 
 
+def _floating(array: Any) -> jax.Array:
+    array = jnp.asarray(array)
+    return array.astype(float) if array.dtype.kind in "biu" else array
+
+
 def _with_axes(array: Any, ndim: int) -> Any:
     """An array with axes of 1 in front, as many as make it `ndim`."""
     if array is None:
@@ -82,12 +87,25 @@ def _with_axes(array: Any, ndim: int) -> Any:
     return array.reshape((1,) * (ndim - array.ndim) + array.shape)
 
 
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError("attention is differentiable once, and this asks for a second derivative")
+
+
+def _not_differentiable(function: Any) -> Any:
+    """A callback whose derivative, where one is asked for, is refused in our words."""
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
+    wrapped.defjvp(_refuse)
+    return wrapped
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, *arrays: Any) -> jax.Array:
-    return _forward(static, *arrays)[0]
+    out, _ = _forward(static, *arrays)
+    return out
 
 
-def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, Any]:
+@_not_differentiable
+def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     query, key, value = arrays[:3]
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     rows = (*lead, *query.shape[-3:-1])
@@ -96,20 +114,40 @@ def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, Any]:
         jax.ShapeDtypeStruct((*rows, value.shape[-1]), dtype),
         jax.ShapeDtypeStruct(rows, jnp.promote_types(dtype, jnp.float32)),
     )
-    out, lse = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
-    return out, (*arrays, out, lse)
+    found: tuple[jax.Array, jax.Array]
+    found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
+    return found
 
 
-def _backward(static: _Static, saved: tuple[Any, ...], grad_out: jax.Array) -> tuple[Any, ...]:
-    differentiable = saved[:5]
-    results = tuple(None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in differentiable)
-    gradients = jax.pure_callback(
-        partial(_call_backward, static), results, *saved, grad_out, vmap_method="broadcast_all"
-    )
+def _forward_saving(static: _Static, *primals: Any) -> tuple[jax.Array, Any]:
+    """The output, and what the gradients need; keys of a dict, which no transformation changes, name them."""
+    arrays = tuple(None if it is None else it.value for it in primals)
+    wanted = [
+        name for name, it in zip(DIFFERENTIABLE, primals, strict=False) if it is not None and it.perturbed
+    ]
+    out, lse = _forward(static, *arrays)
+    return out, (dict.fromkeys(wanted), *arrays, out, lse)
+
+
+def _backward(static: _Static, saved: tuple[Any, ...], grad_out: Any) -> tuple[Any, ...]:
+    wanted, *arrays = saved
+    gradients = _gradients((static, tuple(wanted)), *arrays, grad_out)
     return *gradients, None, None  # of mask and key_lengths
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward_saving, _backward, symbolic_zeros=True)
+
+
+@_not_differentiable
+def _gradients(static: tuple[_Static, tuple[str, ...]], *arrays: Any) -> tuple[jax.Array | None, ...]:
+    """Those by what the second of `static` names."""
+    results = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if name in static[1] else None
+        for name, x in zip(DIFFERENTIABLE, arrays, strict=False)
+    )
+    found: tuple[jax.Array | None, ...]
+    found = jax.pure_callback(partial(_call_backward, *static), results, *arrays, vmap_method="broadcast_all")
+    return found
 
 
 def _call(static: _Static, *arrays: Any) -> Any:
@@ -121,13 +159,12 @@ def _call(static: _Static, *arrays: Any) -> Any:
     return fastattn.attention(query, key, value, return_lse=True, **_options(static, *others))
 
 
-def _call_backward(static: _Static, *arrays: Any) -> Any:
+def _call_backward(static: _Static, wrt: tuple[str, ...], *arrays: Any) -> Any:
     arrays = tuple(None if x is None else np.asarray(x) for x in arrays)
     if (each := _each(arrays)) is not None:
-        parts = [_call_backward(static, *one) for one in each]
+        parts = [_call_backward(static, wrt, *one) for one in each]
         return tuple(None if of[0] is None else np.stack(of) for of in zip(*parts, strict=True))
     query, key, value, bias, sinks, mask, key_lengths, out, lse, grad_out = arrays
-    wrt = [name for name, x in zip(_DIFFERENTIABLE, arrays, strict=False) if x is not None]
     options = _options(static, bias, sinks, mask, key_lengths)
     return tuple(fastattn.attention_backward(grad_out, query, key, value, out, lse, wrt=wrt, **options))
 

@@ -40,6 +40,7 @@ The modules, each of which imports only what stands above it:
 ``_cache_files``     a cache as a file, in the safetensors layout
 ``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
 ``_rope``            `rope` and `rope_tables`: rotary position embedding
+``integrations``     `attention` inside other libraries, each module imported on its own
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
 

@@ -97,6 +97,8 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
+    {"integrations._options"},
+    {"integrations"},
     {"bench.probes"},
     {"_quiet"},
     {"demo", "bench"},
@@ -348,6 +350,9 @@ RAISES_ELSEWHERE = {
     "_device.py: broadcast_to": "a view larger than NumPy's arrays can be",
     "_device.py: __getitem__": "an array on a GPU is no sequence",
     "_mask_map.py: states": "a mask array on a GPU is not made tiles of",
+    # Beside other libraries: what the edge never sees, or would drop without a word.
+    "integrations/_options.py: check_options": "outputs that are not differentiated",
+    "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
     # The edge of functions, beside the compiler that reads them.
     "_flex.py: flex_attention": "block_mask is no mask",
     "_flex.py: _check_function": "what is given as a function",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 from dataclasses import asdict, replace
@@ -26,9 +27,11 @@ from fastattn.bench.case import (
     numpy_dtype,
 )
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
-from fastattn.bench.oracle import checked_rows, expected_output, oracle_dtype
+from fastattn.bench.oracle import checked_rows, expected_gradients, expected_output, oracle_dtype
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base, fastattn_api
+from fastattn.bench.peers._base import joined
 from fastattn.bench.peers.numpy_formula import NumPyFormula
+from tests import naive
 from tests.process import python
 
 SMALL = replace(
@@ -92,8 +95,26 @@ KINDS = {
         "step-float16": replace(DECODE, step=True, dtype="float16"),
         "step-bfloat16-some": replace(DECODE, step=True, dtype="bfloat16", batch=1, len_q=3, causal=True),
         "step-int8": replace(DECODE, step=True, storage="int8"),
+        "backward": replace(SMALL, backward=True),
+        "backward-causal": replace(SMALL, backward=True, causal=True, len_q=5),
+        "backward-random": replace(SMALL, backward=True, mask="random", len_k=40),
+        "backward-shared": replace(SMALL, backward=True, bias="shared", key_lengths="ragged", len_k=16),
+        "backward-per-head": replace(SMALL, backward=True, bias="per_head", causal=True),
+        "backward-window": replace(SMALL, backward=True, window=(2, 1)),
+        "backward-documents": replace(SMALL, backward=True, document_length=3, causal=True),
+        "backward-grouped": replace(SMALL, backward=True, kv_heads=2),
+        "backward-wide-value": replace(SMALL, backward=True, value_dim=16),
+        "backward-narrow-value": replace(SMALL, backward=True, value_dim=4, causal=True),
+        "backward-softcap": replace(SMALL, backward=True, softcap=2.0),
+        "backward-bshd": replace(SMALL, backward=True, layout="bshd", bias="per_head"),
+        "backward-rank3": replace(SMALL, backward=True, batch=1, rank=3),
+        "backward-strided": replace(SMALL, backward=True, strided=True),
+        "backward-float64": replace(SMALL, backward=True, dtype="float64"),
+        "backward-float16": replace(SMALL, backward=True, dtype="float16"),
     }.items()
 }
+BACKWARD = tuple(kind for kind, case in KINDS.items() if case.backward)
+FORWARD = tuple(kind for kind in KINDS if kind not in BACKWARD)
 
 
 def in_interval(case: Case, b: int, i: int, j: int) -> bool:
@@ -139,7 +160,53 @@ def loop_attention(case: Case) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_gradients_of_the_oracle_are_those_of_the_definition(kind: str) -> None:
+    case = KINDS[kind]
+    inputs = make_inputs(case)
+    exact, _ = naive.gradients(
+        inputs.grad_out_bhsd(case),
+        *inputs.bhsd(case),
+        mask=inputs.allowed(case),
+        bias=inputs.bias,
+        softcap=case.softcap,
+    )
+    wanted = [it for it in (exact.query, exact.key, exact.value, exact.bias) if it is not None]
+    answer = expected_gradients(case, inputs)
+    assert answer.dtype == oracle_dtype(case)
+    np.testing.assert_allclose(answer, joined(wanted).astype(answer.dtype), rtol=1e-10, atol=1e-13)
+
+
+def test_gradient_errors_are_of_the_worst_gradient() -> None:
+    """Over that gradient's largest value, so that none hides behind a larger one."""
+    case = KINDS["backward-per-head"]
+    answer = expected_gradients(case, make_inputs(case))
+    sizes = [it.size for it in make_inputs(case).bhsd(case)]
+    bounds = np.cumsum([0, *sizes, answer.size - sum(sizes)])
+    for start, stop in itertools.pairwise(bounds):
+        found = answer.copy()
+        found[start] += 1e-3 * np.abs(answer[start:stop]).max()
+        largest, rms = oracle.gradient_errors(case, found, answer)
+        assert largest == pytest.approx(1e-3)
+        assert rms == pytest.approx(1e-3 / np.sqrt(stop - start))
+    assert oracle.gradient_errors(case, answer, answer) == (0, 0)
+    with pytest.raises(ValueError, match="elements"):
+        oracle.gradient_errors(case, answer[:-1], answer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_without_a_key_are_not_tolerated(dtype: str) -> None:
+    case = replace(SMALL, backward=True, dtype=dtype, len_k=64)
+    inputs = make_inputs(case)
+    answer = expected_gradients(case, inputs)
+    allowed = oracle.gradient_tolerance(case, inputs, answer)
+    rounded = answer.astype(dtype)
+    assert oracle.gradient_errors(case, rounded, answer)[0] <= allowed / 4
+    masked = replace(inputs, mask=np.arange(64) < np.full((case.len_q, 1), 63))
+    assert oracle.gradient_errors(case, expected_gradients(case, masked), answer)[0] > allowed
+
+
+@pytest.mark.parametrize("kind", FORWARD)
 def test_oracle_and_numpy_agree_with_a_loop(kind: str) -> None:
     case = KINDS[kind]
     inputs = make_inputs(case)
@@ -263,6 +330,7 @@ def test_flops_follow_the_formula() -> None:
     assert case.flops == 4 * 3 * 4 * 10 * 20 * 8
     assert replace(case, value_dim=16).flops == 2 * 3 * 4 * 10 * 20 * (8 + 16)
     assert replace(case, kv_heads=2, mask="random", bias="shared").flops == case.flops
+    assert replace(case, value_dim=16, backward=True).flops == 2 * 3 * 4 * 10 * 20 * (3 * 8 + 2 * 16)
     square = replace(case, len_k=10)
     assert replace(square, causal=True).flops == square.flops / 2 * (10 + 1) / 10
 
@@ -289,6 +357,11 @@ def test_pairs_and_bytes_are_what_counting_gives(kind: str) -> None:
                 read += 4 * sum(math.ceil(it.shape[3] / 64) * it.shape[1] for it in (key, value))
     read += sum(array.nbytes for array in (inputs.mask, inputs.bias) if array is not None)
     written = case.batch * case.heads * case.len_q * case.value_dim * query.itemsize
+    if case.backward:
+        read += written + inputs.grad_out.nbytes  # the output is there already
+        read += case.batch * case.heads * case.len_q * np.dtype(case.compute_dtype).itemsize  # lse
+        written = sum(it.size for it in (query, key, value)) * query.itemsize
+        written += inputs.bias.nbytes if inputs.bias is not None else 0
     assert case.nbytes == read + written
     assert case.intensity == case.flops / case.nbytes
 
@@ -360,6 +433,8 @@ def test_cases_are_consistent() -> None:
         assert case.rank == 4 or (case.batch == 1 and case.layout == "bhsd")
         assert case.is_plain or (case.rank == 4 and case.layout == "bhsd" and not case.strided)
         assert case.page_size is None or (case.len_k % case.page_size == 0 and not case.step)
+        assert case.backward == (case.group == "backward")
+        assert not case.backward or (case.is_plain and case.model_dim is None)
 
 
 def test_the_decoder_is_timed_in_each_storage() -> None:
@@ -426,6 +501,16 @@ def test_a_step_appends_before_it_attends(kind: str) -> None:
     assert np.abs(expected_output(case, inputs) - answer).max() > allowed
     assert np.abs(call.result() - answer).max() <= allowed
     np.testing.assert_allclose(expected_output(case, inputs), answer, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_timed_without_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = KINDS["backward"], make_inputs(KINDS["backward"])
+    call = fastattn_api.Fastattn().backward_ways["attention_backward"](case, inputs)
+    monkeypatch.setattr(fastattn, "attention", lambda *_, **__: pytest.fail("the outputs were there"))
+    answer = expected_gradients(case, inputs)
+    assert oracle.gradient_errors(case, call.result(), answer)[0] <= oracle.gradient_tolerance(
+        case, inputs, answer
+    )
 
 
 def test_the_quick_cases_are_few_small_and_of_many_kinds() -> None:
@@ -539,9 +624,10 @@ STORED = tuple(
 
 #: Kinds that a library cannot do, with what it says.
 UNABLE = {
-    "fastattn-numba": dict.fromkeys(STORED, "cannot take this problem"),
+    "fastattn-numba": dict.fromkeys((*STORED, *BACKWARD), "cannot take this problem"),
     # Both compute float64 in float32.
     "onnxruntime": {
+        **dict.fromkeys(BACKWARD, "no gradients"),
         "float64": "wrong",
         "float64-causal": "wrong",
         **dict.fromkeys(
@@ -553,39 +639,45 @@ UNABLE = {
         "pages-int8": "no float32 queries over int8",
     },
     "openvino": {
+        **dict.fromkeys(BACKWARD, "no gradients"),
         "float64": "wrong",
         "float64-causal": "wrong",
         "softcap": "no soft-cap",
         **dict.fromkeys(("pages-bfloat16", "step-bfloat16-some"), "has a bfloat16 cache only where"),
     },
-    "torch": {"step-int8": "no step over int8"},
-    "numpy": {"step-int8": "no step over int8"},
+    "torch": {"step-int8": "no step over int8", "backward-softcap": "no soft-cap"},
+    "numpy": {"step-int8": "no step over int8", **dict.fromkeys(BACKWARD, "no gradients")},
     "jax": {
         **dict.fromkeys(("step", "step-float16", "step-bfloat16-some"), "no cache to append to"),
         **dict.fromkeys(("pages", "pages-bfloat16"), "no pages"),
         **dict.fromkeys(("int8", "int8-some", "pages-int8", "step-int8"), "no float32 queries over int8"),
         "stored-float16": "no float32 queries over float16",
     },
-    "torch-flex": {"float64": "no float64", "float64-causal": "no float64", "pages": "no pages"},
+    "torch-flex": {
+        "float64": "no float64",
+        "float64-causal": "no float64",
+        "pages": "no pages",
+        "backward": "no gradients",
+    },
 }
 
 #: Those that it can do after all on some CPUs, or once its backend does.
-UNABLE_HERE = {"openvino": ("pages-bfloat16", "step-bfloat16-some"), "fastattn-numba": STORED}
+UNABLE_HERE = {"openvino": ("pages-bfloat16", "step-bfloat16-some"), "fastattn-numba": (*STORED, *BACKWARD)}
 
 #: Kinds where one way of a library is wrong and another right.
 PARTLY_WRONG = {
-    "jax": ("float64", "float64-causal"),  # dot_product_attention takes the softmax in float32
+    "jax": ("float64", "float64-causal", "backward-float64"),  # dot_product_attention: float32 softmax
 }
 
 #: Compiling takes half a minute per kind, so only what flex_attention is for.
-FLEX_KINDS = ("window-causal", "ragged", "softcap", "float64", "pages")
+FLEX_KINDS = ("window-causal", "ragged", "softcap", "float64", "pages", "backward")
 
 RUN_KINDS = """
 import json
 from fastattn.bench import worker
 from fastattn.bench.case import make_inputs
 from dataclasses import asdict
-from fastattn.bench.oracle import expected_output
+from fastattn.bench.tasks import task_of
 import numpy as np
 from pathlib import Path
 from tests.test_bench_cases import KINDS
@@ -595,7 +687,7 @@ held = worker.LibraryWorker({name!r}, 2)
 found = {{}}
 for kind in {kinds!r}:
     file = str(Path({folder!r}) / kind) + ".npy"
-    np.save(file, expected_output(KINDS[kind], make_inputs(KINDS[kind])))
+    np.save(file, task_of(KINDS[kind]).answer(KINDS[kind], make_inputs(KINDS[kind])))
     found[kind] = held.prepare(json.loads(json.dumps(asdict(KINDS[kind]))), file)
     held.release()
 print("ANSWER" + json.dumps(found))

@@ -241,24 +241,30 @@ def test_a_note_comes_first() -> None:
 def test_what_the_project_wants_is_of_cases_that_there_are() -> None:
     assert set(targets.TARGETS) <= set(CASES)
     assert all(CASES[name].baseline for name, wanted in targets.TARGETS.items() if "slowdown" in wanted)
+    assert {name for name in targets.TARGETS if CASES[name].backward} == {
+        case.name for case in CASES.values() if case.backward
+    }
 
 
 def test_a_missed_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = case_run(fastattn=[1.0] * 5, torch=[1.5] * 5, numpy=[1.2] * 5)
     run.baseline = LibraryRun(chosen="way", medians=[0.5] * 5)
+    for name, error in (("fastattn", 1e-7), ("torch", 2e-7)):
+        run.libraries[name].error = run.libraries[name].rms_error = error
     measured = build(2, [run], {})
 
     def missed(**wanted: float) -> list[str]:
         monkeypatch.setattr(targets, "TARGETS", {"case": wanted, "absent": wanted})
         return list(targets.missed(measured))
 
-    assert missed(best=1.2, torch=1.5, peak=0.25, slowdown=2.0) == []
-    assert missed(best=1.3, torch=1.6, peak=0.3, peak_avx2=0.1, slowdown=1.9) == [
+    assert missed(best=1.2, torch=1.5, peak=0.25, slowdown=2.0, error=0.5) == []
+    assert missed(best=1.3, torch=1.6, peak=0.3, peak_avx2=0.1, slowdown=1.9, error=0.4) == [
         "case: best is 1.2, not 1.3",
         "case: torch is 1.5, not 1.6",
         "case: peak is 0.25, not 0.3",
         "case: peak_avx2 was not measured",
         "case: slowdown is 2, not 1.9",
+        "case: error is 0.5, not 0.4",
     ]
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_result_is_not_timed() -> None:
     inputs = make_inputs(case)
     answer = expected_output(case, inputs)
     _check(case, inputs, answer.astype(np.float32), answer)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
+    with pytest.raises(AssertionError, match="largest error"):
         _check(case, inputs, (answer * 1.0001).astype(np.float32), answer)
-    with pytest.raises(AssertionError, match="nan location mismatch"):
+    with pytest.raises(AssertionError, match="largest error nan"):
         _check(case, inputs, np.full_like(answer, np.nan), answer)

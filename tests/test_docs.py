@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 
+import numpy as np
 import pytest
 
 import fastattn
@@ -43,8 +44,8 @@ def test_public_functions_have_examples():
         assert any(test.examples for test in finder.find(getattr(fastattn, name)))
 
 
-def blocks(language):
-    return [code for kind, code in BLOCK.findall(README.read_text()) if kind == language]
+def blocks(language, page=README):
+    return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
 def test_readme_code(tmp_path, monkeypatch):
@@ -62,6 +63,22 @@ def test_readme_code(tmp_path, monkeypatch):
             assert runner.summarize().failed == 0
         else:
             exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_pytensor_op():
+    """The page's blocks run, and its gradients are those of differences."""
+    pytest.importorskip("pytensor")
+    from pytensor.gradient import verify_grad
+
+    namespace = {}
+    for block in blocks("python", ROOT / "docs" / "pytensor.md"):
+        exec(compile(block, "pytensor.md", "exec"), namespace)
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape) for shape in ((4, 5, 3), (2, 7, 3), (2, 7, 2))]
+    attention = namespace["Attention"](window=(3, 1), softcap=5.0)
+    for number in (0, 1):  # output and lse
+        verify_grad(lambda *x, number=number: attention(*x)[number], arrays, rng=rng)
+    verify_grad(lambda *x: attention(*x)[0].sum() * attention(*x)[1].sum(), arrays, rng=rng)
 
 
 def test_readme_names_the_two_commands():

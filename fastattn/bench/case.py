@@ -1,4 +1,4 @@
-"""A case: one attention call, what it costs at least, its inputs, and its neighbours.
+"""A case: one call of attention or of its gradients, what it costs at least, its inputs, and its neighbours.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S`` key length,
 ``D`` head_dim, ``E`` value head_dim.
@@ -60,6 +60,9 @@ class Case:
     storage: str | None = None  #: of keys and values: "float16", "bfloat16", "int8" with scales, see `Stored`
     page_size: int | None = None  #: keys and values in pages of so many rows, in no order; S is a multiple
     step: bool = False  #: the last L keys and values come with the call, which appends them before it attends
+    backward: bool = (
+        False  #: the gradients are timed, by all arrays but the mask; the outputs are there before
+    )
     causal: bool = False  #: no key after position p: "bottom_right"
     mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
     bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
@@ -152,8 +155,13 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Two per multiply-add of the two products: ``2 · H · pairs · (D + E)``. Nothing else counts."""
-        return 2.0 * self.heads * self.pairs * (self.head_dim + self.value_dim)
+        """Two per multiply-add of the products: ``2 · H · pairs · (D + E)``. Nothing else counts.
+
+        Gradients take five products, ``2 · H · pairs · (3 D + 2 E)``: the scores once more, the gradient of
+        the weights, and those of query, key and value.
+        """
+        times = (3, 2) if self.backward else (1, 1)
+        return 2.0 * self.heads * self.pairs * (times[0] * self.head_dim + times[1] * self.value_dim)
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +169,7 @@ class Case:
 
         Query and output; of keys and values each key/value head once, and only the keys that some query may
         attend; mask and bias as the case gives them. Not the few bytes that say lengths, windows and pages.
+        For gradients also lse, the gradient of the output, and each gradient in full.
         """
         return _nbytes(self)
 
@@ -176,6 +185,7 @@ class Case:
         words += [f"{self.storage} keys and values"] if self.storage else []
         words += [f"pages of {self.page_size}"] if self.page_size else []
         words += ["step"] if self.step else []
+        words += ["backward"] if self.backward else []
         words += ["causal"] if self.causal else []
         words += [f"{self.mask} mask"] if self.mask else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -219,7 +229,11 @@ def _nbytes(case: Case) -> int:
     mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k}[case.mask]
     bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
     row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in (case.head_dim, case.value_dim))
-    return element * (rows * dims + bias) + case.kv_heads * attended * row + mask
+    forward = element * (rows * dims + bias) + case.kv_heads * attended * row + mask
+    if not case.backward:
+        return forward
+    written = rows * dims + bias + case.batch * case.kv_heads * case.len_k * dims
+    return forward + element * written + itemsize(case.compute_dtype) * rows
 
 
 def _row_nbytes(storage: str, dim: int) -> int:
@@ -284,6 +298,9 @@ class Inputs:
     value: np.ndarray | Stored
     mask: np.ndarray | None  #: bool, True = may attend: the case's ``mask`` and nothing else
     bias: np.ndarray | None
+    grad_out: np.ndarray | None = (
+        None  #: of a backward case, like the output: the gradient with respect to it
+    )
 
     def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Query, key and value as ``(B, heads, length, dim)``, whatever the case's layout.
@@ -297,6 +314,14 @@ class Inputs:
         if case.layout == "bshd":
             return tuple(array.transpose(0, 2, 1, 3) for array in arrays)  # type: ignore[return-value]
         return arrays  # type: ignore[return-value]
+
+    def grad_out_bhsd(self, case: Case) -> np.ndarray:
+        """`grad_out` as ``(B, H, L, E)``; a view."""
+        if self.grad_out is None:
+            raise ValueError(f"{case.name} has no gradients")
+        if case.rank == 3:
+            return self.grad_out[None]
+        return self.grad_out.transpose(0, 2, 1, 3) if case.layout == "bshd" else self.grad_out
 
     def wide(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arrays whose ``[..., ::2]`` a strided case has; of the others what `bhsd` gives."""
@@ -391,7 +416,8 @@ def make_inputs(case: Case) -> Inputs:
     if case.bias is not None:
         heads = (case.heads,) if case.bias == "per_head" else ()
         bias = draw((*heads, case.len_q, case.len_k), case.dtype)
-    return Inputs(query, key, value, mask, bias)
+    grad_out = draw((*query.shape[:-1], case.value_dim), case.dtype) if case.backward else None
+    return Inputs(query, key, value, mask, bias, grad_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,29 @@ _TABLE: dict[str, list[_Row]] = {
         *_in_each_storage("step-8k", "1,32/8,1,8192,128", dict(step=True, cold=True),
                           "decode-8k with the token's own key and value appended first", beside="decode-8k"),
     ],
+    "backward": [
+        ("backward-2048-64",        "1,16,2048,2048,64",    dict(backward=True),
+         "training, 16 heads at a common length"),
+        ("backward-causal-2048-64", "1,16,2048,2048,64",    dict(backward=True, causal=True),
+         "the same, causal"),
+        ("backward-2048-128",       "1,16,2048,2048,128",   dict(backward=True),
+         "the head of Llama and most language models"),
+        ("backward-bert-batch",     "32,12,128,128,64",     dict(backward=True, quick=True),
+         "BERT-base, a batch of 32 short texts"),
+        ("backward-8192-1-head",    "1,1,8192,8192,64",     dict(backward=True),
+         "one head: only its own rows and keys can be shared out among the threads"),
+        ("backward-8192-2-heads",   "1,2,8192,8192,64",     dict(backward=True), "two heads"),
+        ("backward-window-8192",    "1,4,8192,8192,64",     dict(backward=True, window=(256, 0)),
+         "sliding window over the last 256 tokens, as Mistral's"),
+        ("backward-documents-4096", "1,4,4096,4096,64",     dict(backward=True, document_length=512),
+         "8 documents of 512 tokens packed in one row"),
+        ("backward-bias-1024",      "1,8,1024,1024,64",     dict(backward=True, bias="per_head"),
+         "a float bias (H, L, S) that is learned, too"),
+        ("backward-wide-value",     "1,8,1024,1024,64/128", dict(backward=True),
+         "value head_dim 128 over a head_dim of 64"),
+        ("backward-gqa-1024",       "1,32/8,1024,1024,64",  dict(backward=True),
+         "32 query heads on 8 key/value heads, as in Llama-3.2-1B"),
+    ],
     "long": [
         ("long-8k",  "1,4,8192,8192,64",   dict(causal=True), "long context, four heads"),
         ("long-16k", "1,2,16384,16384,64", dict(causal=True), "long context, two heads"),
@@ -303,6 +326,8 @@ def case_of_shape(shape: str, **options: Any) -> Case:
         raise ValueError(f"{shape}: documents in a row have as many queries as keys, and no key lengths")
     if not case.is_plain and case.layout != "bhsd":
         raise ValueError(f"{shape}: storage, pages and steps are timed in the layout bhsd, got {case.layout}")
+    if case.backward and not (case.is_plain and case.model_dim is None):
+        raise ValueError(f"{shape}: gradients are timed of plain arrays alone, and in no model")
     if case.page_size is not None and case.len_k % case.page_size:
         raise ValueError(f"{shape}: the keys fill their pages, got pages of {case.page_size}")
     if case.step and (case.page_size is not None or case.lengths is not None or case.len_q > case.len_k):

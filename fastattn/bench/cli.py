@@ -68,6 +68,7 @@ _SHAPE_FIELDS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": ["float32", "float64", "float16", "bfloat16"], "help": "float32 by default"},
     "storage": {"choices": ["float16", "bfloat16", "int8"], "help": "of keys and values, beside that dtype"},
     "page_size": {"type": int, "metavar": "N", "help": "keys and values in pages of N rows"},
+    "backward": {"action": "store_true", "help": "the gradients, of outputs that are there before"},
     "step": {"action": "store_true", "help": "append the last L keys and values first, as a decoder does"},
     "layout": {"choices": ["bhsd", "bshd"], "help": "bshd: arrays (B, L, H, D)"},
     "cold": {"action": "store_true", "help": "keys and values come from memory, not from the caches"},

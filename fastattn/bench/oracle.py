@@ -5,10 +5,14 @@ long double is only 64 bits wide the check of float64 cases is that much weaker)
 time, by the textbook formula, from gathered and decoded keys and values, with nothing of `fastattn` in it.
 
 Large cases are checked on a sample of their query rows, `checked_rows`, so that checking takes no longer
-than measuring. Every library still computes all rows.
+than measuring. Every library still computes all rows. Gradients are checked in full, as that of one key takes
+every row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +39,12 @@ TOLERANCE_EPS = 32
 TOLERANCE_EPS_16_BIT = 4
 
 
+#: A gradient is right when its largest error is below this many eps of its dtype, times its largest absolute
+#: value; in 16-bit types see above. Each row is a sum over all keys, or over all queries: of 128 to 8192 of
+#: them honest rounding made 2 to 19 eps (PyTorch's and ours, 2026-11-23).
+GRADIENT_TOLERANCE_EPS = 64
+
+
 def oracle_dtype(case: Case) -> np.dtype:
     """The precision the case is checked in."""
     return np.dtype(np.longdouble if case.dtype == "float64" else np.float64)
@@ -42,8 +52,8 @@ def oracle_dtype(case: Case) -> np.dtype:
 
 def tolerance(case: Case, inputs: Inputs, answer: np.ndarray) -> float:
     """The largest absolute error of a result that counts as right, where `answer` is."""
-    eps = float(np.spacing(numpy_dtype(case.dtype).type(1)))
-    if case.dtype in ("float16", "bfloat16"):
+    eps = _eps(case)
+    if _is_16_bit(case):
         return TOLERANCE_EPS_16_BIT * eps * float(np.abs(answer).max())
     _, _, value = inputs.bhsd(case)
     return TOLERANCE_EPS * eps * float(np.abs(value).max())
@@ -67,32 +77,125 @@ def checked_rows(case: Case) -> np.ndarray:
 
 def expected_output(case: Case, inputs: Inputs) -> np.ndarray:
     """Attention of `inputs`, the `checked_rows` of it: ``(B, H, checked rows, E)`` in `oracle_dtype`."""
+    dtype, checked = oracle_dtype(case), checked_rows(case)
+    _, _, value = inputs.bhsd(case)
+    group = case.heads // case.kv_heads
+    out = np.empty((case.batch, case.heads, len(checked), case.value_dim), dtype)
+    for it in _blocks(case, inputs, checked):
+        values = value[it.item, it.head // group, it.keys].astype(dtype)
+        out[it.item, it.head, it.place] = it.weights @ values
+    return out
+
+
+def output_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple[float, float]:
+    """Largest and root-mean-square absolute error of the checked rows of a result ``(B, H, L, E)``."""
+    shape = (case.batch, case.heads, case.len_q, case.value_dim)
+    if result.shape != shape:
+        raise ValueError(f"the result has shape {result.shape}, expected {shape}")
+    return _largest_and_rms(result[:, :, checked_rows(case)].astype(answer.dtype) - answer)
+
+
+def expected_gradients(case: Case, inputs: Inputs) -> np.ndarray:
+    """The gradients by query, key, value and, where there is one, bias: all elements, one after another."""
     dtype = oracle_dtype(case)
     query, key, value = inputs.bhsd(case)
+    grad_out = inputs.grad_out_bhsd(case)
+    scale = 1 / np.sqrt(np.asarray(case.head_dim, dtype))
+    group = case.heads // case.kv_heads
+    by_query, by_key, by_value = (np.zeros(array.shape, dtype) for array in (query, key, value))
+    by_bias = np.zeros((0, case.len_q, case.len_k) if inputs.bias is None else inputs.bias.shape, dtype)
+    for it in _blocks(case, inputs, np.arange(case.len_q)):
+        rows = it.item, it.head, it.place
+        keys = it.item, it.head // group, it.keys
+        grads = grad_out[rows].astype(dtype)
+        by_value[keys] += it.weights.T @ grads
+        change = grads @ value[keys].astype(dtype).T
+        change = it.weights * (change - (it.weights * change).sum(axis=-1, keepdims=True))
+        if case.bias is not None:
+            of_head = by_bias[it.head] if case.bias == "per_head" else by_bias
+            of_head[it.place, it.keys] += change
+        change *= scale * it.slope
+        by_query[rows] = change @ key[keys].astype(dtype)
+        by_key[keys] += change.T @ query[rows].astype(dtype)
+    return np.concatenate([array.reshape(-1) for array in (by_query, by_key, by_value, by_bias)])
+
+
+def gradient_tolerance(case: Case, inputs: Inputs, answer: np.ndarray) -> float:
+    """The largest error, as `gradient_errors` gives it, of gradients that count as right."""
+    return (TOLERANCE_EPS_16_BIT if _is_16_bit(case) else GRADIENT_TOLERANCE_EPS) * _eps(case)
+
+
+def gradient_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple[float, float]:
+    """Of the gradient where it is largest: the largest and the root-mean-square error.
+
+    Each over the largest absolute value of that gradient's answer, as the one by the values is many times as
+    large as the others.
+    """
+    if result.shape != answer.shape:
+        raise ValueError(f"the gradients have {result.size} elements, expected {answer.size}")
+    rows, keys = case.batch * case.heads * case.len_q, case.batch * case.kv_heads * case.len_k
+    sizes = rows * case.head_dim, keys * case.head_dim, keys * case.value_dim
+    parts = (np.split(array, np.cumsum(sizes)) for array in (result, answer))
+    errors = [
+        _largest_and_rms((found.astype(exact.dtype) - exact) / np.abs(exact).max())
+        for found, exact in zip(*parts, strict=True)
+        if exact.size
+    ]
+    largest, rms = np.max(errors, axis=0).tolist()
+    return largest, rms
+
+
+def _eps(case: Case) -> float:
+    return float(np.spacing(numpy_dtype(case.dtype).type(1)))
+
+
+def _is_16_bit(case: Case) -> bool:
+    return case.dtype in ("float16", "bfloat16")
+
+
+def _largest_and_rms(errors: np.ndarray) -> tuple[float, float]:
+    return float(np.abs(errors).max()), float(np.sqrt(np.square(errors).mean()))
+
+
+class _Block(NamedTuple):
+    """Some query rows of one head, and all the keys that they may attend."""
+
+    item: int
+    head: int
+    place: slice  #: among the rows that were asked for
+    keys: slice
+    weights: np.ndarray  #: (rows, keys)
+    slope: np.ndarray | float  #: what the soft-cap multiplies a change of a score with
+
+
+def _blocks(case: Case, inputs: Inputs, wanted: np.ndarray) -> Iterator[_Block]:
+    """The weights of the query rows `wanted`, a block at a time."""
+    dtype = oracle_dtype(case)
+    query, key, _ = inputs.bhsd(case)
     scale = 1 / np.sqrt(np.asarray(case.head_dim, dtype))
     group = case.heads // case.kv_heads
     full = (case.batch, case.heads, case.len_q, case.len_k)
     mask = None if inputs.mask is None else np.broadcast_to(inputs.mask, full)
     bias = None if inputs.bias is None else np.broadcast_to(inputs.bias, full)
     bounds = [np.broadcast_to(bound, full[:1] + full[2:3]) for bound in case.intervals()]
-    checked = checked_rows(case)
-
-    out = np.empty((case.batch, case.heads, len(checked), case.value_dim), dtype)
     for b, h in np.ndindex(case.batch, case.heads):
-        keys = key[b, h // group].astype(dtype)
-        values = value[b, h // group].astype(dtype)
-        for first in range(0, len(checked), ROWS):
-            rows = checked[first : first + ROWS]
+        every_key = key[b, h // group].astype(dtype)
+        for first in range(0, len(wanted), ROWS):
+            place = slice(first, min(first + ROWS, len(wanted)))
+            rows = wanted[place]
             start, stop = (bound[b, rows, None] for bound in bounds)
-            scores = (query[b, h, rows].astype(dtype) @ keys.T) * scale
+            keys = slice(int(start.min()), int(stop.max()))
+            scores = (query[b, h, rows].astype(dtype) @ every_key[keys].T) * scale
+            slope: np.ndarray | float = 1.0
             if case.softcap is not None:
-                scores = case.softcap * np.tanh(scores / case.softcap)
+                capped = np.tanh(scores / case.softcap)
+                scores, slope = case.softcap * capped, 1 - capped**2
             if bias is not None:
-                scores += bias[b, h, rows]
+                scores += bias[b, h, rows, keys]
             if mask is not None:
-                scores[~mask[b, h, rows]] = -np.inf
-            columns = np.arange(case.len_k)
+                scores[~mask[b, h, rows, keys]] = -np.inf
+            columns = np.arange(keys.start, keys.stop)
             scores[(columns < start) | (columns >= stop)] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[b, h, first : first + ROWS] = (weights @ values) / weights.sum(axis=-1, keepdims=True)
-    return out
+            weights /= weights.sum(axis=-1, keepdims=True)
+            yield _Block(b, h, place, keys, weights, slope)

@@ -17,7 +17,9 @@ class LibraryRun:
     wrong: bool = False  #: whether that is because no way was right and one was wrong
     version: str | None = None
     chosen: str | None = None  #: the way that was timed
-    error: float | None = None  #: largest absolute error of that way, or of the first wrong one
+    error: float | None = (
+        None  #: largest error of that way, or of the first wrong one; see `tasks.Task.errors`
+    )
     rms_error: float | None = None
     copies: int = 1  #: sets of inputs that the calls cycle through; more than one where they are cold
     ways: dict[str, dict[str, Any]] = field(default_factory=dict)  #: what `LibraryWorker.prepare` found

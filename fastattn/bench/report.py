@@ -244,7 +244,7 @@ def print_errors(console: Console, runs: Sequence[CaseRun], names: Sequence[str]
     """The largest and the root-mean-square absolute error of each library on each case."""
     names = _took_part(names, (run.libraries for run in runs))
     table = _table("case", "checked in", right=(*names, "allowed", "ours / torch's"))
-    table.title = "absolute error: largest / root mean square"
+    table.title = "absolute error, of gradients over each one's largest value: largest / root mean square"
     for run in runs:
         ratios = error_ratios(run.libraries)
         cells = [_error_cell(run, name) for name in names]

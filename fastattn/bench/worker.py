@@ -28,9 +28,9 @@ from fastattn.bench.case import Case, Inputs, Layer, make_inputs, make_layer
 from fastattn.bench.cases import MEMORY_WARM_UP
 from fastattn.bench.limits import Kind
 from fastattn.bench.memory import limit_memory, measure_call
-from fastattn.bench.oracle import checked_rows, expected_output, tolerance
 from fastattn.bench.peers import Call, Peer, Products, Redundant, Unable, load_peer
 from fastattn.bench.peers._base import available_memory
+from fastattn.bench.tasks import task_of
 
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
 ORACLE, LIMITS = "oracle", "limits"
@@ -219,8 +219,10 @@ class LibraryWorker:
         wanted = Case.from_json(case)
         inputs = make_inputs(wanted)
         answer = np.load(expected, mmap_mode="r")
-        allowed = tolerance(wanted, inputs, answer)
+        task = task_of(wanted)
+        allowed = task.tolerance(wanted, inputs, answer)
         peer = self._load()
+        makers = task.ways(peer)
         layer = make_layer(wanted)
         products, right_products = None, True
         if layer is not None:
@@ -228,7 +230,7 @@ class LibraryWorker:
             right_products = _is_right(products, layer)
         ways: dict[str, dict[str, Any]] = {}
         calls: dict[str, _Ready] = {}
-        for label, make in peer.ways.items():
+        for label, make in makers.items():
             try:
                 call = make(wanted, inputs)
                 if products is not None:  # checked where it is timed
@@ -254,7 +256,7 @@ class LibraryWorker:
             slowest = COLD_CHANCE * min(ways[label]["seconds"] for label in calls)
             calls = {label: it for label, it in calls.items() if ways[label]["seconds"] <= slowest}
             for label, ready in calls.items():
-                others = [peer.ways[label](wanted, it).run for it in copies]
+                others = [makers[label](wanted, it).run for it in copies]
                 for other in others:
                     other()  # what a library does once for each, it does now
                 calls[label] = replace(ready, run=_in_turn([ready.run, *others]))
@@ -333,7 +335,7 @@ class LibraryWorker:
         inputs = make_inputs(wanted)
         peer = self._load()
         reasons = []
-        for label, make in peer.ways.items():
+        for label, make in task_of(wanted).ways(peer).items():
             try:
                 if warm:
                     make(MEMORY_WARM_UP, make_inputs(MEMORY_WARM_UP)).run()
@@ -361,17 +363,13 @@ def _answer(case: Case, inputs: Inputs, call: Call, answer: np.ndarray) -> np.nd
     if call.held is None:
         return answer
     key, value = call.held()
-    return expected_output(case, replace(inputs, key=key, value=value))
+    return task_of(case).answer(case, replace(inputs, key=key, value=value))
 
 
 def _errors(case: Case, result: np.ndarray, answer: np.ndarray) -> dict[str, float | None]:
-    """Largest and root-mean-square absolute error of the checked rows; None for what is not finite."""
-    shape = (case.batch, case.heads, case.len_q, case.value_dim)
-    if result.shape != shape:
-        raise ValueError(f"the result has shape {result.shape}, expected {shape}")
-    difference = np.abs(result[:, :, checked_rows(case)].astype(answer.dtype) - answer)
-    errors = {"error": float(difference.max()), "rms_error": float(np.sqrt(np.square(difference).mean()))}
-    return {name: error if np.isfinite(error) else None for name, error in errors.items()}
+    """Largest and root-mean-square error; None for what is not finite."""
+    found = zip(("error", "rms_error"), task_of(case).errors(case, result, answer), strict=True)
+    return {name: error if np.isfinite(error) else None for name, error in found}
 
 
 class OracleWorker:
@@ -380,7 +378,7 @@ class OracleWorker:
     def expected(self, case: dict[str, Any], path: str) -> dict[str, str]:
         """Save the right answer of `case` at `path`."""
         wanted = Case.from_json(case)
-        answer = expected_output(wanted, make_inputs(wanted))
+        answer = task_of(wanted).answer(wanted, make_inputs(wanted))
         np.save(path, answer)
         return {"dtype": str(answer.dtype)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,8 @@ class Call:
     """A case made ready in one library."""
 
     run: Callable[[], object]  #: what is timed; does all of the work, and nothing but it
-    result: Callable[[], np.ndarray]  #: runs it and gives the output as ``(B, H, L, E)``; not timed
+    #: runs it and gives the output as ``(B, H, L, E)``, or the gradients as `joined`; not timed
+    result: Callable[[], np.ndarray]
     #: of a library that holds other numbers than the case, in an int8 of its own: it is checked against the
     #: right answer for these
     held: Held | None = None
@@ -56,15 +57,28 @@ class Products:
     after: Callable[[], object]  #: ``attended @ w_o``
 
 
+def _no_gradients(case: Case, inputs: Inputs) -> Call:
+    raise Unable("no gradients")
+
+
 class Peer:
     """What `worker` drives. The module has ``load(num_threads) -> Peer``."""
 
     version: str
     ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
+    backward_ways: Mapping[str, Way] = {"gradients": _no_gradients}  #: those of backward cases
 
     def products(self, layer: Layer) -> Products:
         """The products of the process's NumPy, which a library without matrix products of its own meets."""
         return Products(lambda: layer.rows @ layer.w_qkv, lambda: layer.attended @ layer.w_o)
+
+
+def joined(gradients: Iterable[np.ndarray]) -> np.ndarray:
+    """Gradients by query, key, value and, where there is one, bias: the elements of all one after another.
+
+    Those of the first three are ``(B, heads, length, dim)``.
+    """
+    return np.concatenate([gradient.reshape(-1) for gradient in gradients])
 
 
 def check_plain(case: Case) -> None:
@@ -105,6 +119,7 @@ def check_scores_fit(case: Case) -> None:
     question there, and they run alone and under a limit.
     """
     needed = case.batch * case.heads * case.len_q * case.len_k * itemsize(case.dtype)
+    needed *= 2 if case.backward else 1  # the weights are kept beside what becomes of them
     try:
         limit = min(SHARE_OF_ALL * _meminfo("MemTotal"), SHARE_OF_FREE * available_memory())
     except OSError:  # not on Linux: nobody knows

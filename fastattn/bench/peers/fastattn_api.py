@@ -12,7 +12,7 @@ import numpy as np
 
 import fastattn
 from fastattn.bench.case import Case, Inputs, Stored, document_ids, numpy_dtype
-from fastattn.bench.peers._base import Call, Peer, Unable, take_new
+from fastattn.bench.peers._base import Call, Peer, Unable, joined, take_new
 
 
 def load(num_threads: int) -> Fastattn:
@@ -30,6 +30,7 @@ class Fastattn(Peer):
 
     def __init__(self) -> None:
         self.ways = {"attention": self._attention, "attention, out=": self._attention_out}
+        self.backward_ways = {"attention_backward": self._backward}
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
         return self._call(case, inputs, self._options(case, inputs))
@@ -38,6 +39,24 @@ class Fastattn(Peer):
         options = self._options(case, inputs)
         options["out"] = np.empty((*inputs.query.shape[:-1], case.value_dim), numpy_dtype(case.dtype))
         return self._call(case, inputs, options)
+
+    def _backward(self, case: Case, inputs: Inputs) -> Call:
+        options = self._options(case, inputs)
+        grad_out: Any = inputs.grad_out
+        given: tuple[Any, ...] = inputs.query, inputs.key, inputs.value
+        out, lse = fastattn.attention(*given, return_lse=True, **options)
+        wrt = ("query", "key", "value", "bias")[: 3 if inputs.bias is None else 4]
+
+        def run() -> fastattn.Gradients:
+            return fastattn.attention_backward(grad_out, *given, out, lse, wrt=wrt, **options)
+
+        def result() -> np.ndarray:
+            found = [gradient for gradient in run() if gradient is not None]
+            if case.layout == "bshd":
+                found[:3] = [gradient.transpose(0, 2, 1, 3) for gradient in found[:3]]
+            return joined(found)
+
+        return Call(run, result)
 
     @staticmethod
     def _options(case: Case, inputs: Inputs) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 The function takes ``(B, length, heads, dim)`` only and gets its inputs stored that way beforehand; the
 formula gets ``(B, heads, length, dim)``. Both are compiled beforehand. In float64 the function takes the
-softmax in float32 all the same, so only the formula is right there. XLA's pool has as many threads as
+softmax in float32 all the same, so only the formula is right there.
+
+Gradients: ``jax.vjp`` gives a function, which as a pytree holds what it needs of the forward pass. It is made
+beforehand by one jitted function, and called by another one that takes it as an argument, and is timed.
+
+XLA's pool has as many threads as
 the environment variable NPROC says, which the worker is started with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,10 +32,14 @@ from fastattn.bench.peers._base import (
     check_plain,
     check_scores_fit,
     folded,
+    joined,
 )
 
 #: Attention of three arrays in one of the two layouts.
 Attention = Callable[..., jax.Array]
+
+#: Makes it ready: of a case, its inputs, the attention, its other arrays and its layout.
+Compiled = Callable[[Case, Inputs, Attention, dict[str, np.ndarray], str], Call]
 
 
 def load(num_threads: int) -> JaxXLA:
@@ -43,13 +53,18 @@ class JaxXLA(Peer):
 
     def __init__(self) -> None:
         self.ways = {
-            "dot_product_attention": self._library,
-            "the same, a group's heads as rows": folded(self._library),
-            "formula": self._formula,
-            "formula, block by block": self._by_blocks,
+            "dot_product_attention": partial(self._library, _compiled),
+            "the same, a group's heads as rows": folded(partial(self._library, _compiled)),
+            "formula": partial(self._formula, _compiled),
+            "formula, block by block": partial(self._by_blocks, _compiled),
+        }
+        self.backward_ways = {
+            "vjp of dot_product_attention": partial(self._library, _compiled_backward),
+            "vjp of the formula": partial(self._formula, _compiled_backward),
+            "vjp of the formula, block by block": partial(self._by_blocks, _compiled_backward),
         }
 
-    def _library(self, case: Case, inputs: Inputs) -> Call:
+    def _library(self, compiled: Compiled, case: Case, inputs: Inputs) -> Call:
         if case.softcap is not None:
             raise Unable("no soft-cap")
         check_plain(case)
@@ -73,9 +88,9 @@ class JaxXLA(Peer):
         def attention(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
             return jax.nn.dot_product_attention(query, key, value, **given, **options)
 
-        return _compiled(case, inputs, attention, arrays, "bshd")
+        return compiled(case, inputs, attention, arrays, "bshd")
 
-    def _formula(self, case: Case, inputs: Inputs) -> Call:
+    def _formula(self, compiled: Compiled, case: Case, inputs: Inputs) -> Call:
         check_plain(case)
         check_scores_fit(case)
         arrays = {"allowed": inputs.allowed(case), "bias": inputs.bias}
@@ -84,9 +99,9 @@ class JaxXLA(Peer):
         def attention(query: jax.Array, key: jax.Array, value: jax.Array, **given: jax.Array) -> jax.Array:
             return _attention(case, query, key, value, **given)
 
-        return _compiled(case, inputs, attention, given, "bhsd")
+        return compiled(case, inputs, attention, given, "bhsd")
 
-    def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
+    def _by_blocks(self, compiled: Compiled, case: Case, inputs: Inputs) -> Call:
         check_plain(case)
         parts = blocks(case)
 
@@ -99,7 +114,7 @@ class JaxXLA(Peer):
 
             return jnp.concatenate([one(it) for it in parts], axis=block_axis(case))
 
-        return _compiled(case, inputs, attention, {}, "bhsd")
+        return compiled(case, inputs, attention, {}, "bhsd")
 
 
 def _attention(
@@ -128,7 +143,6 @@ def _compiled(
     case: Case, inputs: Inputs, attention: Attention, arrays: dict[str, np.ndarray], layout: str
 ) -> Call:
     """`attention` compiled for the case, from arrays in `layout`; where it is strided it takes a slice."""
-    given = inputs.wide(case)
 
     def whole(query: jax.Array, key: jax.Array, value: jax.Array, **others: jax.Array) -> jax.Array:
         if case.strided:
@@ -136,17 +150,55 @@ def _compiled(
         return attention(query, key, value, **others)
 
     with jax.enable_x64(case.dtype == "float64"):
-        if layout == "bshd":
-            given = tuple(array.transpose(0, 2, 1, 3) for array in given)  # type: ignore[assignment]
-        ready = [jnp.array(np.ascontiguousarray(array)) for array in given]
+        ready = [_in_layout(array, layout) for array in inputs.wide(case)]
         others = {name: jnp.array(array) for name, array in arrays.items()}
         compiled = jax.jit(whole).lower(*ready, **others).compile()
 
     def run() -> jax.Array:
         return compiled(*ready, **others).block_until_ready()
 
+    return Call(run, lambda: _bhsd(run(), layout))
+
+
+def _compiled_backward(
+    case: Case, inputs: Inputs, attention: Attention, arrays: dict[str, np.ndarray], layout: str
+) -> Call:
+    """The gradients of `attention`, compiled for the case; what they are computed from is kept."""
+
+    def whole(query: jax.Array, key: jax.Array, value: jax.Array, bias: dict[str, jax.Array]) -> jax.Array:
+        return attention(query, key, value, **bias, **others)
+
+    def forward(*given: Any) -> Any:
+        _, gradients = jax.vjp(whole, *given)
+        return gradients
+
+    def backward(gradients: Any, grad_out: jax.Array) -> Any:
+        return gradients(grad_out)
+
+    with jax.enable_x64(case.dtype == "float64"):
+        ready = [_in_layout(array, layout) for array in inputs.bhsd(case)]
+        grad_out = _in_layout(inputs.grad_out_bhsd(case), layout)
+        others = {name: jnp.array(array) for name, array in arrays.items()}
+        bias = {"bias": others.pop("bias")} if "bias" in others else {}
+        gradients = jax.jit(forward)(*ready, bias)
+        compiled = jax.jit(backward).lower(gradients, grad_out).compile()
+
+    def run() -> Any:
+        return jax.block_until_ready(compiled(gradients, grad_out))  # type: ignore[no-untyped-call]
+
     def result() -> np.ndarray:
-        out = np.asarray(run())
-        return out.transpose(0, 2, 1, 3) if layout == "bshd" else out
+        *found, by_bias = run()
+        return joined([*(_bhsd(array, layout) for array in found), *map(np.asarray, by_bias.values())])
 
     return Call(run, result)
+
+
+def _in_layout(array: np.ndarray, layout: str) -> jax.Array:
+    """``(B, heads, length, dim)`` as an array on the device in `layout`."""
+    return jnp.array(np.ascontiguousarray(array.transpose(0, 2, 1, 3) if layout == "bshd" else array))
+
+
+def _bhsd(array: jax.Array, layout: str) -> np.ndarray:
+    """The same, back."""
+    found = np.asarray(array)
+    return found.transpose(0, 2, 1, 3) if layout == "bshd" else found

@@ -4,6 +4,8 @@ The operator has a fast path that takes rank 4, E = D and a last axis without ga
 slower, for the rest. Cases that miss the fast path are also tried with their inputs brought into its form
 inside the call, and packed and ragged cases with a call for each text: people who know PyTorch do so.
 
+Gradients are autograd's, of a graph that is made beforehand and kept, by each of the operator's kernels.
+
 A decoder in PyTorch appends with ``index_copy_``. There is no operator for pages nor, on the CPU, for int8
 keys and values: those are gathered and multiplied with their scales inside the call.
 """
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench.case import INT8_GROUP, Case, Inputs, Layer, Stored
 from fastattn.bench.peers._base import (
@@ -31,9 +34,13 @@ from fastattn.bench.peers._base import (
     blocks,
     check_scores_fit,
     folded,
+    joined,
 )
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+#: Makes a call of the operator ready: of a case, its inputs, its tensors and a bias that is differentiated.
+Prepare = Callable[[Case, Inputs, Tensors, torch.Tensor | None], Callable[[], torch.Tensor]]
 
 
 def load(num_threads: int) -> TorchSDPA:
@@ -77,27 +84,34 @@ class TorchSDPA(Peer):
         self._mode = ExitStack()  # for as long as the process lives: entering it costs as much as a tiny call
         self._mode.enter_context(torch.inference_mode())
         self.ways = {
-            "scaled_dot_product_attention": self._sdpa,
-            "the same, in its fast path's form": self._fitted,
-            "the same, a group's heads as rows": folded(self._sdpa),
-            "the same, block by block": self._by_blocks,
+            "scaled_dot_product_attention": partial(_forward, self._sdpa),
+            "the same, in its fast path's form": partial(_forward, self._fitted),
+            "the same, a group's heads as rows": folded(partial(_forward, self._sdpa)),
+            "the same, block by block": partial(_forward, self._by_blocks),
             "formula": self._formula,
             "keys and values made ready, then the operator": partial(self._decoder, "operator"),
             "keys and values made ready, then a group's heads as rows": partial(self._decoder, "rows"),
             "keys and values made ready, then the formula": partial(self._decoder, "formula"),
+        }
+        flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+        self.backward_ways = {
+            "flash": partial(_backward, flash, self._sdpa),
+            "flash, in the form that it takes": partial(_backward, flash, self._fitted),
+            "flash, block by block": partial(_backward, flash, self._by_blocks),
+            "math": partial(_backward, math, self._sdpa),
         }
 
     def products(self, layer: Layer) -> Products:
         return linear_layers(layer)
 
     @staticmethod
-    def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    def _options(case: Case, inputs: Inputs, bias: torch.Tensor | None) -> dict[str, Any]:
         if case.softcap is not None:
             raise Unable("no soft-cap")
         # Its causal starts at the top left, and it takes that flag or a mask, not both.
         flag = case.causal and case.len_q == case.len_k
         flag = flag and inputs.score_mask(case, causal=False) is None
-        mask = None if flag else _mask(case, inputs)
+        mask = None if flag else _mask(case, inputs) if bias is None else _masked(bias, case, inputs)
         options: dict[str, Any] = {"is_causal": True} if flag else {}
         if mask is not None:
             options["attn_mask"] = mask
@@ -105,25 +119,25 @@ class TorchSDPA(Peer):
             options["enable_gqa"] = True
         return options
 
-    def _sdpa(self, case: Case, inputs: Inputs) -> Call:
-        if not case.is_plain:
-            raise Redundant
-        options = self._options(case, inputs)
+    def _sdpa(
+        self, case: Case, inputs: Inputs, given: Tensors, bias: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
+        options = self._options(case, inputs, bias)
         if case.rank != 4 or case.strided or case.value_dim != case.head_dim:
             check_scores_fit(case)
-        query, key, value = tensors(case, inputs)
+        query, key, value = given
 
         def run() -> torch.Tensor:
             return F.scaled_dot_product_attention(query, key, value, **options)
 
-        return _call(case, run)
+        return run
 
-    def _fitted(self, case: Case, inputs: Inputs) -> Call:
-        fast = case.rank == 4 and not case.strided and case.value_dim == case.head_dim
-        if fast or not case.is_plain:
+    def _fitted(
+        self, case: Case, inputs: Inputs, given: Tensors, bias: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
+        if case.rank == 4 and not case.strided and case.value_dim == case.head_dim:
             raise Redundant
-        options = self._options(case, inputs) | {"scale": case.head_dim**-0.5}
-        given = tensors(case, inputs)
+        options = self._options(case, inputs, bias) | {"scale": case.head_dim**-0.5}
         width, value_dim = max(case.head_dim, case.value_dim), case.value_dim
 
         def fit(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,16 +150,16 @@ class TorchSDPA(Peer):
             query, key, value = (fit(tensor) for tensor in given)
             return F.scaled_dot_product_attention(query, key, value, **options)[..., :value_dim]
 
-        return _call(case, run)
+        return run
 
-    def _by_blocks(self, case: Case, inputs: Inputs) -> Call:
-        if not case.is_plain:
-            raise Redundant
+    def _by_blocks(
+        self, case: Case, inputs: Inputs, given: Tensors, bias: torch.Tensor | None
+    ) -> Callable[[], torch.Tensor]:
         parts = blocks(case)
         if case.softcap is not None:
             raise Unable("no soft-cap")
         grouped = case.kv_heads != case.heads
-        query, key, value = tensors(case, inputs)
+        query, key, value = given
 
         def run() -> torch.Tensor:
             out = [
@@ -160,7 +174,7 @@ class TorchSDPA(Peer):
             ]
             return torch.cat(out, dim=block_axis(case))
 
-        return _call(case, run)
+        return run
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
         """What was written before there was an operator; for few rows and for soft-caps, which it has not."""
@@ -224,6 +238,32 @@ class TorchSDPA(Peer):
         return _call(case, run)
 
 
+def _forward(prepare: Prepare, case: Case, inputs: Inputs) -> Call:
+    if not case.is_plain:
+        raise Redundant
+    return _call(case, prepare(case, inputs, tensors(case, inputs), None))
+
+
+def _backward(kernel: SDPBackend, prepare: Prepare, case: Case, inputs: Inputs) -> Call:
+    """The gradients alone, by one `kernel`: the graph is kept, and with it what they are computed from."""
+    if kernel == SDPBackend.MATH:
+        check_scores_fit(case)
+    with torch.inference_mode(False):
+        leaves = [*tensors(case, inputs)] + ([] if inputs.bias is None else [own(inputs.bias)])
+        for leaf in leaves:
+            leaf.requires_grad_()
+        query, key, value, *bias = leaves
+        with sdpa_kernel(kernel):
+            out = prepare(case, inputs, (query, key, value), *bias or (None,))()
+        given = own(inputs.grad_out_bhsd(case)).reshape(out.shape)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode(False):
+            return torch.autograd.grad(out, leaves, given, retain_graph=True)
+
+    return Call(run, lambda: joined(map(as_numpy, run())))
+
+
 def _made_ready(case: Case, given: np.ndarray | Stored) -> Callable[[], torch.Tensor]:
     """What gives keys or values ``(B, K, S, dim)``: appended to, gathered or decoded at each call."""
     if not isinstance(given, Stored):
@@ -260,6 +300,13 @@ def _made_ready(case: Case, given: np.ndarray | Stored) -> Callable[[], torch.Te
 def _mask(case: Case, inputs: Inputs) -> torch.Tensor | None:
     mask = inputs.score_mask(case)
     return None if mask is None else own(mask)
+
+
+def _masked(bias: torch.Tensor, case: Case, inputs: Inputs) -> torch.Tensor:
+    """A bias that is differentiated, as `_mask` gives others."""
+    bias = bias.reshape(1, -1, case.len_q, case.len_k)
+    allowed = inputs.allowed(case)
+    return bias if allowed is None else bias.masked_fill(~own(allowed), -torch.inf)
 
 
 def _call(case: Case, run: Any) -> Call:

@@ -1,0 +1,189 @@
+"""`attention` on JAX arrays of the CPU, under ``jit``, ``grad`` and ``vmap``: a callback into NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fastattn
+from fastattn._gradients import DIFFERENTIABLE
+from fastattn.masks import Mask
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+) -> jax.Array:
+    """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
+
+    Shapes and options are those of `fastattn.attention`; `causal`, `window`, `scale`, `softcap` and a mask
+    object are static under ``jit``. Integers count as JAX's default float. Its errors are raised inside the
+    callback, so JAX wraps them. A second derivative is a NotImplementedError.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from fastattn.integrations.jax import attention
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, 8))
+    >>> loss = jax.jit(lambda query: attention(query, key, value, causal=True).sum())
+    >>> jax.grad(loss)(query).shape
+    (2, 5, 8)
+    """
+    query, key, value = map(_floating, (query, key, value))
+    is_one_head = query.ndim == 2
+    if is_one_head:
+        query, key, value = query[None], key[None], value[None]
+    static = _Static(causal, window, scale, softcap, mask if isinstance(mask, Mask) else None)
+    # With an axis for each one of the scores, so that what `vmap` puts in front is one more batch axis.
+    mask = None if static.mask is not None else _with_axes(mask, query.ndim)
+    out = _attention(
+        static,
+        query,
+        key,
+        value,
+        _with_axes(bias, query.ndim),
+        None if sinks is None else jnp.asarray(sinks),
+        mask,
+        _with_axes(key_lengths, query.ndim - 3),
+    )
+    return out[0] if is_one_head else out
+
+
+class _Static(NamedTuple):
+    """What is known when a function is traced."""
+
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    mask: Mask | None
+
+
+def _floating(array: Any) -> jax.Array:
+    array = jnp.asarray(array)
+    return array.astype(float) if array.dtype.kind in "biu" else array
+
+
+def _with_axes(array: Any, ndim: int) -> Any:
+    """An array with axes of 1 in front, as many as make it `ndim`."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    return array.reshape((1,) * (ndim - array.ndim) + array.shape)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError("attention is differentiable once, and this asks for a second derivative")
+
+
+def _not_differentiable(function: Any) -> Any:
+    """A callback whose derivative, where one is asked for, is refused in our words."""
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
+    wrapped.defjvp(_refuse)
+    return wrapped
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, *arrays: Any) -> jax.Array:
+    out, _ = _forward(static, *arrays)
+    return out
+
+
+@_not_differentiable
+def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    query, key, value = arrays[:3]
+    lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    rows = (*lead, *query.shape[-3:-1])
+    dtype = jnp.result_type(query, key, value)
+    results = (
+        jax.ShapeDtypeStruct((*rows, value.shape[-1]), dtype),
+        jax.ShapeDtypeStruct(rows, jnp.promote_types(dtype, jnp.float32)),
+    )
+    found: tuple[jax.Array, jax.Array]
+    found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
+    return found
+
+
+def _forward_saving(static: _Static, *primals: Any) -> tuple[jax.Array, Any]:
+    """The output, and what the gradients need; keys of a dict, which no transformation changes, name them."""
+    arrays = tuple(None if it is None else it.value for it in primals)
+    wanted = [
+        name for name, it in zip(DIFFERENTIABLE, primals, strict=False) if it is not None and it.perturbed
+    ]
+    out, lse = _forward(static, *arrays)
+    return out, (dict.fromkeys(wanted), *arrays, out, lse)
+
+
+def _backward(static: _Static, saved: tuple[Any, ...], grad_out: Any) -> tuple[Any, ...]:
+    wanted, *arrays = saved
+    gradients = _gradients((static, tuple(wanted)), *arrays, grad_out)
+    return *gradients, None, None  # of mask and key_lengths
+
+
+_attention.defvjp(_forward_saving, _backward, symbolic_zeros=True)
+
+
+@_not_differentiable
+def _gradients(static: tuple[_Static, tuple[str, ...]], *arrays: Any) -> tuple[jax.Array | None, ...]:
+    """Those by what the second of `static` names."""
+    results = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if name in static[1] else None
+        for name, x in zip(DIFFERENTIABLE, arrays, strict=False)
+    )
+    found: tuple[jax.Array | None, ...]
+    found = jax.pure_callback(partial(_call_backward, *static), results, *arrays, vmap_method="broadcast_all")
+    return found
+
+
+def _call(static: _Static, *arrays: Any) -> Any:
+    """The callback: out and lse as arrays of NumPy."""
+    arrays = tuple(None if x is None else np.asarray(x) for x in arrays)
+    if (each := _each(arrays)) is not None:
+        return tuple(np.stack(parts) for parts in zip(*(_call(static, *one) for one in each), strict=True))
+    query, key, value, *others = arrays
+    return fastattn.attention(query, key, value, return_lse=True, **_options(static, *others))
+
+
+def _call_backward(static: _Static, wrt: tuple[str, ...], *arrays: Any) -> Any:
+    arrays = tuple(None if x is None else np.asarray(x) for x in arrays)
+    if (each := _each(arrays)) is not None:
+        parts = [_call_backward(static, wrt, *one) for one in each]
+        return tuple(None if of[0] is None else np.stack(of) for of in zip(*parts, strict=True))
+    query, key, value, bias, sinks, mask, key_lengths, out, lse, grad_out = arrays
+    options = _options(static, bias, sinks, mask, key_lengths)
+    return tuple(fastattn.attention_backward(grad_out, query, key, value, out, lse, wrt=wrt, **options))
+
+
+def _each(arrays: tuple[Any, ...]) -> Any:
+    """The arrays of each element of an axis that `vmap` added, where it gave the sinks one; else None.
+
+    A call takes sinks of one axis alone.
+    """
+    sinks = arrays[4]
+    if sinks is None or sinks.ndim == 1:
+        return None
+    return [tuple(None if x is None else x[i] for x in arrays) for i in range(len(sinks))]
+
+
+def _options(static: _Static, bias: Any, sinks: Any, mask: Any, key_lengths: Any) -> dict[str, Any]:
+    return static._asdict() | {
+        "bias": bias,
+        "sinks": sinks,
+        "mask": static.mask if mask is None else mask,
+        "key_lengths": key_lengths,
+    }

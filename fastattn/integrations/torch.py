@@ -1,0 +1,129 @@
+"""`attention` on PyTorch tensors of the CPU, whose memory it reads as it is, with gradients by autograd."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+import fastattn
+from fastattn.integrations._options import check_options
+from fastattn.masks import Mask
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    mask: Mask | torch.Tensor | None = None,
+    key_lengths: Any = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """`fastattn.attention` of tensors on the CPU, differentiable in query, key, value, bias and sinks.
+
+    Shapes, options and errors are those of `fastattn.attention`, but for ``out=`` and ``return_weights``.
+    Tensors of float32, float64, float16 and bfloat16 are read where they are; results are tensors. A second
+    derivative is a NotImplementedError.
+
+    Returns
+    -------
+    out : Tensor, shape (..., H, L, E)
+    lse : Tensor, shape (..., H, L)
+        When asked for; differentiable as well.
+
+    Raises
+    ------
+    TypeError
+        What is differentiable is no tensor, a tensor is not on the CPU, or an option requires a gradient.
+        `fastattn.attention` itself takes tensors of a GPU, without gradients.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fastattn.integrations.torch import attention
+    >>> query, key, value = torch.randn(3, 2, 5, 8, requires_grad=True)
+    >>> attention(query, key, value, causal=True).sum().backward()
+    """
+    check_options(options, "out", "return_weights")
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
+    for name, x in given.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    for name, x in options.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise TypeError(f"attention is not differentiable in {name}, which requires a gradient")
+    # A mask that is a tensor is saved with them: PyTorch notices when it is changed before the gradients.
+    given |= {"mask": mask, "key_lengths": key_lengths}
+    options |= {name: x for name, x in given.items() if x is not None and not isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    for name, x in tensors.items():
+        if x.device.type != "cpu":
+            raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
+    out, lse = _Attention.apply(tuple(tensors), options, *tensors.values())
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        given = dict(zip(names, map(_array, tensors), strict=True))
+        out, lse = fastattn.attention(**given, return_lse=True, **options)
+        return _tensor(out), _tensor(lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.names, ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        tensors = dict(zip((*ctx.names, "out", "lse"), ctx.saved_tensors, strict=True))
+        tensors["grad_out"] = torch.zeros_like(tensors["out"]) if grad_out is None else grad_out
+        if grad_lse is not None:
+            tensors["grad_lse"] = grad_lse
+        wrt = tuple(name for name, is_wanted in zip(ctx.names, wanted, strict=True) if is_wanted)
+        options = ctx.options | {"wrt": wrt}
+        gradients = iter(_AttentionBackward.apply(tuple(tensors), options, *tensors.values()))
+        return None, None, *(next(gradients) if is_wanted else None for is_wanted in wanted)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The gradients in a graph of their own, so that a second derivative is refused and never taken for 0."""
+
+    @staticmethod
+    def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        given = dict(zip(names, map(_array, tensors), strict=True))
+        gradients = fastattn.attention_backward(**given, **options)
+        return tuple(_tensor(getattr(gradients, name)) for name in options["wrt"])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("attention is differentiable once, and this asks for a second derivative")
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """A tensor as an array that shares its memory."""
+    tensor = tensor.detach()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    import ml_dtypes  # which NumPy's bfloat16 comes from
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """An array as a tensor that shares its memory."""
+    if array.dtype.name != "bfloat16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

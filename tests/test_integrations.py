@@ -1,0 +1,337 @@
+"""`attention` inside other libraries: their gradients are those of `attention_backward`, and of their own
+attention where they have one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import masks
+from tests.cases import random_arrays
+from tests.tolerances import assert_same_bits
+
+#: Options, some of them arrays, of problems of 2 items, 4 heads on 2, 13 queries and 21 keys.
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window": (3, 1), "key_lengths": np.array([9, 21])},
+    "mask": {"mask": np.random.default_rng(1).random((13, 21)) < 0.5},
+    "mask_object": {"mask": masks.Window(4, 4) | masks.GlobalTokens([0])},
+    "bias": {
+        "bias": np.random.default_rng(2).standard_normal((4, 13, 21)).astype(np.float32),
+        "softcap": 5.0,
+    },
+    "bias_of_keys": {"bias": np.random.default_rng(3).standard_normal((2, 1, 1, 21)).astype(np.float32)},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32), "scale": 0.3},
+}
+NAMES = ("query", "key", "value", "bias", "sinks")
+
+
+def problem(name: str) -> tuple[dict[str, np.ndarray], dict, np.ndarray]:
+    """What is differentiable, the other options, and the gradient of the outputs."""
+    query, key, value = random_arrays(lead=(2,), heads=4, kv_heads=2, len_q=13, len_k=21, head_dim=8)
+    options = dict(OPTIONS[name])
+    arrays = {"query": query, "key": key, "value": value}
+    arrays |= {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+    grad_out = np.random.default_rng(4).standard_normal(query.shape).astype(np.float32)
+    return arrays, options, grad_out
+
+
+def expected(arrays: dict[str, np.ndarray], options: dict, grad_out: np.ndarray) -> dict[str, np.ndarray]:
+    out, lse = fastattn.attention(**arrays, **options, return_lse=True)
+    gradients = fastattn.attention_backward(grad_out, **arrays, **options, out=out, lse=lse, wrt=list(arrays))
+    return {"out": out} | {name: getattr(gradients, name) for name in arrays}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_torch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    arrays, options, grad_out = problem(name)
+    tensors = {name: torch.from_numpy(array).requires_grad_() for name, array in arrays.items()}
+    given = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    out = attention(**tensors, **given)
+    out.backward(torch.from_numpy(grad_out))
+    got = {"out": out.detach().numpy()} | {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+    for name, array in expected(arrays, options, grad_out).items():
+        assert_same_bits(got[name], array, name)
+
+
+def test_torch_gradcheck() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 3, dtype=torch.float64, requires_grad=True).unbind()
+    bias = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def call(*tensors):
+        return attention(*tensors[:3], bias=tensors[3], causal=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (query, key, value, bias))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_keeps_16_bits_and_strides(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(5, 2, 16).to(getattr(torch, dtype)).transpose(0, 1)[..., ::2].requires_grad_()
+    out = attention(query, query, query)
+    assert out.dtype == query.dtype
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), query)
+    assert gradient.dtype == query.dtype
+    exact = query.detach().double().requires_grad_()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*[exact[None]] * 3)[0]
+    assert (out.double() - wanted).abs().max() < 0.02
+    (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), exact)
+    assert (gradient.double() - wanted_gradient).abs().max() < 0.1
+
+
+def computed_gradients(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Gets what each call of `attention_backward` is asked for."""
+    asked: list[tuple[str, ...]] = []
+    backward = fastattn.attention_backward
+
+    def noting(*args, wrt, **options):
+        asked.append(tuple(sorted(wrt)))
+        return backward(*args, wrt=wrt, **options)
+
+    monkeypatch.setattr(fastattn, "attention_backward", noting)
+    return asked
+
+
+@pytest.mark.parametrize("wrt", [("query",), ("bias",), ("key", "sinks")])
+def test_torch_computes_the_gradients_that_are_needed(
+    wrt: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    arrays, options, grad_out = problem("bias")
+    arrays["sinks"] = np.linspace(-1, 1, 4, dtype=np.float32)
+    wanted = expected(arrays, options, grad_out)
+    asked = computed_gradients(monkeypatch)
+    tensors = {name: torch.from_numpy(x).requires_grad_(name in wrt) for name, x in arrays.items()}
+    attention(**tensors, **options).backward(torch.from_numpy(grad_out))
+    assert asked == [wrt]
+    for name, tensor in tensors.items():
+        if name in wrt:
+            assert_same_bits(tensor.grad.numpy(), wanted[name], name)
+        else:
+            assert tensor.grad is None
+
+
+def test_torch_takes_no_second_derivative_for_zero() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(attention(query, query, query).sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(gradient.square().sum() + query.sum(), query)
+
+
+def test_torch_notices_a_mask_that_changed() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, mask = torch.randn(2, 5, 8, requires_grad=True), torch.ones(5, 5, dtype=torch.bool)
+    out = attention(query, query, query, mask=mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_torch_func_grad() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+
+    def loss(query):
+        return attention(query, query, query, causal=True).sum()
+
+    (wanted,) = torch.autograd.grad(loss(query), query)
+    assert torch.equal(torch.func.grad(loss)(query.detach()), wanted)
+
+
+def test_torch_refuses() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, key, value = torch.randn(3, 2, 5, 8)
+    with pytest.raises(TypeError, match="key is on meta"):
+        attention(query, key.to("meta"), value)
+    with pytest.raises(TypeError, match="mask is on meta"):
+        attention(query, key, value, mask=torch.ones(5, 5, dtype=torch.bool, device="meta"))
+    with pytest.raises(TypeError, match="value must be a tensor, got ndarray"):
+        attention(query, key, value.numpy())
+    with pytest.raises(TypeError, match="not differentiable in scale"):
+        attention(query, key, value, scale=torch.tensor(0.3, requires_grad=True))
+    with pytest.raises(TypeError, match="use bias="):
+        attention(query, key, value, mask=torch.zeros(5, 5))
+    for name, given in {"out": torch.empty(2, 5, 8), "return_weights": True}.items():
+        with pytest.raises(TypeError, match=f"no {name}="):
+            attention(query, key, value, **{name: given})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_autograd(name: str) -> None:
+    autograd = pytest.importorskip("autograd")
+    from fastattn.integrations.autograd import attention
+
+    arrays, options, grad_out = problem(name)
+
+    def loss(*given):
+        return (attention(**dict(zip(arrays, given, strict=True)), **options) * grad_out).sum()
+
+    got = autograd.grad(loss, argnum=tuple(range(len(arrays))))(*arrays.values())
+    wanted = expected(arrays, options, grad_out)
+    for name, gradient in zip(arrays, got, strict=True):
+        assert_same_bits(np.asarray(gradient), wanted[name], name)
+
+
+def test_autograd_of_one_argument_that_is_all_three() -> None:
+    autograd = pytest.importorskip("autograd")
+    from autograd.test_util import check_grads
+
+    from fastattn.integrations.autograd import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 4, 3))
+    check_grads(lambda x: attention(x, x, x, causal=True), modes=["rev"], order=1)(x)
+    assert autograd.grad(lambda x: attention(x, x, x).sum())(x).shape == x.shape
+
+
+def test_autograd_refuses() -> None:
+    autograd = pytest.importorskip("autograd")
+    from fastattn.integrations.autograd import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 4, 3))
+    gradient = autograd.grad(lambda x: attention(x, x, x).sum())
+    with pytest.raises(NotImplementedError, match="VJP of attention_backward"):
+        autograd.grad(lambda x: (gradient(x) ** 2).sum())(x)
+    for name in ("out", "return_lse", "return_weights"):
+        with pytest.raises(TypeError, match=f"no {name}="):
+            attention(x, x, x, **{name: x})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_jax(name: str) -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    arrays, options, grad_out = problem(name)
+
+    def loss(given):
+        return (attention(**given, **options) * grad_out).sum()
+
+    wanted = expected(arrays, options, grad_out)
+    got = jax.jit(jax.grad(loss))(arrays)
+    assert_same_bits(np.asarray(attention(**arrays, **options)), wanted["out"], "out")
+    for name in arrays:
+        assert_same_bits(np.asarray(got[name]), wanted[name], name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_jax_vmap(name: str) -> None:
+    """Over every array, and over those of queries alone; under `jit` and `grad`."""
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    arrays, options, grad_out = problem(name)
+    options = {n: x for n, x in options.items() if n != "key_lengths"}
+    several = {name: np.stack([array, array[..., ::-1], -array]) for name, array in arrays.items()}
+
+    def loss(given):
+        return (attention(**given, **options) * grad_out).sum()
+
+    got = jax.jit(jax.vmap(jax.grad(loss)))(several)
+    for number in range(3):
+        one = {name: np.ascontiguousarray(array[number]) for name, array in several.items()}
+        for name, array in expected(one, options, grad_out).items():
+            if name in got:
+                assert_same_bits(np.asarray(got[name][number]), array, name)
+    of_queries = {name: 0 if name == "query" else None for name in arrays}
+    got = jax.vmap(jax.grad(loss), in_axes=(of_queries,))(arrays | {"query": several["query"]})
+    wanted = expected(arrays | {"query": np.ascontiguousarray(several["query"][1])}, options, grad_out)
+    assert_same_bits(np.asarray(got["query"][1]), wanted["query"], "query")
+
+
+def test_jax_vmap_over_key_lengths() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    arrays, _, _ = problem("plain")
+    lengths = np.array([[9, 21], [1, 5], [21, 2]])
+    got = jax.vmap(lambda lengths: attention(**arrays, key_lengths=lengths))(lengths)
+    for one, of_item in zip(lengths, got, strict=True):
+        assert_same_bits(np.asarray(of_item), fastattn.attention(**arrays, key_lengths=one))
+
+
+def test_jax_computes_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    asked = computed_gradients(monkeypatch)
+    arrays, options, _ = problem("bias")
+
+    def loss(given):
+        return attention(**arrays | given, **options).sum()
+
+    for wrt in [("query",), ("bias",), ("key", "value")]:
+        given = {name: arrays[name] for name in wrt}
+        jax.grad(loss)(given)
+        jax.jit(jax.grad(jax.checkpoint(loss)))(given)
+        several = {name: np.stack([x, x]) for name, x in given.items()}
+        jax.jit(jax.vmap(jax.grad(loss)))(several)["query" if "query" in wrt else wrt[0]].block_until_ready()
+        assert asked == [wrt] * 3
+        asked.clear()
+
+
+def test_jax_types() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 5, 8))
+
+    def gradient_of(x):
+        return jax.grad(lambda x: attention(x, x, x).astype("float32").sum())(x)
+
+    for enabled, widest in ((False, "float32"), (True, "float64")):
+        with jax.enable_x64(enabled):
+            assert attention(x, x, x).dtype == gradient_of(jax.numpy.asarray(x)).dtype == widest
+            assert attention(x.astype(int), x, x).dtype == widest
+            for dtype in ("float16", "bfloat16"):
+                narrow = jax.numpy.asarray(x, dtype)
+                assert attention(narrow, narrow, narrow).dtype == gradient_of(narrow).dtype == dtype
+
+
+def test_jax_refuses() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+
+    def loss(x):
+        return attention(x, x, x).sum()
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (x,), (x,))
+    for second in (jax.hessian(loss), jax.grad(lambda x: jax.grad(loss)(x).sum())):
+        for call in (second, jax.jit(second)):
+            with pytest.raises(NotImplementedError, match="differentiable once"):
+                call(x)
+    with pytest.raises(Exception, match="use bias="):
+        attention(x, x, x, mask=np.zeros((5, 5), np.float32))
+
+
+def test_jax_one_head() -> None:
+    jax = pytest.importorskip("jax")
+    from fastattn.integrations.jax import attention
+
+    x = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    assert_same_bits(np.asarray(attention(x, x, x, causal=True)), fastattn.attention(x, x, x, causal=True))
+    assert jax.vmap(lambda x: attention(x, x, x, key_lengths=3))(np.stack([x, x])).shape == (2, 5, 8)

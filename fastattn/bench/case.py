@@ -39,7 +39,7 @@ def itemsize(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention call with a name.
+    """One call with a name.
 
     Query row i of an item with S_b keys stands at position p = i + S_b - L, so that the last query stands at
     the last key: that is where ``causal`` ends and where ``window`` lies. For L = S it is p = i.

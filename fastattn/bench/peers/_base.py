@@ -66,7 +66,7 @@ class Peer:
 
     version: str
     ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
-    backward_ways: Mapping[str, Way] = {"gradients": _no_gradients}  #: those of backward cases
+    backward_ways: Mapping[str, Way] = {"backward": _no_gradients}  #: those of backward cases
 
     def products(self, layer: Layer) -> Products:
         """The products of the process's NumPy, which a library without matrix products of its own meets."""

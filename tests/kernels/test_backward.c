@@ -85,6 +85,40 @@ static void test_differentiate(void) {
         }
 }
 
+static void test_add_columns(void) {
+    for (int n_rows = 1; n_rows <= 40; n_rows += n_rows < 3 ? 1 : 9)
+        for (int n_keys = 1; n_keys <= 70; n_keys += n_keys < 3 ? 1 : 7)
+            for (int way = 0; way < 4; way++) {
+                const ptrdiff_t ld = (n_rows + lanes - 1) / lanes * lanes, stride = way % 2 ? 3 * size : size;
+                void *source = tile(n_keys, ld);
+                char **rows = (char **)take(n_rows * (ptrdiff_t)sizeof *rows, 8, 0);
+                double sums[40][70];
+                for (int i = 0; i < n_keys * ld; i++) put(source, i, below(64) - 32);
+                for (int r = 0; r < n_rows; r++) {
+                    /* In the ways 2 and 3 each row is that of two lanes. */
+                    const int is_new = way < 2 || r % 2 == 0;
+                    rows[r] = is_new ? take((n_keys - 1) * stride + size, 1, below(8)) : rows[r - 1];
+                    for (int j = 0; j < n_keys && is_new; j++) {
+                        sums[r][j] = below(64);
+                        put(rows[r] + j * stride, 0, sums[r][j]);
+                    }
+                    for (int j = 0; j < n_keys; j++) {
+                        const double x = get(source, j * ld + r);
+                        if (is_new)
+                            sums[r][j] += x;
+                        else
+                            sums[r][j] = sums[r - 1][j] += x;
+                    }
+                }
+                kernels->add_columns(rows, stride, n_rows, source, ld, n_keys);
+                for (int r = 0; r < n_rows; r++)
+                    for (int j = 0; j < n_keys; j++)
+                        CHECK(get(rows[r] + j * stride, 0) == sums[r][j], "%d rows, %d keys, way %d: row %d, key %d", n_rows,
+                              n_keys, way, r, j);
+                release();
+            }
+}
+
 static void test_uncap(void) {
     const int n = 3 * kernels->lanes;
     const double cap = 1.75, eps = size == 4 ? 0x1p-23 : 0x1p-52;

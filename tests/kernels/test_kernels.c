@@ -61,6 +61,7 @@ static const struct {
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},
+    {"add_columns", test_add_columns},
     {"uncap", test_uncap},
     {"drop", test_drop},
     {"draw_words", test_draw_words},

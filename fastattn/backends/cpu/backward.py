@@ -40,7 +40,7 @@ class Room:
 
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
-    """Zeros, but for what a driver reads."""
+    """What a driver reads, and zeros or, where it sets them to 0 itself, nothing yet."""
     problem = backward.problem
     sizes, dtype = problem.sizes, problem.dtype
     heads = (*problem.lead, sizes.num_kv_heads)
@@ -67,9 +67,9 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(lse) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
-        query=np.zeros((*heads, sizes.rows, query_ld), dtype),
-        key=np.zeros((*heads, sizes.len_k, query_ld), dtype),
-        value=np.zeros((*heads, sizes.len_k, value_ld), dtype),
+        query=np.empty((*heads, sizes.rows, query_ld), dtype),
+        key=np.empty((*heads, sizes.len_k, query_ld), dtype),
+        value=np.empty((*heads, sizes.len_k, value_ld), dtype),
         bias=None,
         bias_kind=BIAS_NONE,
         bias_strides=np.zeros(problem.query.ndim, np.intp),

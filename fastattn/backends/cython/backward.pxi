@@ -29,9 +29,9 @@ cdef struct Gradients:
     char *delta              # (heads, padded_rows): rowsum(grad_out * out) - grad_lse
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out
-    char *query              # (heads, rows, query_ld)
-    char *key                # (heads, len_k, query_ld)
-    char *value              # (heads, len_k, value_ld)
+    char *query              # (heads, rows, query_ld), set to 0 by the first tile that adds to it
+    char *key                # (heads, len_k, query_ld), set to 0 by its task
+    char *value              # (heads, len_k, value_ld), likewise
     char *bias               # BIAS_OF_SCORES: of the compute type; else double, (batch, H, len_k or len_q)
     int64_t *turns           # (heads, n_blocks)
     int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
@@ -100,7 +100,7 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.raw_rows = base + at
     at += padded(job.max_lanes * wide) if masks_any(job) else 0
     t.ones = base + at
-    at += padded(wide)
+    at += padded(max(wide, job.max_lanes * size))
     t.stops = <Py_ssize_t *>(base + at)
     at += padded(max(wide // size, job.max_lanes) * sizeof(Py_ssize_t))
     return at
@@ -145,6 +145,9 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
     cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
+    if g.wants_query and block.low >= block.high:
+        row = head * job.len_q * job.group_size + index * block_rows(job)
+        memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)
     if masks_any(job):
         find_lane_rows(job, w, &block, &job.query)
         rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
@@ -250,30 +253,32 @@ cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const 
                       const Tile *tile) noexcept nogil:
     """Adds the gradients of a tile's scores to that of the bias; where those of all keys are added up, the sums over
     this tile go to t.row_sums."""
-    cdef Py_ssize_t lane, j, axis, size = job.itemsize, change_row = block.ld * job.itemsize
+    cdef Py_ssize_t lane, j, axis, size = job.itemsize, row = block.ld * job.itemsize
     cdef Py_ssize_t item = block.item, first_head = block.item * job.num_kv_heads * job.group_size
     cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
-    cdef const char *change
     cdef char *to = g.bias + tile.key0 * g.bias_col
-    cdef char *row
-    for axis in range(job.n_lead):
-        to += item % lead_shape[axis] * g.bias_lead[axis]
-        item = item // lead_shape[axis]
-    for lane in range(block.n_rows):
-        change = t.change + lane * size
-        if g.bias_kind == BIAS_OF_SCORES:
-            row = to + w.row_h[lane] * g.bias_head + w.row_i[lane] * g.bias_row
+    cdef double *sums
+    if g.bias_kind == BIAS_OF_SCORES:
+        for axis in range(job.n_lead):
+            to += item % lead_shape[axis] * g.bias_lead[axis]
+            item = item // lead_shape[axis]
+        for lane in range(block.n_rows):
+            w.rows[lane] = to + w.row_h[lane] * g.bias_head + w.row_i[lane] * g.bias_row
+        kernels_of(job).add_columns(w.rows, g.bias_col, block.n_rows, t.change, block.ld, tile.n_keys)
+    elif g.bias_kind == BIAS_OF_KEYS and job.group_size == 1:
+        sums = <double *>g.bias + (first_head + w.row_h[0]) * job.len_k + tile.key0
+        for j in range(tile.n_keys):
+            sums[j] += kernels_of(job).dot(t.change + j * row, t.ones, block.n_rows)
+    elif g.bias_kind == BIAS_OF_KEYS:
+        for lane in range(block.n_rows):
+            sums = <double *>g.bias + (first_head + w.row_h[lane]) * job.len_k + tile.key0
             for j in range(tile.n_keys):
-                set_real(row + j * g.bias_col, get_real(row + j * g.bias_col, size) + get_real(change + j * change_row, size),
-                         size)
-        elif g.bias_kind == BIAS_OF_KEYS:
-            row = g.bias + ((first_head + w.row_h[lane]) * job.len_k + tile.key0) * sizeof(double)
-            for j in range(tile.n_keys):
-                (<double *>row)[j] += get_real(change + j * change_row, size)
-        else:
+                sums[j] += get_real(t.change + j * row + lane * size, size)
+    else:
+        for lane in range(block.n_rows):
             t.row_sums[lane] = 0
             for j in range(tile.n_keys):
-                t.row_sums[lane] += get_real(change + j * change_row, size)
+                t.row_sums[lane] += get_real(t.change + j * row + lane * size, size)
 
 
 cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
@@ -371,6 +376,8 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if not g.wants_query and g.bias_kind != BIAS_OF_ROWS:
         return
     fastattn_wait_for_turn(turn, tile.turn)
+    if g.wants_query and tile.turn == 0:
+        memset(to_query, 0, block.n_rows * g.query_ld * size)
     if tile.state != TILE_EMPTY and g.wants_query:
         if nonfinite:
             clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
@@ -428,6 +435,10 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
     cdef Tile tile
     tile.head = task % g.heads
     tile.task_key0 = key0
+    if g.wants_key:
+        memset(g.key + (tile.head * job.len_k + key0) * g.query_ld * job.itemsize, 0, n_keys * g.query_ld * job.itemsize)
+    if g.wants_value:
+        memset(g.value + (tile.head * job.len_k + key0) * g.value_ld * job.itemsize, 0, n_keys * g.value_ld * job.itemsize)
     for tile.index in range(job.n_blocks):
         tile.first_row = tile.index * block_rows(job)
         find_query_block(job, g, w, &block, tile.head, tile.index)
@@ -460,7 +471,7 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares)
         return
     set_scratch(job, base, &scratch)
     set_tiles(job, g, base + nbytes, &tiles)
-    for v in range(max(g.query_ld, g.value_ld)):
+    for v in range(max(g.query_ld, g.value_ld, job.max_lanes)):
         set_real(tiles.ones + v * job.itemsize, 1, job.itemsize)
     while True:
         task = fetch_add(&g.next, 1, ATOMIC_RELAXED)
@@ -496,7 +507,7 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`; see `Gradients` for the arrays.
 
     `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
-    is the outputs. All arrays to be filled are 0, but for `delta`, which holds grad_lse. `wants`: whether the gradients of
+    is the outputs. `bias`, `seen` and `bias_turns` are 0, and `delta` holds grad_lse. `wants`: whether the gradients of
     query, key and value are asked for. `bias_strides`: innermost first, 0 where the bias is broadcast.
     """
     cdef Job *job = new_job(record[0], record[1])

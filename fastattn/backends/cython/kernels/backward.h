@@ -82,6 +82,34 @@ static void NAME(differentiate)(void *s, void *change, const void *high, const v
 #undef DIFFERENTIATE
 }
 
+static void NAME(add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                              ptrdiff_t n_keys) {
+    const REAL *src = tile;
+    const ptrdiff_t blocked = stride == sizeof(REAL) ? n_keys / LANES * LANES : 0;
+    for (ptrdiff_t first = 0; first < n_rows; first += LANES) {
+        const int n_live = n_rows - first < LANES ? (int)(n_rows - first) : LANES;
+        ptrdiff_t j = 0;
+        for (; j < blocked; j += LANES) {
+            VEC x[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) x[i] = NAME(load)(src + (j + i) * ld + first);
+            NAME(transpose)(x);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                if (i >= n_live) break;
+                char *const to = rows[first + i] + j * stride;
+                NAME(store)(to, NAME(load)(to) + x[i]);
+            }
+        }
+        for (; j < n_keys; j++)
+            for (int i = 0; i < n_live; i++) {
+                char *const to = rows[first + i] + j * stride;
+                const REAL sum = NAME(scalar)(to) + src[j * ld + first + i];
+                memcpy(to, &sum, sizeof sum);
+            }
+    }
+}
+
 static void NAME(uncap)(void *change_tile, const void *capped_tile, ptrdiff_t ld, ptrdiff_t n_keys, double softcap) {
     REAL *change = change_tile;
     const REAL *capped = capped_tile;

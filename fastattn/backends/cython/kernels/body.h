@@ -567,6 +567,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .dot = NAME(dot),
     .has_nonfinite = NAME(has_nonfinite),
     .differentiate = NAME(differentiate),
+    .add_columns = NAME(add_columns),
     .uncap = NAME(uncap),
 };
 

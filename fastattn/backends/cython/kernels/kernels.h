@@ -214,6 +214,10 @@ typedef struct {
     void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
                           ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share);
 
+    /* rows[r][j * stride] += tile[j][r], r < n_rows, j < n_keys; one row after another, which may be the same. */
+    void (*add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                        ptrdiff_t n_keys);
+
     /* change *= 1 - (capped / softcap)^2, the slope of the soft-cap; 0 stays 0. */
     void (*uncap)(void *change, const void *capped, ptrdiff_t ld, ptrdiff_t n_keys, double softcap);
 } fastattn_kernels;

@@ -5,7 +5,7 @@
 * *All pairs.* Of a test's parameters every pair of values is in the default run, once at least, and not every
   combination: each dtype meets each option, each option each backend, and so on. `uncovered` chooses.
 * *One instruction set.* The default run uses the best of this machine. All of them run in the files named by
-  `EVERY_ISA`: what is computed in every size, by either path.
+  `EVERY_ISA`: what is computed in every size.
 * *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
 """
 
@@ -100,7 +100,7 @@ ENGINES = (
     Engine("reference"),
 )
 #: Files whose tests run on every instruction set by default.
-EVERY_ISA = ("test_forward.py", "test_few_queries.py")
+EVERY_ISA = ("test_forward.py",)
 
 
 #: For tests that take the reference seconds, and the compiled backends none.

@@ -67,6 +67,7 @@ def test_save_and_compare(tmp_path: Path) -> None:
         assert f"test_attention[tiny-4-{library}] (NOW)" in compared
 
 
+@pytest.mark.slow
 def test_group_by_library(tmp_path: Path) -> None:
     printed = run(
         *TINY, *BRIEF, f"--benchmark-storage=file://{tmp_path}", "--benchmark-group-by=param:library"

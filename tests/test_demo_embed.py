@@ -213,6 +213,7 @@ class TestCommand:
         assert "\x1b" not in out
         assert Path(f"p.{ending}").stat().st_size > 1000
 
+    @pytest.mark.slow
     def test_as_a_module_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("the dog runs\nit rains", encoding="utf-8")
         code = """

@@ -205,6 +205,7 @@ class TestCommand:
         assert status == 0
         assert "Prompt: 3 tokens" in out  # <s>, ▁a, bc
 
+    @pytest.mark.slow
     def test_as_a_module_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
         code = """
 import atexit, runpy, sys

@@ -405,6 +405,7 @@ class TestCommand:
         assert "\x1b" not in out
         assert Path(f"p.{ending}").stat().st_size > 1000
 
+    @pytest.mark.slow
     def test_as_a_module_does_not_load_torch(self, notes: Path, tmp_path: Path) -> None:
         code = """
 import atexit, runpy, sys

@@ -119,7 +119,8 @@ caching._CacheLocator.ensure_cache_path = refuse
     assert python(code + LOAD).strip() == "compiled"
 
 
-@pytest.mark.parametrize("kind", [".nbi", pytest.param(".nbc", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [".nbi", ".nbc"])
 def test_damaged_files(tmp_path, filled, kind):
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     files = list(tmp_path.rglob(f"*{kind}"))

@@ -56,6 +56,7 @@ def test_its_compiler_is_switched_off(hidden):
     assert "NUMBA_DISABLE_JIT" in reasons(hidden=hidden, NUMBA_DISABLE_JIT="1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 def test_an_unknown_threading_layer(hidden):
     reason = reasons(hidden=hidden, needs=2 if hidden else 1, NUMBA_THREADING_LAYER="pthreads")

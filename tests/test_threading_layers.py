@@ -95,5 +95,6 @@ print(numba.get_num_threads())
 """
 
 
+@pytest.mark.slow
 def test_thread_counts(pool_environment):
     assert python(THREAD_COUNTS, env=pool_environment).split() == ["2"]

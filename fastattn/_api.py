@@ -701,7 +701,7 @@ def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     >>> round(float(keep.mean()), 2)
     0.75
     """
-    sizes, dropout = check_shape(shape), check_dropout(p, seed, is_needed=True)
+    sizes, dropout = check_shape(shape), check_dropout(p, seed, name="p", is_needed=True)
     return np.ones(sizes, bool) if dropout is None else dropout.mask(sizes)
 
 

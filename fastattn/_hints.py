@@ -11,7 +11,9 @@ import numpy as np
 
 from fastattn.masks import Mask
 
-#: Argument of PyTorch's functions -> the options that it needs here, and what to say.
+_DROPOUT = "say dropout=, and seed=, as there is no global random state"
+
+#: Argument of PyTorch's functions, or of other functions here -> the options that it needs, and what to say.
 _PYTORCH = {
     "attn_mask": (
         ("mask", "bias"),
@@ -24,7 +26,9 @@ _PYTORCH = {
         "say key_lengths= where the padding stands at the end, or mask=~padding[:, None, None, :], as True "
         "means ignore there and may attend here",
     ),
-    "dropout_p": (("dropout", "seed"), "say dropout=, and seed=, as there is no global random state"),
+    "dropout_p": (("dropout", "seed"), _DROPOUT),
+    "dropout": (("dropout", "seed"), _DROPOUT),
+    "seed": (("dropout", "seed"), _DROPOUT),
     "enable_gqa": ((), "leave it out, for query may always have a multiple of the heads of key and value"),
     "need_weights": (("return_weights",), "say return_weights=True"),
     "average_attn_weights": (

@@ -902,17 +902,22 @@ def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-def check_dropout(p: float, seed: int | None, *, is_needed: bool = False) -> Dropout | None:
-    """What `dropout` and `seed` say, None where nothing is dropped. `is_needed`: the seed, even then."""
-    share = _finite(p, "dropout")
+def check_dropout(
+    p: float, seed: int | None, *, name: str = "dropout", is_needed: bool = False
+) -> Dropout | None:
+    """What `dropout`, which has this name, and `seed` say; None where nothing is dropped.
+
+    `is_needed`: the seed, even then.
+    """
+    share = _finite(p, name)
     if not 0 <= share < 1:
-        raise ValueError(f"dropout must be at least 0 and less than 1, got {p!r}")
+        raise ValueError(f"{name} must be at least 0 and less than 1, got {p!r}")
     threshold = round(65536 * share)
     if threshold == 65536:
-        raise ValueError(f"dropout must be less than 1 - 2**-17, as it is counted in 2**-16, got {p!r}")
+        raise ValueError(f"{name} must be less than 1 - 2**-17, as it is counted in 2**-16, got {p!r}")
     if seed is None:
         if threshold or is_needed:
-            raise ValueError("dropout needs a seed, seed=<int>: there is no global random state")
+            raise ValueError(f"{name} needs a seed, seed=<int>: there is no global random state")
         return None
     if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"seed must be an int, got {seed!r}")

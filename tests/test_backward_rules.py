@@ -330,6 +330,8 @@ SHAPES = {
     "grouped": {"lead": (2,), "heads": 8, "kv_heads": 2, "len_q": 33, "len_k": 129},
     "one_row": {"lead": (2,), "heads": 4, "kv_heads": 2, "len_q": 1, "len_k": 700},
     "tall": {"lead": (2,), "heads": 1, "len_q": 500, "len_k": 3},
+    # Of the rows of a query some are in one query block and some in the next.
+    "groups_of_7": {"lead": (2,), "heads": 14, "kv_heads": 2, "len_q": 60, "len_k": 150},
     "small": {"lead": (9,), "heads": 4, "len_q": 4, "len_k": 4},
 }
 
@@ -384,8 +386,8 @@ def test_number_of_threads(engine, shape, option, dtype):
 
 
 @computes_gradients
-@pytest.mark.parametrize("option", ["plain", "bias_of_all", "bias_of_keys"])
-@pytest.mark.parametrize("shape", ["one_head", "grouped"])
+@pytest.mark.parametrize("option", ["plain", "bias_of_all", "bias_of_items", "bias_of_keys"])
+@pytest.mark.parametrize("shape", ["one_head", "grouped", "groups_of_7"])
 def test_again_and_again(engine, shape, option):
     """A race shows as a run that differs."""
     arrays, options = bits_problem(shape, option, "float32")

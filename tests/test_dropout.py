@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
+from fastattn._registry import load
 from tests import cases, naive
 from tests.cases import Case
 from tests.conftest import FLOAT32_FIRST, computes_gradients
@@ -23,14 +25,6 @@ DROP = {"dropout": 0.3, "seed": 5}
 # ---------------------------------------------------------------- which weights
 
 
-def contract(shape, p, seed):
-    """The three lines of the contract."""
-    B, H, L, S = shape
-    t, n = round(65536 * p), -(-S // 16)
-    raw = np.random.Philox(key=seed).random_raw(B * H * L * n * 4)
-    return raw.astype("<u8").view("<u2").reshape(B, H, L, n * 16)[..., :S] >= t
-
-
 SEEDS = [0, 1, 2**63, 2**64 - 1, 2**64, 2**128 - 1, np.int64(7), np.uint64(2**64 - 1)]
 
 
@@ -41,12 +35,12 @@ def test_the_mask_is_that_of_the_contract(shape, seed):
         mask = fastattn.dropout_mask(shape, p, seed)
         assert mask.dtype == bool
         assert mask.flags.c_contiguous
-        np.testing.assert_array_equal(mask, contract(shape, p, int(seed)))
+        np.testing.assert_array_equal(mask, naive.kept_weights(shape, p, int(seed))[0])
 
 
 def test_a_large_mask_is_drawn_in_parts_as_the_whole_is():
     shape = (2, 3, 1500, 700)
-    np.testing.assert_array_equal(fastattn.dropout_mask(shape, 0.2, 3), contract(shape, 0.2, 3))
+    np.testing.assert_array_equal(fastattn.dropout_mask(shape, 0.2, 3), naive.kept_weights(shape, 0.2, 3)[0])
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0), (2, 0, 5), (0,), (3, 4), [5], (2, 2, 2, 3, 4)], ids=str)
@@ -132,7 +126,7 @@ def test_what_is_dropped_is_0_and_nothing_else_changes(engine, case):
     arrays = case.arrays()
     _, lse, weights = engine.everything(*arrays)
     out, lse_after, after = engine.everything(*arrays, **DROP)
-    keep = fastattn.dropout_mask(weights.shape, **{"p": DROP["dropout"], "seed": DROP["seed"]})
+    keep = fastattn.dropout_mask(weights.shape, DROP["dropout"], DROP["seed"])
     assert_same_bits(lse_after, lse)
     assert not after[~keep].any()
     share = 1 - round(65536 * DROP["dropout"]) / 65536
@@ -176,11 +170,18 @@ def test_one_head_without_an_axis_is_the_same_head_with_one(engine):
 
 
 @drops_weights
-@pytest.mark.parametrize("dtype", ["float16"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bits(engine, dtype):
     arrays = tuple(array.astype(dtype) for array in MEDIUM.arrays())
-    wanted = engine.attention(*(array.astype(np.float32) for array in arrays), **DROP)
-    assert_same_bits(engine.attention(*arrays, **DROP), wanted.astype(dtype))
+    upcast = tuple(array.astype(np.float32) for array in arrays)
+    out, lse = engine.attention(*upcast, return_lse=True, **DROP)
+    stored = engine.attention(*arrays, **DROP)
+    assert_same_bits(stored, out.astype(dtype))
+    grad_out = np.random.default_rng(0).standard_normal(out.shape).astype(dtype)
+    got = engine.backward(grad_out, *arrays, stored, lse, **DROP)
+    wanted = engine.backward(*(x.astype(np.float32) for x in (grad_out, *arrays, stored)), lse, **DROP)
+    for name in ("query", "key", "value"):
+        assert_same_bits(getattr(got, name), getattr(wanted, name).astype(dtype), name)
 
 
 @drops_weights
@@ -223,6 +224,24 @@ def test_nan_of_an_allowed_key_reaches_its_readers(engine):
     out = engine.attention(query, key, value, causal=True, **DROP)
     assert np.isnan(out[0, 20:]).all()
     assert np.isfinite(out[0, :20]).all()
+
+
+@drops_weights
+@pytest.mark.parametrize("where", ["grad_out", "value"])
+def test_nan_reaches_the_gradients_that_it_does_without_dropout(engine, where):
+    query, key, value = cases.random_arrays(8, heads=1, len_q=50, len_k=50, head_dim=8)
+    if where == "value":
+        value[:, 20] = np.nan
+    out, lse = engine.attention(query, key, value, causal=True, return_lse=True, **DROP)
+    grad_out = np.ones_like(out)
+    if where == "grad_out":
+        grad_out[:, 20] = np.nan
+    found = engine.backward(grad_out, query, key, value, out, lse, causal=True, **DROP)
+    readers = slice(20, None) if where == "value" else slice(20, 21)
+    for name, nan in {"query": readers, "key": slice(None) if where == "value" else slice(0, 21)}.items():
+        expected = np.zeros(50, bool)
+        expected[nan] = True
+        np.testing.assert_array_equal(np.isnan(getattr(found, name)[0]).any(axis=-1), expected, name)
 
 
 # ---------------------------------------------------------------- errors
@@ -274,13 +293,16 @@ def test_errors_of_masks(shape, p, seed, error):
         fastattn.dropout_mask(shape, p, seed)
 
 
-@pytest.mark.parametrize("backend", ["numba", "cuda"])
-def test_other_backends_refuse(backend):
-    from fastattn._registry import load
-
-    unusable = load(backend).unavailable_reasons()
-    with pytest.raises(fastattn.BackendError, match="it drops no weights" if not unusable else backend):
-        call("attention", backend=backend, **DROP)
+@pytest.mark.parametrize("name", ["numba", "cuda"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_other_backends_say_why_they_refuse(name, dtype, monkeypatch):
+    """With whatever else they refuse."""
+    backend = load(name)
+    monkeypatch.setattr(type(backend), "unavailable_reasons", lambda self: [])
+    query = np.ones((1, 2, 4, 8), dtype)
+    with pytest.raises(fastattn.BackendError, match="it drops no weights") as caught:
+        fastattn.attention(query, query, query, backend=name, **DROP)
+    assert ("16-bit" in str(caught.value)) == (dtype == np.float16)
 
 
 def test_a_seed_without_dropout_drops_nothing():
@@ -293,9 +315,3 @@ def test_pytorchs_argument_says_what_takes_its_place():
     query = np.ones((1, 2, 4, 8))
     with pytest.raises(ValueError, match=r"dropout=0.1, seed="):
         fastattn.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
-
-
-def test_the_definition_of_the_tests_is_the_contract():
-    keep, share = naive.kept_weights((2, 3, 5, 40), 0.25, 9)
-    np.testing.assert_array_equal(keep, contract((2, 3, 5, 40), 0.25, 9))
-    assert share == 0.75

@@ -23,12 +23,13 @@ class CudaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
-        if problem.dropout is not None:
-            return ["it drops no weights"]
+        reasons = [] if problem.dropout is None else ["it drops no weights"]
         stored = problem.stored()
         if not stored and problem.out.dtype != problem.dtype:
             stored = [f"the result is {problem.out.dtype.name}"]
-        return [f"it reads and writes no 16-bit numbers, and {', '.join(stored)}"] if stored else []
+        if stored:
+            reasons.append(f"it reads and writes no 16-bit numbers, and {', '.join(stored)}")
+        return reasons
 
     def thread_limit(self, num_threads: int) -> int:
         return num_threads

@@ -22,10 +22,11 @@ class NumbaBackend(Backend):
         return _missing()
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
-        if problem.dropout is not None:
-            return ["it drops no weights"]
+        reasons = [] if problem.dropout is None else ["it drops no weights"]
         stored = problem.stored()
-        return [f"it reads no 16-bit numbers, and {', '.join(stored)}"] if stored else []
+        if stored:
+            reasons.append(f"it reads no 16-bit numbers, and {', '.join(stored)}")
+        return reasons
 
     def thread_limit(self, num_threads: int) -> int:
         return int(import_module("fastattn.backends.numba.threads").thread_limit(num_threads))

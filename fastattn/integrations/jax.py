@@ -30,9 +30,10 @@ def attention(
 ) -> jax.Array:
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
-    Shapes and options are those of `fastattn.attention`; `causal`, `window`, `scale`, `softcap` and a mask
-    object are static under ``jit``. Integers count as JAX's default float. Its errors are raised inside the
-    callback, so JAX wraps them. A second derivative is a NotImplementedError.
+    Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend;
+    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``. Integers count as JAX's
+    default float. Its errors are raised inside the callback, so JAX wraps them. A second derivative is a
+    NotImplementedError.
 
     Examples
     --------

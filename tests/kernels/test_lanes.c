@@ -463,8 +463,6 @@ static void test_rounding(void) {
     }
 }
 
-/* ------------------------------------------------------------------ finish */
-
 /* ------------------------------------------------------------------ drop */
 
 static void test_drop(void) {
@@ -490,6 +488,8 @@ static void test_drop(void) {
             release();
         }
 }
+
+/* ------------------------------------------------------------------ finish */
 
 static void test_finish(void) {
     for (int v = 1; v <= kernels->max_vectors; v++)

@@ -40,7 +40,8 @@ class Room:
 
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
-    """What a driver reads, and zeros or, where it sets them to 0 itself, nothing yet."""
+    """The inputs of a driver, and room for its outputs: bias, seen and bias_turns are 0; query, key and value
+    are not set, as the driver does that."""
     problem = backward.problem
     sizes, dtype = problem.sizes, problem.dtype
     heads = (*problem.lead, sizes.num_kv_heads)

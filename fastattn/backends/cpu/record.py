@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 from typing import TYPE_CHECKING, Any
 
 from fastattn._schedule import WORD, Schedule, Target
@@ -171,9 +170,8 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     if problem.dropout is not None:
         fields["kept_share"] = problem.dropout.kept_share
         fields["drop_threshold"] = problem.dropout.threshold
-        seed = problem.dropout.seed.to_bytes(16, sys.byteorder)
-        words = struct.unpack("=2q", seed)
-        fields["drop_key_low"], fields["drop_key_high"] = words if sys.byteorder == "little" else words[::-1]
+        seed = problem.dropout.seed.to_bytes(16, "little")
+        fields["drop_key_low"], fields["drop_key_high"] = struct.unpack("<2q", seed)
 
 
 def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:
@@ -248,14 +246,14 @@ def _lay_out(
     if fields["weights_storage"]:
         staged = max(staged, block_k)
     staged *= line
-    words = block_k // WORD * ld * 4
     if fields["value_storage"] and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
+    mask_words = block_k // WORD * ld * 4
     nbytes: Any = (
-        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, words,
+        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, mask_words,
         pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
         pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged,
-        pointers if staged else 0, *((words, pointers) if fields["drop_threshold"] else (0, 0)),
+        pointers if staged else 0, *((mask_words, pointers) if fields["drop_threshold"] else (0, 0)),
     )  # fmt: skip
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()

@@ -13,6 +13,7 @@ cdef extern from "turns.h" nogil:
     void fastattn_pass_turn(int64_t *, int64_t)
 
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
+cdef double TINIEST = 2.0 ** -149      # that float32 has
 
 cdef enum BiasGradient:
     # The kinds of `fastattn.backends.cpu.backward`.
@@ -26,12 +27,15 @@ cdef struct Gradients:
     # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
     # of a key/value head, row = i * group + g, and have a whole number of vectors.
     const char *base         # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
-    char *delta              # (heads, padded_rows): rowsum(grad_out * out) - grad_lse
+    char *delta              # (heads, padded_rows): grad_scale * (rowsum(grad_out * out) - grad_lse); before, grad_lse
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
-    char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out
-    char *query              # (heads, rows, query_ld), set to 0 by the first tile that adds to it
-    char *key                # (heads, len_k, query_ld), set to 0 by its task
-    char *value              # (heads, len_k, value_ld), likewise
+    char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
+                             # keys may be masked
+    # The gradients, which hold anything before. A query block is set to 0 by the first tile that adds to it, or where
+    # there is none when it is prepared; keys and values by their task.
+    char *query              # (heads, rows, query_ld)
+    char *key                # (heads, len_k, query_ld)
+    char *value              # (heads, len_k, value_ld)
     char *bias               # BIAS_OF_SCORES: of the compute type; else double, (batch, H, len_k or len_q)
     int64_t *turns           # (heads, n_blocks)
     int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
@@ -50,7 +54,7 @@ cdef struct Tiles:
     # One thread's tiles, beside its Scratch.
     char *keys           # rows of the task, each padded with zeros to whole vectors
     char *values
-    char *grad           # grad_out of the query block as columns, as `pack` leaves them
+    char *grad           # grad_scale * grad_out of the query block as columns, as `pack` leaves them
     char *query_rows     # rows of query and grad_out, padded
     char *grad_rows
     char *change         # the products of grad_out and values, then the gradients of the scores
@@ -133,7 +137,7 @@ cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, 
 
 
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The delta of each row of a query block, which holds its grad_lse so far, and whether the block is finite."""
+    """The delta of each row of a query block, and whether the block is finite; zeros, where no tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
     cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
@@ -346,7 +350,9 @@ cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Bl
         set_real(w.inverse + lane * size, g.scale, size)
         rest = g.scale - get_real(w.inverse + lane * size, size)
         # Not 0, which times inf would be NaN, and too small to change a result.
-        set_real(w.inverse + (block.ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
+        if rest == 0:
+            rest = copysign(max(fabs(g.scale) * TINY_SHARE, TINIEST), g.scale)
+        set_real(w.inverse + (block.ld + lane) * size, rest, size)
     kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, rows, g.query_ld, job.head_dim, w.inverse, block.ld)
 
 
@@ -394,6 +400,17 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     fastattn_pass_turn(turn, tile.turn + 1)
 
 
+cdef void pass_bias_turns(const Job *job, const Gradients *g, const Tile *tile, int64_t *turns) noexcept nogil:
+    """Passes the turns of the query blocks that are done: where a query's heads are in two blocks and share a row of the
+    bias, the first is done with the second."""
+    cdef Py_ssize_t index, last, n_rows = job.len_q * job.group_size, size = block_rows(job)
+    for index in range(max(0, tile.index - (job.group_size + size - 1) // size), tile.index + 1):
+        last = min((index + 1) * size, n_rows) - 1
+        last += job.group_size - 1 - last % job.group_size   # the last row of the same query
+        if last // size == tile.index:
+            fastattn_pass_turn(turns + index, tile.head + 1)
+
+
 cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint loaded,
                    bint nonfinite_keys) noexcept nogil:
     """One query block and one key tile; whether the query block is loaded afterwards, as `loaded` says it is before."""
@@ -417,7 +434,7 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if tile.state != TILE_EMPTY and g.bias_kind != BIAS_NONE:
         add_to_bias(job, g, w, t, block, tile)
     if g.bias_turns != NULL:
-        fastattn_pass_turn(bias_turn, tile.head + 1)
+        pass_bias_turns(job, g, tile, g.bias_turns + number * job.n_blocks)
     if tile.n_keys > 0:
         if tile.state != TILE_EMPTY and job.softcap > 0:
             kernels_of(job).uncap(t.change, t.capped, block.ld, tile.n_keys, job.softcap)

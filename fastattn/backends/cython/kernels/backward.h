@@ -28,11 +28,12 @@ static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
     return last != 0;
 }
 
-/* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight:
- * the rest of the difference is exact, or too small to count, and multiplies the weight by its power of 2. */
+/* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
+ * So the weight is also multiplied by the power of 2 of what that leaves, to first order: it is some units of an lse,
+ * whose square is far below a unit of the weight unless the lse is beyond 2^10, and with it no weight is exact. */
 INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,
                                        const REAL *high, const REAL *low, const REAL *delta, ptrdiff_t ld,
-                                       ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL larger) {
+                                       ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL kept_factor) {
     const VEC masked = NAME(splat)(-(REAL)INFINITY);
     const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
@@ -51,13 +52,15 @@ INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *
         }                                                                                                      \
         NAME(exp2)(n, scaled, factor, x);                                                                      \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
-            const VEC weight = (VEC)((IVEC)(x[i] + x[i] * (rounded[i] * slope)) & allowed[i]);                 \
-            VEC kept = weight, of_kept = NAME(load)(change + i * ld);                                            \
+            /* 0 stays 0 where the lse, or the difference, is inf and its rest NaN. */                         \
+            const VEC exact = NAME(select)((IVEC)(x[i] == 0), x[i], x[i] + x[i] * (rounded[i] * slope));       \
+            const VEC weight = (VEC)((IVEC)exact & allowed[i]);                                                \
+            VEC kept = weight, of_kept = NAME(load)(change + i * ld);                                          \
             if (drops) {                                                                                       \
-                kept = NAME(select_by_bit)(word >> i, kept * larger, (VEC){});                                 \
-                of_kept = NAME(select_by_bit)(word >> i, of_kept * larger, (VEC){});                           \
+                kept = NAME(select_by_bit)(word >> i, kept * kept_factor, (VEC){});                                 \
+                of_kept = NAME(select_by_bit)(word >> i, of_kept * kept_factor, (VEC){});                           \
             }                                                                                                  \
-            NAME(store)(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));                 \
+            NAME(store)(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));               \
             NAME(store)(s + i * ld, kept);                                                                     \
         }                                                                                                      \
     } while (0)
@@ -70,9 +73,9 @@ INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *
 
 static void NAME(differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
                                 ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share) {
-    const REAL factor = (REAL)exponent_factor, larger = (REAL)(1 / kept_share);
+    const REAL factor = (REAL)exponent_factor, kept_factor = (REAL)(1 / kept_share);
 #define DIFFERENTIATE(scaled, drops)                                                                           \
-    NAME(differentiate_scaled)(scaled, drops, s, change, high, low, delta, ld, n_keys, factor, words, larger)
+    NAME(differentiate_scaled)(scaled, drops, s, change, high, low, delta, ld, n_keys, factor, words, kept_factor)
     if (words)
         DIFFERENTIATE(1, 1);
     else if (factor == 1)

@@ -29,8 +29,8 @@ static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
 }
 
 /* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
- * So the weight is also multiplied by the power of 2 of what that leaves, to first order: it is some units of an lse,
- * whose square is far below a unit of the weight unless the lse is beyond 2^10, and with it no weight is exact. */
+ * So the weight is also multiplied by the power of 2 of what that leaves, to first order: of a unit of an lse below 2^10
+ * the second is nothing. What is left is known where the lse is larger than the score; other weights are small. */
 INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,
                                        const REAL *high, const REAL *low, const REAL *delta, ptrdiff_t ld,
                                        ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL kept_factor) {

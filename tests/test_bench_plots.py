@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from fastattn.bench.plots import DIGEST_KEY, Picture, digest, draw_all, pictures
 from tests.bench_results import COSTS, POSSIBLE, make_document
 from tests.process import python
 
-NAMES = ["ratios", "storages", "roofline", "time", "memory", "sizes"]
+NAMES = ["ratios", "storages", "gradients", "roofline", "time", "memory", "sizes"]
 
 #: Names of the cases that are no points of a curve.
 CATALOGUE = [case.name for case in POSSIBLE if not case.group.startswith("scaling-")]
 
 #: Enough for every picture, and drawn sooner.
-SOME = [case for case in POSSIBLE if case.name not in CATALOGUE[6:] or case.name == "decode-8k-int8"]
+ONE_OF_EACH = {*CATALOGUE[:6], "decode-8k-int8", "backward-2048-64"}
+SOME = [case for case in POSSIBLE if case.name not in CATALOGUE or case.name in ONE_OF_EACH]
 
 LENGTHS = [case for case in POSSIBLE if case.group == "scaling-length"]
 
@@ -133,7 +134,7 @@ def test_no_words_overlap_or_leave_the_page(
 
 def test_ratios_name_every_case_of_the_catalogue_once(everything: dict[str, Picture]) -> None:
     cases, labels = make_document()["cases"], {}
-    for picture in (everything["ratios"], everything["storages"]):
+    for picture in (everything[name] for name in ("ratios", "storages", "gradients")):
         rows = [label.get_text() for axes in picture.figure.axes for label in axes.get_yticklabels()]
         peers = [
             [ratio["median"] for name, ratio in cases[row]["summary"]["ratios"].items() if name not in OURS]
@@ -142,8 +143,9 @@ def test_ratios_name_every_case_of_the_catalogue_once(everything: dict[str, Pict
         faster = sum(min(ratios) > 1 for ratios in peers)
         assert f"faster than the fastest peer in {faster} of {len(rows)} cases" in picture.title
         labels[picture.name] = rows
-    assert sorted(labels["ratios"] + labels["storages"]) == sorted(CATALOGUE)
+    assert sorted(chain.from_iterable(labels.values())) == sorted(CATALOGUE)
     assert {cases[row]["case"]["group"] for row in labels["storages"]} == {"decode-storage"}
+    assert {cases[row]["case"]["group"] for row in labels["gradients"]} == {"backward"}
 
 
 def test_ratios_beyond_the_axis_stand_at_its_edge() -> None:
@@ -239,14 +241,16 @@ def without_results(document: dict[str, Any]) -> None:
     ("change", "left"),
     [
         pytest.param(lambda document: None, NAMES, marks=pytest.mark.slow),
-        (without("limits"), [*NAMES[:2], *NAMES[3:]]),
+        (without("limits"), [name for name in NAMES if name != "roofline"]),
         pytest.param(
             lambda document: document.update(limits={"fma": {}, "read_bandwidth": {}}),
-            [*NAMES[:2], *NAMES[3:]],
+            [name for name in NAMES if name != "roofline"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            lambda document: document.update(threads=7), [*NAMES[:2], *NAMES[3:]], marks=pytest.mark.slow
+            lambda document: document.update(threads=7),
+            [name for name in NAMES if name != "roofline"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             without("memory", "memory_cases"),
@@ -255,7 +259,7 @@ def without_results(document: dict[str, Any]) -> None:
         ),
         pytest.param(without_results, [name for name in NAMES if name != "memory"], marks=pytest.mark.slow),
         pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
-        (as_written_before, [*NAMES[:2], "time", "sizes"]),
+        (as_written_before, [*NAMES[:3], "time", "sizes"]),
         (lambda document: document["cases"].clear(), ["memory"]),
     ],
 )
@@ -278,7 +282,7 @@ def test_one_case_is_enough(case: str) -> None:
 )
 def test_libraries_may_be_absent(libraries: list[str]) -> None:
     document = make_document(SOME, libraries)
-    wanted = NAMES[2:] if "fastattn" in libraries else []
+    wanted = NAMES[3:] if "fastattn" in libraries else []
     assert list(drawn(document)) == wanted
 
 

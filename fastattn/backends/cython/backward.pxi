@@ -13,7 +13,6 @@ cdef extern from "turns.h" nogil:
     void fastattn_pass_turn(int64_t *, int64_t)
 
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
-cdef double TINIEST = 2.0 ** -149      # that float32 has
 
 cdef enum BiasGradient:
     # The kinds of `fastattn.backends.cpu.backward`.
@@ -350,9 +349,7 @@ cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Bl
         set_real(w.inverse + lane * size, g.scale, size)
         rest = g.scale - get_real(w.inverse + lane * size, size)
         # Not 0, which times inf would be NaN, and too small to change a result.
-        if rest == 0:
-            rest = copysign(max(fabs(g.scale) * TINY_SHARE, TINIEST), g.scale)
-        set_real(w.inverse + (block.ld + lane) * size, rest, size)
+        set_real(w.inverse + (block.ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
     kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, rows, g.query_ld, job.head_dim, w.inverse, block.ld)
 
 

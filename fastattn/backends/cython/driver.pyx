@@ -18,7 +18,7 @@ This file is the interface to Python: it selects the instruction set, and fills 
 """
 
 from cython.parallel cimport parallel, threadid
-from libc.math cimport INFINITY, NAN, copysign, fabs, isfinite
+from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset

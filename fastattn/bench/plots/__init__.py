@@ -19,6 +19,7 @@ __all__ = ["DIGEST_KEY", "Picture", "digest", "draw_all", "pictures"]
 _DRAWN = (
     ratios.draw,
     ratios.draw_storages,
+    ratios.draw_gradients,
     roofline.draw,
     scaling.draw_time,
     scaling.draw_memory,

@@ -1,4 +1,5 @@
-"""How many times as long as fastattn each peer takes: `draw` of most cases, `draw_storages` of decoding."""
+"""How many times as long as fastattn each peer takes: `draw` of most cases; the others have pictures of their
+own."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ SPREAD = 0.5
 #: More rows than this make two columns.
 ONE_COLUMN = 24
 
-#: The group of a picture of its own: one row a storage of keys and values.
-STORAGES = "decode-storage"
+#: The groups of pictures of their own: one row a storage of keys and values, and gradients.
+STORAGES, GRADIENTS = "decode-storage", "backward"
 
 
 def draw(document: Mapping[str, Any]) -> Picture | None:
     """Dots with the 95 % intervals of the median; None where no peer was timed."""
-    cases = [it for it in _compared(document) if it.case["group"] != STORAGES]
+    cases = [it for it in _compared(document) if it.case["group"] not in (STORAGES, GRADIENTS)]
     return _drawn(document, "ratios", cases, "")
 
 
@@ -58,6 +59,12 @@ def draw_storages(document: Mapping[str, Any]) -> Picture | None:
     """The same of the cases that decode with keys and values in each storage."""
     cases = [it for it in _compared(document) if it.case["group"] == STORAGES]
     return _drawn(document, "storages", cases, " of decoding")
+
+
+def draw_gradients(document: Mapping[str, Any]) -> Picture | None:
+    """The same of gradients."""
+    cases = [it for it in _compared(document) if it.case["group"] == GRADIENTS]
+    return _drawn(document, "gradients", cases, " of gradients")
 
 
 def _compared(document: Mapping[str, Any]) -> list[Measured]:

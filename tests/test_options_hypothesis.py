@@ -91,7 +91,7 @@ def problems(draw, any_size=None):
 
 
 @reference_is_slow
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(problem=problems(), num_threads=st.sampled_from([1, 2, 3]), layout=st.sampled_from(["bhsd", "bshd"]))
 def test_all_options_together(engine, problem, num_threads, layout):
     arrays, ours, theirs = problem

@@ -5,7 +5,7 @@ The flow of a call; one whose signature is known goes from line 3 to line 9:
 1. ``_api.attention`` takes the caller's arguments;
 2. ``_prepared.signature_of`` makes one key of all that decides how they are worked on;
 3. ``_prepared.reuse`` runs the prepared call of that key, if there is one;
-4. ``_normalize.normalize`` turns array_likes into a `Problem`, and alone raises on them;
+4. ``_normalize.normalize`` turns array_likes into a `Problem`; it and ``_arguments`` alone raise on them;
 5. ``masks.lower`` turns masks into a band, key intervals per row, or a mask map;
 6. ``_registry.select`` takes the first backend that has no reason against the problem;
 7. ``_schedule.make_schedule`` decides path, blocks, splits, copies, prefetch, domain and threads;
@@ -25,7 +25,8 @@ The modules, each of which imports only what stands above it:
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_dropout``         which weights dropout keeps
 ``_gradients``       `Backward`: the same of a call for gradients
-``_normalize``       the caller's arguments to a `Problem`; the one place that raises on them
+``_arguments``       what each argument may be, and the error that says what it is instead
+``_normalize``       the caller's arguments to a `Problem`; the two alone raise on them
 ``_host``            cores, CPU, caches and environment variables
 ``_threads``         how many threads a call may have, whoever asks for how many; forks
 ``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once

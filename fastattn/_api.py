@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn import _prepared as prepared
+from fastattn._arguments import as_pieces, check_dropout, check_shape, clean_signature, refuse_arguments
 from fastattn._device import DeviceArray
 from fastattn._host import check_num_threads, default_backend
-from fastattn._normalize import (
-    Request,
-    as_pieces,
-    check_dropout,
-    check_shape,
-    clean_signature,
-    normalize,
-    normalize_sdpa,
-    normalize_varlen,
-    refuse_arguments,
-)
+from fastattn._normalize import Request, normalize, normalize_sdpa, normalize_varlen
 from fastattn._prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, reuse, signature_of
 from fastattn._registry import select, usable
 from fastattn.masks import Mask
@@ -203,9 +194,9 @@ def attention(
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
         read-only or overlaps itself, a dropout outside ``[0, 1)`` or without a seed, an unknown layout or
-        backend; arrays in different places; on a GPU an
-        `out` that shares memory with what is read. Where the shapes would fit in the other `layout`, or look
-        as if all heads were in the last axis, the message says so.
+        backend; arrays in different places; on a GPU an `out` that shares memory with what is read. Where
+        the shapes would fit in the other `layout`, or look as if all heads were in the last axis, the
+        message says so.
     BackendError
         No backend, or not the one named, can take the problem.
 

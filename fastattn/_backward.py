@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _host
+from fastattn._arguments import clean_signature, refuse_arguments
 from fastattn._gradients import Gradients, sum_to
-from fastattn._normalize import clean_signature, normalize_backward, refuse_arguments
+from fastattn._normalize import normalize_backward
 from fastattn._problem import FLOAT64
 from fastattn._registry import select
 from fastattn.masks import Mask

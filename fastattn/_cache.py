@@ -8,6 +8,7 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._api import attend_rows
+from fastattn._arguments import as_array, check_number_dtype, check_window
 from fastattn._cache_pages import (
     IS_COMPILED,
     KEY_SCALES,
@@ -24,7 +25,6 @@ from fastattn._cache_pages import (
 from fastattn._cache_state import Settings, State, count, rounded_length
 from fastattn._device import host_array
 from fastattn._host import default_backend
-from fastattn._normalize import as_array, check_number_dtype, check_window
 from fastattn._prepared import ATTENTION, describe, known
 from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS, call_arrays
 from fastattn._registry import load as load_backend

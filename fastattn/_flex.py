@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._api import solve
+from fastattn._arguments import check_places, clean_signature, overlap, refuse_arguments
 from fastattn._device import as_device_array, host_array
 from fastattn._host import check_num_threads, default_backend, get_num_threads
 from fastattn._mask_map import MaskMap, Node, Size
-from fastattn._normalize import check_places, clean_signature, normalize, overlap, refuse_arguments
+from fastattn._normalize import normalize
 from fastattn._prepared import FLEX, counts, reuse, signature_of
 from fastattn._problem import Mod
 from fastattn._registry import BackendError

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import _host
+from fastattn._arguments import as_array, check_number_dtype, check_out, overlap
 from fastattn._device import host_array
-from fastattn._normalize import as_array, check_number_dtype, check_out, overlap
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._registry import load

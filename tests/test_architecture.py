@@ -39,6 +39,7 @@ LAYERS = [
     {"_options", "_hints", "_dropout"},
     {"_problem"},
     {"_gradients"},
+    {"_arguments"},
     {"_normalize"},
     {"_host"},
     {"_threads"},
@@ -323,7 +324,8 @@ def test_backends_name_no_mask():
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
 #: of `rope`, which is no attention, and those and the files of `KVCache`.
 EDGE = {
-    "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py", "_storage.py", "masks.py",
+    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py",
+    "_storage.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

@@ -43,6 +43,7 @@ from tests.demo_embed_models import (
     write_json,
     write_model,
 )
+from tests.demos import call_demo, complaint
 
 
 @pytest.fixture
@@ -62,12 +63,9 @@ def run_and_draw(
     probe(monkeypatch, [100.0])
 
     def call(*arguments: str, model_folder: Path | None = tiny) -> tuple[int, str, str]:
-        try:
-            status = main([*arguments, *(["--model", str(model_folder)] if model_folder else [])])
-        except SystemExit as stop:  # argparse
-            status = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return call_demo(
+            main, [*arguments, *(["--model", str(model_folder)] if model_folder else [])], capsys
+        )
 
     return call
 
@@ -92,17 +90,6 @@ def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
     monkeypatch.setattr(probes, "integer_peak", integer_peak)
     monkeypatch.setattr(_quiet, "SETTLE_SECONDS", 0.0)
     return threads
-
-
-def complaint(result: tuple[int, str, str]) -> str:
-    """What the demo said about a mistake: status 2, a short message, nothing else."""
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("fastattn demo: ")
-    assert 1 <= err.count("\n") <= 4
-    assert "Traceback" not in err
-    return err
 
 
 class TestCommand:

@@ -46,6 +46,7 @@ from tests.demo_generate_models import (
     sentence_piece_vocabulary,
     write_gguf,
 )
+from tests.demos import call_demo, complaint
 
 
 @pytest.fixture
@@ -65,12 +66,7 @@ def run_and_draw(
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(*arguments: str, model_file: Path | None = tiny) -> tuple[int, str, str]:
-        try:
-            status = main([*arguments, *(["--model", str(model_file)] if model_file else [])])
-        except SystemExit as stop:  # argparse
-            status = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return call_demo(main, [*arguments, *(["--model", str(model_file)] if model_file else [])], capsys)
 
     return call
 
@@ -80,17 +76,6 @@ def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
     """The same without the picture, which takes longer than all the rest."""
     monkeypatch.setattr("fastattn.demo.generate.picture.draw", lambda *given: None)
     return run_and_draw
-
-
-def complaint(result: tuple[int, str, str]) -> str:
-    """What the demo said about a mistake: status 2, a short message, nothing else."""
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("fastattn demo: ")
-    assert 1 <= err.count("\n") <= 4
-    assert "Traceback" not in err
-    return err
 
 
 def answer(out: str) -> str:

@@ -28,6 +28,7 @@ from fastattn.demo.train.model import Model, Sizes, Tensors, gelu
 from fastattn.demo.train.optimizer import AdamW, Settings
 from fastattn.demo.train.text import HELD_OUT, MAX_VOCABULARY, OTHER, built_in_text, count, load_text
 from fastattn.demo.train.training import TEMPERATURE, TOP_P, Trainer, write
+from tests.demos import call_demo, complaint
 
 ATTENTIONS = (FastAttention, PlainAttention)
 TINY = Sizes(vocabulary=7, context=6, num_layers=2, num_heads=2, head_dim=4)
@@ -326,12 +327,7 @@ def run_and_draw(
 
     def call(*arguments: str, file: Path | None = notes) -> tuple[int, str, str]:
         given = ["train", *([str(file)] if file else []), "--context", "16", "--steps", "4", *arguments]
-        try:
-            status = main(given)
-        except SystemExit as stop:  # argparse
-            status = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return call_demo(main, given, capsys)
 
     return call
 
@@ -341,17 +337,6 @@ def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
     """The same without the picture, which takes longer than all the rest."""
     monkeypatch.setattr("fastattn.demo.train.picture.draw", lambda *given: None)
     return run_and_draw
-
-
-def complaint(result: tuple[int, str, str]) -> str:
-    """What the demo said about a mistake: status 2, a short message, nothing else."""
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("fastattn demo: ")
-    assert 1 <= err.count("\n") <= 4
-    assert "Traceback" not in err
-    return err
 
 
 class TestCommand:

@@ -1,0 +1,30 @@
+"""What the tests of the demos share: a call of a command, and what it says about a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+
+def call_demo(
+    main: Callable[[Sequence[str]], int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """The exit status of a command, stdout and stderr."""
+    try:
+        status = main(arguments)
+    except SystemExit as stop:  # argparse
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def complaint(result: tuple[int, str, str]) -> str:
+    """What the demo said about a mistake: status 2, a short message, nothing else."""
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert err.startswith("fastattn demo: ")
+    assert 1 <= err.count("\n") <= 4
+    assert "Traceback" not in err
+    return err

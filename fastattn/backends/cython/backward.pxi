@@ -30,8 +30,8 @@ cdef struct Gradients:
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
                              # keys may be masked
-    # The gradients, which hold anything before. A query block is set to 0 by the first tile that adds to it, or where
-    # there is none when it is prepared; keys and values by their task.
+    # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
+    # does are set to 0: queries when their block is prepared, keys and values by their task.
     char *query              # (heads, rows, query_ld)
     char *key                # (heads, len_k, query_ld)
     char *value              # (heads, len_k, value_ld)
@@ -70,7 +70,9 @@ cdef struct Tile:
     Py_ssize_t head, index, first_row, key0, n_keys, turn
     Py_ssize_t task_key0   # the first key of the task, whose keys and values are in Tiles
     TileState state
-    bint is_last   # no later key tile adds to the gradients of the queries
+    bint is_last        # no later key tile adds to the gradients of the queries
+    bint sets_queries   # no earlier one has
+    bint sets_keys      # no earlier query block has added to the gradients of these keys and values
 
 
 cdef inline bint masks_any(const Job *job) noexcept nogil:
@@ -194,8 +196,11 @@ cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t l
 
 cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, const char *rows, Py_ssize_t ld,
                                     const char *factors, Py_ssize_t factor_row, Py_ssize_t factor_col, Py_ssize_t n_sums,
-                                    Py_ssize_t n_rows) noexcept nogil:
-    """acc[i][c] += the sum over n_rows rows r of factors[r * factor_row + i * factor_col] * rows[r][c], i < n_sums."""
+                                    Py_ssize_t n_rows, bint sets) noexcept nogil:
+    """acc[i][c] += the sum over n_rows rows r of factors[r * factor_row + i * factor_col] * rows[r][c], i < n_sums.
+
+    sets: = instead of +=.
+    """
     cdef fastattn_values values
     cdef int n, left = <int>(ld // job.lanes)
     cdef Py_ssize_t at = 0, size = job.itemsize, v
@@ -208,7 +213,8 @@ cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, c
     while left > 0:
         # Register tiles of two vectors each, rather than of three and one.
         n = 2 if left == 4 or left == 2 else min(left, 3)
-        kernels_of(job).accumulate(acc + at, rows + at, t.ones, ld, n, &values, t.stops, KEY_CHUNK, n_sums, NULL, 0, 0)
+        kernels_of(job).accumulate(acc + at, rows + at, NULL if sets else t.ones, ld, n, &values, t.stops, KEY_CHUNK,
+                                   n_sums, NULL, 0, 0)
         at += n * job.lanes * size
         left -= n
 
@@ -367,25 +373,27 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if g.wants_value:
             if nonfinite:
                 clean_rows(job, t.grad_rows, t.raw_rows, t.grad_rows, block.n_rows, g.value_ld)
-            accumulate_rows_of(job, t, to_value, t.grad_rows, g.value_ld, w.scores, 1, ld, tile.n_keys, block.n_rows)
+            accumulate_rows_of(job, t, to_value, t.grad_rows, g.value_ld, w.scores, 1, ld, tile.n_keys, block.n_rows,
+                               tile.sets_keys)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.value_ld, False, w.scores, to_value, g.value_ld)
         if g.wants_key:
             if nonfinite:
                 clean_rows(job, t.query_rows, t.raw_rows, t.query_rows, block.n_rows, g.query_ld)
-            accumulate_rows_of(job, t, to_key, t.query_rows, g.query_ld, t.change, 1, ld, tile.n_keys, block.n_rows)
+            accumulate_rows_of(job, t, to_key, t.query_rows, g.query_ld, t.change, 1, ld, tile.n_keys, block.n_rows,
+                               tile.sets_keys)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
     if not g.wants_query and g.bias_kind != BIAS_OF_ROWS:
         return
     fastattn_wait_for_turn(turn, tile.turn)
-    if g.wants_query and tile.turn == 0:
+    if g.wants_query and tile.state == TILE_EMPTY and tile.sets_queries:
         memset(to_query, 0, block.n_rows * g.query_ld * size)
     if tile.state != TILE_EMPTY and g.wants_query:
         if nonfinite:
             clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
         accumulate_rows_of(job, t, to_query, t.clean_keys if nonfinite else keys, g.query_ld, t.change, ld, 1, block.n_rows,
-                           tile.n_keys)
+                           tile.n_keys, tile.sets_queries)
         if nonfinite:
             add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
     if tile.state != TILE_EMPTY and g.bias_kind == BIAS_OF_ROWS:
@@ -440,19 +448,25 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     return (loaded or tile.state != TILE_EMPTY) and not nonfinite
 
 
+cdef void clear_keys(const Job *job, const Gradients *g, Py_ssize_t head, Py_ssize_t key, Py_ssize_t n_keys) noexcept nogil:
+    """Sets the gradients of some keys and values to 0."""
+    cdef Py_ssize_t row = head * job.len_k + key
+    if g.wants_key:
+        memset(g.key + row * g.query_ld * job.itemsize, 0, n_keys * g.query_ld * job.itemsize)
+    if g.wants_value:
+        memset(g.value + row * g.value_ld * job.itemsize, 0, n_keys * g.value_ld * job.itemsize)
+
+
 cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
     """The key tiles of a task, beside each other for one query block after another."""
-    cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, key, number
+    cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, key, number, n_tile_keys
     cdef Py_ssize_t n_keys = min(g.task_tiles * job.block_k, job.len_k - key0)
     cdef bint loaded, has_keys = False, nonfinite_keys = False
+    cdef uint64_t are_set = 0   # a bit per key tile: its gradients hold what they should
     cdef Block block
     cdef Tile tile
     tile.head = task % g.heads
     tile.task_key0 = key0
-    if g.wants_key:
-        memset(g.key + (tile.head * job.len_k + key0) * g.query_ld * job.itemsize, 0, n_keys * g.query_ld * job.itemsize)
-    if g.wants_value:
-        memset(g.value + (tile.head * job.len_k + key0) * g.value_ld * job.itemsize, 0, n_keys * g.value_ld * job.itemsize)
     for tile.index in range(job.n_blocks):
         tile.first_row = tile.index * block_rows(job)
         find_query_block(job, g, w, &block, tile.head, tile.index)
@@ -468,10 +482,23 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             tile.n_keys = max(0, min(block.high, key + job.block_k, key0 + n_keys) - tile.key0)
             tile.turn = key // job.block_k - block.low // job.block_k
             tile.is_last = block.high <= key + job.block_k
+            tile.sets_queries = tile.turn == 0
+            tile.sets_keys = not are_set >> number & 1
+            n_tile_keys = min(job.block_k, key0 + n_keys - key)
             if tile.n_keys == 0:
                 tile.key0 = key
+            elif tile.sets_keys and tile.n_keys < n_tile_keys:
+                clear_keys(job, g, tile.head, key, n_tile_keys)
+                tile.sets_keys = False
+                are_set |= <uint64_t>1 << number
             if key < key0 + n_keys and (tile.n_keys > 0 or g.bias_turns != NULL):
                 loaded = run_tile(job, g, w, t, &block, &tile, loaded, nonfinite_keys)
+                if tile.state != TILE_EMPTY:
+                    are_set |= <uint64_t>1 << number
+    for number in range(g.task_tiles):
+        key = key0 + number * job.block_k
+        if key < key0 + n_keys and not are_set >> number & 1:
+            clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
 
 
 cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares) noexcept nogil:

@@ -13,18 +13,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(
-    code: str, *, env: dict[str, str] | None = None, timeout: float = 120, cwd: Path | None = None
+    code: str, *, env: dict[str, str | None] | None = None, timeout: float = 120, cwd: Path | None = None
 ) -> str:
     """Run `code`, assert that it ends with status 0, and return what it printed.
 
     The child imports the same package, and has none of the package's own environment variables but those in
-    `env`.
+    `env`, where None stands for none of that name. OpenBLAS has one thread unless `env` says otherwise: more
+    would spin on the cores of the other workers.
     """
     variables = {name: text for name, text in os.environ.items() if not name.startswith("FASTATTN_")}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    variables.update(env or {})
+    variables |= {"OPENBLAS_NUM_THREADS": "1"} | (env or {})
+    given = {name: text for name, text in variables.items() if text is not None}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, timeout=timeout, cwd=cwd, capture_output=True, text=True
+        [sys.executable, "-c", code], env=given, timeout=timeout, cwd=cwd, capture_output=True, text=True
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

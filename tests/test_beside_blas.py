@@ -68,6 +68,11 @@ def in_child(run):
 """
 
 
+def model_in_python(code: str, env: dict[str, str | None] | None = None) -> str:
+    """`python`, in which OpenBLAS has all of its threads."""
+    return python(code, env={"OPENBLAS_NUM_THREADS": None} | (env or {}))
+
+
 #: How long threads work side by side: a race shows in a third of a second, and a rare one in a second.
 briefly_and_long = pytest.mark.parametrize("seconds", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
 
@@ -149,7 +154,7 @@ assert all(affinity == allowed for affinity in after.values()), after
 print(len(after) > 1)
 """
         )
-        assert python(code, env={"FASTATTN_BACKEND": backend}).strip() == "True"
+        assert model_in_python(code, env={"FASTATTN_BACKEND": backend}).strip() == "True"
 
     def test_on_one_core(self, backend):
         code = (
@@ -164,17 +169,17 @@ for turn in range(5):
 print(all(os.sched_getaffinity(int(thread)) == {core} for thread in os.listdir("/proc/self/task")))
 """
         )
-        assert python(code, env={"FASTATTN_BACKEND": backend}).strip() == "True"
+        assert model_in_python(code, env={"FASTATTN_BACKEND": backend}).strip() == "True"
 
     @briefly_and_long
     def test_many_threads_at_once(self, backend, seconds):
-        python(MODEL + f"in_threads(lambda: None, {seconds})", env={"FASTATTN_BACKEND": backend})
+        model_in_python(MODEL + f"in_threads(lambda: None, {seconds})", env={"FASTATTN_BACKEND": backend})
 
     @briefly_and_long
     def test_forks(self, seconds):
         """During attention in other threads; during products OpenBLAS itself hangs, also without this
         package."""
-        python(
+        model_in_python(
             MODEL
             + f"""
 def step(n):
@@ -230,12 +235,12 @@ print(max((end[t] - start[t] for t in before if t != main), default=0),
 """
         if _blas.numpy_blas().num_threads == 1:
             pytest.skip("its products have one thread here")
-        theirs, ours = map(int, python(code).split())
+        theirs, ours = map(int, model_in_python(code).split())
         assert theirs == 0 < ours
 
     @briefly_and_long
     def test_many_threads_and_forks_at_once(self, shareable, seconds):
-        python(
+        model_in_python(
             MODEL
             + f"""
 assert fastattn.share_threads_with_blas()
@@ -245,7 +250,7 @@ in_threads(lambda: [in_child(lambda: step(n % 8)) for n in range(int(30 * {secon
 
     @briefly_and_long
     def test_on_one_core(self, shareable, seconds):
-        python(
+        model_in_python(
             MODEL
             + f"""
 assert fastattn.share_threads_with_blas()
@@ -256,7 +261,7 @@ in_threads(lambda: None, {seconds})
         )
 
     def test_a_child_has_its_own(self, shareable):
-        python(
+        model_in_python(
             MODEL
             + """
 from fastattn import _blas

@@ -19,14 +19,29 @@ static double stored_value(int storage, unsigned bits) {
 }
 
 /* x, which is not NaN, rounded to the nearest number, to even between two. */
-static unsigned nearest_bits(int storage, long double x) {
+static unsigned nearest_bits(int storage, double x) {
     const int mantissa = mantissa_bits(storage), bias = exponent_bias(storage);
     const unsigned sign = signbit(x) ? 0x8000 : 0;
-    int exponent = x == 0 || isinf(x) || ilogbl(x) < 1 - bias ? 1 - bias : ilogbl(x);
+    int exponent = 1 - bias;
+    if (fabs(x) > ldexp(1, exponent)) frexp(x, &exponent), exponent--;
     if (isinf(x) || exponent > bias) return sign | infinity_bits(storage);
-    const unsigned places = (unsigned)rintl(ldexpl(fabsl(x), mantissa - exponent)); /* the scaling is exact */
+    const unsigned places = (unsigned)rint(ldexp(fabs(x), mantissa - exponent)); /* the scaling is exact */
     /* A sum, as 2^(mantissa + 1) places are a power of two and the next exponent; without 2^mantissa it is subnormal. */
     return sign | (((unsigned)(exponent + bias - 1) << mantissa) + places);
+}
+
+/* What `stored_value` gives for all patterns, and 4096 patterns of numbers between -2 and 2; made once. */
+static const struct patterns {
+    double values[1 << 16];
+    uint16_t small[1 << 12];
+} *patterns_of(int storage) {
+    static struct patterns made[2];
+    struct patterns *p = made + (storage == FASTATTN_FLOAT16);
+    if (p->values[1] == 0) {
+        for (unsigned bits = 0; bits < 1 << 16; bits++) p->values[bits] = stored_value(storage, bits);
+        for (int i = 0; i < 1 << 12; i++) p->small[i] = (uint16_t)nearest_bits(storage, uniform(-2, 2));
+    }
+    return p;
 }
 
 static unsigned stored_at(const void *at) {
@@ -252,15 +267,16 @@ static void test_load_row_int8(void) {
 
 /* Keys or values in 16 bits, any of them or finite ones only, and the same numbers as REAL. */
 static Matrix stored_rows(int storage, int rows, int cols, int any, Matrix *upcast) {
+    const struct patterns *p = patterns_of(storage);
     Matrix m = rows_of(rows, cols, 2);
     *upcast = laid_out(rows, cols, 0);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) {
-            const uint16_t bits = (uint16_t)(any ? (unsigned)below(1 << 16) : nearest_bits(storage, uniform(-2, 2)));
+            const uint16_t bits = any ? (uint16_t)below(1 << 16) : p->small[below(1 << 12)];
             memcpy(element(&m, r, c), &bits, 2);
         }
     for (int r = 0; r < rows; r++) /* after all of m, whose rows may share memory */
-        for (int c = 0; c < cols; c++) put(element(upcast, r, c), 0, stored_value(storage, stored_at(element(&m, r, c))));
+        for (int c = 0; c < cols; c++) put(element(upcast, r, c), 0, p->values[stored_at(element(&m, r, c))]);
     seal(&m);
     return m;
 }

@@ -75,6 +75,13 @@ class DeviceArray:
         spread = (s if n == m else 0 for n, m, s in zip(ours, shape, strides, strict=True))
         return replace(self, shape=tuple(shape), strides=tuple(spread))
 
+    def cut(self, axis: int, start: int, length: int) -> DeviceArray:
+        """As `cut`."""
+        shape = list(self.shape)
+        shape[axis] = length
+        address = (self.memory.address or 0) + start * self.strides[axis]
+        return replace(self, memory=replace(self.memory, address=address), shape=tuple(shape))
+
     def read_as(self, dtype: np.dtype) -> DeviceArray:
         """The same memory, its elements converted when they are read."""
         return replace(self, dtype=dtype)
@@ -163,6 +170,14 @@ def broadcast_to(array: Any, shape: tuple[int, ...], name: str) -> Any:
         return np.broadcast_to(array, shape)
     except ValueError:
         raise ValueError(f"{name} broadcast to {shape} would have 2**63 bytes or more") from None
+
+
+def cut(array: Any, axis: int, start: int, length: int) -> Any:
+    """A view of the elements ``start .. start + length - 1`` along an axis, wherever the array is; they are
+    there."""
+    if isinstance(array, DeviceArray):
+        return array.cut(axis, start, length)
+    return array[(..., slice(start, start + length), *(slice(None),) * (-1 - axis))]
 
 
 def place(array: Any) -> str:

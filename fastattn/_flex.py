@@ -19,7 +19,7 @@ from fastattn._api import solve
 from fastattn._arguments import check_places, clean_signature, overlap, refuse_arguments
 from fastattn._device import as_device_array, host_array
 from fastattn._host import check_num_threads, default_backend, get_num_threads
-from fastattn._mask_map import MaskMap, Node, Size
+from fastattn._mask_map import Block, MaskMap, Node
 from fastattn._normalize import normalize
 from fastattn._prepared import FLEX, counts, reuse, signature_of
 from fastattn._problem import Mod
@@ -349,9 +349,9 @@ class _FunctionMask(Mask):
     mod: Mod
     num_threads: int
 
-    def _bind(self, size: Size) -> Node:
-        sizes = [prod(size.lead), size.H, size.L, size.S]
-        return BlockMask(_evaluate(self.mod, sizes, self.num_threads), *sizes)._bind(size)
+    def _bind(self, block: Block) -> Node:
+        sizes = [prod(block.lead), block.H, block.L, block.S]
+        return BlockMask(_evaluate(self.mod, sizes, self.num_threads), *sizes)._bind(block)
 
 
 def _evaluate(mod: Mod, sizes: Sequence[int], num_threads: int) -> MaskMap:

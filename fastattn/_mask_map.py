@@ -125,6 +125,32 @@ class Size(NamedTuple):
     S: int
 
 
+class Block(NamedTuple):
+    """What a mask is bound to: a problem, or a block of a larger one."""
+
+    lead: tuple[int, ...]
+    H: int
+    L: int
+    S: int
+    q_start: int  #: the block's first query and key in the whole problem
+    k_start: int
+    whole: tuple[int, int] | None  #: ``(L, S)`` of that problem, None where nobody said
+
+    @classmethod
+    def of_problem(cls, lead: tuple[int, ...], H: int, L: int, S: int) -> Block:
+        return cls(lead, H, L, S, 0, 0, (L, S))
+
+    @property
+    def queries(self) -> np.ndarray:
+        """The positions of the queries in the whole problem."""
+        return np.arange(self.q_start, self.q_start + self.L)
+
+    @property
+    def at_end(self) -> int:
+        """What to add to the position of a query for that of a key, where the last ones are aligned."""
+        return 0 if self.whole is None else self.whole[1] - self.whole[0]
+
+
 class Grid:
     """The tiles of an ``(L, S)`` plane."""
 
@@ -318,6 +344,44 @@ class Mapped(Node):
         words[tile == INDEX_FULL] = LOW_BITS[32]
         words[tile >= 0] = self.mask_map.bits[tile[tile >= 0]]
         return words
+
+
+class MappedPart(Node):
+    """A block of an existing mask map, whose first query and key are at any position of it."""
+
+    def __init__(self, mask_map: MaskMap, q_start: int, k_start: int) -> None:
+        self.mask_map, self.q_start, self.k_start = mask_map, q_start, k_start
+        self.outer = mask_map.index.shape[:-2]
+
+    def states(self, grid: Grid) -> np.ndarray:
+        """A tile of the block lies in up to four tiles of the map, and is what they are where they agree."""
+        index = self.mask_map.index
+        there = states_of(index == INDEX_EMPTY, index == INDEX_FULL)
+        rows = (self.q_start + grid.row_starts) // TILE_Q
+        last_rows = (self.q_start + np.minimum(grid.row_starts + TILE_Q, grid.L) - 1) // TILE_Q
+        keys = (self.k_start + grid.key_starts) // TILE_K
+        last_keys = (self.k_start + grid.key_stops - 1) // TILE_K
+        corners = [there[..., r[:, None], k] for r in (rows, last_rows) for k in (keys, last_keys)]
+        none = np.logical_and.reduce([corner == EMPTY for corner in corners])
+        every = np.logical_and.reduce([corner == FULL for corner in corners])
+        return states_of(none, every)
+
+    def words(self, batch: TileBatch) -> np.ndarray:
+        n_keys = self.mask_map.index.shape[-1]
+        index = np.broadcast_to(self.mask_map.index, (*batch.outer, *self.mask_map.index.shape[-2:]))
+        item = tuple(axis[:, None] for axis in batch.item)
+        row = self.q_start + batch.row
+        first = (self.k_start + batch.key_start[:, None]) // TILE_K
+        words = np.zeros((len(first), TILE_Q, 2 * WORDS + 1), dtype=np.uint32)
+        for side in (0, 1):  # the tiles on both sides of the first key that is a multiple of TILE_K
+            tile = index[(*item, row // TILE_Q, np.minimum(first + side, n_keys - 1))]
+            half = words[..., side * WORDS : (side + 1) * WORDS]
+            half[tile == INDEX_FULL] = LOW_BITS[32]
+            half[tile >= 0] = self.mask_map.bits[tile[tile >= 0], row[tile >= 0] % TILE_Q]
+        word, bit = divmod(self.k_start % TILE_K, 32)
+        low = words[..., word : word + WORDS] >> np.uint32(bit)
+        high = words[..., word + 1 : word + 1 + WORDS].astype(np.uint64) << np.uint64(32 - bit)
+        return low | high.astype(np.uint32)
 
 
 class All(Node):

@@ -44,7 +44,7 @@ from fastattn._arguments import (
     overlap,
 )
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
-from fastattn._mask_map import UNBOUNDED, Band, Size, make_intervals
+from fastattn._mask_map import UNBOUNDED, Band, Block, Size, make_intervals
 from fastattn._problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
 from fastattn._storage import Paged, Quantized, Rows
 
@@ -431,7 +431,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
         lead, H, L, S = inputs.sizes
         _band(inputs, options["causal"], options["window"], options["key_lengths"])
         if mask is not None:
-            as_mask(mask, inputs.flat)._bind(Size(*inputs.sizes))
+            as_mask(mask, inputs.flat)._bind(Block.of_problem(*inputs.sizes))
         if bias is not None:
             broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
         if sinks is not None:

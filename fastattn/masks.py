@@ -23,21 +23,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from fastattn._device import DeviceArray, as_device_array, broadcast_to, host_array
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, cut, host_array
 from fastattn._mask_map import (
     INDEX_EMPTY,
     INDEX_FULL,
+    UNBOUNDED,
     All,
     AnyOf,
     Band,
+    Block,
     Cross,
     DenseArray,
     Intervals,
     Mapped,
+    MappedPart,
     MaskMap,
     Node,
     SameId,
-    Size,
     all_of,
     build_mask_map,
     intersect,
@@ -56,6 +58,7 @@ __all__ = [
     "GlobalTokens",
     "KeyLengths",
     "Mask",
+    "NotSelf",
     "PrefixLM",
     "Segments",
     "Window",
@@ -67,7 +70,7 @@ _MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 
 
 
 class Mask:
-    """What all masks share: ``&``, ``|``, ``~``, ``==`` and `materialize`.
+    """What all masks share: ``&``, ``|``, ``~``, ``==``, `shifted` and `materialize`.
 
     Notes
     -----
@@ -169,6 +172,63 @@ class Mask:
                 allowed[item] &= lowered.mask_map.rows(item, 0, L, S)
         return allowed
 
+    def shifted(self, q_offset: int, k_offset: int, *, size: tuple[int, int] | None = None) -> Mask:
+        """The mask of a block of a larger problem, whose first query and key these are.
+
+        Parameters
+        ----------
+        q_offset, k_offset : int
+            Not negative. Of query ``i`` and key ``j`` the result says what the mask says of ``i + q_offset``
+            and ``j + k_offset``.
+        size : (int, int), optional
+            ``(L, S)`` of the larger problem. Masks that are aligned to its end need it: `PrefixLM`,
+            `GlobalTokens`, and `Causal` and `Window` with ``align="bottom_right"``.
+
+        Returns
+        -------
+        Mask
+            For any sizes of the block; where the larger problem is known, by `size` or by the mask's own
+            array, the block has to lie inside. Of a combined mask each part is shifted.
+
+        Raises
+        ------
+        TypeError
+            An offset or a size that is not an integer.
+        ValueError
+            One that is negative, or no `size` where a mask needs it.
+
+        Notes
+        -----
+        Blocks of queries and keys can be worked on one after the other, with `fastattn.merge_attention` for
+        blocks of keys. A block costs what the mask does: intervals stay intervals, and an array is a view.
+
+        Examples
+        --------
+        The queries from 100 on, two at a time, of a problem of 200 queries and 200 keys; the keys from 98 on:
+
+        >>> from fastattn.masks import Causal, Window
+        >>> Causal().shifted(100, 98).materialize(1, 2, 6).astype(int)
+        array([[[1, 1, 1, 0, 0, 0],
+                [1, 1, 1, 1, 0, 0]]])
+        >>> Window(1, 0).shifted(100, 98, size=(200, 200)).materialize(1, 2, 6).astype(int)
+        array([[[0, 1, 1, 0, 0, 0],
+                [0, 0, 1, 1, 0, 0]]])
+        """
+        offsets = _position(q_offset, "q_offset"), _position(k_offset, "k_offset")
+        return self._shift(*offsets, None if size is None else _sizes(size))
+
+    def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
+        if whole is None and self._is_aligned_to_end:
+            raise ValueError(
+                f"mask {self!r} is aligned to the end of the larger problem: shifted needs its size=(L, S)"
+            )
+        return _Shifted(self, q_offset, k_offset, whole)
+
+    @property
+    def _is_aligned_to_end(self) -> bool:
+        """Whether a block of a problem depends on the sizes of the problem."""
+        return False
+
     @property
     def _is_frozen(self) -> bool:
         """Whether no array of the caller's is in it, whose numbers may change."""
@@ -179,8 +239,8 @@ class Mask:
         """Shape of the leading batch axes along which the mask itself varies."""
         return ()
 
-    def _bind(self, size: Size) -> Node:
-        """The mask for one problem size; raises ValueError where it does not fit."""
+    def _bind(self, block: Block) -> Node:
+        """The mask for a problem, or for a block of one; raises ValueError where it does not fit."""
         raise NotImplementedError
 
 
@@ -227,21 +287,26 @@ class Causal(Mask):
     def _lead(self) -> tuple[int, ...]:
         return () if self.offset is None else self.offset.shape
 
-    def _bind(self, size: Size) -> Node:
+    def _bind(self, block: Block) -> Node:
         if self.offset is not None:
-            _check_fit(self, self.offset.shape, size.lead)
+            _check_fit(self, self.offset.shape, block.lead)
             # Clipped so that no sum overflows: beyond these bounds nothing changes any more.
-            offset = np.clip(self.offset, -size.L, size.S)[..., None]
+            offset = np.clip(self.offset, -(block.q_start + block.L), block.k_start + block.S)[..., None]
         elif self.align == "bottom_right":
-            offset = size.S - size.L
+            offset = block.at_end
         else:
             offset = 0
-            if self.align is None and size.L != size.S:
+            if self.align is None and block.whole is not None and block.at_end:
+                L, S = block.whole
                 raise ValueError(
-                    f"mask {self!r} needs L == S, got L={size.L} and S={size.S}; say "
+                    f"mask {self!r} needs L == S, got L={L} and S={S}; say "
                     f'Causal(align="top_left") or Causal(align="bottom_right")'
                 )
-        return make_intervals(0, np.arange(1, size.L + 1) + offset, size.S)
+        return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)
+
+    @property
+    def _is_aligned_to_end(self) -> bool:
+        return self.align == "bottom_right"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -265,9 +330,14 @@ class Window(Mask):
         object.__setattr__(self, "right", window_bound(self.right, "Window: right"))
         _check_align(self.align)
 
-    def _bind(self, size: Size) -> Node:
-        position = np.arange(size.L) + (0 if self.align == "top_left" else size.S - size.L)
-        return make_intervals(*window_interval(position, self.left, self.right, size.L + size.S), size.S)
+    def _bind(self, block: Block) -> Node:
+        offset = (0 if self.align == "top_left" else block.at_end) - block.k_start
+        far = block.q_start + block.L + block.S + abs(offset)
+        return make_intervals(*window_interval(block.queries + offset, self.left, self.right, far), block.S)
+
+    @property
+    def _is_aligned_to_end(self) -> bool:
+        return self.align == "bottom_right"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -289,11 +359,13 @@ class KeyLengths(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.lengths.shape
 
-    def _bind(self, size: Size) -> Node:
-        _check_fit(self, self.lengths.shape, size.lead)
-        if self.lengths.size and self.lengths.max() > size.S:
-            raise ValueError(f"mask {self!r}: lengths must be in 0..S={size.S}, got {self.lengths.max()}")
-        return make_intervals(0, self.lengths[..., None], size.S)
+    def _bind(self, block: Block) -> Node:
+        _check_fit(self, self.lengths.shape, block.lead)
+        if block.whole is not None and self.lengths.size and self.lengths.max() > block.whole[1]:
+            raise ValueError(
+                f"mask {self!r}: lengths must be in 0..S={block.whole[1]}, got {self.lengths.max()}"
+            )
+        return make_intervals(0, self.lengths[..., None] - block.k_start, block.S)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -339,16 +411,14 @@ class Segments(Mask):
                 f"do not broadcast"
             ) from None
 
-    def _bind(self, size: Size) -> Node:
+    def _bind(self, block: Block) -> Node:
         q_ids, k_ids = self.q_ids, self.q_ids if self.k_ids is None else self.k_ids
-        _check_fit(self, self._lead, size.lead)
-        if q_ids.shape[-1] != size.L or k_ids.shape[-1] != size.S:
-            raise ValueError(
-                f"mask {self!r} is for L={q_ids.shape[-1]} and S={k_ids.shape[-1]}, "
-                f"got L={size.L} and S={size.S}"
-            )
+        _check_fit(self, self._lead, block.lead)
+        _check_block(self, block, q_ids.shape[-1], k_ids.shape[-1])
+        q_ids = q_ids[..., block.q_start : block.q_start + block.L]
+        k_ids = k_ids[..., block.k_start : block.k_start + block.S]
         runs = segment_runs(q_ids, k_ids)
-        return SameId(q_ids, k_ids) if runs is None else make_intervals(*runs, size.S)
+        return SameId(q_ids, k_ids) if runs is None else make_intervals(*runs, block.S)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -371,10 +441,14 @@ class PrefixLM(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.prefix_lengths.shape
 
-    def _bind(self, size: Size) -> Node:
-        _check_fit(self, self.prefix_lengths.shape, size.lead)
-        causal_stop = np.arange(1, size.L + 1) + (size.S - size.L)
-        return make_intervals(0, np.maximum(self.prefix_lengths[..., None], causal_stop), size.S)
+    def _bind(self, block: Block) -> Node:
+        _check_fit(self, self.prefix_lengths.shape, block.lead)
+        stop = np.maximum(self.prefix_lengths[..., None], block.queries + (block.at_end + 1))
+        return make_intervals(0, stop - block.k_start, block.S)
+
+    @property
+    def _is_aligned_to_end(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -404,14 +478,39 @@ class GlobalTokens(Mask):
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
         object.__setattr__(self, "index", index)
 
-    def _bind(self, size: Size) -> Node:
-        index = self.index[self.index < size.S]
-        keys = np.zeros(size.S, dtype=bool)
-        keys[index] = True
-        row = index - (size.S - size.L)
-        rows = np.zeros(size.L, dtype=bool)
-        rows[row[row >= 0]] = True
+    def _bind(self, block: Block) -> Node:
+        index = self.index if block.whole is None else self.index[self.index < block.whole[1]]
+        keys, rows = np.zeros(block.S, dtype=bool), np.zeros(block.L, dtype=bool)
+        key, row = index - block.k_start, index - (block.at_end + block.q_start)
+        keys[key[(key >= 0) & (key < block.S)]] = True
+        rows[row[(row >= 0) & (row < block.L)]] = True
         return Cross(rows, keys)
+
+    @property
+    def _is_aligned_to_end(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class NotSelf(Mask):
+    """Key ``j`` is allowed for query ``i`` when ``j != i``: leave-one-out.
+
+    Notes
+    -----
+    It lowers to tiles, with bits for those on the diagonal.
+
+    Examples
+    --------
+    >>> from fastattn.masks import NotSelf
+    >>> NotSelf().materialize(1, 3, 4).astype(int)
+    array([[[0, 1, 1, 1],
+            [1, 0, 1, 1],
+            [1, 1, 0, 1]]])
+    """
+
+    def _bind(self, block: Block) -> Node:
+        own = block.queries - block.k_start
+        return make_intervals(own, own + 1, block.S).complement(block.S)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -456,15 +555,28 @@ class Dense(Mask):
     def _lead(self) -> tuple[int, ...]:
         return self.array.shape[:-3]
 
-    def _bind(self, size: Size) -> Node:
-        shape = (*size.lead, size.H, size.L, size.S)
-        if self.array.shape == shape:
-            return DenseArray(self.array)
-        if not broadcasts(self.array.shape, shape):
-            raise ValueError(
-                f"mask of shape {self.array.shape} does not broadcast to (..., H, L, S) = {shape}"
-            )
-        return DenseArray(broadcast_to(self.array, shape, "mask"))
+    def _bind(self, block: Block) -> Node:
+        array, shape = self.array, (*block.lead, block.H, block.L, block.S)
+        if array.shape == shape and block.whole == shape[-2:]:
+            return DenseArray(array)
+        whole = (*shape[:-2], *self._whole(block))
+        if not broadcasts(array.shape, whole):
+            raise ValueError(f"mask of shape {array.shape} does not broadcast to (..., H, L, S) = {whole}")
+        starts = {-2: block.q_start, -1: block.k_start}
+        for axis, start in starts.items():
+            if -axis <= array.ndim and array.shape[axis] not in (1, shape[axis]):
+                array = cut(array, axis, start, shape[axis])
+        return DenseArray(broadcast_to(array, shape, "mask"))
+
+    def _whole(self, block: Block) -> tuple[int, int]:
+        """``(L, S)`` of the problem that the array is for, in which the block has to lie."""
+        ends = block.q_start + block.L, block.k_start + block.S
+        given = block.whole or ends
+        spread = (1, 1, *self.array.shape)[-2:]
+        L, S = (n if block.whole is None and n != 1 else m for n, m in zip(spread, given, strict=True))
+        if ends[0] > L or ends[1] > S:
+            raise _outside(self, block, L, S)
+        return L, S
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -519,19 +631,62 @@ class BlockMask(Mask):
     def _lead(self) -> tuple[int, ...]:
         return () if self.B == 1 else (self.B,)
 
-    def _bind(self, size: Size) -> Node:
-        items = prod(size.lead)
-        fits = self.B in (1, items) and self.H in (1, size.H) and (self.L, self.S) == (size.L, size.S)
+    def _bind(self, block: Block) -> Node:
+        items = prod(block.lead)
+        L, S = block.whole or (self.L, self.S)
+        fits = self.B in (1, items) and self.H in (1, block.H) and (self.L, self.S) == (L, S)
         if not fits:
             raise ValueError(
-                f"mask {self!r} does not fit B={items} batch items, H={size.H}, L={size.L} and S={size.S}"
+                f"mask {self!r} does not fit B={items} batch items, H={block.H}, L={L} and S={S}"
             )
+        _check_block(self, block, L, S)
         index = self.mask_map.index
-        lead = size.lead if len(index) == items else (1,) * len(size.lead)
+        lead = block.lead if len(index) == items else (1,) * len(block.lead)
         if self._intervals is not None:
-            start, stop = (bound.reshape(*lead, self.L) for bound in self._intervals)
-            return make_intervals(start, stop, self.S)
-        return Mapped(MaskMap(index.reshape(*lead, *index.shape[1:]), self.mask_map.bits))
+            start, stop = (
+                bound.reshape(*lead, L)[..., block.q_start : block.q_start + block.L] - block.k_start
+                for bound in self._intervals
+            )
+            return make_intervals(start, stop, block.S)
+        mask_map = MaskMap(index.reshape(*lead, *index.shape[1:]), self.mask_map.bits)
+        if (block.L, block.S) == (L, S):
+            return Mapped(mask_map)
+        return MappedPart(mask_map, block.q_start, block.k_start)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Shifted(Mask):
+    """What `Mask.shifted` gives for one that is not combined of others."""
+
+    mask: Mask
+    q_offset: int
+    k_offset: int
+    whole: tuple[int, int] | None
+
+    def __repr__(self) -> str:
+        size = "" if self.whole is None else f", size={self.whole}"
+        return f"{self.mask!r}.shifted({self.q_offset}, {self.k_offset}{size})"
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self.mask._is_frozen
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return self.mask._lead
+
+    def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
+        q_offset = _position(self.q_offset + q_offset, "the sum of all q_offset")
+        k_offset = _position(self.k_offset + k_offset, "the sum of all k_offset")
+        return _Shifted(self.mask, q_offset, k_offset, self.whole)
+
+    def _bind(self, block: Block) -> Node:
+        part = block._replace(q_start=self.q_offset, k_start=self.k_offset, whole=self.whole)
+        if self.whole is not None:
+            ends = self.q_offset + block.L, self.k_offset + block.S
+            if ends[0] > self.whole[0] or ends[1] > self.whole[1]:
+                raise _outside(self.mask, part, *self.whole)
+        return self.mask._bind(part)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -549,6 +704,9 @@ class _Combined(Mask):
     def _lead(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(part._lead for part in self.parts))
 
+    def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
+        return type(self)(tuple(part._shift(q_offset, k_offset, whole) for part in self.parts), self.depth)
+
 
 class _And(_Combined):
     """What every part allows."""
@@ -558,8 +716,8 @@ class _And(_Combined):
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, _Or) else repr(part) for part in self.parts)
 
-    def _bind(self, size: Size) -> Node:
-        return all_of([part._bind(size) for part in self.parts], size.S)
+    def _bind(self, block: Block) -> Node:
+        return all_of([part._bind(block) for part in self.parts], block.S)
 
 
 class _Or(_Combined):
@@ -570,8 +728,8 @@ class _Or(_Combined):
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
-    def _bind(self, size: Size) -> Node:
-        return AnyOf([part._bind(size) for part in self.parts])
+    def _bind(self, block: Block) -> Node:
+        return AnyOf([part._bind(block) for part in self.parts])
 
 
 class _Not(_Combined):
@@ -586,8 +744,8 @@ class _Not(_Combined):
     def __invert__(self) -> Mask:
         return self.parts[0]
 
-    def _bind(self, size: Size) -> Node:
-        return self.parts[0]._bind(size).complement(size.S)
+    def _bind(self, block: Block) -> Node:
+        return self.parts[0]._bind(block).complement(block.S)
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -620,7 +778,7 @@ def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band 
     ValueError
         Where the mask does not fit the sizes.
     """
-    node = mask._bind(Size(lead, H, L, S))
+    node = mask._bind(Block.of_problem(lead, H, L, S))
     nodes = node.parts if isinstance(node, All) else [node]
     intervals = [part for part in nodes if isinstance(part, Intervals)]
     others = [part for part in nodes if not isinstance(part, Intervals)]
@@ -748,6 +906,44 @@ def _drawing(index: np.ndarray) -> list[str]:
         ]
         lines.append("".join(signs))
     return lines
+
+
+def _position(value: Any, name: str) -> int:
+    """An offset or a size as an int; raises where it is none."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        position = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a non-negative integer, got {value!r}") from None
+    if not 0 <= position < UNBOUNDED:
+        raise ValueError(f"{name} must be a non-negative integer below 2**60, got {value!r}")
+    return position
+
+
+def _sizes(size: Any) -> tuple[int, int]:
+    try:
+        L, S = size
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"size must be a pair (L, S), got {size!r}") from None
+    return _position(L, "size: L"), _position(S, "size: S")
+
+
+def _check_block(mask: Mask, block: Block, L: int, S: int) -> None:
+    """ValueError unless a mask for `L` queries and `S` keys is for this problem, or has this block in it."""
+    if block.whole is not None and block.whole != (L, S):
+        raise ValueError(
+            f"mask {mask!r} is for L={L} and S={S}, got L={block.whole[0]} and S={block.whole[1]}"
+        )
+    if block.q_start + block.L > L or block.k_start + block.S > S:
+        raise _outside(mask, block, L, S)
+
+
+def _outside(mask: Mask, block: Block, L: int, S: int) -> ValueError:
+    return ValueError(
+        f"mask {mask!r} is of a problem of L={L} and S={S}, and is shifted to queries "
+        f"{block.q_start}..{block.q_start + block.L} and keys {block.k_start}..{block.k_start + block.S}"
+    )
 
 
 def _check_align(align: Any) -> None:

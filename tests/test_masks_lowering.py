@@ -14,6 +14,7 @@ from fastattn.masks import (
     Dense,
     GlobalTokens,
     KeyLengths,
+    NotSelf,
     PrefixLM,
     Segments,
     Window,
@@ -36,6 +37,9 @@ INTERVAL_MASKS = [
     "prefix",
     "and_intervals",
     "and_documents_causal",
+    "shifted_window",
+    "shifted_and_per_item",
+    "not_not_self",
     "not_causal",
     "not_causal_per_item",
     "not_key_lengths",
@@ -86,6 +90,9 @@ class TestLowering:
             "global_tokens",
             "longformer",
             "not_window",
+            "not_self",
+            "or_not_self",
+            "shifted_not_self",
             "not_segments",
             "not_and",
             "not_longformer",
@@ -172,6 +179,12 @@ class TestMemory:
             peak, lowered = self.peak(mask)
             assert lowered.mask_map is None
             assert peak < 128 * self.LENGTH, f"{mask}: {peak} bytes"
+
+    def test_leave_one_out(self):
+        """Bits for the tiles on the diagonal, and none for the others."""
+        peak, lowered = self.peak(NotSelf())
+        assert len(lowered.mask_map.bits) == self.LENGTH // TILE_Q
+        assert peak < self.LENGTH**2 // 8 // 16, f"{peak} bytes"
 
     @pytest.mark.parametrize("complement", [False, True])
     def test_longformer(self, complement):

@@ -17,6 +17,7 @@ from fastattn.masks import (
     Dense,
     GlobalTokens,
     KeyLengths,
+    NotSelf,
     PrefixLM,
     Segments,
     Window,
@@ -28,9 +29,9 @@ from tests.fake_gpu import FakeArray
 class TestObjects:
     def test_fields_are_frozen(self):
         for pair in mask_pairs(2, 2, 5, 9):
-            field = dataclasses.fields(pair.mask)[0].name
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(pair.mask, field, 1)
+            for field in dataclasses.fields(pair.mask):
+                with pytest.raises(dataclasses.FrozenInstanceError):
+                    setattr(pair.mask, field.name, 1)
 
     def test_arrays_given_are_copied_except_dense(self):
         for build in (KeyLengths, PrefixLM, lambda array: Causal(offset=array), lambda a: Segments(a, a)):
@@ -55,6 +56,10 @@ class TestObjects:
             Segments([0, 0, 1, 1], [1, 1, 0, 0]),
             PrefixLM([2, 3]),
             GlobalTokens([0, 2]),
+            NotSelf(),
+            NotSelf().shifted(1, 0),
+            Window(1, 0).shifted(2, 1, size=(9, 8)),
+            ~(Causal() | Window(1, 0)).shifted(2, 1, size=(8, 8)),
             Window(1, 1) | GlobalTokens([0]),
             (Window(1, 1) | Causal()) & KeyLengths([3, 4]),
             Window(1, 1) | (Causal() & KeyLengths([3, 4])),
@@ -100,6 +105,12 @@ def equal_masks():
         Segments(ids),
         Segments(ids, ids),
         GlobalTokens([0, 1]),
+        NotSelf(),
+        NotSelf().shifted(0, 0),
+        NotSelf().shifted(0, 1),
+        NotSelf().shifted(1, 0),
+        NotSelf().shifted(1, 0, size=(8, 8)),
+        (NotSelf() & Causal()).shifted(1, 0),
         Dense(dense),
         Dense(~dense),
         Dense(dense[None]),

@@ -1,0 +1,301 @@
+"""`Mask.shifted`: the mask of a block of a problem says of it what the whole mask does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import masks
+from fastattn._mask_map import TILE_K, TILE_Q
+from fastattn.masks import (
+    BlockMask,
+    Causal,
+    Dense,
+    GlobalTokens,
+    KeyLengths,
+    NotSelf,
+    PrefixLM,
+    Segments,
+    Window,
+)
+from tests.cases import MASK_NAMES, mask_pair, mask_pairs, random_arrays
+from tests.fake_gpu import FakeArray
+from tests.test_masks_lowering import INTERVAL_MASKS
+
+BATCH, HEADS = 2, 2
+#: Sizes of a whole problem, and of blocks of it: its first query and key, and its own sizes.
+BLOCKS = {
+    (9, 7): [(0, 0, 9, 7), (1, 2, 3, 4), (8, 6, 1, 1), (4, 0, 0, 7), (9, 7, 0, 0)],
+    (200, 300): [
+        (0, 0, 64, 128),
+        (TILE_Q, TILE_K, 70, 130),
+        (3, 1, 130, 260),
+        (77, 45, 123, 255),
+        (130, 250, 70, 50),
+        (199, 299, 1, 1),
+    ],
+}
+CASES = [(whole, block) for whole, blocks in BLOCKS.items() for block in blocks]
+
+
+def spread(array, len_q, len_k):
+    return np.broadcast_to(array, (BATCH, HEADS, len_q, len_k))
+
+
+def part_of(allowed, block):
+    row, key, len_q, len_k = block
+    return allowed[..., row : row + len_q, key : key + len_k]
+
+
+def block_mask(allowed):
+    """The same as a map of tiles, as `create_block_mask` makes it."""
+    _, _, len_q, len_k = allowed.shape
+    node = masks.lower(Dense(allowed) | Dense(allowed), (BATCH,), HEADS, len_q, len_k)
+    return BlockMask(node.mask_map, BATCH, HEADS, len_q, len_k)
+
+
+@pytest.mark.parametrize("name", MASK_NAMES)
+@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
+def test_a_block_of_every_mask(name, whole, block):
+    pair = mask_pair(name, BATCH, HEADS, *whole)
+    part = pair.mask.shifted(*block[:2], size=whole)
+    got = part.materialize(HEADS, *block[2:])
+    np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block))
+
+
+@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
+def test_a_block_of_a_block(whole, block):
+    for pair in mask_pairs(BATCH, HEADS, *whole):
+        row, key = block[0] // 2, block[1] // 2
+        part = pair.mask.shifted(row, key, size=whole)
+        left = whole[0] - row, whole[1] - key
+        again = part.shifted(block[0] - row, block[1] - key, size=left)
+        got = again.materialize(HEADS, *block[2:])
+        np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block), pair.name)
+
+
+@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
+@pytest.mark.parametrize("name", ["dense", "dense_integer_per_head", "segments_any_order", "window"])
+def test_a_block_of_a_map_of_tiles(name, whole, block):
+    pair = mask_pair(name, BATCH, HEADS, *whole)
+    part = block_mask(pair.allowed).shifted(*block[:2])
+    got = part.materialize(HEADS, *block[2:])
+    np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block))
+
+
+def test_a_map_of_tiles_at_every_bit():
+    allowed = np.random.default_rng(0).random((BATCH, HEADS, 70, 400)) < 0.5
+    mask = block_mask(allowed)
+    for key in range(0, 270):
+        got = mask.shifted(key % 5, key).materialize(HEADS, 65, 130)
+        np.testing.assert_array_equal(got, part_of(allowed, (key % 5, key, 65, 130)))
+
+
+def test_tiles_of_a_map_that_agree_need_no_bits():
+    allowed = np.zeros((BATCH, HEADS, 4 * TILE_Q, 4 * TILE_K), bool)
+    allowed[..., 2 * TILE_K :] = True
+    allowed[..., :TILE_K, 0] = True  # two intervals in some rows, so that there are tiles
+    part = block_mask(allowed).shifted(5, TILE_K + 7)
+    lowered = masks.lower(part, (BATCH,), HEADS, 2 * TILE_Q, 2 * TILE_K)
+    assert lowered.mask_map.index[0, 0].tolist() == [[0, -1], [1, -1]]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal(),
+        Causal("top_left"),
+        Causal(offset=[3, -4]),
+        Window(2, 3, align="top_left"),
+        KeyLengths([3, 30]),
+        Segments(np.arange(30) // 7),
+        Dense(np.random.default_rng(0).random((30, 30)) < 0.5),
+        Dense(np.random.default_rng(0).random(30) < 0.5),
+        Dense(np.random.default_rng(0).random((30, 1)) < 0.5),
+        NotSelf(),
+        ~(NotSelf() & Window(None, 4, align="top_left")) | KeyLengths(3),
+    ],
+    ids=repr,
+)
+def test_without_the_size_of_the_problem(mask):
+    """That of a mask which no end of the problem matters to, or whose array knows it."""
+    whole = np.broadcast_to(mask.materialize(1, 30, 30), (2, 1, 30, 30))
+    got = mask.shifted(4, 9).materialize(1, 11, 13)
+    np.testing.assert_array_equal(np.broadcast_to(got, (2, 1, 11, 13)), whole[..., 4:15, 9:22])
+
+
+def test_offsets_beyond_int64_do_not_wrap_around():
+    far = 2**60 - 1
+    assert Causal(offset=2**63 - 1).shifted(0, far).materialize(1, 3, 4).all()
+    assert not Causal(offset=-(2**63)).shifted(far, 0).materialize(1, 3, 4).any()
+    assert Causal().shifted(far, 0).materialize(1, 3, 4).all()
+    assert not Causal().shifted(0, far).materialize(1, 3, 4).any()
+    np.testing.assert_array_equal(
+        NotSelf().shifted(far, far).materialize(1, 3, 4), NotSelf().materialize(1, 3, 4)
+    )
+    assert Window(2**70, 2**70, "top_left").shifted(far, 0).materialize(1, 3, 4).all()
+    assert Window(None, None, "top_left").shifted(0, far).materialize(1, 3, 4).all()
+    assert not KeyLengths(5).shifted(0, far).materialize(1, 3, 4).any()
+
+
+class TestCost:
+    @pytest.mark.parametrize("name", INTERVAL_MASKS)
+    def test_intervals_stay_intervals(self, name):
+        pair = mask_pair(name, BATCH, HEADS, 200, 300)
+        lowered = masks.lower(pair.mask.shifted(30, 40, size=(200, 300)), (BATCH,), HEADS, 100, 150)
+        assert lowered.mask_map is None
+        assert lowered.dense is None
+
+    def test_an_array_is_a_view(self):
+        array = np.ones((300, 200), bool)
+        lowered = masks.lower(Dense(array).shifted(10, 20), (2,), 3, 100, 150)
+        assert np.shares_memory(lowered.dense, array)
+
+    def test_what_is_written_into_an_array_is_seen(self):
+        array = np.zeros((30, 20), bool)
+        part = Dense(array).shifted(10, 5)
+        assert not part._is_frozen
+        array[10, 5] = True
+        assert part.materialize(1, 3, 4).sum() == 1
+
+    def test_an_array_on_a_gpu_stays_there(self):
+        array = np.random.default_rng(0).random((2, 30, 20)) < 0.5
+        fake = FakeArray(array)
+        lowered = masks.lower(Dense(fake).shifted(10, 5), (), 2, 7, 11)
+        expected = array[:, 10:17, 5:16]
+        assert lowered.dense.shape == expected.shape
+        assert lowered.dense.strides == expected.strides
+        whole = Dense(fake).array.memory.address
+        assert lowered.dense.memory.address - whole == expected.ctypes.data - array.ctypes.data
+
+
+@pytest.mark.parametrize(
+    "name", ["causal_bottom_right", "longformer", "dense", "segments_any_order_per_item"]
+)
+def test_blocks_of_keys_and_queries_are_the_whole(backend, name):
+    arrays = random_arrays(lead=(BATCH,), heads=HEADS, len_q=150, len_k=140, dtype="float64")
+    mask = mask_pair(name, BATCH, HEADS, 150, 140).mask
+    exact, exact_lse = backend.attention(*arrays, mask=mask, return_lse=True)
+    query, key, value = arrays
+    for first, last in pairwise((0, 61, 150)):
+        pieces = []
+        for start, stop in pairwise((0, 33, 128, 140)):
+            part = mask.shifted(first, start, size=(150, 140))
+            rows, keys = np.s_[..., first:last, :], np.s_[..., start:stop, :]
+            pieces.append(backend.attention(query[rows], key[keys], value[keys], mask=part, return_lse=True))
+        out, lse = fastattn.merge_attention(*zip(*pieces, strict=True))
+        np.testing.assert_allclose(out, exact[..., first:last, :], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(lse, exact_lse[..., first:last], rtol=1e-12, atol=1e-14)
+
+
+class TestAlgebra:
+    def test_each_part_of_a_combined_mask_is_shifted(self):
+        a, b = NotSelf(), Window(2, 2, "top_left")
+        assert (a & b).shifted(1, 2) == a.shifted(1, 2) & b.shifted(1, 2)
+        assert (a | b).shifted(1, 2) == a.shifted(1, 2) | b.shifted(1, 2)
+        assert (~a).shifted(1, 2) == ~a.shifted(1, 2)
+
+    def test_offsets_add_up(self):
+        assert NotSelf().shifted(1, 2).shifted(3, 4) == NotSelf().shifted(4, 6)
+        part = Window(2, 2).shifted(1, 2, size=(20, 30))
+        assert part.shifted(3, 4) == Window(2, 2).shifted(4, 6, size=(20, 30))
+
+    def test_no_depth(self):
+        """As blocks of blocks are blocks of the whole."""
+        mask = Window(2, 2, "top_left") & ~NotSelf()
+        for _ in range(2000):
+            mask = mask.shifted(1, 1)
+        assert mask == (Window(2, 2, "top_left") & ~NotSelf()).shifted(2000, 2000)
+
+
+class TestRefused:
+    END = " is aligned to the end of the larger problem: shifted needs its size=(L, S)"
+
+    @pytest.mark.parametrize(
+        "mask",
+        [Causal("bottom_right"), Window(1, 1), PrefixLM(3), GlobalTokens([1])],
+        ids=repr,
+    )
+    def test_no_size(self, mask):
+        for whole in (mask, mask & NotSelf(), ~(mask | NotSelf())):
+            with pytest.raises(ValueError) as caught:
+                whole.shifted(1, 1)
+            assert str(caught.value) == f"mask {mask!r}{self.END}"
+
+    @pytest.mark.parametrize(
+        ("offsets", "size", "error", "said"),
+        [
+            ((-1, 0), None, ValueError, "q_offset must be a non-negative integer below 2**60, got -1"),
+            (
+                (0, 2**60),
+                None,
+                ValueError,
+                "k_offset must be a non-negative integer below 2**60, got 1152921504606846976",
+            ),
+            ((0, 1.0), None, TypeError, "k_offset must be a non-negative integer, got 1.0"),
+            ((True, 0), None, TypeError, "q_offset must be a non-negative integer, got True"),
+            ((0, 0), 3, TypeError, "size must be a pair (L, S), got 3"),
+            ((0, 0), (3,), ValueError, "size must be a pair (L, S), got (3,)"),
+            ((0, 0), (3, -1), ValueError, "size: S must be a non-negative integer below 2**60, got -1"),
+        ],
+        ids=lambda it: it if isinstance(it, str) else "",
+    )
+    def test_offsets_and_sizes(self, offsets, size, error, said):
+        with pytest.raises(error) as caught:
+            NotSelf().shifted(*offsets, size=size)
+        assert str(caught.value) == said
+
+    def test_too_far(self):
+        with pytest.raises(ValueError, match=r"below 2\*\*60"):
+            NotSelf().shifted(2**59, 0).shifted(2**59, 0)
+
+    @pytest.mark.parametrize(
+        ("mask", "said"),
+        [
+            (
+                Window(1, 1).shifted(10, 20, size=(16, 40)),
+                "mask Window(left=1, right=1) is of a problem of L=16 and S=40, "
+                "and is shifted to queries 10..17 and keys 20..29",
+            ),
+            (
+                Dense(np.ones((20, 28), bool)).shifted(10, 20),
+                "mask Dense(array=<bool (20, 28)>) is of a problem of L=20 and S=28, "
+                "and is shifted to queries 10..17 and keys 20..29",
+            ),
+            (
+                Segments(np.zeros(28, int)).shifted(10, 20),
+                "mask Segments(q_ids=<int64 (28,)>) is of a problem of L=28 and S=28, "
+                "and is shifted to queries 10..17 and keys 20..29",
+            ),
+            (
+                Segments(np.zeros(40, int)).shifted(10, 20, size=(41, 41)),
+                "mask Segments(q_ids=<int64 (40,)>) is for L=40 and S=40, got L=41 and S=41",
+            ),
+            (
+                Dense(np.ones((40, 40), bool)).shifted(10, 20, size=(41, 41)),
+                "mask of shape (40, 40) does not broadcast to (..., H, L, S) = (1, 41, 41)",
+            ),
+            (
+                Causal().shifted(10, 20, size=(41, 42)),
+                "mask Causal() needs L == S, got L=41 and S=42; "
+                'say Causal(align="top_left") or Causal(align="bottom_right")',
+            ),
+            (
+                KeyLengths(50).shifted(10, 20, size=(41, 42)),
+                "mask KeyLengths(lengths=50): lengths must be in 0..S=42, got 50",
+            ),
+            (
+                block_mask(np.ones((BATCH, HEADS, 28, 28), bool)).shifted(10, 20),
+                "mask BlockMask(B=2, H=2, L=28, S=28: 0.0 % of the tiles are empty) does not fit B=1 batch "
+                "items, H=1, L=28 and S=28",
+            ),
+        ],
+        ids=lambda it: "" if isinstance(it, str) else repr(it)[:40],
+    )
+    def test_a_block_that_is_not_there(self, mask, said):
+        with pytest.raises(ValueError) as caught:
+            masks.lower(mask, (), 1, 7, 9)
+        assert str(caught.value) == said

@@ -41,6 +41,7 @@ The modules, each of which imports only what stands above it:
 ``_cache_files``     a cache as a file, in the safetensors layout
 ``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
 ``_rope``            `rope` and `rope_tables`: rotary position embedding
+``_kernel_methods``  `kernel_regression` and `kernel_logsumexp`: attention by distances
 ``integrations``     `attention` inside other libraries, each module imported on its own
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._gradients import Gradients
+    from fastattn._kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._rope import rope, rope_tables
 
 __all__ = [
@@ -100,6 +102,8 @@ __all__ = [
     "dropout_mask",
     "flex_attention",
     "get_num_threads",
+    "kernel_logsumexp",
+    "kernel_regression",
     "masks",
     "merge_attention",
     "rope",
@@ -119,6 +123,8 @@ _ON_FIRST_USE = {
     "attention_backward": "fastattn._backward",
     "create_block_mask": "fastattn._flex",
     "flex_attention": "fastattn._flex",
+    "kernel_logsumexp": "fastattn._kernel_methods",
+    "kernel_regression": "fastattn._kernel_methods",
     "rope": "fastattn._rope",
     "rope_tables": "fastattn._rope",
 }

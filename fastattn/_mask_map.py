@@ -125,30 +125,25 @@ class Size(NamedTuple):
     S: int
 
 
-class Block(NamedTuple):
+class Block:
     """What a mask is bound to: a problem, or a block of a larger one."""
 
-    lead: tuple[int, ...]
-    H: int
-    L: int
-    S: int
-    q_start: int  #: the block's first query and key in the whole problem
-    k_start: int
-    whole: tuple[int, int] | None  #: ``(L, S)`` of that problem, None where nobody said
-
-    @classmethod
-    def of_problem(cls, lead: tuple[int, ...], H: int, L: int, S: int) -> Block:
-        return cls(lead, H, L, S, 0, 0, (L, S))
-
-    @property
-    def queries(self) -> np.ndarray:
-        """The positions of the queries in the whole problem."""
-        return np.arange(self.q_start, self.q_start + self.L)
-
-    @property
-    def at_end(self) -> int:
-        """What to add to the position of a query for that of a key, where the last ones are aligned."""
-        return 0 if self.whole is None else self.whole[1] - self.whole[0]
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        H: int,
+        L: int,
+        S: int,
+        q_start: int = 0,
+        k_start: int = 0,
+        whole: tuple[int, int] | None = None,
+    ) -> None:
+        self.lead, self.H, self.L, self.S = lead, H, L, S
+        self.q_start, self.k_start = q_start, k_start  #: the block's first query and key in the whole problem
+        self.whole = whole  #: ``(L, S)`` of that problem, None where nobody said
+        self.queries = np.arange(q_start, q_start + L)  #: their positions in the whole problem
+        #: What to add to the position of a query for that of a key, where the last ones are aligned.
+        self.at_end = 0 if whole is None else whole[1] - whole[0]
 
 
 class Grid:

@@ -431,7 +431,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
         lead, H, L, S = inputs.sizes
         _band(inputs, options["causal"], options["window"], options["key_lengths"])
         if mask is not None:
-            as_mask(mask, inputs.flat)._bind(Block.of_problem(*inputs.sizes))
+            as_mask(mask, inputs.flat)._bind(Block(*inputs.sizes, whole=(L, S)))
         if bias is not None:
             broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
         if sinks is not None:

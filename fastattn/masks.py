@@ -51,6 +51,8 @@ from fastattn._mask_map import (
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    Align = Literal["top_left", "bottom_right"]
+
 __all__ = [
     "BlockMask",
     "Causal",
@@ -63,8 +65,6 @@ __all__ = [
     "Segments",
     "Window",
 ]
-
-Align = Literal["top_left", "bottom_right"]
 
 _MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 calls that Python nests
 
@@ -218,13 +218,12 @@ class Mask:
         return self._shift(*offsets, None if size is None else _sizes(size))
 
     def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
-        if whole is None and self._is_aligned_to_end:
+        if whole is None and self._is_aligned_to_end():
             raise ValueError(
                 f"mask {self!r} is aligned to the end of the larger problem: shifted needs its size=(L, S)"
             )
         return _Shifted(self, q_offset, k_offset, whole)
 
-    @property
     def _is_aligned_to_end(self) -> bool:
         """Whether a block of a problem depends on the sizes of the problem."""
         return False
@@ -304,7 +303,6 @@ class Causal(Mask):
                 )
         return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)
 
-    @property
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"
 
@@ -335,7 +333,6 @@ class Window(Mask):
         far = block.q_start + block.L + block.S + abs(offset)
         return make_intervals(*window_interval(block.queries + offset, self.left, self.right, far), block.S)
 
-    @property
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"
 
@@ -446,7 +443,6 @@ class PrefixLM(Mask):
         stop = np.maximum(self.prefix_lengths[..., None], block.queries + (block.at_end + 1))
         return make_intervals(0, stop - block.k_start, block.S)
 
-    @property
     def _is_aligned_to_end(self) -> bool:
         return True
 
@@ -486,12 +482,10 @@ class GlobalTokens(Mask):
         rows[row[(row >= 0) & (row < block.L)]] = True
         return Cross(rows, keys)
 
-    @property
     def _is_aligned_to_end(self) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NotSelf(Mask):
     """Key ``j`` is allowed for query ``i`` when ``j != i``: leave-one-out.
 
@@ -507,6 +501,14 @@ class NotSelf(Mask):
             [1, 0, 1, 1],
             [1, 1, 0, 1]]])
     """
+
+    __slots__ = ()
+
+    def _values(self) -> tuple[Any, ...]:
+        return ()
+
+    def __repr__(self) -> str:
+        return "NotSelf()"
 
     def _bind(self, block: Block) -> Node:
         own = block.queries - block.k_start
@@ -654,39 +656,44 @@ class BlockMask(Mask):
         return MappedPart(mask_map, block.q_start, block.k_start)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Shifted(Mask):
-    """What `Mask.shifted` gives for one that is not combined of others."""
+    """What `Mask.shifted` gives for one that is not combined of others.
 
-    mask: Mask
-    q_offset: int
-    k_offset: int
-    whole: tuple[int, int] | None
+    Not a dataclass: each takes two hundred calls of an import of the package.
+    """
+
+    __slots__ = ("_k_offset", "_mask", "_q_offset", "_whole")
+
+    def __init__(self, mask: Mask, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> None:
+        self._mask, self._q_offset, self._k_offset, self._whole = mask, q_offset, k_offset, whole
+
+    def _values(self) -> tuple[Any, ...]:
+        return self._mask, self._q_offset, self._k_offset, self._whole
 
     def __repr__(self) -> str:
-        size = "" if self.whole is None else f", size={self.whole}"
-        return f"{self.mask!r}.shifted({self.q_offset}, {self.k_offset}{size})"
+        size = "" if self._whole is None else f", size={self._whole}"
+        return f"{self._mask!r}.shifted({self._q_offset}, {self._k_offset}{size})"
 
     @property
     def _is_frozen(self) -> bool:
-        return self.mask._is_frozen
+        return self._mask._is_frozen
 
     @property
     def _lead(self) -> tuple[int, ...]:
-        return self.mask._lead
+        return self._mask._lead
 
     def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
-        q_offset = _position(self.q_offset + q_offset, "the sum of all q_offset")
-        k_offset = _position(self.k_offset + k_offset, "the sum of all k_offset")
-        return _Shifted(self.mask, q_offset, k_offset, self.whole)
+        q_offset = _position(self._q_offset + q_offset, "the sum of all q_offset")
+        k_offset = _position(self._k_offset + k_offset, "the sum of all k_offset")
+        return _Shifted(self._mask, q_offset, k_offset, self._whole)
 
     def _bind(self, block: Block) -> Node:
-        part = block._replace(q_start=self.q_offset, k_start=self.k_offset, whole=self.whole)
-        if self.whole is not None:
-            ends = self.q_offset + block.L, self.k_offset + block.S
-            if ends[0] > self.whole[0] or ends[1] > self.whole[1]:
-                raise _outside(self.mask, part, *self.whole)
-        return self.mask._bind(part)
+        part = Block(block.lead, block.H, block.L, block.S, self._q_offset, self._k_offset, self._whole)
+        if self._whole is not None:
+            ends = self._q_offset + block.L, self._k_offset + block.S
+            if ends[0] > self._whole[0] or ends[1] > self._whole[1]:
+                raise _outside(self._mask, part, *self._whole)
+        return self._mask._bind(part)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -778,7 +785,7 @@ def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band 
     ValueError
         Where the mask does not fit the sizes.
     """
-    node = mask._bind(Block.of_problem(lead, H, L, S))
+    node = mask._bind(Block(lead, H, L, S, whole=(L, S)))
     nodes = node.parts if isinstance(node, All) else [node]
     intervals = [part for part in nodes if isinstance(part, Intervals)]
     others = [part for part in nodes if not isinstance(part, Intervals)]

@@ -95,6 +95,7 @@ LAYERS = [
     {"_cache_files"},
     {"_cache"},
     {"_rope"},
+    {"_kernel_methods"},
     {"_blas"},
     {"_info"},
     {""},
@@ -322,10 +323,10 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
-#: of `rope`, which is no attention, and those and the files of `KVCache`.
+#: of `rope` and of kernel methods, which are no attention, and those and the files of `KVCache`.
 EDGE = {
-    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_normalize.py", "_rope.py",
-    "_storage.py", "masks.py",
+    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py",
+    "_normalize.py", "_rope.py", "_storage.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

@@ -1,0 +1,495 @@
+"""Kernel regression and sums of Gaussian kernels: attention whose scores are squared distances."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import log, pi
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._api import attention
+from fastattn._arguments import as_array, as_dtype, check_number_dtype, promote
+from fastattn._device import host_array
+from fastattn._problem import FLOAT32, FLOAT64
+from fastattn._storage import REAL, storage_of
+from fastattn.masks import Dense, Mask, NotSelf
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+_ROWS = 8192  # points worked on at once, which bounds the memory for their columns
+_PLAIN_REACH = 32.0  # bandwidths from the centre up to which plain products round to some 1e-13
+_GRID_BITS = 25  # with which products of two coordinates, and all their sums, are exact in float64
+_CHAIN = 16  # columns of a partial sum of the kernels: no sum holds exact and rounded terms but the whole
+_FEW_ROWS = 32  # below, the kernels for few rows may sum the columns in another order
+_LARGEST = 400  # exponent of the largest coordinate of an observation, in bandwidths
+_FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
+
+
+def kernel_regression(
+    points: ArrayLike,
+    x: ArrayLike,
+    y: ArrayLike,
+    *,
+    bandwidth: float | ArrayLike,
+    weights: ArrayLike | None = None,
+    leave_one_out: bool = False,
+    return_log_density: bool = False,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Nadaraya-Watson regression: the mean of `y`, weighted by a Gaussian of the distance from each point.
+
+    Letters: ``...`` leading batch axes, which broadcast; ``L`` points, ``S`` observations, ``D`` features,
+    ``E`` targets.
+
+    Parameters
+    ----------
+    points : array_like, shape (..., L, D)
+        Where to predict.
+    x : array_like, shape (..., S, D)
+        The observations.
+    y : array_like, shape (..., S) or (..., S, E)
+        Their targets: with one axis less than `x` they have no axis ``E``, with as many or more they have.
+    bandwidth : float or array_like, shape (D,)
+        The standard deviation of the Gaussian, of all features or of each; positive.
+    weights : array_like, shape (..., S), optional
+        Not negative. An observation of weight 0 is never seen, be it NaN.
+    leave_one_out : bool, default False
+        Predict each observation from all others; `points` must then be `x`.
+    return_log_density : bool, default False
+        Also return the log of the density of `x` at the points.
+
+    Returns
+    -------
+    out : ndarray, shape (..., L) or (..., L, E)
+        In the dtype that points, x and y promote to. 0 where no observation has a weight.
+    log_density : ndarray, shape (..., L)
+        When asked for: the natural log of the mixture of Gaussians around the observations, weights summing
+        to 1, which is what scikit-learn's `KernelDensity.score_samples` gives. ``-inf`` where no
+        observation has a weight. float32 where `out` is of 16 bits.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not supported, an array on a GPU, a flag that is no bool.
+    ValueError
+        Shapes that do not fit, D = 0, a bandwidth that is not positive or so small that squares of distances
+        overflow, negative or infinite weights, `leave_one_out` with points other than `x`.
+
+    See Also
+    --------
+    kernel_logsumexp : the sum of the kernels itself.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S * D`` memory::
+
+        distances = (points[:, None, :] - x) / bandwidth
+        kernels = weights * np.exp(-0.5 * (distances**2).sum(-1))
+        out = kernels @ y / kernels.sum(-1, keepdims=True)
+        log_density = np.log(kernels.sum(-1) / weights.sum()) - np.log(bandwidth * np.sqrt(2 * np.pi)).sum()
+
+    Far from all observations the nearest decide: the formula above is then 0 / 0, and this is not.
+
+    It is attention with points as queries, observations as keys and scores
+    ``p @ x - p @ p / 2 - x @ x / 2``, in bandwidths and centred. The sums cancel where distances are small
+    beside the coordinates. Up to 32 bandwidths from the centre their rounding, in float64, is some 1e-13.
+    Where observations lie further away each coordinate is cut in two: a multiple of a power of two such that
+    its products and their sums are exact, and a rest, whose products are small. What is left of the rounding
+    is that of one coordinate in bandwidths.
+
+    Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With R the distance
+    from the centre and d that of the observations that matter, in bandwidths, the log density has an error
+    of the order ``eps * (1 + R * d + d**2)``, and so have the weights of `out`, relatively. (On the
+    reference backend the order in which BLAS sums is not known, and the error may be ``eps * R**2``.) The
+    mean of `x` is subtracted first, so that a shift common to points and x changes nothing but the rounding
+    of the arguments themselves.
+
+    NaN in a point makes its row NaN, NaN in an observation all rows.
+
+    Determinism: the bits of a row do not depend on the other points, on other items of the batch, on strides
+    or the number of threads, except that few points (up to 32) may be computed in another order than many.
+
+    Memory: some copies of the observations and of 8192 points, never of size ``L * S``.
+
+    References
+    ----------
+    .. [1] Nadaraya, "On Estimating Regression", Theory of Probability and Its Applications 9, 1964.
+    .. [2] Watson, "Smooth Regression Analysis", Sankhya A 26, 1964.
+    .. [3] Ozaki, Ogita, Oishi and Rump, "Error-free transformations of matrix multiplication by using fast
+       routines of matrix multiplication and its applications", Numerical Algorithms 59, 2012.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.linspace(0, 1, 200)[:, None]
+    >>> y = np.sin(6 * x[:, 0])
+    >>> out = fastattn.kernel_regression([[0.25], [0.5]], x, y, bandwidth=0.01)
+    >>> np.round(out, 3)
+    array([0.996, 0.141])
+
+    The error of leaving one out, by which a bandwidth is chosen:
+
+    >>> noisy = y + 0.1 * np.random.default_rng(0).standard_normal(200)
+    >>> errors = [
+    ...     np.mean((fastattn.kernel_regression(x, x, noisy, bandwidth=h, leave_one_out=True) - noisy) ** 2)
+    ...     for h in (0.001, 0.02, 0.5)
+    ... ]
+    >>> int(np.argmin(errors))
+    1
+    """
+    for name, flag in (("leave_one_out", leave_one_out), ("return_log_density", return_log_density)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    points, x, y = _numbers(points, "points"), _numbers(x, "x"), _numbers(y, "y")
+    try:
+        h = _check_points(points, x, bandwidth)
+        has_targets = y.ndim >= x.ndim
+        if y.ndim < x.ndim - 1:
+            raise ValueError("y must have one axis less than x, (..., S), or as many or more, (..., S, E)")
+        targets = y if has_targets else y[..., None]
+        if targets.shape[-2] != x.shape[-2]:
+            raise ValueError(f"y must have the S={x.shape[-2]} observations of x, got {targets.shape[-2]}")
+        w = None if weights is None else _check_weights(weights, x.shape[-2])
+        lead = _lead(points=points.shape[:-2], x=x.shape[:-2], y=targets.shape[:-2], weights=_items(w))
+        if leave_one_out and not _equal(points, x):
+            raise ValueError("leave_one_out leaves out the observation at each point: points must be x")
+        with np.errstate(divide="ignore"):
+            log_weights = None if w is None else np.log(w)
+        keys = _Keys.of(x, h, log_weights)
+    except (TypeError, ValueError) as error:
+        raise _with_shapes(error, points=points, x=x, y=y) from None
+    result = promote(points=points, x=x, y=y)
+
+    value = np.asarray(as_dtype(targets, FLOAT64, "y"))
+    out, lse = _attend(points, keys, value, lead, leave_one_out)
+    out = out.astype(result, copy=False)
+    out = out if has_targets else out[..., 0]
+    if not return_log_density:
+        return out
+    log_density = np.subtract(lse, _log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
+    return out, log_density.astype(_wide(result), copy=False)
+
+
+def kernel_logsumexp(
+    points: ArrayLike,
+    x: ArrayLike,
+    *,
+    bandwidth: float | ArrayLike,
+    log_weights: ArrayLike | None = None,
+) -> np.ndarray:
+    """The log of a weighted sum of Gaussian kernels: a smooth minimum of the squared distances from `x`.
+
+    Letters: ``...`` leading batch axes, which broadcast; ``L`` points, ``S`` observations, ``D`` features.
+
+    Parameters
+    ----------
+    points : array_like, shape (..., L, D)
+    x : array_like, shape (..., S, D)
+    bandwidth : float or array_like, shape (D,)
+        The standard deviation of the Gaussian, of all features or of each; positive.
+    log_weights : array_like, shape (..., S), optional
+        Added to each observation's exponent. One of ``-inf`` is never seen, be it NaN.
+
+    Returns
+    -------
+    ndarray, shape (..., L)
+        In the dtype that points and x promote to, float32 for 16-bit arrays. ``-inf`` where there is no
+        observation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `kernel_regression`.
+
+    See Also
+    --------
+    kernel_regression : which also gives the log of the normalised density.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S * D`` memory::
+
+        distances = (points[:, None, :] - x) / bandwidth
+        out = scipy.special.logsumexp(log_weights - 0.5 * (distances**2).sum(-1), axis=-1)
+
+    No constant is added. With ``bandwidth = sqrt(epsilon / 2)`` and ``log_weights`` the other potential over
+    epsilon plus the log of the masses, ``-epsilon * out`` is a step of Sinkhorn's algorithm for the squared
+    distance. Accuracy, determinism and memory are those of `kernel_regression`.
+
+    References
+    ----------
+    .. [1] Cuturi, "Sinkhorn Distances: Lightspeed Computation of Optimal Transport", NeurIPS 2013.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.array([[0.0], [1.0]])
+    >>> np.round(fastattn.kernel_logsumexp([[0.0], [100.0]], x, bandwidth=0.5), 3)
+    array([ 1.2700e-01, -1.9602e+04])
+    """
+    points, x = _numbers(points, "points"), _numbers(x, "x")
+    try:
+        h = _check_points(points, x, bandwidth)
+        added = None if log_weights is None else _check_log_weights(log_weights, x.shape[-2])
+        lead = _lead(points=points.shape[:-2], x=x.shape[:-2], log_weights=_items(added))
+        keys = _Keys.of(x, h, added)
+    except (TypeError, ValueError) as error:
+        raise _with_shapes(error, points=points, x=x) from None
+    nothing = np.zeros((x.shape[-2], 0))
+    _, lse = _attend(points, keys, nothing, lead, False)
+    return lse.astype(_wide(promote(points=points, x=x)), copy=False)
+
+
+# Scores as products ---------------------------------------------------------------------------------
+
+
+class _Keys(NamedTuple):
+    """The observations as keys. The leading axes are those of x and the weights."""
+
+    centre: np.ndarray  #: ``(..., 1, D)``
+    bandwidth: np.ndarray  #: ``(D,)``
+    reach: np.ndarray  #: ``(..., 1)``: the largest distance from the centre, in bandwidths
+    grid: np.ndarray  #: ``(..., 1, 1)``: a power of two, of which cut coordinates are multiples
+    at: np.ndarray  #: ``(..., S, D)``: the observations, centred and in bandwidths
+    log_weights: np.ndarray | None  #: ``(..., S)``, 0 for what is excluded
+    allowed: Mask | None  #: what is not excluded, where something is
+
+    @classmethod
+    def of(cls, x: np.ndarray, bandwidth: np.ndarray, log_weights: np.ndarray | None) -> _Keys:
+        x = _as_float64(x)
+        allowed, is_seen = None, np.True_
+        if log_weights is not None and (excluded := log_weights == -np.inf).any():
+            allowed, is_seen = Dense(~excluded[..., None, None, :]), ~excluded[..., None]
+            log_weights = np.where(excluded, 0.0, log_weights)
+            x = np.where(is_seen, x, 0.0)
+        with np.errstate(all="ignore"):
+            count = np.count_nonzero(np.broadcast_to(is_seen, (*x.shape[:-1], 1)), axis=-2, keepdims=True)
+            centre = x.sum(axis=-2, keepdims=True) / np.maximum(count, 1)
+            # Rounded to few bits of the spread, so that differences from it are exact more often, and the
+            # same for data that is shifted.
+            spread = np.abs(np.where(is_seen, x - centre, 0.0)).max(axis=-2, keepdims=True, initial=0)
+            step = np.frexp(spread)[1] - 4
+            rounded = np.ldexp(np.rint(np.ldexp(centre, -step)), step)
+            centre = np.where(spread > 0, rounded, centre)
+            at = np.where(is_seen, (x - centre) / bandwidth, 0.0)
+            reach = np.sqrt(_squares(at)).max(axis=-1, initial=0, keepdims=True)
+            if (reach >= 2.0**_LARGEST).any():
+                raise ValueError(
+                    f"bandwidth is too small for x: {reach.max():.3g} bandwidths lie between its mean and an "
+                    f"observation, and less than 2**{_LARGEST} may"
+                )
+            grid = np.ldexp(1.0, np.maximum(np.frexp(2 * reach)[1], -_LARGEST) - _GRID_BITS)[..., None]
+        return cls(centre, bandwidth, reach, grid, at, log_weights, allowed)
+
+    def plain(self) -> tuple[np.ndarray, None]:
+        """Columns, and no bias."""
+        columns = np.empty((*self._shape(), self.at.shape[-1] + 2))
+        columns[..., :-2], columns[..., -2] = self.at, 1.0
+        columns[..., -1] = -0.5 * _squares(self.at)
+        if self.log_weights is not None:
+            columns[..., -1] += self.log_weights
+        return columns, None
+
+    def cut(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns, exact and rounded, and a bias: with one, the kernels multiply the columns as they are."""
+        high = np.rint(self.at / self.grid) * self.grid
+        low = self.at - high
+        exact, dim = _exact_columns(self.at.shape[-1]), self.at.shape[-1]
+        columns = np.zeros((*self._shape(), exact + 2 * dim))
+        columns[..., :dim], columns[..., dim], columns[..., dim + 1] = high, 1.0, -0.5 * _squares(high)
+        columns[..., exact : exact + dim], columns[..., exact + dim :] = low, self.at
+        bias = np.zeros(self._shape()) if self.log_weights is None else self.log_weights
+        return columns, bias - np.einsum("...d,...d->...", high + 0.5 * low, low)
+
+    def _shape(self) -> tuple[int, ...]:
+        """``(..., S)``"""
+        weights = () if self.log_weights is None else self.log_weights.shape
+        return np.broadcast_shapes(self.at.shape[:-1], weights)
+
+
+class _Points(NamedTuple):
+    """Some of the points, in bandwidths from the centre of the keys, as queries."""
+
+    at: np.ndarray  #: ``(..., L, D)``
+    own: np.ndarray  #: ``(..., L)``: half their squares, the same for every key
+    is_near: np.ndarray  #: which of them have that among the products, where it cancels
+
+    @classmethod
+    def of(cls, points: np.ndarray, keys: _Keys) -> _Points:
+        at = _as_float64(points) - keys.centre
+        # So far away that squares overflow, the direction alone says which observation is the nearest.
+        exponent = (np.frexp(at)[1] - np.frexp(keys.bandwidth)[1]).max(axis=-1)
+        exponent = np.maximum(exponent - _FAR, 0)
+        at = np.ldexp(at, -exponent[..., None]) / keys.bandwidth
+        own = _squares(at)
+        return cls(at, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
+
+    def plain(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns, and what is to be added to each row's lse."""
+        columns = np.empty((*self.at.shape[:-1], self.at.shape[-1] + 2))
+        columns[..., :-2], columns[..., -1] = self.at, 1.0
+        columns[..., -2] = np.where(self.is_near, -self.own, 0.0)
+        return columns, np.where(self.is_near, 0.0, -self.own)
+
+    def cut(self, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        high = np.rint(self.at / grid) * grid
+        low = self.at - high
+        exact, dim = _exact_columns(self.at.shape[-1]), self.at.shape[-1]
+        columns = np.zeros((*self.at.shape[:-1], exact + 2 * dim))
+        columns[..., :dim], columns[..., dim + 1] = high, 1.0
+        columns[..., dim] = np.where(self.is_near, -0.5 * _squares(high), 0.0)
+        columns[..., exact : exact + dim], columns[..., exact + dim :] = high, low
+        rest = np.einsum("...d,...d->...", high + 0.5 * low, low)
+        return columns, -np.where(self.is_near, rest, self.own)
+
+
+def _exact_columns(dim: int) -> int:
+    """How many columns the exact products of cut coordinates take; the last ones are 0."""
+    return -(-(dim + 2) // _CHAIN) * _CHAIN
+
+
+def _attend(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, lead: tuple[int, ...], leave_one_out: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The means of `value`, and the logs of the sums of the kernels."""
+    num_points = points.shape[-2]
+    out, lse = np.empty((*lead, num_points, value.shape[-1])), np.empty((*lead, num_points))
+    is_cut = keys.reach > _PLAIN_REACH
+    ways = [way for way, is_needed in ((False, (~is_cut).any()), (True, is_cut.any())) if is_needed]
+    n_parts = max(1, -(-num_points // _ROWS))
+    bounds = [num_points * n // n_parts for n in range(n_parts + 1)]
+    with np.errstate(all="ignore"):
+        for way in ways:
+            columns, bias = keys.cut() if way else keys.plain()
+            for start, stop in pairwise(bounds):
+                rows = points[..., start:stop, :]
+                if way and 0 < num_points < _FEW_ROWS:
+                    rows = rows[..., np.arange(_FEW_ROWS) % num_points, :]
+                queries = _Points.of(rows, keys)
+                query, added = queries.cut(keys.grid) if way else queries.plain()
+                mask = keys.allowed
+                if leave_one_out:
+                    others = NotSelf().shifted(start, 0)
+                    mask = others if mask is None else mask & others
+                found, total = attention(
+                    query[..., None, :, :],
+                    columns[..., None, :, :],
+                    value[..., None, :, :],
+                    mask=mask,
+                    bias=None if bias is None else bias[..., None, None, :],
+                    scale=1.0,
+                    return_lse=True,
+                )
+                n = stop - start
+                here = np.s_[..., start:stop]
+                found, total = found[..., 0, :n, :], (total[..., 0, :] + added)[..., :n]
+                # Items of a batch may differ in this: each has the bits that it has alone.
+                is_own = np.True_ if len(ways) == 1 else is_cut == way
+                np.copyto(out[(*here, slice(None))], found, where=np.asarray(is_own)[..., None])
+                np.copyto(lse[here], total, where=is_own)
+    return out, lse
+
+
+def _as_float64(array: np.ndarray) -> np.ndarray:
+    """In one layout, as the order of sums depends on it."""
+    return np.require(array, FLOAT64, ["C", "A"])
+
+
+def _squares(array: np.ndarray) -> np.ndarray:
+    return np.einsum("...d,...d->...", array, array)
+
+
+def _log_norm(
+    weights: np.ndarray | None, num_keys: int, bandwidth: np.ndarray, leave_one_out: bool
+) -> np.ndarray | float:
+    """The log of what the sum of the kernels is divided by, for it to be a density; ``(..., L)`` or less."""
+    constant = float(np.log(bandwidth).sum()) + 0.5 * len(bandwidth) * log(2 * pi)
+    with np.errstate(divide="ignore"):
+        if weights is None:
+            return float(np.log(np.float64(num_keys - leave_one_out))) + constant
+        # So large that no weight underflows, and that their sum does not overflow.
+        exponent = 900 - np.frexp(weights.max(axis=-1, initial=0, keepdims=True))[1]
+        weights = np.ldexp(weights, exponent)
+        total = weights.sum(axis=-1, keepdims=True)
+        if leave_one_out and num_keys:
+            # Subtracting cancels nothing where a weight is less than half of the sum.
+            largest = weights.argmax(axis=-1, keepdims=True)
+            rest = weights.copy()
+            np.put_along_axis(rest, largest, 0.0, axis=-1)
+            total = total - weights
+            np.put_along_axis(total, largest, rest.sum(axis=-1, keepdims=True), axis=-1)
+        mantissa, power = np.frexp(total)
+        return np.log(mantissa) + (power - exponent) * log(2) + constant
+
+
+# Checks ---------------------------------------------------------------------------------------------
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    array = host_array(as_array(value, name), name)
+    check_number_dtype(array, name)
+    return array
+
+
+def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarray:
+    """The bandwidth of each feature."""
+    for name, array in (("points", points), ("x", x)):
+        if array.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 axes")
+    dim = x.shape[-1]
+    if points.shape[-1] != dim or not dim:
+        raise ValueError("points and x must have the same number of features, and at least one")
+    h = _numbers(bandwidth, "bandwidth").astype(FLOAT64)
+    if h.shape not in ((), (dim,)):
+        raise ValueError(f"bandwidth must be a number, or have shape (D,) = ({dim},), got {h.shape}")
+    if not ((h > 0) & (h < np.inf)).all():
+        raise ValueError(f"bandwidth must be positive and finite, got {bandwidth!r}")
+    return np.broadcast_to(h, dim)
+
+
+def _check_log_weights(value: Any, num_keys: int, name: str = "log_weights") -> np.ndarray:
+    array = _numbers(value, name)
+    if not array.ndim or array.shape[-1] != num_keys:
+        raise ValueError(f"{name} must have shape (..., S) with S={num_keys}, got {array.shape}")
+    return array.astype(FLOAT64)
+
+
+def _check_weights(value: Any, num_keys: int) -> np.ndarray:
+    weights = _check_log_weights(value, num_keys, "weights")
+    is_right = (weights >= 0) & (weights < np.inf)
+    if not is_right.all():
+        raise ValueError(f"weights must be finite and not negative, got {weights[~is_right].flat[0]}")
+    return weights
+
+
+def _items(weights: np.ndarray | None) -> tuple[int, ...]:
+    return () if weights is None else weights.shape[:-1]
+
+
+def _lead(**shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """What the leading axes of all arrays broadcast to."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the leading axes do not broadcast: {listed}") from None
+
+
+def _equal(points: np.ndarray, x: np.ndarray) -> bool:
+    """Whether the points are the observations, for each item."""
+    if points.shape[-2:] != x.shape[-2:]:
+        return False
+    return points is x or bool(np.all((points == x) | ((points != points) & (x != x))))
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """The dtype of a log density beside results of this one."""
+    return dtype if storage_of(dtype) == REAL else FLOAT32
+
+
+def _with_shapes(error: Exception, **arrays: np.ndarray) -> Exception:
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{error}; {', '.join(f'{name} {array.shape}' for name, array in arrays.items())}")

@@ -356,6 +356,9 @@ RAISES_ELSEWHERE = {
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_options.py: check_options": "outputs that are not differentiated",
     "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
+    "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",
+    "integrations/sklearn.py: _bandwidth": "the same of numbers",
+    "integrations/sklearn.py: _search": "too few samples to leave one out",
     # The edge of functions, beside the compiler that reads them.
     "_flex.py: flex_attention": "block_mask is no mask",
     "_flex.py: _check_function": "what is given as a function",

@@ -1,0 +1,288 @@
+"""Kernel regression and density as estimators of scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from scipy.optimize import minimize
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+import fastattn
+from fastattn.masks import NotSelf
+
+_FLOATS = [np.float64, np.float32]
+_STARTS = np.log(2.0) * np.arange(-4, 5)  # of a search, around Scott's rule
+_SPAN = np.log(1e4)  # how far from it a search goes
+
+
+class KernelRegressor(RegressorMixin, BaseEstimator):
+    """Nadaraya-Watson regression with a Gaussian kernel, by `fastattn.kernel_regression`.
+
+    Parameters
+    ----------
+    bandwidth : float, array_like of shape (n_features,) or "leave_one_out", default 1.0
+        The standard deviation of the Gaussian, of all features or of each. ``"leave_one_out"`` minimises the
+        weighted mean of the squared errors of predicting each sample from all others.
+    per_feature : bool, default True
+        Whether ``"leave_one_out"`` chooses a bandwidth for each feature, or one for all.
+    max_steps : int, default 100
+        Of its search, L-BFGS-B on the logarithms of the bandwidths.
+
+    Attributes
+    ----------
+    bandwidth_ : float or ndarray of shape (n_features,)
+        The bandwidth that is used.
+    leave_one_out_error_ : float
+        The least error, where that chose the bandwidth.
+    n_features_in_, feature_names_in_
+        As scikit-learn's.
+
+    Notes
+    -----
+    The gradients of the error are those of `fastattn.attention_backward`, so that a step of the search takes
+    no memory of the square of the number of samples either. The error may have several minima: the search
+    starts from the best of nine multiples of Scott's rule.
+
+    Samples of weight 0 are as if they were not there. Two equal samples are not one of twice the weight to
+    ``"leave_one_out"``: each predicts the other.
+
+    References
+    ----------
+    .. [1] Nadaraya, "On Estimating Regression", Theory of Probability and Its Applications 9, 1964.
+    .. [2] Watson, "Smooth Regression Analysis", Sankhya A 26, 1964.
+    .. [3] Haerdle and Marron, "Optimal Bandwidth Selection in Nonparametric Regression Function Estimation",
+       Annals of Statistics 13, 1985.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.integrations.sklearn import KernelRegressor
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.uniform(-3, 3, (400, 2))
+    >>> y = np.sin(X[:, 0]) + 0.1 * rng.standard_normal(400)  # the second feature does not matter
+    >>> model = KernelRegressor(bandwidth="leave_one_out").fit(X, y)
+    >>> bool(model.bandwidth_[1] > 10 * model.bandwidth_[0])
+    True
+    >>> np.abs(model.predict([[0.5, 0.0]]) - np.sin(0.5)).item() < 0.1
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        bandwidth: float | Any | Literal["leave_one_out"] = 1.0,
+        per_feature: bool = True,
+        max_steps: int = 100,
+    ) -> None:
+        self.bandwidth = bandwidth
+        self.per_feature = per_feature
+        self.max_steps = max_steps
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRegressor:
+        """Keep the samples, and choose the bandwidth.
+
+        Parameters
+        ----------
+        X : array_like, shape (n_samples, n_features)
+        y : array_like, shape (n_samples,) or (n_samples, n_outputs)
+        sample_weight : array_like, shape (n_samples,), optional
+            Not negative.
+
+        Returns
+        -------
+        self
+        """
+        X, y = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
+        weights = _weights(sample_weight, X)
+        if isinstance(self.bandwidth, str):
+            if self.bandwidth != "leave_one_out":
+                raise ValueError(
+                    f'bandwidth must be positive numbers or "leave_one_out", got {self.bandwidth!r}'
+                )
+            w = np.ones(len(X)) if weights is None else weights
+            samples, targets, w = (array[w > 0].astype(np.float64) for array in (X, y.reshape(len(y), -1), w))
+            found = _search(samples, targets, w, self.per_feature, self.max_steps)
+            self.bandwidth_, self.leave_one_out_error_ = found
+        else:
+            self.bandwidth_ = _bandwidth(self.bandwidth, X.shape[1])
+        self._X, self._y, self._weights = X, y, weights
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The weighted mean of the samples' targets, for each row of X.
+
+        Parameters
+        ----------
+        X : array_like, shape (n_queries, n_features)
+
+        Returns
+        -------
+        ndarray, shape (n_queries,) or (n_queries, n_outputs)
+        """
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=_FLOATS, reset=False)
+        return fastattn.kernel_regression(
+            X, self._X, self._y, bandwidth=self.bandwidth_, weights=self._weights
+        )  # type: ignore[return-value]  # one array, as no density is asked for
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        tags.target_tags.single_output = True
+        return tags
+
+
+class KernelDensity(BaseEstimator):
+    """Kernel density estimation with a Gaussian kernel, exact: scikit-learn's estimator of that name.
+
+    Parameters
+    ----------
+    bandwidth : float, array_like of shape (n_features,), "scott" or "silverman", default 1.0
+        The standard deviation of the Gaussian, of all features or of each. The rules are scikit-learn's, a
+        number that depends on the sizes of X alone.
+
+    Attributes
+    ----------
+    bandwidth_ : float or ndarray of shape (n_features,)
+        The bandwidth that is used.
+    n_features_in_, feature_names_in_
+        As scikit-learn's.
+
+    Notes
+    -----
+    The densities are those of `fastattn.kernel_regression`: there is no tree, and no tolerance to choose.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.integrations.sklearn import KernelDensity
+    >>> X = np.random.default_rng(0).standard_normal((1000, 2))
+    >>> model = KernelDensity(bandwidth="scott").fit(X)
+    >>> np.round(model.score_samples([[0.0, 0.0]]), 1)
+    array([-1.9])
+    >>> model.sample(3, random_state=0).shape
+    (3, 2)
+    """
+
+    def __init__(self, *, bandwidth: float | Any | Literal["scott", "silverman"] = 1.0) -> None:
+        self.bandwidth = bandwidth
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelDensity:
+        """Keep the samples.
+
+        Parameters
+        ----------
+        X : array_like, shape (n_samples, n_features)
+        y : None
+            Not used.
+        sample_weight : array_like, shape (n_samples,), optional
+            Not negative.
+
+        Returns
+        -------
+        self
+        """
+        X = validate_data(self, X, dtype=_FLOATS)
+        n, dim = X.shape
+        rules = {"scott": n ** (-1 / (dim + 4)), "silverman": (n * (dim + 2) / 4) ** (-1 / (dim + 4))}
+        if isinstance(self.bandwidth, str):
+            if self.bandwidth not in rules:
+                raise ValueError(
+                    f'bandwidth must be positive numbers, "scott" or "silverman", got {self.bandwidth!r}'
+                )
+            self.bandwidth_ = rules[self.bandwidth]
+        else:
+            self.bandwidth_ = _bandwidth(self.bandwidth, dim)
+        self._X, self._weights = X, _weights(sample_weight, X)
+        return self
+
+    def score_samples(self, X: Any) -> np.ndarray:
+        """The log of the density at each row of X, ``(n_queries,)``."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=_FLOATS, reset=False)
+        _, log_density = fastattn.kernel_regression(
+            X,
+            self._X,
+            np.empty((len(self._X), 0), X.dtype),
+            bandwidth=self.bandwidth_,
+            weights=self._weights,
+            return_log_density=True,
+        )
+        return log_density
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The log of the likelihood of X, the sum of its `score_samples`."""
+        return float(self.score_samples(X).sum(dtype=np.float64))
+
+    def sample(self, n_samples: int = 1, random_state: Any = None) -> np.ndarray:
+        """Samples from the density, ``(n_samples, n_features)``."""
+        check_is_fitted(self)
+        rng = check_random_state(random_state)
+        share = None if self._weights is None else self._weights / self._weights.sum()
+        centres = self._X[rng.choice(len(self._X), n_samples, p=share)]
+        return centres + rng.normal(size=centres.shape) * self.bandwidth_
+
+
+def _bandwidth(value: Any, n_features: int) -> Any:
+    h = np.asarray(value, dtype=np.float64)
+    if h.shape not in ((), (n_features,)) or not ((h > 0) & (h < np.inf)).all():
+        raise ValueError(
+            f"bandwidth must be a positive number, or one for each of {n_features} features, got {value!r}"
+        )
+    return h if h.ndim else float(h)
+
+
+def _weights(sample_weight: Any, X: np.ndarray) -> np.ndarray | None:
+    if sample_weight is None:
+        return None
+    return _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+
+
+def _search(
+    X: np.ndarray, y: np.ndarray, weights: np.ndarray, per_feature: bool, max_steps: int
+) -> tuple[Any, float]:
+    """The bandwidth of the least leave-one-out error, and that error."""
+    n, dim = X.shape
+    if n < 2:
+        raise ValueError(f"leave_one_out needs at least 2 samples with a weight, got n_samples = {n}")
+    X = X - X.mean(axis=0)
+    spread = X.std(axis=0)
+    log_scott = np.log(np.where(spread > 0, spread, 1.0)) - np.log(n) / (dim + 4)
+    if not per_feature:
+        log_scott = np.full(dim, log_scott.mean())
+    weights = weights / weights.sum()
+    unit = float(weights @ ((y - weights @ y) ** 2).sum(axis=1)) or 1.0
+
+    def error(change: np.ndarray) -> tuple[float, np.ndarray]:
+        """Beside Scott's rule in logarithms, of one or of each; in units of the variance."""
+        value, slope = _leave_one_out(X / np.exp(log_scott + change), y, weights)
+        return value / unit, (slope if per_feature else slope.sum(keepdims=True)) / unit
+
+    num = dim if per_feature else 1
+    start = min(_STARTS, key=lambda step: error(np.full(num, step))[0])
+    bounds = [(-_SPAN, _SPAN)] * num
+    found = minimize(
+        error, np.full(num, start), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": max_steps}
+    )
+    bandwidth = np.exp(log_scott + found.x)
+    return bandwidth if per_feature else float(bandwidth[0]), float(found.fun) * unit
+
+
+def _leave_one_out(X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+    """The error, with X in bandwidths, and its gradient with respect to the logarithm of each."""
+    n, dim = X.shape
+    query, key = np.ones((n, dim + 1)), np.empty((n, dim + 1))
+    query[:, :dim] = key[:, :dim] = X
+    key[:, dim] = np.log(weights) - 0.5 * (X * X).sum(axis=1)
+    options: dict[str, Any] = {"mask": NotSelf(), "scale": 1.0}
+    out, lse = fastattn.attention(query, key, y, return_lse=True, **options)
+    wrong = out - y
+    grad_out = 2 * weights[:, None] * wrong
+    options["wrt"] = ("query", "key")
+    gradients: Any = fastattn.attention_backward(grad_out, query, key, y, out, lse, **options)
+    of_query, of_key = gradients.query, gradients.key
+    slope = of_query[:, :dim] + of_key[:, :dim] - X * of_key[:, dim:]
+    return float(weights @ (wrong * wrong).sum(axis=1)), -(X * slope).sum(axis=0)

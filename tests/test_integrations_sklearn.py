@@ -1,0 +1,165 @@
+"""The estimators by scikit-learn's rules: its checks, its densities, and the leave-one-out bandwidth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+
+pytest.importorskip("sklearn")
+
+from scipy.optimize import check_grad
+from scipy.special import logsumexp
+from sklearn import neighbors
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from fastattn.integrations.sklearn import KernelDensity, KernelRegressor, _leave_one_out
+
+#: Two equal samples predict each other where one is left out: they are not one of twice the weight.
+EXPECTED = {"check_sample_weight_equivalence_on_dense_data": "leave_one_out looks at samples, not weights"}
+
+
+@parametrize_with_checks([KernelRegressor(), KernelDensity()])
+def test_by_scikit_learns_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [KernelRegressor(bandwidth="leave_one_out")], expected_failed_checks=lambda _: EXPECTED
+)
+def test_by_scikit_learns_checks_with_a_search(estimator, check):
+    check(estimator)
+
+
+def data(n=300, dim=3, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, dim))
+    return X, np.sin(2 * X[:, 0]) + 0.2 * rng.standard_normal(n), rng.random(n)
+
+
+class TestDensity:
+    @pytest.mark.parametrize("bandwidth", [0.05, 0.7, 20.0, "scott", "silverman"])
+    @pytest.mark.parametrize("dim", [1, 3, 8])
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_scores_are_scikit_learns(self, bandwidth, dim, weighted):
+        X, _, weights = data(dim=dim)
+        weights = weights if weighted else None
+        ours = KernelDensity(bandwidth=bandwidth).fit(X, sample_weight=weights)
+        theirs = neighbors.KernelDensity(bandwidth=bandwidth, rtol=1e-14).fit(X, sample_weight=weights)
+        assert ours.bandwidth_ == pytest.approx(theirs.bandwidth_, rel=1e-15)
+        h = ours.bandwidth_
+        points = np.r_[X[:50] + 0.3 * h, 3 * X[50:100]]
+        squares = ((points[:, None] - X) ** 2).sum(axis=-1)
+        share = np.full(len(X), 1 / len(X)) if weights is None else weights / weights.sum()
+        exact = logsumexp(-squares / (2 * h**2), b=share, axis=1) - dim * np.log(h * np.sqrt(2 * np.pi))
+        np.testing.assert_allclose(ours.score_samples(points), exact, rtol=1e-12)
+        assert ours.score(points) == pytest.approx(exact.sum(), rel=1e-12)
+        # Far from the data scikit-learn's trees lose digits, and among weights the nearest sample.
+        is_near = squares.min(axis=1) < (2 * h) ** 2
+        got, wanted = ours.score_samples(points[is_near]), theirs.score_samples(points[is_near])
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+    def test_a_bandwidth_for_each_feature(self):
+        X, _, _ = data()
+        h = np.array([0.1, 1.0, 10.0])
+        got = KernelDensity(bandwidth=h).fit(X).score_samples(X[:9])
+        alike = KernelDensity(bandwidth=1.0).fit(X / h).score_samples(X[:9] / h) - np.log(h).sum()
+        np.testing.assert_allclose(got, alike, rtol=1e-13)
+
+    def test_samples_have_the_moments_of_the_mixture(self):
+        X, _, weights = data()
+        weights[X[:, 0] < 0] = 0
+        model = KernelDensity(bandwidth=[0.1, 0.5, 2.0]).fit(X, sample_weight=weights)
+        drawn = model.sample(200_000, random_state=0)
+        mean = np.average(X, axis=0, weights=weights)
+        variance = np.average((X - mean) ** 2, axis=0, weights=weights) + np.array([0.1, 0.5, 2.0]) ** 2
+        np.testing.assert_allclose(drawn.mean(axis=0), mean, atol=5 * np.sqrt(variance.max() / 200_000))
+        np.testing.assert_allclose(drawn.var(axis=0), variance, rtol=0.02)
+        np.testing.assert_array_equal(drawn[:5], model.sample(200_000, random_state=0)[:5])
+
+
+class TestRegressor:
+    def test_predicts_by_kernel_regression(self):
+        X, y, weights = data()
+        for targets in (y, np.c_[y, -y, y**2]):
+            model = KernelRegressor(bandwidth=[0.3, 1.0, 2.0]).fit(X, targets, sample_weight=weights)
+            wanted = fastattn.kernel_regression(X[:7], X, targets, bandwidth=[0.3, 1.0, 2.0], weights=weights)
+            np.testing.assert_array_equal(model.predict(X[:7]), wanted)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_keeps_the_type(self, dtype):
+        X, y, _ = (array.astype(dtype) for array in data())
+        assert KernelRegressor().fit(X, y).predict(X).dtype == dtype
+
+
+class TestLeaveOneOut:
+    def test_gradient(self):
+        X, y, weights = data(40)
+        y, weights = np.c_[y, y**2], weights / weights.sum()
+
+        def value(log_h):
+            return _leave_one_out(X / np.exp(log_h), y, weights)[0]
+
+        def slope(log_h):
+            return _leave_one_out(X / np.exp(log_h), y, weights)[1]
+
+        for log_h in (np.zeros(3), np.array([-1.0, 0.5, 1.0])):
+            assert check_grad(value, slope, log_h) < 1e-6 * (1e-3 + np.abs(slope(log_h)).max())
+
+    def test_error_is_that_of_fits_without_each(self):
+        X, y, weights = data(30)
+        model = KernelRegressor(bandwidth="leave_one_out").fit(X, y, sample_weight=weights)
+        errors = []
+        for i in range(30):
+            keep = np.arange(30) != i
+            without = KernelRegressor(bandwidth=model.bandwidth_)
+            without.fit(X[keep], y[keep], sample_weight=weights[keep])
+            errors.append((without.predict(X[[i]])[0] - y[i]) ** 2)
+        assert model.leave_one_out_error_ == pytest.approx(np.average(errors, weights=weights), rel=1e-10)
+
+    def test_one_for_all_is_the_least_of_a_grid(self):
+        X, y, _ = data()
+        model = KernelRegressor(bandwidth="leave_one_out", per_feature=False).fit(X, y)
+        assert isinstance(model.bandwidth_, float)
+        grid = np.geomspace(0.02, 5, 200)
+        errors = [
+            np.mean((fastattn.kernel_regression(X, X, y, bandwidth=h, leave_one_out=True) - y) ** 2)
+            for h in grid
+        ]
+        assert model.leave_one_out_error_ <= min(errors) * (1 + 1e-6)
+        assert abs(np.log(model.bandwidth_ / grid[np.argmin(errors)])) < 0.1
+
+    def test_features_that_do_not_matter_are_smoothed_over(self):
+        X, y, _ = data()
+        one = KernelRegressor(bandwidth="leave_one_out", per_feature=False).fit(X, y)
+        each = KernelRegressor(bandwidth="leave_one_out").fit(X, y)
+        assert each.leave_one_out_error_ < 0.7 * one.leave_one_out_error_
+        assert each.bandwidth_[1:].min() > 3 * each.bandwidth_[0]
+
+    def test_units_and_zero_weights_do_not_matter(self):
+        X, y, weights = data(80)
+        weights[::4] = 0
+        fitted = KernelRegressor(bandwidth="leave_one_out").fit(X, y, sample_weight=weights)
+        seen = weights > 0
+        alone = KernelRegressor(bandwidth="leave_one_out").fit(X[seen], y[seen], sample_weight=weights[seen])
+        np.testing.assert_allclose(fitted.bandwidth_, alone.bandwidth_, rtol=1e-12)
+        units = np.array([1e-3, 1.0, 1e3])
+        other = KernelRegressor(bandwidth="leave_one_out").fit(
+            X * units + 1e3, 1e3 * y, sample_weight=weights
+        )
+        assert other.leave_one_out_error_ == pytest.approx(1e6 * fitted.leave_one_out_error_, rel=1e-3)
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1.0, np.inf, np.nan, [1.0, 2.0], "best"], ids=str)
+@pytest.mark.parametrize("estimator", [KernelRegressor, KernelDensity])
+def test_bandwidths_refused(estimator, bandwidth):
+    X, y, _ = data()
+    with pytest.raises(ValueError, match=r"^bandwidth must be "):
+        estimator(bandwidth=bandwidth).fit(X, y)
+
+
+def test_one_sample_leaves_none():
+    with pytest.raises(ValueError, match=r"leave_one_out needs at least 2 samples"):
+        KernelRegressor(bandwidth="leave_one_out").fit(np.ones((3, 2)), np.ones(3), sample_weight=[1, 0, 0])

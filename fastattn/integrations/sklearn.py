@@ -162,7 +162,7 @@ class KernelDensity(BaseEstimator):
     >>> X = np.random.default_rng(0).standard_normal((1000, 2))
     >>> model = KernelDensity(bandwidth="scott").fit(X)
     >>> np.round(model.score_samples([[0.0, 0.0]]), 1)
-    array([-1.9])
+    array([-2.])
     >>> model.sample(3, random_state=0).shape
     (3, 2)
     """

@@ -25,8 +25,8 @@ import fastattn
 from fastattn import _host, _quiet
 from fastattn.backends import cython_cpu
 from fastattn.bench import probes
-from fastattn.demo import _command
-from fastattn.demo.embed import cli, loading, main, timing
+from fastattn.demo import _command, _timing
+from fastattn.demo.embed import cli, loading, main
 from fastattn.demo.embed.corpus import PASSAGES, QUERIES, SENTENCES
 from fastattn.demo.embed.model import SentenceEncoder
 from fastattn.demo.embed.picture import MAX_TOKENS as MAX_PICTURE_TOKENS
@@ -59,7 +59,7 @@ def run_and_draw(
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
     probe(monkeypatch, [100.0])
 
     def call(*arguments: str, model_folder: Path | None = tiny) -> tuple[int, str, str]:
@@ -258,11 +258,11 @@ class TestBusyMachine:
         status, out, err = run("--query", "the dog sleeps")
         assert status == 0
         # Before each round and after the last; on all cores, which NumPy uses whatever --threads says.
-        assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (timing.MIN_ROUNDS + 1)
+        assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (_timing.MIN_ROUNDS + 1)
         assert (self.WARNING in out) == bool(disturbed)
         assert "None" not in out
         if disturbed:
-            assert f"{disturbed} of {timing.MIN_ROUNDS + 1} probes" in out
+            assert f"{disturbed} of {_timing.MIN_ROUNDS + 1} probes" in out
         assert "disturbed" not in err
 
     def test_one_short_interruption_is_no_neighbour(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,21 +488,6 @@ class TestReadLines:
             Line("two", "line 3 of notes.txt"),
             Line("thrée\u2028still three", "line 6 of notes.txt"),
         ]
-
-
-def test_timing_counts_attention_within_the_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
-    encoder = loading.load_model(tiny)
-    ids = [encoder.cut(encoding) for encoding in encoder.tokenize(TEXTS)]
-    tracked: list[int] = []
-    sets = {"both": [ids[:4], ids[4:]], "one": [ids[:1]]}
-    result = timing.compare(encoder, sets, lambda rounds: tracked.extend(rounds) or rounds)
-    assert result.rounds == len(tracked) == timing.MIN_ROUNDS
-    assert list(result.times) == list(sets)
-    for times in result.times.values():
-        assert 0 < times.fast_attention < times.fast_model
-        assert 0 < times.plain_attention < times.plain_model
-    assert result.largest_difference < 2e-6
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ model.py       BERT in NumPy: from token ids to an embedding
 loading.py     the weights, the settings and the tokenizer, from a folder
 corpus.py      the demo's own sentences and passages, and its queries
 text.py        what is searched: these, or the lines of a file
-timing.py      both kinds of attention in the same model, timed side by side
 picture.py     the attention weights of one sentence
 cli.py         the command, which puts these together
 =============  ====================================================================

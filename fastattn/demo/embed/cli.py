@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from fastattn.demo._command import (
     warn,
 )
 from fastattn.demo._errors import DemoError
-from fastattn.demo.embed.attention import Floats, Ints, WeightRecorder, fast_attention
+from fastattn.demo._timing import Attend, Times, compare
+from fastattn.demo.embed.attention import Floats, Ints, WeightRecorder, fast_attention, plain_attention
 from fastattn.demo.embed.loading import find_model, load_model
 from fastattn.demo.embed.model import SentenceEncoder, batches_by_length
 from fastattn.demo.embed.text import Line, built_in_queries, built_in_texts, read_lines
-from fastattn.demo.embed.timing import Times, compare
 
 # What the demo needs beyond NumPy; imported only after all have been looked for.
 EXTRAS = ("matplotlib", "rich", "safetensors", "tokenizers")
@@ -184,7 +185,12 @@ def _print_timing(model: SentenceEncoder, ids: Mapping[str, Sequence[Ints]], bat
         kind: [[sample[index] for index in batch] for batch in batches_by_length(sample, batch_size)]
         for kind, sample in samples.items()
     }
-    result = compare(model, batches, lambda rounds: track(rounds, "timing"))
+
+    def encode(some: Sequence[Sequence[Ints]], attend: Attend) -> Floats:
+        return np.concatenate([model.encode(batch, attend) for batch in some])
+
+    works = {kind: partial(encode, some) for kind, some in batches.items()}
+    result = compare(works, fast_attention, plain_attention, lambda rounds: track(rounds, "timing"))
 
     print(
         f"\nTimes are medians of {result.rounds} runs of each, in turns "

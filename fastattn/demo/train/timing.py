@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
-from fastattn._quiet import CoreProbes
+from fastattn.demo._timing import Track, take_turns
 from fastattn.demo.train.attention import Attention, FastAttention, Floats, PlainAttention
 from fastattn.demo.train.model import Ints
 from fastattn.demo.train.training import Trainer
@@ -72,11 +73,11 @@ class Comparison:
     warning: str | None  #: that the machine was too busy to be timed
 
 
-def compare(trainer: Trainer, track: Callable[[Sequence[int]], Iterable[int]]) -> Comparison:
+def compare(trainer: Trainer, track: Track) -> Comparison:
     """Time steps of a trained model, turn and turn about, on the same batches; the model stays as it is.
 
     The first round warms up and compares the gradients; it is not counted. `track` may show the progress of
-    the others. The cores are probed before each round and after the last.
+    the others.
     """
     num_layers = trainer.model.sizes.num_layers
     fast, plain = FastAttention(num_layers), PlainAttention(num_layers)
@@ -86,22 +87,21 @@ def compare(trainer: Trainer, track: Callable[[Sequence[int]], Iterable[int]]) -
         trainer.model.loss_and_gradients(ids, attention, trainer.gradients)
         gradients.append(trainer.gradients.flat.copy())
 
+    batches = [trainer.batch() for _ in range(ROUNDS)]
     notes: dict[Attention, list[Times]] = {fast: [], plain: []}
-    probes = CoreProbes()
-    for number in track(range(ROUNDS)):
-        probes.take()
-        ids = trainer.batch()
-        # Whoever goes first changes from round to round, so that neither always has the warmer cache.
-        for attention in (fast, plain) if number % 2 else (plain, fast):
-            notes[attention].append(_one_step(trainer, ids, attention))
-    probes.take()
+
+    def note(attention: Attention) -> None:
+        times = notes[attention]
+        times.append(_one_step(trainer, batches[len(times)], attention))
+
+    warning = take_turns([[partial(note, fast), partial(note, plain)]], ROUNDS, track)
     return Comparison(
         rounds=ROUNDS,
         fast=_median(notes[fast]),
         plain=_median(notes[plain]),
         largest_difference=float(np.abs(gradients[0] - gradients[1]).max()),
         largest_gradient=float(np.abs(gradients[0]).max()),
-        warning=probes.warning(),
+        warning=warning,
     )
 
 

@@ -46,7 +46,7 @@ import fastattn
 from fastattn import _host
 from fastattn._quiet import SETTLE_SECONDS, CoreProbes
 from fastattn.bench.oracle import TOLERANCE_EPS
-from fastattn.demo.embed.model import LayerNorm, Linear, gelu_tanh
+from fastattn.demo._layers import LayerNorm, Linear, gelu_tanh
 
 HEADS, HIDDEN, INNER, VOCABULARY = 12, 768, 3072, 50257
 

@@ -6,6 +6,7 @@
 ``train/``        a small language model, trained on a text, with `fastattn.attention_backward`
 ``_command.py``   what the commands share: options, messages, exit status, a progress bar
 ``_decoding.py``  attention with what came before, in `fastattn.KVCache`, and the choice of the next token
+``_layers.py``    what encoders are made of beside attention: linear layers, layer norms, GELU
 ``_timing.py``    both kinds of attention in the same work, timed in turns
 ``_files.py``     text files that the user names
 ``_figures.py``   pictures that are saved under a name of the user's

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn.demo._errors import DemoError
+from fastattn.demo._layers import LayerNorm, Linear
 from fastattn.demo.embed.attention import Floats
-from fastattn.demo.embed.model import ACTIVATIONS, Layer, LayerNorm, Linear, SentenceEncoder
+from fastattn.demo.embed.model import ACTIVATIONS, Layer, SentenceEncoder
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer, Tokenizer

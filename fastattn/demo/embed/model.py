@@ -18,80 +18,19 @@ Reimers and Gurevych, "Sentence-BERT" (2019).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastattn.demo._layers import LayerNorm, Linear, gelu, gelu_tanh
 from fastattn.demo.embed.attention import Attend, Floats, Ints
 
 if TYPE_CHECKING:
     from tokenizers import BertWordPieceTokenizer, Encoding, Tokenizer
 
-# ---- the arithmetic
-
-
-class Linear(NamedTuple):
-    """``x @ weight.T + bias``, with ``weight`` of shape ``(outputs, inputs)`` as PyTorch stores it."""
-
-    weight: Floats
-    bias: Floats
-
-    def __call__(self, x: Floats) -> Floats:
-        out: Floats = x @ self.weight.T
-        out += self.bias
-        return out
-
-
-class LayerNorm(NamedTuple):
-    """Shift and scale each row to mean 0 and variance 1, then by the learned ``weight`` and ``bias``."""
-
-    weight: Floats
-    bias: Floats
-    eps: float
-
-    def __call__(self, x: Floats) -> Floats:
-        x = x - x.mean(axis=-1, keepdims=True)
-        variance = np.einsum("ij,ij->i", x, x) / x.shape[-1]
-        x /= np.sqrt(variance + self.eps)[:, None]
-        x *= self.weight
-        x += self.bias
-        return x
-
-
-def gelu(x: Floats) -> Floats:
-    """``x * Phi(x)`` with the normal distribution function ``Phi``; absolute error below 1e-6.
-
-    NumPy has no erf. This is ``max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`` with formula 7.1.26 of
-    Abramowitz and Stegun, "Handbook of Mathematical Functions", for erfc: a polynomial in ``t`` times
-    ``exp(-x**2 / 2)``, accurate to 1.5e-7.
-    """
-    magnitude = np.abs(x)
-    t = magnitude * (0.3275911 / math.sqrt(2))
-    t += 1
-    np.reciprocal(t, out=t)
-    tail = t * 1.061405429
-    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        tail += coefficient
-        tail *= t
-    np.multiply(x, x, out=t)
-    t *= -0.5
-    tail *= np.exp(t, out=t)
-    tail *= magnitude
-    tail *= 0.5
-    out: Floats = np.maximum(x, 0, out=magnitude)
-    out -= tail
-    return out
-
-
-def gelu_tanh(x: Floats) -> Floats:
-    """The approximation of `gelu` through tanh, which some models were trained with."""
-    out: Floats = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
-    out += 1
-    out *= 0.5 * x
-    return out
+# ---- activations, by the names of Hugging Face
 
 
 def relu(x: Floats) -> Floats:

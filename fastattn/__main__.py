@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="version, CPU, threads, and which backends are usable")
     commands.add_parser(
-        "demo", help="real transformers: generate, embed, train (demo --help)", add_help=False
+        "demo", help="real transformers: generate, embed, train, image (demo --help)", add_help=False
     )
     commands.add_parser("bench", help="libraries side by side on this CPU (bench --help)", add_help=False)
     arguments, rest = parser.parse_known_args(argv)

@@ -1,9 +1,10 @@
-"""Three demos of transformers in NumPy, whose attention is fastattn's.
+"""Four demos of transformers in NumPy, whose attention is fastattn's.
 
 ================  =================================================================================
 ``generate/``     a language model: text from a prompt, token by token, with `fastattn.KVCache`
 ``embed/``        a sentence transformer: texts by nearness of meaning, with `fastattn.attention`
 ``train/``        a small language model, trained on a text, with `fastattn.attention_backward`
+``image/``        a vision transformer: what it sees in a picture, with `fastattn.attention`
 ``_command.py``   what the commands share: options, messages, exit status, a progress bar
 ``_decoding.py``  attention with what came before, in `fastattn.KVCache`, and the choice of the next token
 ``_layers.py``    what encoders are made of beside attention: linear layers, layer norms, GELU
@@ -21,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-DEMOS = ("generate", "embed", "train")
+DEMOS = ("generate", "embed", "train", "image")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from fastattn.demo.embed import main as demo
     elif name == "train":
         from fastattn.demo.train import main as demo
+    elif name == "image":
+        from fastattn.demo.image import main as demo
     else:
         from fastattn.demo.generate import main as demo
     return demo(words)

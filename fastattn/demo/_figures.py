@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,6 +30,14 @@ def check_picture_path(path: Path) -> None:
         raise DemoError(f"--picture {path} cannot be written: it is a folder")
 
 
+@contextmanager
+def any_glyphs() -> Iterator[None]:
+    """Within it nothing is said of letters that the font lacks: a user's text may have any."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write `figure` to `path`, whose ending names the format.
 
@@ -37,8 +47,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         If the file cannot be written.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from")
+        with any_glyphs():
             figure.savefig(path, dpi=110)
     except OSError as error:
         raise DemoError(f"--picture {path} cannot be written: {error.strerror}") from None

@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--model", type=Path, metavar="FILE", help="an ONNX file of a DINOv2")
     add_picture_option(parser, "what the model sees")
-    add_thread_options(parser, share=False)
+    # Attention and NumPy's products take turns. Where another process uses a core, OpenBLAS's own threads
+    # wait for one another, and shared ones do not.
+    add_thread_options(parser, share=True)
     return parser
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-from fastattn.demo._figures import save_figure
+from fastattn.demo._figures import any_glyphs, save_figure
 from fastattn.demo.image.attention import Floats
 
 BACKGROUND, INK, FAINT_INK = "#111418", "#f4f4f4", "#a9b1ba"
@@ -184,5 +184,6 @@ def _write(figure: Figure, box: Box, words: str, size: float, colour: str, *, we
         parse_math=False,
         path_effects=[withStroke(linewidth=3, foreground=BACKGROUND)],
     )
-    needed = text.get_window_extent().width / figure.dpi
+    with any_glyphs():
+        needed = text.get_window_extent().width / figure.dpi
     text.set_fontsize(size * min(1, 0.98 * box.width / max(needed, box.width / 2)))

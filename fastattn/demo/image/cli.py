@@ -164,8 +164,8 @@ def _save_picture(
     text = Text(
         title=f"DINOv2 in NumPy: {1 + rows * columns} tokens, {len(model.layers)} layers of "
         f"{model.num_heads} heads",
-        times=f"attention {times.fast_attention:.2f} s with fastattn, {times.plain_attention:.2f} s with the "
-        f"plain formula; the whole model {times.fast_model:.2f} s and {times.plain_model:.2f} s",
+        times=f"attention {times.fast_attention:.3g} s with fastattn, {times.plain_attention:.3g} s with the "
+        f"plain formula; the whole model {times.fast_model:.3g} s and {times.plain_model:.3g} s",
         photograph=f"{columns} x {rows} patches",
         colours=f"their features: three principal components, {share:.0%} of the variance",
         heads=f"what the heads of layer {len(model.layers)} attend to",

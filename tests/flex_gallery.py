@@ -1,4 +1,4 @@
-"""The functions that the README shows, with arrays and what they read, and their answers in Python."""
+"""The functions that the recipes show, with arrays and what they read, and their answers in Python."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tests.test_docs import blocks
+from tests.test_docs import RECIPES, cells
 
 L, S, D, B, H = 70, 70, 16, 2, 3
 
 
 def gallery() -> dict[str, Callable[..., Any]]:
-    """The functions that the README shows."""
+    """The functions that the recipes show."""
     namespace: dict[str, Any] = {"np": np}
-    exec(
-        compile(next(code for code in blocks("python") if "def alibi" in code), "README.md", "exec"),
-        namespace,
-    )
+    code = next(cell for cell in cells(RECIPES) if "def alibi" in cell)
+    exec(compile(code, RECIPES.name, "exec"), namespace)
     return {name: value for name, value in namespace.items() if isinstance(value, FunctionType)}
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 import fastattn
-from tests.process import ROOT
+from tests.process import ROOT, python
 
-README = ROOT / "README.md"
-ADDING = ROOT / "docs" / "adding.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+ADDING, RECIPES, COMING_FROM = (DOCS / f"{name}.md" for name in ("adding", "recipes", "coming-from"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CELL = re.compile(r"^```\{code-cell\}\n(:tags: [^\n]*\n)?(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def modules():
@@ -48,6 +53,11 @@ def blocks(language, page=README):
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
+def cells(page):
+    """The code that a page shows and runs, without that of its figures."""
+    return [code for tags, code in CELL.findall(page.read_text()) if not tags]
+
+
 def test_readme_code(tmp_path, monkeypatch):
     """The Python blocks, one after another in one namespace, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
@@ -63,6 +73,66 @@ def test_readme_code(tmp_path, monkeypatch):
             assert runner.summarize().failed == 0
         else:
             exec(compile(block, "README.md", "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["index", "from-scratch", "recipes", "how-it-works"])
+def test_cells(name, tmp_path, monkeypatch):
+    """What a page shows runs without what draws its figures; building the site runs both."""
+    pytest.importorskip("numba")
+    monkeypatch.chdir(tmp_path)
+    code = cells(DOCS / f"{name}.md")
+    assert code
+    namespace = {"np": np}
+    for cell in code:
+        exec(compile(cell, f"{name}.md", "exec"), namespace)
+
+
+def coming_from():
+    """The code of each section, with what it imports beside fastattn."""
+    for section in re.split(r"^## ", COMING_FROM.read_text(), flags=re.MULTILINE)[1:]:
+        code = "".join(block for kind, block in BLOCK.findall(section) if kind == "python")
+        imported = {
+            (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        yield pytest.param(code, imported, id=section.splitlines()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "imported"), list(coming_from()))
+def test_coming_from(code, imported):
+    """Before and after give the same numbers; each section in a process of its own, as for the peers."""
+    if missing := [name for name in imported if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    assert "assert_allclose" in code
+    python(code, env={"KERAS_BACKEND": "numpy"})
+
+
+def test_reference_names_everything_public():
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = set(re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)$", text, re.MULTILINE))
+    integrations = [
+        f"fastattn.integrations.{info.name}.attention"
+        for info in pkgutil.iter_modules(importlib.import_module("fastattn.integrations").__path__)
+        if not info.name.startswith("_")
+    ]
+    public = {*fastattn.__all__, *fastattn.masks.__all__, *integrations} - {"__version__", "masks"}
+    assert documented == public
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    """The check that `.ci/run` makes of the built site."""
+    (tmp_path / "other.html").write_text('<h2 id="there">There</h2><a href="index.html#"></a>')
+    links = ["other.html#there", "#", "https://example.org/x", "other.html#gone", "gone.html", "#gone"]
+    (tmp_path / "index.html").write_text("".join(f'<a href="{link}"></a>' for link in links))
+    command = [sys.executable, str(DOCS / "check_links.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    found = done.stderr.splitlines()[1:]
+    assert found == [f"index.html: {link}" for link in ("#gone", "gone.html", "other.html#gone")]
+    (tmp_path / "index.html").write_text('<a href="other.html#there"></a>')
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_pytensor_op():

@@ -1,4 +1,4 @@
-"""The README's gallery of scores and masks against the definition and PyTorch, and what it computes with."""
+"""The gallery of scores and masks against the definition and PyTorch, and what it computes with."""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""The documentation site: ``python -m sphinx -W --keep-going docs docs/_build/html``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+import fastattn
+
+project = "fastattn"
+author = "the fastattn authors"
+project_copyright = "MIT license"
+version = release = fastattn.__version__
+
+extensions = [
+    "myst_nb",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build"]
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", r"(functools|math|ml_dtypes|numba|numpy)(\..*)?"),  # theirs; nothing is looked up online
+    ("py:obj", r"[a-z_]+"),  # arguments of a class, which are attributes of it as well
+]
+default_role = "autolink"  # `name` in a docstring is a link where it names something public, else emphasis
+
+# Pages. Their cells run at each build; what one prints on stderr, and an exception, are errors.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 60
+nb_output_stderr = "warn"
+nb_code_prompt_show = "The code of the figure"
+nb_code_prompt_hide = "The code of the figure"
+# Kernels import the package that this process imported, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(fastattn.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+# Docstrings.
+autodoc_typehints = "none"  # types are in the docstrings
+autodoc_member_order = "bysource"
+autodoc_mock_imports = ["autograd", "jax", "torch"]  # of `fastattn.integrations`; a build needs none of them
+autosummary_generate = False
+numpydoc_show_class_members = False
+suppress_warnings = ["ref.citation"]  # References of a docstring need not be cited in its text
+
+html_theme = "furo"
+html_math_renderer = "mathml"  # which every browser shows, without scripts from elsewhere
+html_title = "fastattn"
+html_static_path = ["_static"]
+html_css_files = ["fastattn.css"]
+html_show_copyright = False
+html_copy_source = False
+html_show_sourcelink = False
+pygments_style, pygments_dark_style = "friendly", "native"
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#1d5fb4",
+        "color-brand-content": "#1d5fb4",
+        "font-stack": "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif",
+        "font-stack--monospace": "'JetBrains Mono', ui-monospace, 'SF Mono', Menlo, Consolas, monospace",
+    },
+    "dark_css_variables": {"color-brand-primary": "#6fb1ff", "color-brand-content": "#6fb1ff"},
+}
+
+
+def setup(app: Sphinx) -> None:
+    """Formulas as MathML, by docutils."""
+
+    def visit(translator: Any, node: nodes.math | nodes.math_block) -> None:
+        is_block = isinstance(node, nodes.math_block)
+        formula = tex2mathml(node.astext(), as_block=is_block)
+        translator.body.append(f'<div class="math">{formula}</div>' if is_block else str(formula))
+        raise nodes.SkipNode
+
+    app.add_html_math_renderer("mathml", inline_renderers=(visit, None), block_renderers=(visit, None))

@@ -51,7 +51,7 @@ def use() -> None:
             "grid.alpha": 0.15,
             "grid.color": INK,
             "image.cmap": "weights",
-            "image.interpolation": "nearest",
+            "image.interpolation": "none",
             "legend.frameon": False,
             "savefig.facecolor": "none",
             "svg.fonttype": "none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,14 @@ html_theme_options = {
 }
 
 
+def show_short_citations(app: Sphinx, page: nodes.document, name: str) -> None:
+    """[1] for numpydoc's names of references, which are unique among all docstrings."""
+    for text in list(page.findall(nodes.Text)):
+        text.parent.replace(text, nodes.Text(re.sub(r"\[R[0-9a-f]{12}-(\w+)\]", r"[\1]", text)))
+
+
 def setup(app: Sphinx) -> None:
-    """Formulas as MathML, by docutils."""
+    """Formulas as MathML, by docutils; references by their numbers."""
 
     def visit(translator: Any, node: nodes.math | nodes.math_block) -> None:
         is_block = isinstance(node, nodes.math_block)
@@ -85,3 +92,4 @@ def setup(app: Sphinx) -> None:
         raise nodes.SkipNode
 
     app.add_html_math_renderer("mathml", inline_renderers=(visit, None), block_renderers=(visit, None))
+    app.connect("doctree-resolved", show_short_citations)

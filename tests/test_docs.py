@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -114,9 +113,10 @@ def test_reference_names_everything_public():
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)$", text, re.MULTILINE))
     integrations = [
-        f"fastattn.integrations.{info.name}.attention"
-        for info in pkgutil.iter_modules(importlib.import_module("fastattn.integrations").__path__)
-        if not info.name.startswith("_")
+        f"fastattn.integrations.{path.stem}.{node.name}"
+        for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith(("_", "attention_"))
     ]
     modules = {name for name in fastattn.__all__ if isinstance(getattr(fastattn, name), ModuleType)}
     public = {*fastattn.__all__, *integrations}.union(*(getattr(fastattn, name).__all__ for name in modules))

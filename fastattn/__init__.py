@@ -42,6 +42,8 @@ The modules, each of which imports only what stands above it:
 ``_cache``           `KVCache`: which pages each item of a batch has, and attention over them
 ``_rope``            `rope` and `rope_tables`: rotary position embedding
 ``_kernel_methods``  `kernel_regression` and `kernel_logsumexp`: attention by distances
+``_linear``          `linear_attention` and `random_features`: kernels in place of the softmax
+`fastattn.layers`    `MultiHeadAttention`: projections around `attention`, imported on its own
 ``integrations``     `attention` inside other libraries, each module imported on its own
 ``_blas``            NumPy's BLAS, and its products on this package's threads
 ===================  =================================================================================
@@ -82,19 +84,23 @@ from fastattn._threads import no_fork
 from fastattn._version import __version__
 
 if TYPE_CHECKING:
+    from fastattn import layers
     from fastattn._backward import attention_backward
     from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._gradients import Gradients
     from fastattn._kernel_methods import kernel_logsumexp, kernel_regression
+    from fastattn._linear import LinearState, RandomFeatures, linear_attention, random_features
     from fastattn._rope import rope, rope_tables
 
 __all__ = [
     "BackendError",
     "Gradients",
     "KVCache",
+    "LinearState",
     "Paged",
     "Quantized",
+    "RandomFeatures",
     "__version__",
     "attention",
     "attention_backward",
@@ -104,8 +110,11 @@ __all__ = [
     "get_num_threads",
     "kernel_logsumexp",
     "kernel_regression",
+    "layers",
+    "linear_attention",
     "masks",
     "merge_attention",
+    "random_features",
     "rope",
     "rope_tables",
     "scaled_dot_product_attention",
@@ -120,11 +129,16 @@ __all__ = [
 _ON_FIRST_USE = {
     "Gradients": "fastattn._gradients",
     "KVCache": "fastattn._cache",
+    "LinearState": "fastattn._linear",
+    "RandomFeatures": "fastattn._linear",
     "attention_backward": "fastattn._backward",
     "create_block_mask": "fastattn._flex",
     "flex_attention": "fastattn._flex",
     "kernel_logsumexp": "fastattn._kernel_methods",
     "kernel_regression": "fastattn._kernel_methods",
+    "layers": "fastattn.layers",
+    "linear_attention": "fastattn._linear",
+    "random_features": "fastattn._linear",
     "rope": "fastattn._rope",
     "rope_tables": "fastattn._rope",
 }
@@ -134,7 +148,8 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with no_fork:
-        found = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
+        module = import_module(_ON_FIRST_USE[name])
+        found = globals()[name] = module if module.__name__ == f"fastattn.{name}" else getattr(module, name)
     return found
 
 

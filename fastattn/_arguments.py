@@ -281,15 +281,21 @@ def check_dropout(
         if threshold or is_needed:
             raise ValueError(f"{name} needs a seed, seed=<int>: there is no global random state")
         return None
-    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an int, got {seed!r}")
-    if not 0 <= int(seed) < 2**128:
-        raise ValueError(f"seed must be at least 0 and less than 2**128, got {seed!r}")
+    checked = check_seed(seed)
     if not threshold:
         return None
     from fastattn._dropout import Dropout  # no part of an import of the package
 
-    return Dropout(threshold, int(seed))
+    return Dropout(threshold, checked)
+
+
+def check_seed(seed: Any) -> int:
+    """The key of a Philox stream."""
+    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    if not 0 <= int(seed) < 2**128:
+        raise ValueError(f"seed must be at least 0 and less than 2**128, got {seed!r}")
+    return int(seed)
 
 
 def check_shape(shape: Iterable[int]) -> tuple[int, ...]:

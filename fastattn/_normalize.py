@@ -119,7 +119,7 @@ class _Inputs:
                     raise ValueError(f"{name}: {error}") from None
 
 
-def _naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Ends every complaint about arguments with the shapes of query, key and value, and hints."""
 
     @wraps(normalize)
@@ -152,7 +152,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-@_naming_shapes
+@naming_shapes
 def normalize(
     query: ArrayLike,
     key: RowsLike,
@@ -182,7 +182,7 @@ def normalize(
     raise, or read arrays that are not here, so that nothing is written to `out` before its end. `keep_first`
     keys are in the window of every query, where they are in pages.
     """
-    inputs = _inputs(query, key, value, swapped=is_swapped(layout))
+    inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
     band = _band(inputs, causal, window, key_lengths)
     inputs.locate(None if band is None else band.lengths)
     if band is not None and keep_first:
@@ -199,7 +199,7 @@ def normalize(
     )  # fmt: skip
 
 
-@_naming_shapes
+@naming_shapes
 def normalize_backward(
     query: ArrayLike,
     key: ArrayLike,
@@ -240,7 +240,7 @@ def normalize_backward(
             raise TypeError(
                 f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
             )
-    inputs = _inputs(*arrays, swapped=is_swapped(layout))
+    inputs = as_inputs(*arrays, swapped=is_swapped(layout))
     band = _band(inputs, causal, window, key_lengths)
     lowered = _NO_MASK
     if mask is not None:
@@ -304,7 +304,7 @@ def normalize_backward(
     )
 
 
-@_naming_shapes
+@naming_shapes
 def normalize_varlen(
     query: ArrayLike,
     key: ArrayLike,
@@ -325,7 +325,7 @@ def normalize_varlen(
     for array, name in zip(arrays, ("query", "key", "value"), strict=True):
         if array.ndim != 3:
             raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
-    inputs = _inputs(*arrays, swapped=True)
+    inputs = as_inputs(*arrays, swapped=True)
     _, _, L, S = inputs.sizes
     starts_q = check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L)
     starts_k = starts_q
@@ -358,7 +358,7 @@ def normalize_varlen(
     return _assemble(inputs, None, lowered, None, scale, softcap, sinks, out, return_lse, False)
 
 
-@_naming_shapes
+@naming_shapes
 def normalize_sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -380,7 +380,7 @@ def normalize_sdpa(
     q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
     if not enable_gqa and min(q.ndim, k.ndim, v.ndim) >= 3:
         q, k, v = _matched_heads(q, k, v)
-    inputs = _inputs(q, k, v, swapped=False)
+    inputs = as_inputs(q, k, v, swapped=False)
     lead, H, L, S = inputs.sizes
     band = _band(inputs, "top_left" if is_causal else False, None, None)
     mask = bias = None
@@ -427,7 +427,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
     stand_ins = (np.broadcast_to(np.float32(0), shape) for shape in shapes)
     try:
-        inputs = _inputs(*stand_ins, swapped=options["layout"] == "bshd")
+        inputs = as_inputs(*stand_ins, swapped=options["layout"] == "bshd")
         lead, H, L, S = inputs.sizes
         _band(inputs, options["causal"], options["window"], options["key_lengths"])
         if mask is not None:
@@ -466,7 +466,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 # Query, key and value ------------------------------------------------------------------------------
 
 
-def _inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
+def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
     q: Any = as_array(query, "query")
     k: Any = as_rows(key, "key")
     v: Any = as_rows(value, "value")

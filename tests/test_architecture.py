@@ -96,6 +96,8 @@ LAYERS = [
     {"_cache"},
     {"_rope"},
     {"_kernel_methods"},
+    {"_linear"},
+    {"layers"},
     {"_blas"},
     {"_info"},
     {""},
@@ -323,10 +325,10 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
-#: of `rope` and of kernel methods, which are no attention, and those and the files of `KVCache`.
+#: of `rope`, of kernel methods, of features and of weights around attention, and those and the files of `KVCache`.
 EDGE = {
-    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py",
-    "_normalize.py", "_rope.py", "_storage.py", "masks.py",
+    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py", "_linear.py",
+    "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

@@ -1,0 +1,715 @@
+"""`linear_attention`: weights that are products of features, not a softmax, in time linear in the length.
+
+Features are computed for `_CHUNK` rows of all heads at a time; the rest is products of matrices by BLAS. What
+the keys of earlier chunks, or of earlier calls, add up to is a `LinearState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import log, prod, sqrt
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import numpy as np
+
+from fastattn._arguments import as_array, check_key_lengths, check_number_dtype, check_seed
+from fastattn._cache_state import count
+from fastattn._device import host_array
+from fastattn._normalize import as_inputs, naming_shapes
+from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM
+from fastattn.masks import broadcasts
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from numpy.typing import ArrayLike
+
+    FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
+
+#: Rows whose features are in memory at once. The scores of a causal chunk take C (M + E) multiply-adds a row,
+#: and the sums 2 M E: as many where C is M = E = 64, and twice that has half the calls of NumPy.
+_CHUNK = 128
+#: Elements of one array of a chunk, over the items worked on together: some hundred kilobytes.
+_BLOCK = 1 << 17
+#: How far below the greatest of a chunk the exponents of its first key may be: features of a row that sees
+#: only this key are above the smallest float32 by a factor of e**47.
+_MAX_RANGE = 40.0
+#: The scale of features of which there is none yet, below that of any key.
+_NO_SCALE = -1e30
+
+
+class LinearState(NamedTuple):
+    """What the keys and values so far add up to: all that later queries need of them.
+
+    Letters: ``...`` leading batch axes, ``K`` key/value heads, ``M`` features, ``E`` value head_dim; none of
+    the axis ``K`` for arrays of two axes.
+
+    Attributes
+    ----------
+    key_value_sum : ndarray, shape (..., K, M, E)
+        ``sum_j phi(k_j) v_j``, float64.
+    key_sum : ndarray, shape (..., K, M)
+        ``sum_j phi(k_j)``, float64.
+    log_scale : ndarray, shape (..., K, M), or None
+        Of random features, whose sums are these times ``exp(log_scale)``, so that nothing overflows; float64.
+    """
+
+    key_value_sum: np.ndarray
+    key_sum: np.ndarray
+    log_scale: np.ndarray | None = None
+
+
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    feature_map: FeatureMap = ...,
+    causal: bool = ...,
+    key_lengths: ArrayLike | None = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[False] = ...,
+) -> np.ndarray: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    feature_map: FeatureMap = ...,
+    causal: bool = ...,
+    key_lengths: ArrayLike | None = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[True],
+) -> tuple[np.ndarray, LinearState]: ...
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    feature_map: FeatureMap = "elu+1",
+    causal: bool = False,
+    key_lengths: ArrayLike | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+) -> np.ndarray | tuple[np.ndarray, LinearState]:
+    """Attention whose weights are products of features, ``phi(q) . phi(k)``, in time linear in the lengths.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim, ``M`` features; ``i`` a query, ``j`` a key.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+        Types and axes are those of `attention`: two axes stand for one head, the leading ones broadcast,
+        16-bit arrays are computed in float32.
+    key : array_like, shape (..., K, S, D)
+        ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)``.
+    value : array_like, shape (..., K, S, E)
+    feature_map : {"elu+1"} or callable, default "elu+1"
+        ``"elu+1"`` is ``x + 1`` above 0 and ``exp(x)`` below [1]_, with ``M = D``. What `random_features`
+        gives approximates softmax attention [2]_. Any other callable gets rows ``(..., heads, n, D)`` of
+        queries or of keys, in the dtype of the computation and ``n`` at a time, and returns
+        ``(..., heads, n, M)``: each row a function of its row alone. Features are best not negative.
+    causal : bool, default False
+        Key ``j <= i``, for ``L = S``. The keys of `state` stand before all.
+    key_lengths : array_like of int, optional
+        Broadcasts to the leading batch axes; keys at or past it are never read.
+    state : LinearState, optional
+        That of earlier keys, which each query reads as well, with or without `causal`. Its leading axes
+        broadcast. It is not changed.
+    return_state : bool, default False
+        Also return the state after all keys.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+        In the dtype that query, key and value promote to; C-contiguous.
+    state : LinearState
+        When asked for.
+
+    Raises
+    ------
+    TypeError
+        A dtype that `attention` does not take; a feature_map that is no callable, or whose result is no array
+        of numbers; a state that is none; arrays on a GPU.
+    ValueError
+        Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, an unknown
+        name of a feature map, features whose shape is not that of their rows, a state of other sizes or of
+        another kind of features.
+
+    See Also
+    --------
+    attention : the softmax, exactly, in time ``L * S``.
+    random_features : features for which this approximates it.
+
+    Notes
+    -----
+    The same in NumPy::
+
+        weights = phi(query) @ phi(key).swapaxes(-1, -2)
+        if causal:
+            weights = np.tril(weights)
+        out = weights @ value / weights.sum(-1, keepdims=True)
+
+    Without `causal` the products are taken in the order ``phi(query) @ (phi(key).T @ value)``. With it, rows
+    are worked on in chunks: within a chunk by the formula above, and with all earlier keys by their sums.
+    Cutting a sequence and passing the state on gives the same result to rounding, wherever it is cut. Where
+    the denominator and the numerator are 0, as for a query without any key, the result is 0.
+
+    Masks: NaN or inf in a key or value past its item's length changes no bit. With `causal`, NaN in a key or
+    value reaches the rows from its own on, and makes all later ones NaN; rows before it keep their bits, but
+    of random features.
+
+    Accuracy: products are in the dtype of the computation, sums over chunks, denominators and the division in
+    float64.
+
+    Determinism: BLAS may round products of other sizes, or on another number of threads, differently.
+
+    Memory: inputs, output, the state, and features and scores of 128 rows of some heads.
+
+    References
+    ----------
+    .. [1] Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
+       Attention", ICML 2020, equations 5 and 9.
+    .. [2] Choromanski et al., "Rethinking Attention with Performers", ICLR 2021.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> query = rng.standard_normal((2, 8, 300, 16), dtype=np.float32)  # 2 items, 8 heads, 300 queries
+    >>> key, value = rng.standard_normal((2, 2, 2, 300, 16), dtype=np.float32)  # 2 heads
+    >>> out = fastattn.linear_attention(query, key, value, causal=True)
+    >>> out.shape
+    (2, 8, 300, 16)
+
+    A recurrent network: 200 tokens, and then the others with what those add up to.
+
+    >>> first, rest = np.s_[..., :200, :], np.s_[..., 200:, :]
+    >>> _, state = fastattn.linear_attention(
+    ...     query[first], key[first], value[first], causal=True, return_state=True
+    ... )
+    >>> state.key_value_sum.shape
+    (2, 2, 16, 16)
+    >>> last = fastattn.linear_attention(query[rest], key[rest], value[rest], causal=True, state=state)
+    >>> np.allclose(last, out[rest], atol=1e-5)
+    True
+    """
+    function = _checked_map(feature_map)
+    call = _checked(query, key, value, causal=causal, key_lengths=key_lengths)
+    earlier = None if state is None else _checked_state(state, call, function)
+    out = np.empty((*call.query.shape[:-1], call.value.shape[-1]), call.result)
+    states = []
+    with np.errstate(all="ignore"):  # NaN and inf pass through, and padding is computed too
+        for items in _blocks(call):
+            block = _Block(call, items, function, earlier)
+            if causal:
+                _attend_causal(block, out[items])
+            else:
+                _attend(block, out[items])
+            if return_state:
+                states.append(block.features.state(block.lead))
+        if call.lengths is not None and earlier is None:
+            out[call.lengths == 0] = 0  # where a query is NaN as well
+    if not return_state:
+        return out[0] if call.flat else out
+    whole = states[0]
+    if len(states) > 1:
+        key_value_sums, key_sums, scales = zip(*states, strict=True)
+        whole = LinearState(*map(np.concatenate, (key_value_sums, key_sums)))
+        if scales[0] is not None:
+            whole = whole._replace(log_scale=np.concatenate(scales))
+    if call.flat:
+        return out[0], _each(whole, lambda array, _: array[0])
+    return out, whole
+
+
+def _each(state: LinearState, change: Callable[[np.ndarray, int], np.ndarray]) -> LinearState:
+    """The state with each array changed by a function of it and of how many axes it has beside the leading
+    ones."""
+    key_value_sum, key_sum, log_scale = state
+    scaled = None if log_scale is None else change(log_scale, 2)
+    return LinearState(change(key_value_sum, 3), change(key_sum, 2), scaled)
+
+
+# The edge ------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """The arrays of a call as views."""
+
+    query: np.ndarray  #: ``(*lead, H, L, D)``, in the dtype of the computation or in 16 bits
+    key: np.ndarray  #: ``(*lead, K, S, D)``
+    value: np.ndarray  #: ``(*lead, K, S, E)``
+    lengths: np.ndarray | None  #: of keys, ``lead``
+    dtype: np.dtype  #: of the computation
+    result: np.dtype
+    flat: bool  #: the caller gave matrices: one head without an axis of its own
+
+
+@naming_shapes
+def _checked(query: Any, key: Any, value: Any, *, causal: Any, key_lengths: Any) -> _Call:
+    given = ((query, "query"), (key, "key"), (value, "value"))
+    inputs: Any = as_inputs(*(host_array(as_array(x, name), name) for x, name in given), swapped=False)
+    lead, _, L, S = inputs.sizes
+    if not isinstance(causal, (bool, np.bool_)):
+        raise ValueError(f"causal must be True or False, got {causal!r}: earlier keys are in state=")
+    if causal and L != S:
+        raise ValueError(f"causal=True needs L == S, got L={L} and S={S}: earlier keys are in state=")
+    lengths = None if key_lengths is None else np.broadcast_to(check_key_lengths(key_lengths, lead, S), lead)
+    return _Call(
+        inputs.query, inputs.key, inputs.value, lengths, inputs.dtype, inputs.result, inputs.flat
+    )  # fmt: skip
+
+
+def _checked_map(feature_map: Any) -> Callable[[np.ndarray], Any]:
+    if isinstance(feature_map, str):
+        if feature_map != "elu+1":
+            raise ValueError(f'feature_map must be "elu+1" or a callable, got {feature_map!r}')
+        return _elu_plus_one
+    if not callable(feature_map):
+        raise TypeError(f'feature_map must be "elu+1" or a callable, got {feature_map!r}')
+    return feature_map
+
+
+def _checked_state(state: Any, call: _Call, function: Any) -> LinearState:
+    """The state in float64, with an axis of heads."""
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state must be a LinearState, got {type(state).__name__}")
+    if (state.log_scale is not None) != isinstance(function, RandomFeatures):
+        kinds = "random features", "other features"
+        wanted, got = kinds if isinstance(function, RandomFeatures) else kinds[::-1]
+        raise ValueError(f"state must be of {wanted}, as feature_map is, got that of {got}")
+    K, E = call.key.shape[-3], call.value.shape[-1]
+    M = np.shape(state.key_sum)[-1] if np.ndim(state.key_sum) else 0
+
+    def checked(given: Any, axes: int) -> np.ndarray:
+        name = next(f"state.{name}" for name, array in state._asdict().items() if array is given)
+        array = host_array(as_array(given, name), name)
+        check_number_dtype(array, name)
+        held = array[None] if call.flat else array
+        own = (K, M, E)[:axes]
+        if held.shape[-axes:] != own or not broadcasts(held.shape, (*call.key.shape[:-3], *own)):
+            expected = own[1:] if call.flat else (*call.key.shape[:-3], *own)
+            raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
+        return held.astype(FLOAT64)
+
+    return _each(state, checked)
+
+
+# Chunks --------------------------------------------------------------------------------------------
+
+
+def _blocks(call: _Call) -> Iterator[Any]:
+    """Which items are worked on together: an index into the leading axes."""
+    lead, (H, L, D), (S, E) = call.query.shape[:-3], call.query.shape[-3:], call.value.shape[-2:]
+    if not lead:
+        yield ()
+        return
+    elements = prod(lead[1:]) * H * min(_CHUNK, max(L, S)) * max(D, E)
+    step = max(1, _BLOCK // max(1, elements))
+    for start in range(0, max(1, lead[0]), step):
+        yield slice(start, start + step)
+
+
+class _Block:
+    """Some items of a call."""
+
+    def __init__(self, call: _Call, items: Any, function: Any, earlier: LinearState | None) -> None:
+        self.dtype = call.dtype
+        self.query, self.key, self.value = call.query[items], call.key[items], call.value[items]
+        self.lengths = None if call.lengths is None else call.lengths[items]
+        self.lead = self.query.shape[:-3]
+        self.heads = self.key.shape[-3]
+        self.group = self.query.shape[-3] // self.heads if self.heads else 1
+        S = self.key.shape[-2]
+        self.least = self.most = S
+        if self.lengths is None:  # what is shared by items is worked on once
+            self.key, self.value = _shared(self.key), _shared(self.value)
+            lead = np.broadcast_shapes(self.key.shape[:-3], self.value.shape[:-3])
+        else:
+            lead = self.lead
+            self.least, self.most = int(self.lengths.min(initial=S)), int(self.lengths.max(initial=0))
+        if earlier is not None:
+            lead, whole = self.lead, call.key.shape[:-3]
+            earlier = _each(
+                earlier, lambda x, axes: np.broadcast_to(x, (*whole, *x.shape[-axes:]))[items].copy()
+            )
+        kind = _ScaledFeatures if isinstance(function, RandomFeatures) else _Features
+        rows = (self.heads, self.key.shape[-1])
+        self.features = kind(function, self.dtype, lead, rows, self.value.shape[-1], earlier)
+
+    def keys(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """A chunk of keys and of values, and which of them are padding, which is 0 then."""
+        k, v = _chunk(self.key, start, stop, self.dtype), _chunk(self.value, start, stop, self.dtype)
+        if self.lengths is None or stop <= self.least:
+            return k, v, None
+        hidden = (np.arange(start, stop) >= self.lengths[..., None])[..., None, :, None]
+        return np.where(hidden, 0, k), np.where(hidden, 0, v), hidden
+
+    def queries(self, start: int, stop: int) -> np.ndarray:
+        """Features of a chunk of queries, those of a group as rows ``(..., K, G * n, M)``."""
+        phi = self.features.of(_chunk(self.query, start, stop, self.dtype))
+        return self.features.of_queries(
+            phi.reshape(*phi.shape[:-3], self.heads, self.group * phi.shape[-2], phi.shape[-1])
+        )
+
+
+def _shared(array: np.ndarray) -> np.ndarray:
+    """One item of each leading axis along which all are the same memory."""
+    kept = (slice(None) if stride else slice(1) for stride in array.strides[:-3])
+    return array[tuple(kept)]
+
+
+def _chunk(array: np.ndarray, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Rows in the dtype of the computation, as BLAS reads them."""
+    rows = array[..., start:stop, :]
+    width = rows.shape[-1] * rows.itemsize
+    is_read = rows.strides[-1] == rows.itemsize and rows.strides[-2] >= width and rows.flags.aligned
+    if rows.dtype != dtype or not is_read:
+        return np.array(rows, dtype, order="C")
+    rows.flags.writeable = False  # a feature map has no business to write to them
+    return rows
+
+
+def _attend(block: _Block, out: np.ndarray) -> None:
+    """Every query reads every key."""
+    features = block.features
+    for start in range(0, block.most, _CHUNK):
+        k, v, hidden = block.keys(start, min(start + _CHUNK, block.most))
+        features.add(features.of_keys(k, hidden), v)
+    sums = features.rounded()
+    for start in range(0, out.shape[-2], _CHUNK):
+        rows = out[..., start : start + _CHUNK, :]
+        if sums is None:
+            rows[...] = 0
+        else:
+            phi = block.queries(start, start + rows.shape[-2])
+            _divide(phi @ sums[0], _denominators(phi, sums[1]), rows)
+
+
+def _attend_causal(block: _Block, out: np.ndarray) -> None:
+    """A query reads the keys up to its own: those of its chunk one by one, all before by their sums."""
+    features, L = block.features, out.shape[-2]
+    chunks = [(start, min(start + _CHUNK, L)) for start in range(0, L, _CHUNK)][::-1]
+    while chunks:
+        start, stop = chunks.pop()
+        rows, stop_keys = out[..., start:stop, :], min(stop, block.most)
+        if start < stop_keys:
+            k, v, hidden = block.keys(start, stop)
+            if not features.fits(k, hidden):
+                middle = (start + stop) // 2
+                chunks += [(middle, stop), (start, middle)]
+                continue
+            phi_k = features.of_keys(k, hidden)
+        earlier = features.rounded()
+        if start >= stop_keys and earlier is None:
+            rows[...] = 0
+            continue
+        phi = block.queries(start, stop)
+        numerator: Any = 0
+        denominator: Any = 0
+        if earlier is not None:
+            numerator, denominator = phi @ earlier[0], _denominators(phi, earlier[1])
+        if start < stop_keys:
+            scores = _lower(phi @ phi_k.swapaxes(-1, -2))
+            numerator = numerator + _weighted(scores, v)
+            denominator = denominator + scores.sum(axis=-1, dtype=FLOAT64)
+            features.add(phi_k, v)
+        _divide(numerator, denominator, rows)
+
+
+def _lower(scores: np.ndarray) -> np.ndarray:
+    """The scores ``(..., G * n, n)``, in place, with 0 for keys after a query, be they NaN or inf."""
+    n = scores.shape[-1]
+    bits = scores.view(f"u{scores.itemsize}").reshape(*scores.shape[:-2], scores.shape[-2] // n, n, n)
+    bits &= np.tril(np.full((n, n), ~np.uint64(0))).astype(bits.dtype)
+    return scores
+
+
+def _weighted(scores: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """``scores @ v``, in which NaN and inf of a value reach the rows from its own on alone."""
+    product = scores @ v
+    if np.isfinite(product.sum()):
+        return product
+    finite = np.isfinite(v)
+    if finite.all():
+        return product
+    product = scores @ np.where(finite, v, 0)
+    n = v.shape[-2]
+    group = scores.shape[-2] // n
+    groups = product.reshape(*product.shape[:-2], group, n, v.shape[-1])
+    of_groups = scores.reshape(*scores.shape[:-2], group, n, n)
+    beyond = np.where(finite, 0, v)[..., None, :, :]
+    for j in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))).tolist():
+        groups[..., j:, :] += of_groups[..., j:, j, None] * beyond[..., j, None, :]
+    return product
+
+
+def _denominators(phi: np.ndarray, key_sum: np.ndarray) -> np.ndarray:
+    return (phi.astype(FLOAT64, copy=False) @ key_sum[..., None])[..., 0]
+
+
+def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray) -> None:
+    """The quotient as rows ``(..., H, n, E)``; 0 where both are 0."""
+    numerator = numerator.reshape(out.shape)
+    denominator = denominator.reshape(*out.shape[:-1], 1)
+    np.divide(numerator, denominator, out=out, casting="unsafe")
+    if not denominator.all():
+        np.copyto(out, 0, where=(denominator == 0) & (numerator == 0))
+
+
+# Features ------------------------------------------------------------------------------------------
+
+
+def _elu_plus_one(x: np.ndarray) -> np.ndarray:
+    phi = np.minimum(x, 0)
+    np.exp(phi, out=phi)
+    phi += np.maximum(x, 0)
+    return phi
+
+
+class _Features:
+    """Features of chunks of rows, and the sums of those of keys."""
+
+    def __init__(
+        self,
+        function: Any,
+        dtype: np.dtype,
+        lead: tuple[int, ...],
+        rows: tuple[int, int],
+        value_dim: int,
+        earlier: LinearState | None,
+    ) -> None:
+        self.function, self.dtype = function, dtype
+        self.lead, self.rows, self.value_dim = lead, rows, value_dim  #: of the sums; ``(K, D)``; ``E``
+        self.sums = earlier  #: None: of no key yet
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        """What the function gives, checked."""
+        phi = np.asarray(self.function(x))
+        if phi.dtype.kind not in "biuf":
+            raise TypeError(f"feature_map must give an array of numbers, got dtype {phi.dtype}")
+        if phi.ndim != x.ndim or phi.shape[:-1] != x.shape[:-1]:
+            expected = ", ".join(map(str, x.shape[:-1]))
+            raise ValueError(f"feature_map must give ({expected}, M) for rows {x.shape}, got {phi.shape}")
+        if self.sums is not None and self.sums.key_sum.shape[-1] != phi.shape[-1]:
+            M = self.sums.key_sum.shape[-1]
+            raise ValueError(f"feature_map gives {phi.shape[-1]} features, and had given {M} to earlier keys")
+        return np.ascontiguousarray(phi, self.dtype)
+
+    def fits(self, k: np.ndarray, hidden: np.ndarray | None) -> bool:
+        """Whether a chunk of keys may be worked on at once where each query reads a part of it."""
+        return True
+
+    def of_keys(self, k: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
+        """Features of a chunk of keys, 0 for hidden ones."""
+        phi = self.of(k)
+        return phi if hidden is None else np.where(hidden, 0, phi)
+
+    def of_queries(self, phi: np.ndarray) -> np.ndarray:
+        return phi
+
+    def add(self, phi: np.ndarray, v: np.ndarray) -> None:
+        sums = self.begun(phi.shape[-1])
+        sums.key_value_sum[...] += phi.swapaxes(-1, -2) @ v
+        sums.key_sum[...] += phi.sum(axis=-2, dtype=FLOAT64)
+
+    def begun(self, M: int) -> LinearState:
+        if self.sums is None:
+            shape = (*self.lead, self.rows[0], M)
+            self.sums = LinearState(np.zeros((*shape, self.value_dim)), np.zeros(shape), self.no_scale(shape))
+        return self.sums
+
+    def no_scale(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        return None
+
+    def rounded(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """What numerators and denominators are made of; None where there is no key yet."""
+        if self.sums is None:
+            return None
+        return self.sums.key_value_sum.astype(self.dtype, copy=False), self.sums.key_sum
+
+    def state(self, lead: tuple[int, ...]) -> LinearState:
+        """The sums, of all items."""
+        if self.sums is None:
+            K, D = self.rows
+            self.begun(self.of(np.zeros((K, 1, D), self.dtype)).shape[-1])
+        sums: Any = self.sums
+        return _each(sums, lambda x, axes: np.array(np.broadcast_to(x, (*lead, *x.shape[-axes:]))))
+
+
+class _ScaledFeatures(_Features):
+    """Random features, relative to the greatest of all keys so far.
+
+    That of a key is ``exp(e - c)``, with ``c`` the greatest exponent ``e`` of this feature, and that of a
+    query ``exp(e + c - r)``, with ``r`` the greatest of its row, which is in numerator and denominator. A
+    denominator is 1 at least, then, where all keys are read. Where ``c`` grows the sums are scaled to it: to
+    rounding, they do not depend on how the keys were cut.
+    """
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        return self.function.log(x)
+
+    def no_scale(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        return np.full(shape, _NO_SCALE)
+
+    def fits(self, k: np.ndarray, hidden: np.ndarray | None) -> bool:
+        if k.shape[-2] == 1:
+            return True
+        exponents = self.exponents(k, hidden)
+        scale = self.scale(exponents)
+        first = np.fmax(scale, exponents[..., 0, :])
+        return not np.any(np.fmax.reduce(exponents, axis=-2) - first > _MAX_RANGE)
+
+    def of_keys(self, k: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
+        exponents = self.exponents(k, hidden)
+        scale = self.scale(exponents)
+        greatest = np.fmax(scale, np.fmax.reduce(exponents, axis=-2))  # a key that is NaN changes no other
+        sums: Any = self.sums
+        factor = np.exp(scale - greatest)
+        sums.key_value_sum[...] *= factor[..., None]
+        sums.key_sum[...] *= factor
+        sums.log_scale[...] = greatest
+        exponents = exponents - greatest.astype(self.dtype)[..., None, :]
+        return np.exp(exponents, out=exponents)
+
+    def exponents(self, k: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
+        exponents = self.of(k)
+        return exponents if hidden is None else np.where(hidden, -np.inf, exponents)
+
+    def scale(self, exponents: np.ndarray) -> np.ndarray:
+        scale: Any = self.begun(exponents.shape[-1]).log_scale
+        return scale
+
+    def of_queries(self, phi: np.ndarray) -> np.ndarray:
+        """Of their exponents."""
+        sums: Any = self.sums
+        exponents = phi + sums.log_scale.astype(self.dtype)[..., None, :]
+        exponents -= np.fmax.reduce(exponents, axis=-1)[..., None]
+        return np.exp(exponents, out=exponents)
+
+
+# Random features -----------------------------------------------------------------------------------
+
+
+class RandomFeatures:
+    """What `random_features` gives: a feature map, which `linear_attention` takes.
+
+    Letters: ``D`` head_dim, ``M`` features.
+
+    Attributes
+    ----------
+    projection : ndarray, shape (M, D)
+        The random vectors, float64; read-only.
+    """
+
+    __slots__ = ("_scaled", "projection")
+
+    def __init__(self, projection: np.ndarray) -> None:
+        self.projection = projection
+        self.projection.flags.writeable = False
+        scaled = projection.T * projection.shape[1] ** -0.25
+        self._scaled = {dtype: scaled.astype(dtype) for dtype in (FLOAT32, FLOAT64)}
+
+    def __repr__(self) -> str:
+        M, D = self.projection.shape
+        return f"RandomFeatures(head_dim={D}, num_features={M})"
+
+    def __call__(self, x: ArrayLike) -> np.ndarray:
+        """The features of rows ``(..., D)``: ``(..., M)``, as they are, so that large ones may overflow."""
+        with np.errstate(all="ignore"):
+            return np.exp(self.log(x))
+
+    def log(self, x: ArrayLike) -> np.ndarray:
+        """Their logarithms."""
+        x = host_array(as_array(x, "x"), "x")
+        check_number_dtype(x, "x")
+        M, D = self.projection.shape
+        if x.ndim == 0 or x.shape[-1] != D:
+            raise ValueError(f"rows must have head_dim {D}, as random_features was told, got shape {x.shape}")
+        x = x.astype(FLOAT64 if x.dtype.kind in "biu" or x.dtype.itemsize == 8 else FLOAT32, copy=False)
+        with np.errstate(all="ignore"):
+            logs = x @ self._scaled[x.dtype]
+            logs -= (np.vecdot(x, x) * x.dtype.type(0.5 / sqrt(D)) + x.dtype.type(0.5 * log(M)))[..., None]
+        return logs
+
+
+def random_features(
+    head_dim: int, num_features: int, *, seed: int, orthogonal: bool = True
+) -> RandomFeatures:
+    """Positive random features whose products are the exponentials of attention in the mean (FAVOR+).
+
+    Parameters
+    ----------
+    head_dim : int
+        ``D`` of the queries and keys.
+    num_features : int
+        ``M``: the error falls as ``1 / sqrt(M)``, and time and memory grow with M.
+    seed : int
+        In ``[0, 2**128)``: the key of a NumPy Philox stream. The same seed gives the same features.
+    orthogonal : bool, default True
+        Random vectors at right angles to each other, D at a time, of which fewer give the same error.
+
+    Returns
+    -------
+    RandomFeatures
+        A callable for `linear_attention`, which also knows the logarithms of its features: there nothing
+        overflows, or is lost, whatever the sizes of queries and keys.
+
+    Raises
+    ------
+    TypeError
+        A number that is not an integer, an `orthogonal` that is no bool.
+    ValueError
+        A number below 1, a seed outside of its range.
+
+    See Also
+    --------
+    linear_attention : attention with these features, causal as well.
+
+    Notes
+    -----
+    With random vectors ``w``, each normally distributed, and ``y = x / D**0.25``::
+
+        phi(x) = np.exp(w @ y - y @ y / 2) / np.sqrt(M)
+
+    and the mean of ``phi(q) @ phi(k)`` over the vectors is ``exp(q @ k / sqrt(D))``: the scale of attention
+    is included. The standard deviation is about ``exp(|q + k|**2 / (2 * sqrt(D))) / sqrt(M)`` times that, so
+    that attention which is nearly even is approximated well, and sharp attention badly.
+
+    References
+    ----------
+    .. [1] Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, lemma 1 and section 2.4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value = rng.standard_normal((3, 4, 500, 16)) * 0.5
+    >>> exact = fastattn.attention(query, key, value)
+    >>> for num_features in (64, 256, 1024, 4096):
+    ...     features = fastattn.random_features(16, num_features, seed=0)
+    ...     out = fastattn.linear_attention(query, key, value, feature_map=features)
+    ...     print(f"{num_features:4} {np.linalg.norm(out - exact) / np.linalg.norm(exact):.2f}")
+      64 0.29
+     256 0.15
+    1024 0.08
+    4096 0.04
+    """
+    D, M = count(head_dim, "head_dim", 1, MAX_DIM), count(num_features, "num_features", 1, MAX_DIM)
+    if not isinstance(orthogonal, (bool, np.bool_)):
+        raise TypeError(f"orthogonal must be a bool, got {orthogonal!r}")
+    rng = np.random.Generator(np.random.Philox(key=check_seed(seed)))
+    if not orthogonal:
+        return RandomFeatures(rng.standard_normal((M, D)))
+    blocks = []
+    for _ in range(-(-M // D)):
+        q, r = np.linalg.qr(rng.standard_normal((D, D)))
+        directions = (q * np.sign(np.diagonal(r))).T  # so that all are as likely
+        blocks.append(directions * np.linalg.norm(rng.standard_normal((D, D)), axis=1)[:, None])
+    return RandomFeatures(np.concatenate(blocks)[:M])

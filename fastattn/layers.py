@@ -1,0 +1,605 @@
+"""Layers of neural networks: weights in, arrays out.
+
+`MultiHeadAttention` is projections by NumPy's BLAS around `fastattn.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fastattn._api import attention
+from fastattn._arguments import (
+    as_array,
+    as_mask,
+    check_causal,
+    check_key_lengths,
+    check_number_dtype,
+    check_out,
+    clean_signature,
+    promote,
+    refuse_arguments,
+)
+from fastattn._cache import KVCache
+from fastattn._cache_state import count
+from fastattn._device import host_array
+from fastattn._problem import FLOAT32, MAX_DIM
+from fastattn._rope import rope as rotate
+from fastattn._storage import REAL, storage_of
+from fastattn.masks import Causal, Mask
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._options import BackendName, CausalRule, WindowBounds
+
+__all__ = ["MultiHeadAttention"]
+
+_TORCH_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+class MultiHeadAttention:
+    """Multi-head attention with its projections: ``concat(heads of attention(x w_q, x w_k, x w_v)) w_o``.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    w_q : array_like, shape (query_dim, H * D)
+        Weights are ``(in, out)``, as in ``x @ w``; head ``h`` has the columns from ``h * D`` on. float32 or
+        float64; integers count as float64, and float16 and bfloat16 are storage, see Notes.
+    w_k : array_like, shape (key_dim, K * D)
+    w_v : array_like, shape (value_dim, K * E)
+    w_o : array_like, shape (H * E, out_dim)
+    b_q, b_k, b_v, b_o : array_like, shape (out,), optional
+        Biases, added to the products.
+    num_heads : int
+        ``H``.
+    num_kv_heads : int, optional
+        ``K``, of which ``H`` is a multiple (grouped-query and multi-query attention); ``H`` when not given.
+    rope : (array_like, array_like), optional
+        ``(cos, sin)`` as of `fastattn.rope_tables`, each ``(positions, r / 2)``: queries and keys are rotated
+        by their positions, in pairs ``(i, i + r / 2)``. `fastattn.rope` says how weights for interleaved
+        pairs are permuted.
+
+    Attributes
+    ----------
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o : ndarray or None
+        What was given, in the type that is computed in. An array that is of it already is kept as it is, so
+        what is changed in it in place is seen by the next call.
+    num_heads, num_kv_heads : int
+    rope : (ndarray, ndarray) or None
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not supported, float16 together with bfloat16, a size that is not an integer, arrays
+        on a GPU.
+    ValueError
+        Shapes that do not fit each other and the numbers of heads.
+
+    See Also
+    --------
+    fastattn.attention : attention alone, and what each option is.
+    fastattn.KVCache : keys and values of past tokens.
+
+    Notes
+    -----
+    The same in NumPy, for ``K = H``::
+
+        q, k, v = (
+            (x @ w + b).reshape(*x.shape[:-1], H, -1)
+            for x, w, b in ((query, w_q, b_q), (key, w_k, b_k), (value, w_v, b_v))
+        )
+        heads = fastattn.attention(q, k, v, layout="bshd")
+        out = heads.reshape(*query.shape[:-1], -1) @ w_o + b_o
+
+    A projection is one product of BLAS over all items and rows, whose result is ``(..., length, heads, dim)``
+    as it stands: nothing is transposed and nothing copied. Biases are added, and queries and keys rotated, in
+    place.
+
+    Types: all is computed in the type that the arguments and the weights promote to, as in `attention`;
+    arrays in 16 bits are widened to float32, weights once, and the result is rounded once at the end. Weights
+    in float32 with an argument in float64 are converted at each call.
+
+    Masks: a masked key is never seen, so rows of padding may hold anything, NaN too. They make no row of the
+    result NaN but their own.
+
+    Determinism: attention has the bits that `attention` promises. NumPy's BLAS may round a product of other
+    sizes, or on another number of threads, differently.
+
+    Memory: queries, keys, values and the result of attention; nothing of size ``L * S`` unless weights are
+    asked for.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.2.2.
+    .. [2] Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+       Checkpoints", EMNLP 2023.
+
+    Examples
+    --------
+    An encoder, as in BERT or ViT: a padded batch of 2 sequences, of 7 and 5 tokens.
+
+    >>> import numpy as np
+    >>> import fastattn
+    >>> from fastattn.layers import MultiHeadAttention
+    >>> rng = np.random.default_rng(0)
+    >>> weights = rng.standard_normal((4, 32, 32), dtype=np.float32) / 6
+    >>> layer = MultiHeadAttention(*weights, num_heads=4)
+    >>> x = rng.standard_normal((2, 7, 32), dtype=np.float32)
+    >>> out = x + layer(x, key_lengths=[7, 5])
+    >>> out.shape
+    (2, 7, 32)
+
+    Which tokens the first one of an image, the class token, attends to, over all heads:
+
+    >>> out, weights = layer(x, return_weights="mean")
+    >>> weights[:, 0].shape
+    (2, 7)
+
+    A decoder, as in GPT or LLaMA: grouped heads, rotary positions, and a cache to which each call appends
+    what it is given. A prompt, and then one token at a time:
+
+    >>> shapes = [(32, 32), (32, 16), (32, 16), (32, 32)]
+    >>> weights = [rng.standard_normal(shape, dtype=np.float32) / 6 for shape in shapes]
+    >>> tables = fastattn.rope_tables(100, 8)
+    >>> layer = MultiHeadAttention(*weights, num_heads=4, num_kv_heads=2, rope=tables)
+    >>> cache = fastattn.KVCache(batch=2, num_kv_heads=2, head_dim=8, layout="bshd")
+    >>> steps = [layer(x[:, :4], cache=cache), *(layer(x[:, i : i + 1], cache=cache) for i in (4, 5, 6))]
+    >>> cache.lengths
+    array([7, 7])
+    >>> np.allclose(np.concatenate(steps, axis=1), layer(x, causal=True), atol=1e-5)
+    True
+
+    Cross attention: queries of a decoder, keys and values of an encoder.
+
+    >>> layer(x, out[:1]).shape
+    (2, 7, 32)
+    """
+
+    __slots__ = (
+        "_head_dim", "_like", "_value_dim", "b_k", "b_o", "b_q", "b_v", "num_heads", "num_kv_heads", "rope",
+        "w_k", "w_o", "w_q", "w_v",
+    )  # fmt: skip
+
+    w_q: np.ndarray
+    w_k: np.ndarray
+    w_v: np.ndarray
+    w_o: np.ndarray
+    b_q: np.ndarray | None
+    b_k: np.ndarray | None
+    b_v: np.ndarray | None
+    b_o: np.ndarray | None
+    num_heads: int
+    num_kv_heads: int
+    rope: tuple[np.ndarray, np.ndarray] | None
+    _head_dim: int
+    _value_dim: int
+    _like: np.ndarray  # without elements, of the type that the weights as given promote to
+
+    def __init__(
+        self,
+        w_q: ArrayLike,
+        w_k: ArrayLike,
+        w_v: ArrayLike,
+        w_o: ArrayLike,
+        *,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        rope: tuple[ArrayLike, ArrayLike] | None = None,
+    ) -> None:
+        self.num_heads = H = count(num_heads, "num_heads", 1, MAX_DIM)
+        self.num_kv_heads = K = H if num_kv_heads is None else count(num_kv_heads, "num_kv_heads", 1, MAX_DIM)
+        if H % K:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {H} and {K}")
+        named = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o,
+                 "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}  # fmt: skip
+        given = {name: _on_host(x, name) for name, x in named.items() if x is not None}
+        for name, array in given.items():
+            if name.startswith("w") and array.ndim != 2:
+                raise ValueError(f"{name} must have shape (in, out), got {array.shape}")
+        self._head_dim = _divided(given["w_q"].shape[1], H, "w_q", "num_heads")
+        self._value_dim = _divided(given["w_v"].shape[1], K, "w_v", "num_kv_heads")
+        _check_size(given["w_k"], 1, "w_k", K * self._head_dim, "num_kv_heads times the head_dim of w_q")
+        _check_size(given["w_o"], 0, "w_o", H * self._value_dim, "num_heads times the head_dim of w_v")
+        for name, array in given.items():
+            if name.startswith("b"):
+                size = given[f"w_{name[-1]}"].shape[1]
+                if array.shape != (size,):
+                    raise ValueError(
+                        f"{name} must have shape ({size},), as w_{name[-1]} has {size} columns, "
+                        f"got {array.shape}"
+                    )
+        self._like = np.empty(0, promote(**given))
+        dtype = _computed_in(self._like.dtype)
+        for name in named:
+            setattr(self, name, _for_blas(given[name], dtype) if name in given else None)
+        self.rope = None if rope is None else _tables(rope, self._head_dim, dtype)
+
+    @classmethod
+    def from_torch(cls, state_dict: Mapping[str, Any], num_heads: int) -> MultiHeadAttention:
+        """The layer of a `torch.nn.MultiheadAttention`, by the names of its weights.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to tensors or arrays
+            ``module.state_dict()``, or what a file has under these names: ``in_proj_weight``, or
+            ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight`` (of a module with `kdim` or `vdim`);
+            ``in_proj_bias`` if there is one; ``out_proj.weight``, and ``out_proj.bias`` if there is one.
+            Tensors are of the CPU; those in bfloat16 become float32. Memory is shared where it can be.
+        num_heads : int
+
+        Raises
+        ------
+        ValueError
+            A name that is missing or that there is not, ``bias_k`` and ``bias_v`` (``add_bias_kv=True``),
+            which add a key that is no row of `key`, shapes that do not fit.
+
+        Notes
+        -----
+        The calls differ in conventions. Arrays are ``(batch, length, dim)``, as with ``batch_first=True``. A
+        bool mask is the opposite of torch's: True = may attend. So with its arguments::
+
+            layer(query, key, value, mask=~attn_mask)  # bool, (L, S)
+            layer(query, key, value, bias=attn_mask)  # float, (L, S)
+            layer(query, key, value, mask=~attn_mask.reshape(batch, num_heads, L, S))  # bool, of three axes
+            layer(query, key, value, mask=~key_padding_mask[:, None, None, :])
+            layer(query, key, value, causal="top_left")  # is_causal=True
+            layer(query, key, value, return_weights="mean")  # need_weights=True
+            layer(query, key, value, return_weights=True)  # and average_attn_weights=False
+            layer(query, key, value, sinks=np.zeros(num_heads))  # of a module with add_zero_attn=True
+
+        A query without any allowed key is NaN there; here attention gives 0 for it, so that the result is the
+        output's bias.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fastattn.layers import MultiHeadAttention
+        >>> rng = np.random.default_rng(0)
+        >>> state = {  # of nn.MultiheadAttention(16, 4, bias=False)
+        ...     "in_proj_weight": rng.standard_normal((48, 16), dtype=np.float32),
+        ...     "out_proj.weight": rng.standard_normal((16, 16), dtype=np.float32),
+        ... }
+        >>> layer = MultiHeadAttention.from_torch(state, num_heads=4)
+        >>> layer(np.ones((2, 5, 16), np.float32)).shape
+        (2, 5, 16)
+        """
+        state = {name: x for name, x in state_dict.items() if x is not None}
+        if refused := [name for name in ("bias_k", "bias_v") if name in state]:
+            raise ValueError(
+                f"state_dict has {' and '.join(refused)}: one more key and value for each sequence "
+                f"(add_bias_kv=True) are not supported"
+            )
+        arrays = {name: _from_tensor(x, name) for name, x in state.items()}
+
+        def take(name: str) -> np.ndarray:
+            if name not in arrays:
+                raise ValueError(f"state_dict has no {name}, but {', '.join(state) or 'nothing'}")
+            return arrays.pop(name)
+
+        def thirds(name: str) -> list[np.ndarray]:
+            array = take(name)
+            _divided(array.shape[0] if array.ndim else 1, 3, name, "the rows of queries, keys and values")
+            return np.split(array, 3)
+
+        if "in_proj_weight" in arrays:
+            w_q, w_k, w_v = thirds("in_proj_weight")
+        else:
+            w_q, w_k, w_v = (take(name) for name in _TORCH_NAMES[1:])
+        w_o = take("out_proj.weight")
+        biases = thirds("in_proj_bias") if "in_proj_bias" in arrays else [None] * 3
+        b_o = arrays.pop("out_proj.bias", None)
+        if arrays:
+            raise ValueError(f"state_dict has {', '.join(arrays)}, which nn.MultiheadAttention has not")
+        b_q, b_k, b_v = biases
+        return cls(
+            w_q.T, w_k.T, w_v.T, w_o.T, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        (query_dim, _), (_, out_dim) = self.w_q.shape, self.w_o.shape
+        return (
+            f"MultiHeadAttention({query_dim} -> {out_dim}, num_heads={self.num_heads}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self._head_dim}, dtype={self._like.dtype.name})"
+        )
+
+    @clean_signature
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *extra: Any,
+        cache: KVCache | None = None,
+        mask: Mask | ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        causal: CausalRule | None = None,
+        window: WindowBounds | None = None,
+        key_lengths: ArrayLike | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: ArrayLike | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        out: np.ndarray | None = None,
+        return_lse: bool = False,
+        return_weights: bool | Literal["mean"] = False,
+        num_threads: int | None = None,
+        backend: BackendName | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """The layer on arrays.
+
+        Parameters
+        ----------
+        query : array_like, shape (..., L, query_dim)
+        key : array_like, shape (..., S, key_dim), optional
+            `query` when not given: self-attention. The leading axes broadcast.
+        value : array_like, shape (..., S, value_dim), optional
+            `key` when not given.
+        cache : KVCache, optional
+            The keys and values of `key` and `value` are appended to it, and the queries read all that it then
+            holds, the last query at the last position. The arrays are ``(batch, length, dim)``. One of the
+            layout "bshd" is read and written without a transpose.
+        mask, bias, window, scale, softcap, sinks, num_threads, backend
+            As in `fastattn.attention`: a mask and a bias broadcast to ``(..., H, L, S)``, True = may attend.
+            With a cache, ``S`` is its longest length.
+        causal : {None, False, True, "top_left", "bottom_right"}, optional
+            As in `attention`. Not given: False without a cache, and ``"bottom_right"`` with one, where False
+            says that all is to be seen, as in cross attention, and ``"top_left"`` is not possible.
+        key_lengths : array_like of int, optional
+            So many of the S keys of each item are read; the others are padding. With a cache: so many of the
+            new rows of each item are appended, for prompts of different lengths. In self-attention the rows
+            of queries are then padded like those of keys, at the end, and not together with a window.
+        dropout, seed
+            As in `attention`; not with a cache.
+        out : ndarray, shape (..., L, out_dim), optional
+            Where to write the result; its dtype, any strides.
+        return_lse : bool, default False
+            Also return the log-sum-exp of each query and head.
+        return_weights : bool or "mean", default False
+            Also return the attention weights: True those of each head, ``"mean"`` their mean over the heads.
+
+        Returns
+        -------
+        out : ndarray, shape (..., L, out_dim)
+        lse : ndarray, shape (..., H, L)
+        weights : ndarray, shape (..., H, L, S), or (..., L, S) for their mean
+            What is asked for comes back as one tuple, in this order.
+
+        Raises
+        ------
+        TypeError, ValueError, BackendError
+            As `attention` and `KVCache` do; arrays whose last axis is not that of the weights, positions
+            beyond the tables of `rope`. Where anything is raised, nothing is appended to the cache.
+
+        Notes
+        -----
+        Positions for `rope`: keys stand at ``0 .. S - 1``, or after what the cache holds. Queries stand at
+        ``0 .. L - 1``, or with a cache or ``causal="bottom_right"`` before the end of the keys of their item:
+        at ``S_b - L .. S_b - 1``.
+
+        A cache of cross attention is filled by the first call and read by the others, whose keys are none::
+
+            layer(query, memory, cache=cache, causal=False)
+            layer(query, memory[:, :0], cache=cache, causal=False)
+        """
+        if extra or unknown:
+            refuse_arguments(MultiHeadAttention.__call__, extra, unknown)
+        if key is None and value is not None:
+            raise ValueError("value is given without key")
+        averaged = isinstance(return_weights, str) and return_weights == "mean"
+        if not averaged and not isinstance(return_weights, (bool, np.bool_)):
+            raise ValueError(f'return_weights must be False, True or "mean", got {return_weights!r}')
+        key = query if key is None else key
+        x_q, x_k = _rows(query, "query", self.w_q, "w_q"), _rows(key, "key", self.w_k, "w_k")
+        x_v = _rows(key if value is None else value, "value", self.w_v, "w_v")
+        if x_k.shape[-2] != x_v.shape[-2]:
+            raise ValueError(f"key and value must have the same length, got {x_k.shape} and {x_v.shape}")
+        result = promote(query=x_q, key=x_k, value=x_v, weights=self._like)
+        dtype = _computed_in(result)
+        lead = _common_lead(x_q, x_k, x_v)
+        if out is not None:
+            out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
+        options: dict[str, Any] = {
+            "mask": mask, "bias": bias, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+            "return_lse": return_lse, "return_weights": bool(return_weights), "num_threads": num_threads,
+            "backend": backend,
+        }  # fmt: skip
+        if cache is None:
+            options |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
+            options["causal"] = check_causal(False if causal is None else causal)
+            positions: tuple[Any, Any] = self._positions(lead, x_q.shape[-2], x_k.shape[-2], options)
+        else:
+            if dropout or seed is not None:
+                raise ValueError(f"a cache takes no dropout, got dropout={dropout!r} and seed={seed!r}")
+            options["causal"] = True if causal is None else causal
+            positions = _positions_in(cache, x_q, x_k, x_v, key_lengths, options)
+
+        q = _projected(x_q, self.w_q, self.b_q, dtype, (self.num_heads, self._head_dim))
+        k = _projected(x_k, self.w_k, self.b_k, dtype, (self.num_kv_heads, self._head_dim))
+        v = _projected(x_v, self.w_v, self.b_v, dtype, (self.num_kv_heads, self._value_dim))
+        if self.rope is not None:
+            for rows, at in zip((q, k), positions, strict=True):
+                rotate(rows, *self.rope, positions=at, layout="bshd", out=rows)
+        results = attention(q, k, v, **options) if cache is None else _step(cache, q, k, v, options)
+        heads, *others = results if isinstance(results, tuple) else (results,)
+        if return_weights:
+            weights = others[-1].mean(axis=-3) if averaged else others[-1]
+            others[-1] = _rounded(weights, result)
+        joined = heads.reshape(*heads.shape[:-2], self.w_o.shape[0])
+        projected = _projected(joined, self.w_o, self.b_o, dtype, self.w_o.shape[1:])
+        if out is None:
+            out = _rounded(projected, result)
+        else:
+            with np.errstate(all="ignore"):
+                out[...] = projected
+        return (out, *others) if others else out
+
+    def _positions(self, lead: tuple[int, ...], L: int, S: int, options: dict[str, Any]) -> tuple[Any, None]:
+        """Where queries and keys stand without a cache; None: from 0 on."""
+        if self.rope is None or options["causal"] != "bottom_right":
+            return None, None
+        lengths = options["key_lengths"]
+        ends = np.array(S) if lengths is None else check_key_lengths(lengths, lead, S)
+        return _last(L, ends), None
+
+
+# The edge ------------------------------------------------------------------------------------------
+
+
+def _on_host(value: Any, name: str) -> np.ndarray:
+    array = host_array(as_array(value, name), name)
+    check_number_dtype(array, name)
+    return array
+
+
+def _divided(size: int, parts: int, name: str, what: str) -> int:
+    if size % parts:
+        raise ValueError(f"{name}: {what}, {parts}, must divide its {size} columns")
+    return size // parts
+
+
+def _check_size(array: np.ndarray, axis: int, name: str, size: int, what: str) -> None:
+    if array.shape[axis] != size:
+        where = "columns" if axis else "rows"
+        raise ValueError(f"{name} must have {size} {where}, {what}, got shape {array.shape}")
+
+
+def _from_tensor(value: Any, name: str) -> np.ndarray:
+    """A tensor of the CPU, or an array, as an array; bfloat16 ones of torch, which NumPy has not, widened."""
+    if hasattr(value, "detach"):
+        value = value.detach()
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()
+    return _on_host(value, name)
+
+
+def _tables(rope: Any, head_dim: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        raise ValueError(f"rope must be a pair (cos, sin), got {type(rope).__name__}")
+    rotate(np.empty((0, head_dim), dtype), *rope)  # which raises on what are no tables
+    cos, sin = (np.ascontiguousarray(table, dtype) for table in rope)
+    return cos, sin
+
+
+def _rows(value: Any, name: str, weights: np.ndarray, of: str) -> np.ndarray:
+    array = _on_host(value, name)
+    if array.ndim < 2 or array.shape[-1] != weights.shape[0]:
+        raise ValueError(
+            f"{name} must have shape (..., length, {weights.shape[0]}), as {of} is {weights.shape}, "
+            f"got {array.shape}"
+        )
+    return array
+
+
+def _common_lead(*arrays: np.ndarray) -> tuple[int, ...]:
+    shapes = [array.shape for array in arrays]
+    try:
+        return np.broadcast_shapes(*(shape[:-2] for shape in shapes))
+    except ValueError:
+        raise ValueError(
+            "the leading batch axes of query, key and value do not broadcast; "
+            + ", ".join(
+                f"{name} {shape}" for name, shape in zip(("query", "key", "value"), shapes, strict=True)
+            )
+        ) from None
+
+
+# Caches --------------------------------------------------------------------------------------------
+
+
+def _positions_in(
+    cache: Any, x_q: np.ndarray, x_k: np.ndarray, x_v: np.ndarray, key_lengths: Any, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where queries and new keys stand in a cache. Puts into `options` what `KVCache.step` takes."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    starts = cache.lengths
+    for name, x in (("query", x_q), ("key", x_k), ("value", x_v)):
+        if x.ndim != 3 or len(x) != len(starts):
+            raise ValueError(
+                f"with a cache {name} must have shape (batch, length, dim), with batch={len(starts)}, "
+                f"got {x.shape}"
+            )
+    L, T = x_q.shape[1], x_k.shape[1]
+    if key_lengths is None:
+        return _last(L, starts + T), _last(T, starts + T)
+    counts = np.broadcast_to(check_key_lengths(key_lengths, starts.shape, T), starts.shape)
+    options["lengths"] = counts
+    at_k = starts[:, None] + np.minimum(np.arange(T), np.maximum(counts - 1, 0)[:, None])
+    if options["causal"] is False or np.all(counts == T):
+        return _last(L, starts + counts), at_k
+    # Query i stands beside key i, which is not where `KVCache.attend` has the last L positions.
+    if L != T or options["window"] is not None or cache._settings.window is not None:
+        raise ValueError(
+            f"key_lengths less than the length of key go with a cache only in self-attention without a "
+            f"window, got {counts.tolist()}; query {x_q.shape}, key {x_k.shape}, window={options['window']}, "
+            f"{cache}"
+        )
+    causal, mask = Causal(offset=starts), options["mask"]
+    options |= {"causal": False, "mask": causal if mask is None else causal & as_mask(mask, False)}
+    return at_k, at_k
+
+
+def _last(count: int, ends: np.ndarray) -> np.ndarray:
+    """The last positions before the end of each item; 0 for what would stand before it, and reads nothing."""
+    return np.maximum(ends[..., None] + np.arange(-count, 0), 0)
+
+
+def _step(cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, options: dict[str, Any]) -> Any:
+    """`KVCache.step` on arrays in the layout "bshd"."""
+    if cache._settings.layout == "bshd":
+        return cache.step(q, k, v, **options)
+    results = cache.step(*(x.swapaxes(1, 2) for x in (q, k, v)), **options)
+    if isinstance(results, tuple):
+        return (results[0].swapaxes(1, 2), *results[1:])
+    return results.swapaxes(1, 2)
+
+
+# Products ------------------------------------------------------------------------------------------
+
+
+def _computed_in(dtype: np.dtype) -> np.dtype:
+    return dtype if storage_of(dtype) == REAL else FLOAT32
+
+
+def _for_blas(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array of this dtype, copied only where BLAS would not read it as it is."""
+    array = array.astype(dtype, copy=False)
+    if array.ndim == 2:
+        rows = array if array.strides[1] == array.itemsize else array.T
+        if not (
+            array.flags.aligned
+            and rows.strides[1] == array.itemsize
+            and rows.strides[0] >= rows.shape[1] * array.itemsize
+        ):
+            array = np.ascontiguousarray(array)
+    return array
+
+
+def _projected(
+    x: np.ndarray, w: np.ndarray, b: np.ndarray | None, dtype: np.dtype, split: tuple[int, ...]
+) -> np.ndarray:
+    """``x @ w + b``, computed in `dtype` as one product of matrices; its columns are split to these axes."""
+    rows = np.require(x, dtype, ["C", "A"]).reshape(prod(x.shape[:-1]), x.shape[-1])
+    with np.errstate(all="ignore"):  # rows of padding may hold anything
+        y = rows @ w.astype(dtype, copy=False)
+        if b is not None:
+            y += b.astype(dtype, copy=False)
+    return y.reshape(*x.shape[:-1], *split)
+
+
+def _rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=False)

@@ -1,0 +1,525 @@
+"""`linear_attention` and `random_features`: against the formula over all pairs, in extended precision."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import LinearState, linear_attention, random_features
+from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.tolerances import assert_close, assert_same_bits
+
+FLOATS = ["float32", "float64"]
+WIDE = np.longdouble
+MIXING = np.random.default_rng(5).standard_normal((16, 24))
+
+
+def elu_plus_one(x):
+    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+
+def squares(x):
+    """More features than dimensions, some of them 0."""
+    return np.maximum(x @ MIXING.astype(x.dtype), 0) ** 2
+
+
+FAVOR = random_features(16, 40, seed=3)
+
+
+def favor(x):
+    """Its definition, in the type of x: `RandomFeatures` computes in float64 at most."""
+    scaled = x / x.dtype.type(2)  # 16**(1/4)
+    e = scaled @ FAVOR.projection.T.astype(x.dtype) - (scaled**2).sum(-1, keepdims=True) / 2
+    return np.exp(e) / np.sqrt(x.dtype.type(40))
+
+
+#: What is passed, the formula, and by how much a rounding of an exponent counts more than one of a feature.
+MAPS = {"elu+1": ("elu+1", elu_plus_one, 1), "squares": (squares, squares, 8), "favor": (FAVOR, favor, 40)}
+
+
+def weights_of(query, key, phi, *, causal=False, key_lengths=None, dtype=WIDE):
+    """``(*lead, H, L, S)``, before they are divided by their sum."""
+    q, k = (np.asarray(x).astype(dtype) for x in (query, key))
+    k = np.repeat(phi(k), q.shape[-3] // k.shape[-3], axis=-3)
+    weights = phi(q) @ k.swapaxes(-1, -2)
+    if causal:
+        weights = np.tril(weights)
+    if key_lengths is not None:
+        lengths = np.broadcast_to(key_lengths, weights.shape[:-3])[..., None, None, None]
+        weights = np.where(np.arange(weights.shape[-1]) < lengths, weights, 0)
+    return weights
+
+
+def formula(query, key, value, phi, *, dtype=WIDE, **options):
+    weights = weights_of(query, key, phi, dtype=dtype, **options)
+    v = np.repeat(np.asarray(value).astype(dtype), weights.shape[-3] // np.shape(value)[-3], axis=-3)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        share = np.where(total == 0, 0, weights / total)
+    return share @ v, share @ np.abs(v)
+
+
+def assert_linear(got, query, key, value, name, **options):
+    """Within twice the error of the formula in the same type, and some roundings of each feature."""
+    _, phi, factor = MAPS[name]
+    exact, reach = formula(query, key, value, phi, **options)
+    plain, _ = formula(query, key, value, phi, dtype=got.dtype, **options)
+    assert_close("out", got, exact, (2 * factor * reach).astype(float), plain)
+
+
+def arrays(seed=0, **sizes):
+    return random_arrays(seed, **({"head_dim": 16, "heads": 4, "kv_heads": 2, "lead": (2,)} | sizes))
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300])
+def test_the_definition(name, dtype, causal, length):
+    q, k, v = arrays(len_q=length, len_k=length, value_dim=9, dtype=dtype)
+    out = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal)
+    assert out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
+    assert_linear(out, q, k, v, name, causal=causal)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("len_q, len_k", [(1, 500), (260, 3), (140, 130)])
+def test_lengths_that_differ(name, len_q, len_k):
+    q, k, v = arrays(len_q=len_q, len_k=len_k)
+    assert_linear(linear_attention(q, k, v, feature_map=MAPS[name][0]), q, k, v, name)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 1), (6, 3), (6, 6)])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (70,)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_and_batch(heads, kv_heads, lead, causal):
+    """70 items are more than are worked on together."""
+    length = 40 if lead == (70,) else 150
+    q, k, v = arrays(heads=heads, kv_heads=kv_heads, lead=lead, len_q=length, len_k=length)
+    out, state = linear_attention(q, k, v, causal=causal, return_state=True)
+    assert_linear(out, q, k, v, "elu+1", causal=causal)
+    assert state.key_value_sum.shape == (*lead, kv_heads, 16, 16)
+    assert state.key_sum.shape == (*lead, kv_heads, 16) and state.log_scale is None
+    phi = elu_plus_one(k.astype(float))
+    np.testing.assert_allclose(state.key_sum, phi.sum(-2), rtol=1e-6)
+    np.testing.assert_allclose(state.key_value_sum, phi.swapaxes(-1, -2) @ v, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("which", [*product([(), (1,), (5,), (2, 1)], repeat=2)], ids=str)
+def test_leading_axes_broadcast(name, causal, which):
+    q, _, _ = arrays(lead=(2, 5), len_q=40, len_k=40)
+    (_, k, _), (_, _, v) = (arrays(lead=lead, len_q=40, len_k=40) for lead in which)
+    out, state = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal, return_state=True)
+    assert state.key_sum.shape[:-2] == state.key_value_sum.shape[:-3] == (2, 5)
+    full = [np.broadcast_to(x, (2, 5, *x.shape[-3:])) for x in (k, v)]
+    assert_linear(out, q, *full, name, causal=causal)
+    few = linear_attention(q[0, :1], *full, feature_map=MAPS[name][0], causal=causal)  # and those of queries
+    assert_linear(few, np.broadcast_to(q[0, :1], q.shape), *full, name, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_matrices_are_one_head(dtype):
+    q, k, v = (x[0] for x in arrays(lead=(), heads=1, kv_heads=1, len_q=50, len_k=50, dtype=dtype))
+    out, state = linear_attention(q, k, v, causal=True, return_state=True)
+    same, of_heads = linear_attention(q[None], k[None], v[None], causal=True, return_state=True)
+    assert_same_bits(out, same[0])
+    assert_same_bits(state.key_value_sum, of_heads.key_value_sum[0])
+    more = linear_attention(q, k, v, state=state)
+    assert_same_bits(more, linear_attention(q[None], k[None], v[None], state=of_heads)[0])
+
+
+# The state -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "cuts", [[100], [128, 256], [1, 2, 3], [150, 150, 290], list(range(280, 300))], ids=str
+)
+def test_where_a_sequence_is_cut_does_not_matter(name, dtype, cuts):
+    q, k, v = arrays(len_q=300, len_k=300, dtype=dtype)
+    whole, last = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True, return_state=True)
+    state, pieces = None, []
+    for start, stop in pairwise([0, *cuts, 300]):
+        rows = np.s_[..., start:stop, :]
+        out, state = linear_attention(
+            q[rows], k[rows], v[rows],
+            feature_map=MAPS[name][0], causal=True, state=state, return_state=True,
+        )  # fmt: skip
+        pieces.append(out)
+    assert_linear(np.concatenate(pieces, axis=-2), q, k, v, name, causal=True)
+    scale = [1 if it.log_scale is None else np.exp(it.log_scale) for it in (state, last)]
+    rtol = 40 * MAPS[name][2] * np.finfo(dtype).eps
+    np.testing.assert_allclose(state.key_sum * scale[0], last.key_sum * scale[1], rtol=rtol)
+    assert np.isfinite(whole).all()
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_keys_of_a_state_are_read_by_all(name):
+    q, k, v = arrays(len_q=20, len_k=300)
+    state = None
+    for start, stop in pairwise([0, 7, 200, 300, 300]):  # the last has no keys
+        rows = np.s_[..., start:stop, :]
+        out, state = linear_attention(
+            q, k[rows], v[rows], feature_map=MAPS[name][0], state=state, return_state=True
+        )
+        assert_linear(out, q, k[..., :stop, :], v[..., :stop, :], name)
+
+
+def test_one_state_for_all_items():
+    q, k, v = arrays(lead=(3,), len_q=20, len_k=20)
+    _, prompt_key, prompt_value = arrays(seed=1, lead=(), len_k=90)
+    for feature_map in ("elu+1", FAVOR):
+        options = {"feature_map": feature_map, "causal": True}
+        _, state = linear_attention(
+            np.zeros((4, 90, 16), np.float32), prompt_key, prompt_value, **options, return_state=True
+        )
+        before = [None if x is None else x.copy() for x in state]
+        out, new = linear_attention(q, k, v, **options, state=state, return_state=True)
+        for item in range(3):
+            alone = linear_attention(q[item], k[item], v[item], **options, state=state)
+            np.testing.assert_allclose(out[item], alone, rtol=1e-5, atol=1e-6)
+        for old, kept, result in zip(before, state, new, strict=True):
+            assert old is None or (np.array_equal(old, kept) and not np.shares_memory(kept, result))
+
+
+def test_a_state_counts_beyond_float32():
+    """2**24 + 1 is no float32."""
+    state = LinearState(np.full((1, 1, 1), 2.0**24), np.full((1, 1), 2.0**24))
+    one = np.ones((1, 1, 1), np.float32)
+    _, state = linear_attention(one, one, one, feature_map=np.ones_like, state=state, return_state=True)
+    assert state.key_sum.tolist() == [[2**24 + 1]] and state.key_value_sum.tolist() == [[[2**24 + 1]]]
+
+
+# Lengths, NaN, empty sizes, types ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[300, 0, 1], [129, 128, 127], [5, 5, 5], 260, [0, 0, 0]], ids=str)
+def test_key_lengths(name, causal, lengths):
+    q, k, v = arrays(lead=(3,), len_q=300, len_k=300)
+    options = {"causal": causal, "key_lengths": lengths}
+    feature_map = MAPS[name][0]
+    out, state = linear_attention(q, k, v, feature_map=feature_map, **options, return_state=True)
+    assert_linear(out, q, k, v, name, **options)
+    padding = np.arange(300) >= np.broadcast_to(lengths, 3)[:, None]
+    for junk in (np.nan, np.inf, 1e30, 0):
+        other_k, other_v = k.copy(), v.copy()
+        other_k.swapaxes(1, 2)[padding] = junk
+        other_v.swapaxes(1, 2)[padding] = junk
+        other, same = linear_attention(
+            q, other_k, other_v, feature_map=feature_map, **options, return_state=True
+        )
+        assert_same_bits(other, out)
+        for one, two in zip(state, same, strict=True):
+            assert one is None or np.array_equal(one, two)
+
+
+def test_lengths_of_shared_keys():
+    q, k, v = arrays(lead=(3,), len_q=10, len_k=150)
+    out = linear_attention(q, k[0], v[0], key_lengths=[150, 3, 0])
+    assert_linear(out, q, *(np.broadcast_to(x[0], x.shape) for x in (k, v)), "elu+1", key_lengths=[150, 3, 0])
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("junk", [np.nan, np.inf])
+@pytest.mark.parametrize("row", [0, 100, 127, 128, 299])
+def test_a_query_does_not_see_later_keys(name, junk, row):
+    """To the bit, but for random features, whose scale is that of a chunk."""
+    q, k, v = arrays(len_q=300, len_k=300)
+    run = lambda k, v: linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True)  # noqa: E731
+    expected = run(k, v)
+    for changed in ("key", "value"):
+        other = {"key": k.copy(), "value": v.copy()}
+        other[changed][:, 1, row, 3] = junk
+        out = run(other["key"], other["value"])
+        if name == "favor":
+            np.testing.assert_allclose(out[:, 2:, :row], expected[:, 2:, :row], rtol=1e-4, atol=1e-5)
+        else:
+            assert_same_bits(out[..., :row, :], expected[..., :row, :])
+            assert_same_bits(out[:, :2], expected[:, :2])
+        seen = out[:, 2:, row:] if changed == "key" else out[:, 2:, row:, 3]
+        if name == "elu+1":  # features that are 0 do not read
+            assert not np.isfinite(seen).any() if changed == "value" or np.isnan(junk) else True
+
+
+def test_a_query_that_is_nan():
+    q, k, v = arrays(len_q=150, len_k=150)
+    for causal in (False, True):
+        expected = linear_attention(q, k, v, causal=causal)
+        q_nan = q.copy()
+        q_nan[1, 2, 140] = np.nan
+        out = linear_attention(q_nan, k, v, causal=causal)
+        assert np.isnan(out[1, 2, 140]).all()
+        out[1, 2, 140] = expected[1, 2, 140]
+        assert_same_bits(out, expected)
+        none = linear_attention(np.full_like(q, np.nan), k, v, causal=causal, key_lengths=0)
+        assert not none.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_over_nothing_is_nothing(causal):
+    """Features that are all 0, for a query, and for the first keys."""
+    q, k, v = arrays(len_q=200, len_k=200)
+    q[0, 1, 7] = k[1, 1, :140] = 0
+    out = linear_attention(q, k, v, feature_map=squares, causal=causal)
+    assert not out[0, 1, 7].any() and not np.isnan(out).any()
+    assert_linear(out, q, k, v, "squares", causal=causal)
+    signed = linear_attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], feature_map=lambda x: x)
+    assert signed == -np.inf  # 1 - 2 over 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("empty", ["lead", "heads", "len_q", "len_k", "value_dim", "len"])
+def test_empty_sizes(name, causal, empty):
+    sizes = {"lead": (3,), "heads": 4, "kv_heads": 2, "len_q": 5, "len_k": 5, "head_dim": 16, "value_dim": 7}
+    sizes |= {"lead": {"lead": (0,)}, "heads": {"heads": 0, "kv_heads": 0},
+              "len": {"len_q": 0, "len_k": 0}}.get(empty, {empty: 0})  # fmt: skip
+    if causal and empty in ("len_q", "len_k"):
+        pytest.skip("causal is for as many queries as keys")
+    q, k, v = random_arrays(**sizes)
+    options = {"feature_map": MAPS[name][0], "causal": causal, "return_state": True}
+    out, state = linear_attention(q, k, v, **options)
+    assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.dtype == np.float32
+    assert empty == "value_dim" or not out.any()
+    M = {"elu+1": 16, "squares": 24, "favor": 40}[name]
+    assert state.key_sum.shape == (*k.shape[:-2], M)
+    assert state.key_value_sum.shape == (*k.shape[:-2], M, v.shape[-1])
+    again, _ = linear_attention(q, k, v, **options, state=state)
+    assert again.shape == out.shape
+    if empty == "len_k":  # a state of nothing is none
+        full = random_arrays(**(sizes | {"len_k": 5}))
+        started = linear_attention(*full, feature_map=MAPS[name][0], state=state)
+        np.testing.assert_allclose(started, linear_attention(*full, feature_map=MAPS[name][0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_strides_change_no_bit(layout, name, dtype, causal):
+    given = arrays(len_q=140, len_k=140, dtype=dtype)
+    options = {"feature_map": MAPS[name][0], "causal": causal}
+    expected = linear_attention(*given, **options)
+    moved = [MEMORY_LAYOUTS[layout](x) for x in given]
+    before = [x.tobytes() for x in moved]
+    assert_same_bits(linear_attention(*moved, **options), expected)
+    assert before == [x.tobytes() for x in moved]
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_16_bit_arrays_are_rounded_once(stored, name, causal):
+    given = [x.astype(stored) for x in arrays(len_q=140, len_k=140)]
+    options = {"feature_map": MAPS[name][0], "causal": causal}
+    out = linear_attention(*given, **options)
+    assert out.dtype == stored
+    wide = [x.astype(np.float32) for x in given]
+    # Before the one rounding a result is a float64, the quotient: the float32 may lie on the other side.
+    ulp = np.abs(
+        out.astype(np.float32) - linear_attention(*wide, **options).astype(stored).astype(np.float32)
+    )
+    assert np.mean(ulp == 0) > 0.999
+    mixed = linear_attention(wide[0], *given[1:], **options)
+    assert_same_bits(mixed, linear_attention(*wide, **options))
+
+
+def test_integers_count_as_float64():
+    q, k, v = (np.random.default_rng(0).integers(-2, 3, (3, 4, 5)) for _ in range(3))
+    out = linear_attention(q, k, v, causal=True)
+    assert_same_bits(out, linear_attention(*(x.astype(float) for x in (q, k, v)), causal=True))
+
+
+def test_a_map_for_each_head():
+    """It gets queries and keys by their own heads; what it gives may be of another type."""
+    q, k, v = arrays(len_q=9, len_k=9)
+    seen = []
+
+    def by_head(x):
+        seen.append(x.shape[-3])
+        return np.exp(x.astype(float) * (np.arange(x.shape[-3])[:, None, None] * 4 / x.shape[-3]))
+
+    out = linear_attention(q, k, v, feature_map=by_head)
+    assert set(seen) == {4, 2} and out.dtype == np.float32
+    qs, ks = (np.exp(x * (np.arange(x.shape[-3]) * 4 / x.shape[-3])[:, None, None]) for x in (q, k))
+    w = qs @ np.repeat(ks, 2, axis=-3).swapaxes(-1, -2)
+    np.testing.assert_allclose(
+        out, w @ np.repeat(v, 2, axis=-3) / w.sum(-1, keepdims=True), rtol=2e-4, atol=1e-5
+    )
+
+
+def test_a_map_cannot_change_its_argument():
+    q, k, v = arrays(len_q=9, len_k=9)
+    with pytest.raises(ValueError, match="read-only"):
+        linear_attention(q, k, v, feature_map=lambda x: np.exp(x, out=x))
+
+
+Q, K, V = arrays(len_q=5, len_k=5, value_dim=3)
+STATE = linear_attention(Q, K, V, return_state=True)[1]
+WRONG = [
+    (ValueError, "feature_map must be .*, got 'relu'", {"feature_map": "relu"}),
+    (TypeError, "feature_map must be .*, got None", {"feature_map": None}),
+    (ValueError, r"feature_map must give \(2, 2, 5, M\) for rows", {"feature_map": lambda x: x.sum(-1)}),
+    (TypeError, "feature_map must give an array of numbers", {"feature_map": lambda x: x.astype(str)}),
+    (ValueError, "rows must have head_dim 8", {"feature_map": random_features(8, 8, seed=0)}),
+    (ValueError, "causal must be True or False, got 'bottom_right': .*state=", {"causal": "bottom_right"}),
+    (ValueError, "causal=True needs L == S, got L=4 and S=5", {"causal": True, "query": Q[..., :4, :]}),
+    (ValueError, "key_lengths must be in 0..S=5, got 6", {"key_lengths": [6, 1]}),
+    (ValueError, "key_lengths of shape", {"key_lengths": [1, 2, 3]}),
+    (ValueError, "must have the same head_dim", {"query": Q[..., :3]}),
+    (ValueError, "do not broadcast", {"value": np.concatenate([V, V[:1]])}),
+    (ValueError, "must be a multiple", {"query": Q[:, :3]}),
+    (TypeError, "two 16-bit types", {"query": Q.astype(np.float16), "key": K.astype(ml_dtypes.bfloat16)}),
+    (TypeError, "query has dtype complex", {"query": Q.astype(complex)}),
+    (TypeError, "must be an array here", {"key": fastattn.Quantized(np.zeros((2, 2, 5, 16), np.int8),
+                                                                    np.ones((2, 2, 5, 1), np.float32))}),
+    (TypeError, "state must be a LinearState, got tuple", {"state": tuple(STATE)}),
+    (ValueError, "state.key_value_sum must have shape", {"state": STATE._replace(key_value_sum=[1])}),
+    (ValueError, "state.key_sum must have shape", {"state": STATE._replace(key_sum=np.ones((3, 2, 16)))}),
+    (ValueError, "state must be of other features, .* got that of ra", {"state": LinearState(*STATE[:2], 1)}),
+    (ValueError, "state must be of random features", {"state": STATE, "feature_map": FAVOR}),
+    (ValueError, "gives 24 features, and had given 16", {"state": STATE, "feature_map": squares}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, wrong", WRONG, ids=[message for _, message, _ in WRONG])
+def test_errors(kind, message, wrong):
+    given = {"query": Q, "key": K, "value": V} | wrong
+    with pytest.raises(kind, match=message):
+        linear_attention(**given)
+
+
+# Random features -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("head_dim", [1, 12])
+def test_features_are_unbiased(orthogonal, head_dim):
+    """The mean of 1500 seeds is within 5 of its own standard deviations."""
+    x, y = np.random.default_rng(1).standard_normal((2, 3, head_dim)) * 0.6
+    exact = np.exp(x @ y.T / np.sqrt(head_dim))
+    products = []
+    for seed in range(1500):
+        features = random_features(head_dim, head_dim, seed=seed, orthogonal=orthogonal)
+        products.append(features(x) @ features(y).T)
+    spread = np.std(products, axis=0) / np.sqrt(len(products))
+    assert np.all(spread < 0.1 * exact)
+    assert np.all(np.abs(np.mean(products, axis=0) - exact) < 5 * spread)
+
+
+def attention_error(num_features, orthogonal, seeds=range(8)):
+    q, k, v = arrays(seed=2, len_q=100, len_k=100, dtype="float64", lead=())
+    q, k = q * 0.5, k * 0.5
+    exact = fastattn.attention(q, k, v)
+    errors = []
+    for seed in seeds:
+        features = random_features(16, num_features, seed=seed, orthogonal=orthogonal)
+        errors.append(linear_attention(q, k, v, feature_map=features) - exact)
+    return np.sqrt(np.mean(np.square(errors)) / np.mean(exact**2))
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_the_error_falls_as_one_over_the_root(orthogonal):
+    errors = [attention_error(m, orthogonal) for m in (64, 256, 1024, 4096)]
+    for more, less in pairwise(errors):
+        assert 1.6 < more / less < 2.5  # 2, but for what 8 seeds leave to chance
+    assert errors[-1] < 0.05
+
+
+def test_orthogonal_vectors_are_better():
+    """Over 1000 seeds, in the median of pairs."""
+    x, y = np.random.default_rng(1).standard_normal((2, 3, 16)) / 2
+
+    def spread(orthogonal):
+        maps = (random_features(16, 16, seed=seed, orthogonal=orthogonal) for seed in range(1000))
+        return np.std([features(x) @ features(y).T for features in maps], axis=0)
+
+    assert np.median(spread(True) / spread(False)) < 0.95
+
+
+def test_directions_and_lengths():
+    features = random_features(8, 20, seed=1)
+    assert features.projection.shape == (20, 8)
+    for start in (0, 8, 16):
+        block = features.projection[start : start + 8]
+        products = block @ block.T
+        np.testing.assert_allclose(products, np.diag(np.diagonal(products)), atol=1e-12)
+    squares = (random_features(8, 20_000, seed=0).projection ** 2).sum(axis=1)
+    assert abs(squares.mean() - 8) < 0.2 and abs(squares.var() - 16) < 1.5  # chi-squared
+    assert abs(random_features(8, 20_000, seed=0).projection.mean(axis=0)).max() < 0.03
+
+
+def test_the_same_seed_gives_the_same_features():
+    one, two, other = (random_features(8, 20, seed=seed) for seed in (7, 7, 8))
+    assert_same_bits(one.projection, two.projection)
+    assert not np.isclose(one.projection, other.projection).any()
+    assert_same_bits(random_features(8, 20, seed=7, orthogonal=False).projection,
+                     np.random.Generator(np.random.Philox(key=7)).standard_normal((20, 8)))  # fmt: skip
+    with pytest.raises(ValueError, match="read-only"):
+        one.projection[0] = 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e-3, 3.0, 30.0, 300.0])
+def test_features_of_any_size(dtype, causal, size):
+    """Their exponentials have up to 10,000 digits, so that the definition is in logarithms."""
+    q, k, v = arrays(len_q=150, len_k=150, dtype=dtype, lead=(), heads=2)
+    q, k = q * q.dtype.type(size), k * k.dtype.type(size)
+    k[:, ::7] *= k.dtype.type(0.01)  # features of one key are far above those of others
+    out, state = linear_attention(q, k, v, feature_map=FAVOR, causal=causal, return_state=True)
+    assert np.isfinite(out).all() and all(np.isfinite(x).all() for x in state)
+    of_q, of_k = (FAVOR.log(x.astype(float)) for x in (q, k))
+    logs = np.logaddexp.reduce(of_q[:, :, None] + of_k[:, None], axis=-1)
+    if causal:
+        logs = np.where(np.tri(150, dtype=bool), logs, -np.inf)
+    weights = np.exp(logs - logs.max(-1, keepdims=True))
+    exact = weights / weights.sum(-1, keepdims=True) @ v
+    # An exponent is rounded to eps of its own size.
+    largest = max(np.abs(of_q).max(), np.abs(of_k).max(), 1)
+    tolerance = 4 * np.finfo(dtype).eps * largest * np.abs(v).max()
+    assert np.abs(out - exact).max() < tolerance
+
+
+def test_a_later_key_of_another_size_does_not_drown_earlier_ones():
+    q, k, v = arrays(len_q=100, len_k=100, lead=(), heads=2)
+    k[:, :60] *= 40  # exponents of some -10,000
+    out = linear_attention(q, k, v, feature_map=FAVOR, causal=True)
+    short = linear_attention(q[:, :60], k[:, :60], v[:, :60], feature_map=FAVOR, causal=True)
+    assert np.abs(short).max(-1).min() > 0
+    np.testing.assert_allclose(out[:, :60], short, atol=0.05)
+
+
+def test_features_as_they_are():
+    x = np.random.default_rng(0).standard_normal((2, 3, 16)).astype(np.float32)
+    assert FAVOR(x).dtype == np.float32 and FAVOR(x.astype(np.float16)).dtype == np.float32
+    assert FAVOR(np.ones((2, 16), int)).dtype == np.float64
+    np.testing.assert_allclose(FAVOR(x), favor(x.astype(float)), rtol=1e-5)
+    np.testing.assert_allclose(np.exp(FAVOR.log(x)), FAVOR(x))
+    assert repr(FAVOR) == "RandomFeatures(head_dim=16, num_features=40)"
+    assert math.isclose(FAVOR(np.zeros(16))[0], 40**-0.5)
+
+
+@pytest.mark.parametrize(
+    "kind, message, wrong",
+    [
+        (TypeError, "head_dim must be an integer", {"head_dim": 8.0}),
+        (ValueError, "num_features must be in 1", {"num_features": 0}),
+        (TypeError, "seed must be an int, got None", {"seed": None}),
+        (ValueError, "seed must be at least 0", {"seed": -1}),
+        (TypeError, "orthogonal must be a bool, got 1", {"orthogonal": 1}),
+    ],
+)
+def test_errors_of_random_features(kind, message, wrong):
+    with pytest.raises(kind, match=message):
+        random_features(**({"head_dim": 8, "num_features": 8, "seed": 0} | wrong))

@@ -79,7 +79,7 @@ def arrays(seed=0, **sizes):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
 def test_the_definition(name, dtype, causal, length):
     q, k, v = arrays(len_q=length, len_k=length, value_dim=9, dtype=dtype)
     out = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal)
@@ -99,7 +99,7 @@ def test_lengths_that_differ(name, len_q, len_k):
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_and_batch(heads, kv_heads, lead, causal):
     """70 items are more than are worked on together."""
-    length = 40 if lead == (70,) else 150
+    length = 40 if lead == (70,) else 80
     q, k, v = arrays(heads=heads, kv_heads=kv_heads, lead=lead, len_q=length, len_k=length)
     out, state = linear_attention(q, k, v, causal=causal, return_state=True)
     assert_linear(out, q, k, v, "elu+1", causal=causal)
@@ -140,14 +140,12 @@ def test_matrices_are_one_head(dtype):
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "cuts", [[100], [128, 256], [1, 2, 3], [150, 150, 290], list(range(280, 300))], ids=str
-)
+@pytest.mark.parametrize("cuts", [[100], [64, 128], [1, 2, 3], [70, 70, 140], list(range(130, 150))], ids=str)
 def test_where_a_sequence_is_cut_does_not_matter(name, dtype, cuts):
-    q, k, v = arrays(len_q=300, len_k=300, dtype=dtype)
+    q, k, v = arrays(len_q=150, len_k=150, dtype=dtype)
     whole, last = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True, return_state=True)
     state, pieces = None, []
-    for start, stop in pairwise([0, *cuts, 300]):
+    for start, stop in pairwise([0, *cuts, 150]):
         rows = np.s_[..., start:stop, :]
         out, state = linear_attention(
             q[rows], k[rows], v[rows],
@@ -163,9 +161,9 @@ def test_where_a_sequence_is_cut_does_not_matter(name, dtype, cuts):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_keys_of_a_state_are_read_by_all(name):
-    q, k, v = arrays(len_q=20, len_k=300)
+    q, k, v = arrays(len_q=20, len_k=200)
     state = None
-    for start, stop in pairwise([0, 7, 200, 300, 300]):  # the last has no keys
+    for start, stop in pairwise([0, 7, 100, 200, 200]):  # the last has no keys
         rows = np.s_[..., start:stop, :]
         out, state = linear_attention(
             q, k[rows], v[rows], feature_map=MAPS[name][0], state=state, return_state=True
@@ -203,14 +201,14 @@ def test_a_state_counts_beyond_float32():
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [[300, 0, 1], [129, 128, 127], [5, 5, 5], 260, [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("lengths", [[150, 0, 1], [65, 64, 63], [5, 5, 5], 140, [0, 0, 0]], ids=str)
 def test_key_lengths(name, causal, lengths):
-    q, k, v = arrays(lead=(3,), len_q=300, len_k=300)
+    q, k, v = arrays(lead=(3,), len_q=150, len_k=150)
     options = {"causal": causal, "key_lengths": lengths}
     feature_map = MAPS[name][0]
     out, state = linear_attention(q, k, v, feature_map=feature_map, **options, return_state=True)
     assert_linear(out, q, k, v, name, **options)
-    padding = np.arange(300) >= np.broadcast_to(lengths, 3)[:, None]
+    padding = np.arange(150) >= np.broadcast_to(lengths, 3)[:, None]
     for junk in (np.nan, np.inf, 1e30, 0):
         other_k, other_v = k.copy(), v.copy()
         other_k.swapaxes(1, 2)[padding] = junk
@@ -231,10 +229,10 @@ def test_lengths_of_shared_keys():
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("junk", [np.nan, np.inf])
-@pytest.mark.parametrize("row", [0, 100, 127, 128, 299])
+@pytest.mark.parametrize("row", [0, 100, 63, 64, 149])
 def test_a_query_does_not_see_later_keys(name, junk, row):
     """To the bit, but for random features, whose scale is that of a chunk."""
-    q, k, v = arrays(len_q=300, len_k=300)
+    q, k, v = arrays(len_q=150, len_k=150)
     run = lambda k, v: linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True)  # noqa: E731
     expected = run(k, v)
     for changed in ("key", "value"):

@@ -51,7 +51,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Docstrings.
 autodoc_typehints = "none"  # types are in the docstrings
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["autograd", "jax", "scipy", "sklearn", "torch"]  # of `fastattn.integrations`; a build needs none of them
+# Of `fastattn.integrations`; a build needs none of them.
+autodoc_mock_imports = ["autograd", "jax", "scipy", "sklearn", "torch"]
 autosummary_generate = False
 numpydoc_show_class_members = False
 suppress_warnings = ["ref.citation"]  # References of a docstring need not be cited in its text

@@ -77,7 +77,6 @@ from fastattn._api import (
 )
 from fastattn._blas import share_threads_with_blas
 from fastattn._host import get_num_threads, set_num_threads
-from fastattn._info import show_config
 from fastattn._registry import BackendError
 from fastattn._storage import Paged, Quantized
 from fastattn._threads import no_fork
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from fastattn._cache import KVCache
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._gradients import Gradients
+    from fastattn._info import show_config
     from fastattn._kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._linear import LinearState, RandomFeatures, linear_attention, random_features
     from fastattn._rope import rope, rope_tables
@@ -141,6 +141,7 @@ _ON_FIRST_USE = {
     "random_features": "fastattn._linear",
     "rope": "fastattn._rope",
     "rope_tables": "fastattn._rope",
+    "show_config": "fastattn._info",
 }
 
 

@@ -97,7 +97,7 @@ def linear_attention(
     state: LinearState | None = None,
     return_state: bool = False,
 ) -> np.ndarray | tuple[np.ndarray, LinearState]:
-    """Attention whose weights are products of features, ``phi(q) . phi(k)``, in time linear in the lengths.
+    """Attention whose weights are products of features of queries and keys, in time linear in the lengths.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
     ``S`` key length, ``D`` head_dim, ``E`` value head_dim, ``M`` features; ``i`` a query, ``j`` a key.

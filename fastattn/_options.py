@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fastattn._storage import Paged, Quantized
-from fastattn.masks import Mask
+from fastattn.masks import Align, Mask
 
 BackendName = Literal["cython", "numba", "reference", "cuda"]
-CausalRule = bool | Literal["top_left", "bottom_right"]
+CausalRule = bool | Align
 RowsLike = ArrayLike | Quantized | Paged  #: keys or values
 LayoutName = Literal["bhsd", "bshd"]
 WindowBounds = tuple[int | None, int | None]

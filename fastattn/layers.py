@@ -227,7 +227,7 @@ class MultiHeadAttention:
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any], num_heads: int) -> MultiHeadAttention:
-        """The layer of a `torch.nn.MultiheadAttention`, by the names of its weights.
+        """The layer of a ``torch.nn.MultiheadAttention``, by the names of its weights.
 
         Parameters
         ----------
@@ -380,8 +380,8 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError, ValueError, BackendError
-            As `attention` and `KVCache` do; arrays whose last axis is not that of the weights, positions
-            beyond the tables of `rope`. Where anything is raised, nothing is appended to the cache.
+            As `attention` and `fastattn.KVCache` do; arrays whose last axis is not that of the weights,
+            positions beyond the tables of `rope`. Where anything is raised, nothing is appended to the cache.
 
         Notes
         -----

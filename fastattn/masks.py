@@ -51,8 +51,6 @@ from fastattn._mask_map import (
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    Align = Literal["top_left", "bottom_right"]
-
 __all__ = [
     "BlockMask",
     "Causal",
@@ -65,6 +63,8 @@ __all__ = [
     "Segments",
     "Window",
 ]
+
+Align = Literal["top_left", "bottom_right"]
 
 _MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 calls that Python nests
 

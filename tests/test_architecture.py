@@ -325,7 +325,8 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
-#: of `rope`, of kernel methods, of features and of weights around attention, and those and the files of `KVCache`.
+#: of `rope`, of kernel methods, of features and of weights around attention, and those and the files of
+#: `KVCache`.
 EDGE = {
     "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py", "_linear.py",
     "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys

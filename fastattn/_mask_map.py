@@ -141,9 +141,13 @@ class Block:
         self.lead, self.H, self.L, self.S = lead, H, L, S
         self.q_start, self.k_start = q_start, k_start  #: the block's first query and key in the whole problem
         self.whole = whole  #: ``(L, S)`` of that problem, None where nobody said
-        self.queries = np.arange(q_start, q_start + L)  #: their positions in the whole problem
         #: What to add to the position of a query for that of a key, where the last ones are aligned.
         self.at_end = 0 if whole is None else whole[1] - whole[0]
+
+    @property
+    def queries(self) -> np.ndarray:
+        """Their positions in the whole problem."""
+        return np.arange(self.q_start, self.q_start + self.L)
 
 
 class Grid:

@@ -151,17 +151,18 @@ def test_every_module_has_its_place():
     assert not homeless
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
-def test_imports_flow_one_way(path):
-    own = layer(module_name(path))
-    for name in imported(parsed(path)):
-        other = layer(name)
-        same_part = name.split(".")[0] == module_name(path).split(".")[0] in ("demo", "bench")
-        same_part = same_part or (name.startswith("backends.cython") and "cython" in module_name(path))
-        assert other is not None, f"{path.name} imports {name}, which has no place"
-        assert same_part or (own is not None and other < own), (
-            f"{path.name} imports {name}, which stands above it"
-        )
+def test_imports_flow_one_way():
+    for path in SOURCES:
+        module = module_name(path)
+        own = layer(module)
+        for name in imported(parsed(path)):
+            other = layer(name)
+            same_part = name.split(".")[0] == module.split(".")[0] in ("demo", "bench")
+            same_part = same_part or (name.startswith("backends.cython") and "cython" in module)
+            assert other is not None, f"{module} imports {name}, which has no place"
+            assert same_part or (own is not None and other < own), (
+                f"{module} imports {name}, which stands above it"
+            )
 
 
 def flow_of_a_call() -> list[str]:
@@ -279,21 +280,23 @@ def test_numpy_is_the_only_hard_dependency():
     assert [re.split(r"[<>=!~ ]", requirement)[0] for requirement in hard] == ["numpy"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
-def test_only_the_host_module_reads_the_environment(path):
-    reads = []
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
-            reads.append(node.lineno)
-        elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            reads += [node.lineno for alias in node.names if alias.name in ("environ", "environb", "getenv")]
-    assert not reads or module_name(path) == "_host", f"lines {reads}"
+def test_only_the_host_module_reads_the_environment():
+    for path in SOURCES:
+        reads = []
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+                reads.append(node.lineno)
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                names = ("environ", "environb", "getenv")
+                reads += [node.lineno for alias in node.names if alias.name in names]
+        assert not reads or module_name(path) == "_host", f"{path}: lines {reads}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "__init__")
-def test_no_assert_statement(path):
+def test_no_assert_statement():
     """`python -O` removes it, and its message is not for users."""
-    assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
+    for path in SOURCES:
+        lines = [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
+        assert not lines, f"{path}: lines {lines}"
 
 
 def test_no_assert_or_environment_in_compiled_sources():

@@ -91,6 +91,7 @@ def losses_of(trainer: Trainer) -> np.ndarray:
     return np.array(trainer.progress.losses)
 
 
+@pytest.mark.slow
 def test_float64(new_trainer) -> None:
     expected = torch_losses(new_trainer(np.float64), 5)
     found = losses_of(new_trainer(np.float64))

@@ -293,6 +293,7 @@ def test_jax_computes_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPa
         asked.clear()
 
 
+@pytest.mark.slow
 def test_jax_types() -> None:
     jax = pytest.importorskip("jax")
     from fastattn.integrations.jax import attention

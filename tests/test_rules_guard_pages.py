@@ -77,6 +77,7 @@ print(calls)
 """
 
 
+@pytest.mark.slow
 @reference_is_slow
 def test_nothing_outside_the_arrays_is_touched(engine):
     printed = python(SCRIPT, env=engine.environment(), timeout=240)

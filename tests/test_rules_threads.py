@@ -215,6 +215,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_multiprocessing_pool(backend):
     environment = {"FASTATTN_BACKEND": backend.backend, "PYTHONWARNINGS": "ignore"}

@@ -250,15 +250,20 @@ def is_swapped(layout: str) -> bool:
     return layout == "bshd"
 
 
-def check_finite(value: Any, name: str) -> float:
+def as_number(value: Any, name: str, kind: str = "a number") -> float:
+    """`value` as a float, inf where it is an integer beyond all floats."""
     try:
         if isinstance(value, (str, bytes, bool, np.bool_)) or np.ndim(value):
             raise TypeError
-        number = float(value)
+        return float(value)
     except TypeError:
-        raise TypeError(f"{name} must be a finite number, got {value!r}") from None
+        raise TypeError(f"{name} must be {kind}, got {value!r}") from None
     except OverflowError:
-        number = float("inf")
+        return float("inf")
+
+
+def check_finite(value: Any, name: str) -> float:
+    number = as_number(value, name, "a finite number")
     if not isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import _host
-from fastattn._arguments import as_array, check_number_dtype, check_out, overlap
+from fastattn._arguments import as_array, as_number, check_number_dtype, check_out, overlap
 from fastattn._device import host_array
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
@@ -529,14 +529,7 @@ def _count(value: Any, name: str, least: int) -> int:
 
 
 def _positive(value: Any, name: str, or_zero: bool = False) -> float:
-    try:
-        if isinstance(value, (str, bytes, bool, np.bool_)) or np.ndim(value):
-            raise TypeError
-        number = float(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    except OverflowError:
-        number = float("inf")
+    number = as_number(value, name)
     if not isfinite(number) or number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"{name} must be finite and positive, got {value!r}")
     return number

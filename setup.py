@@ -30,6 +30,8 @@ PER_ISA = {
     "fastattn.bench.probes.driver": PROBES / "probes.c",
 }
 
+WITH_FUSED = {"fastattn.backends.cython.driver"}
+
 # No -ffast-math: -inf and NaN are data here. The flags about maths only drop errno and the FP status bits.
 # Python's own -fwrapv costs `score` up to 4 %: addresses that might wrap around are computed one by one.
 KERNEL_FLAGS = [
@@ -47,6 +49,11 @@ BUILD_FLAGS = [*KERNEL_FLAGS, "-g0"]
 X86 = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
+}
+# Fused kernels on Intel's tile unit, and the same on a model of it in C, for tests.
+FUSED = {
+    "amx": [*X86["avx512"], "-mamx-tile", "-mamx-bf16"],
+    "amx_model": [*X86["avx2"], "-DFASTATTN_MODEL", "-Wno-psabi"],
 }
 ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 
@@ -76,16 +83,25 @@ class BuildKernels(build_ext):
         isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
-        ext.define_macros += [(f"FASTATTN_HAVE_{isa.upper()}", "1") for isa in isas]
         for isa, flags in isas.items():
-            ext.extra_objects += self.compiler.compile(
-                [str(PER_ISA[ext.name])],
-                output_dir=str(Path(self.build_temp) / isa),
-                macros=[("FASTATTN_ISA", isa)],
-                extra_preargs=[*BUILD_FLAGS, "-fPIC", *flags],
-                depends=ext.depends,
-            )
+            self.add_object(ext, PER_ISA[ext.name], isa, flags)
+        if ext.name in WITH_FUSED and "avx512" in isas:
+            for isa, flags in FUSED.items():
+                try:
+                    self.add_object(ext, KERNELS / "fused.c", isa, flags)
+                except CompileError:  # the compiler does not know the tile unit: gcc before 11
+                    continue
         super().build_extension(ext)
+
+    def add_object(self, ext, source, isa, flags):
+        ext.extra_objects += self.compiler.compile(
+            [str(source)],
+            output_dir=str(Path(self.build_temp) / isa),
+            macros=[("FASTATTN_ISA", isa)],
+            extra_preargs=[*BUILD_FLAGS, "-fPIC", *flags],
+            depends=ext.depends,
+        )
+        ext.define_macros.append((f"FASTATTN_HAVE_{isa.upper()}", "1"))
 
     @cached_property
     def openmp(self):

@@ -44,9 +44,16 @@ EXP2_COEFFICIENTS = {
 # ------------------------------------------------------------------ instruction sets
 
 #: Those that kernels exist for, best first.
-ISAS = ("avx512", "avx2", "neon", "portable")
+VECTOR_ISAS = ("avx512", "avx2", "neon", "portable")
 
-#: CPU features that each needs; an AArch64 always has NEON.
+#: Those with fused kernels for float32 on a tile unit, and whose kernels they have otherwise. `amx_model`
+#: runs the source of `amx` on a model of the tile unit in C, for tests.
+FUSED_ISAS = {"amx": "avx512", "amx_model": "avx2"}
+
+#: All that can be chosen, best first.
+ISAS = ("amx", *VECTOR_ISAS, "amx_model")
+
+#: CPU features that each of the first needs; an AArch64 always has NEON.
 CPU_FEATURES: dict[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
     "avx2": ("avx2", "fma", "f16c"),
@@ -133,6 +140,17 @@ COPY_NBYTES = 1 << 20
 # are heads of a group, as in decoding. The number of keys does not decide: a cache gives the same bits
 # whatever the lengths of its other items are. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
+
+# The fused sweep, on a tile unit.
+FUSED_LANES = 32  #: query rows of a block
+FUSED_ROWS = 64  #: query rows of a head from which on it is used
+FUSED_KEYS = 64
+FUSED_COLUMNS = 512  #: of keys and of values at most
+FUSED_SOFTCAP = 2.0**30
+FUSED_TASK_BLOCKS = 32
+FUSED_TASK_COLUMNS = 32 * 512
+FUSED_TASK_KEYS = 256
+FUSED_LEAST_BLOCKS = 8
 
 # Split-KV makes about this many tasks per thread, to balance the threads. Other counts were not measured.
 SPLIT_TASKS = 8

@@ -20,6 +20,15 @@ from fastattn._constants import (
     COPY_BLOCKS,
     COPY_NBYTES,
     FEW_ROWS,
+    FUSED_COLUMNS,
+    FUSED_KEYS,
+    FUSED_LANES,
+    FUSED_LEAST_BLOCKS,
+    FUSED_ROWS,
+    FUSED_SOFTCAP,
+    FUSED_TASK_BLOCKS,
+    FUSED_TASK_COLUMNS,
+    FUSED_TASK_KEYS,
     GAP_BLOCKS,
     KEY_CHUNK,
     LEAST_CAPPED_FACTOR,
@@ -42,6 +51,7 @@ class Target(NamedTuple):
     lanes: int  #: elements of a vector, or query rows of a vector of lanes
     max_vectors: int  #: vectors of lanes in a query block at most
     panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
+    has_fused: bool = False  #: whether there are kernels of the fused sweep, see `_fuses`
 
 
 class Schedule(NamedTuple):
@@ -67,6 +77,9 @@ class Schedule(NamedTuple):
     score_root: float
     softcap: float
     exponent_factor: float
+    uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
+    task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
+    task_heads: int = 0
 
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
@@ -95,6 +108,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             n_splits, False, False, _needs_tile(problem.key, problem), _needs_tile(problem.value, problem),
             prefetch_rows, *factors,
         )  # fmt: skip
+    if target.has_fused and _fuses(problem, factors):
+        return _fused_schedule(problem, target, num_threads, small, factors)
     n_blocks = -(-n_vectors // target.max_vectors)
     copies_keys = packs_values = False
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
@@ -107,6 +122,55 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
         converts_keys and not copies_keys, converts_values and not packs_values, (0, 0), *factors,
+    )  # fmt: skip
+
+
+def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
+    """Whether a problem, for which the kernels have a fused sweep, uses it. This decides the order of summation:
+    it depends on the problem alone."""
+    sizes = problem.sizes
+    _, root, softcap, exponent = factors
+    return (
+        sizes.rows >= FUSED_ROWS
+        and sizes.len_k >= FUSED_KEYS
+        and 0 < sizes.value_dim <= FUSED_COLUMNS
+        and sizes.head_dim <= FUSED_COLUMNS
+        # Of products below 2^-126 the tile unit keeps nothing: see `fused.c`.
+        and root == 1
+        and exponent in (1.0, LOG2E)
+        and softcap <= FUSED_SOFTCAP
+    )
+
+
+def _fused_schedule(
+    problem: Problem,
+    target: Target,
+    num_threads: int,
+    small: bool,
+    factors: tuple[float, float, float, float],
+) -> Schedule:
+    """The schedule of the fused sweep: its tasks are consecutive query blocks of all heads."""
+    sizes = problem.sizes
+    n_blocks = -(-sizes.rows // FUSED_LANES)  # of a head
+    all_blocks = sizes.heads * n_blocks
+    columns = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
+    most = max(1, min(FUSED_TASK_BLOCKS, FUSED_TASK_COLUMNS // columns))
+    # Keys and values of the heads of a task stay in L2, too.
+    most_heads = max(1, FUSED_TASK_KEYS // min(sizes.len_k, BLOCK_K))
+    most = min(most, max(1, most_heads * n_blocks))
+    n_tasks = -(-all_blocks // most)
+    if num_threads > 1:
+        n_tasks = max(n_tasks, min(4 * num_threads, all_blocks // FUSED_LEAST_BLOCKS))
+        n_tasks = min(_up(max(n_tasks, 1), num_threads), all_blocks)
+    task_blocks = -(-all_blocks // n_tasks)
+    # A head's blocks may begin within a task and end within it.
+    task_heads = min(sizes.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
+    # Weights are computed from scores of the other kernels.
+    converts_keys = _is_stored(problem.key) or _is_scattered(problem.key)
+    return Schedule(
+        min(num_threads, n_tasks), small, False, BLOCK_K, n_blocks * FUSED_LANES // target.lanes, n_blocks,
+        FUSED_LANES, n_tasks, 1, 1, False, False, converts_keys, False, (0, 0), *factors,
+        uses_fused=True, task_blocks=task_blocks, task_heads=task_heads,
     )  # fmt: skip
 
 

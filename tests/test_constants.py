@@ -32,7 +32,7 @@ def blocks() -> dict[str, dict[str, str]]:
     chain = code[code.index("#if defined(__AVX512F__)") :]
     chain, rest = chain.split("\n#endif", 1)
     parts = re.split(r"^#(?:if|elif|else)(?: defined\((\w+)\))?$", chain, flags=re.MULTILINE)[1:]
-    common = defines(rest.split("#define CONCAT_")[0])
+    common = defines(rest)
     return {
         MACROS[macro]: common | defines(body) for macro, body in zip(parts[::2], parts[1::2], strict=True)
     }
@@ -46,7 +46,7 @@ def number(table: dict[str, str], name: str) -> int:
 
 def test_tiles_of_each_instruction_set():
     found = blocks()
-    assert tuple(found) == constants.ISAS == tuple(constants.REGISTER_BLOCKING)
+    assert tuple(found) == constants.VECTOR_ISAS == tuple(constants.REGISTER_BLOCKING)
     for isa, table in found.items():
         for name, wanted in constants.REGISTER_BLOCKING[isa].items():
             assert number(table, name.upper()) == wanted, f"{name} of {isa}"
@@ -70,7 +70,7 @@ def test_polynomials_and_logarithms():
     of_floats = re.findall(r"#define (MANTISSA_BITS|EXPONENT_MIN) \(?(-?\d+)", code)
     wanted = [("MANTISSA_BITS", constants.MANTISSA_BITS), ("EXPONENT_MIN", constants.EXPONENT_MIN)]
     assert of_floats == [(name, str(table[itemsize])) for itemsize in (4, 8) for name, table in wanted]
-    logarithms = defines(source(KERNELS / "kernels.c"))
+    logarithms = defines(source(KERNELS / "base.h"))
     assert (float(logarithms["LOG2E"]), float(logarithms["LN2"])) == (constants.LOG2E, constants.LN2)
 
 
@@ -78,9 +78,20 @@ def test_instruction_sets_are_built_and_detected():
     """setup.py has the flags of each, dispatch.c tests the CPU for its features."""
     setup, dispatch = source(ROOT / "setup.py"), source(KERNELS / "dispatch.c")
     entries = dict(re.findall(r"^    ENTRY\((\w+), (.*?)\)$", dispatch, re.MULTILINE | re.DOTALL))
-    assert tuple(entries) == constants.ISAS == tuple(constants.CPU_FEATURES)
+    assert tuple(entries) == constants.VECTOR_ISAS == tuple(constants.CPU_FEATURES)
     for isa, features in constants.CPU_FEATURES.items():
         tested = re.findall(r'(?:__builtin_cpu_supports\("|has_)(\w+)', entries[isa])
         assert tuple(tested) == features
         flags = re.search(rf'"{isa}": \[(.*?)\]', setup)
         assert {f"-m{name}" for name in features} <= set(re.findall(r"-m\w+", flags[1] if flags else ""))
+    for isa, vectors in constants.FUSED_ISAS.items():
+        assert f'"{isa}", "{vectors}", ' in dispatch
+        assert f'"{isa}": [*X86["{vectors}"], ' in setup
+
+
+def test_sizes_of_the_fused_sweep():
+    shared = defines(source(KERNELS / "fused.h"))
+    assert int(shared["FASTATTN_FUSED_LANES"]) == constants.FUSED_LANES
+    assert int(shared["FASTATTN_FUSED_KEYS"]) == constants.BLOCK_K
+    driver = source(KERNELS.parent / "fused.pxi")
+    assert f"MAX_TASK_BLOCKS = {constants.FUSED_TASK_BLOCKS}\n" in driver

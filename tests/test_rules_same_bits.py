@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastattn import masks
-from fastattn._constants import FEW_ROWS
+from fastattn._constants import FEW_ROWS, FUSED_ROWS
 from tests.cases import FLOATS, random_arrays
 from tests.tolerances import assert_same_bits
 
@@ -146,12 +146,16 @@ def test_what_out_held_before(engine):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("most", "few"), [(700, 17), (FEW_ROWS, 1)], ids=["many_rows", "few_rows"])
+@pytest.mark.parametrize(
+    ("most", "few"),
+    [(700, FUSED_ROWS), (FUSED_ROWS - 1, 17), (FEW_ROWS, 1)],
+    ids=["many_rows", "some_rows", "few_rows"],
+)
 def test_other_rows_of_the_window(engine, most, few, dtype):
     """The boundaries of a row's partial sums must not depend on the other rows of its query block, nor on
     their windows.
 
-    Split-KV adds in another order than the sweep: each is compared with itself.
+    Split-KV, the sweep and the fused sweep each add in another order: each is compared with itself.
     """
     if engine.backend == "reference":
         pytest.skip("the promise is about the compiled kernels")

@@ -59,9 +59,10 @@ class TestBounds:
     def test_no_more_threads_than_tasks(self):
         """Tasks are query blocks, or with split-KV key tiles of a head."""
         code = """
+from fastattn._constants import FUSED_LANES
 from fastattn.backends import cython_cpu
-lanes, vectors, _ = cython_cpu.driver.target(4)
-rows = lanes * vectors
+lanes, vectors, _, has_fused = cython_cpu.driver.target(4)
+rows = FUSED_LANES if has_fused else lanes * vectors
 vectors = -(-512 // lanes)
 few = x[:, :3, :2], np.repeat(x[:, :3], 2, axis=2)
 before = threads()

@@ -87,6 +87,11 @@ def isa() -> str | None:
     return None if driver is None else str(driver.chosen_isa())
 
 
+def vectors() -> str | None:
+    """The instruction set of its kernels other than the fused ones."""
+    return None if driver is None else str(driver.chosen_vectors())
+
+
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """For tests: other kernels for a while, in every thread."""

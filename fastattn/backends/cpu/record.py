@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _AT_DATA = object.__basicsize__
 
 LINE_NBYTES = 64
+GROUP = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
+GROUP_NBYTES = 3 * 2 * 1024
 MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
 
 #: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head,
@@ -43,6 +45,7 @@ SCRATCH = (
     "part_stops", "row_i", "row_h",
     "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows", "drop_words",
     "drop_rows",
+    "query_groups", "weight_groups", "key_groups", "score_tiles", "other_scores", "kept_words",  # fused sweep
 )  # fmt: skip
 
 COUNTS = (
@@ -68,6 +71,9 @@ COUNTS = (
     "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in keys, or 0
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
+    # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
+    # block's accumulators.
+    "uses_fused", "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
     "failed",  # no thread could allocate its scratch memory
     "scratch_nbytes",
@@ -197,6 +203,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         fields["n_partials"] = 2 + max(0, n_key_tiles - 1).bit_length()  # the stack's depth, and the sinks
         rows = fields["len_q"] * fields["group_size"]
         fields["partial_nbytes"] = 2 * lines(schedule.max_lanes * itemsize) + lines(rows * acc_ld * itemsize)
+    elif schedule.uses_fused:
+        _set_fused(fields, schedule)
     else:
         fields["copies_keys"] = schedule.copies_keys
         fields["packs_values"] = schedule.packs_values
@@ -207,6 +215,36 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["exponent_factor"] = schedule.exponent_factor
     if schedule.softcap or schedule.score_root != 1:
         fields["adjusts_all"] = True
+
+
+def _set_fused(fields: dict[str, Any], schedule: Schedule) -> None:
+    """Sets the fields of the fused sweep."""
+    key_groups, value_groups = (-(-fields[name] // GROUP) for name in ("head_dim", "value_dim"))
+    fields["uses_fused"] = True
+    fields["tile_groups"] = -(-min(fields["len_k"], schedule.block_k) // GROUP)
+    fields["tile_nbytes"] = fields["tile_groups"] * (key_groups + value_groups) * GROUP_NBYTES
+    fields["acc_nbytes"] = value_groups * GROUP * schedule.max_lanes * fields["itemsize"]
+
+
+def _fused_tiles(fields: dict[str, Any], schedule: Schedule) -> dict[str, int]:
+    """Sizes of a thread's tiles in the fused sweep, where they differ from those of the sweep."""
+    blocks, heads, lanes = schedule.task_blocks, schedule.task_heads, schedule.max_lanes
+    itemsize, head_dim, value_dim = fields["itemsize"], fields["head_dim"], fields["value_dim"]
+    tile_groups = schedule.block_k // GROUP
+    each_lane = ("start", "stop", "kept_start", "kept_stop", "row_i", "row_h")
+    return dict.fromkeys(each_lane, 8 * lanes * blocks) | {
+        "row_max": lanes * itemsize * blocks,
+        "row_sum": lanes * itemsize * blocks,
+        "acc": fields["acc_nbytes"] * blocks,
+        "staged": max(schedule.block_k * head_dim, GROUP * value_dim) * itemsize,
+        "staged_rows": 8 * lanes,
+        "query_groups": blocks * -(-head_dim // GROUP) * GROUP_NBYTES,
+        "weight_groups": 2 * tile_groups * GROUP_NBYTES,
+        "key_groups": heads * 2 * fields["tile_nbytes"],
+        "score_tiles": 2 * schedule.block_k * lanes * itemsize,
+        "other_scores": schedule.block_k * lanes * itemsize,
+        "kept_words": 3 * tile_groups * lanes * 4,
+    }
 
 
 def _lay_out(
@@ -255,6 +293,9 @@ def _lay_out(
         pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged,
         pointers if staged else 0, *((mask_words, pointers) if fields["drop_threshold"] else (0, 0)),
     )  # fmt: skip
+    nbytes += (0,) * (len(SCRATCH) - len(nbytes))
+    if schedule.uses_fused:
+        larger = _fused_tiles(fields, schedule) | larger
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()
     at = 0

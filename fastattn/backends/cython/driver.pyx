@@ -38,6 +38,7 @@ include "blocks.pxi"     # addresses and key intervals of a query block
 include "mask_tile.pxi"  # one key tile: masks, bias, scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
+include "fused.pxi"      # many query rows on a tile unit: three units of work at once
 include "work.pxi"       # all tasks, on all threads
 include "backward.pxi"   # gradients: one key tile over the query blocks
 
@@ -84,10 +85,15 @@ def chosen_isa():
     return chosen[0].isa.decode()
 
 
+def chosen_vectors():
+    """The name of the instruction set that its kernels without a tile unit are built for."""
+    return chosen[0].vectors.decode()
+
+
 def target(Py_ssize_t itemsize):
     """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes, kernels.max_vectors, kernels.panel_cols
+    return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL
 
 
 def set_cores(cores):

@@ -245,14 +245,14 @@ cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *t
         job.read_outside = outside
 
 
-cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
-                                 Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
-    """`score_keys`, then the adjustments of raw scores; first is 0 where there is a bias or a score_mod."""
+cdef inline void adjust_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                               Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """Adjusts the raw scores of the keys first .. first + n_keys - 1 of the tile, as far as w.part_stops says; first is
+    0 where there is a bias or a score_mod."""
     cdef const uint32_t *words = words_of(w, state)
     cdef double root = job.score_root, softcap = job.softcap
     if n_keys <= 0:
         return
-    score_keys(job, w, block, NULL, key0, first, n_keys)
     if job.has_score_mod:
         if words == NULL and not job.has_bias:
             modify_scores(job, w, block, w.tile_max, key0)
@@ -262,6 +262,14 @@ cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileS
         softcap = 0
     kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, root, softcap,
                            bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+
+
+cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                                 Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
+    """`score_keys`, then `adjust_scores`."""
+    if n_keys > 0:
+        score_keys(job, w, block, NULL, key0, first, n_keys)
+        adjust_scores(job, w, block, state, key0, first, n_keys)
 
 
 cdef TileState note_masked(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t row, Py_ssize_t key,

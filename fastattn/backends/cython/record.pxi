@@ -1,6 +1,34 @@
 # What the driver works on: the kernels it may call, the arrays and options of one call (Job), the rows of one task
 # (Block) and a thread's scratch memory (Scratch). Layouts only, no computation.
 
+cdef extern from "fused.h" nogil:
+    enum: FUSED_LANES "FASTATTN_FUSED_LANES"
+    enum: FUSED_KEYS "FASTATTN_FUSED_KEYS"
+    enum: GROUP_NBYTES "FASTATTN_GROUP_NBYTES"
+    int fastattn_is_split(float)
+    ctypedef struct fastattn_unit:
+        const char *query
+        const char *key
+        const char *value
+        Py_ssize_t tile_groups, n_keys, plain, plain_stop
+        float *row_max
+        float *row_sum
+        float *acc
+        int is_first
+        float *scores
+        char *weights
+        const uint32_t *drop_words
+        float tile_max[FUSED_LANES]
+        float rescale[FUSED_LANES]
+    ctypedef struct fastattn_fused:
+        void (*begin)() noexcept nogil
+        void (*end)() noexcept nogil
+        uint32_t (*split_queries)(char *, const float *, Py_ssize_t) noexcept nogil
+        uint32_t (*split_keys)(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
+        uint32_t (*split_values)(char *, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
+                                 Py_ssize_t) noexcept nogil
+        void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
+
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
     enum: FASTATTN_REAL
@@ -22,6 +50,8 @@ cdef extern from "kernels.h" nogil:
         int interleaved, inverse
     ctypedef struct fastattn_kernels:
         const char *isa
+        const char *vectors
+        const fastattn_fused *fused
         int lanes
         int max_vectors
         int panel_cols
@@ -136,6 +166,7 @@ cdef struct Job:
     int64_t copies_keys, packs_values, converts_keys, converts_values, panel
     int64_t key_prefetch, value_prefetch
     int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
+    int64_t uses_fused, tile_groups, tile_nbytes, acc_nbytes
     int64_t partials, left
     int64_t failed
     int64_t scratch_nbytes
@@ -143,6 +174,7 @@ cdef struct Job:
     int64_t to_words, to_rows, to_out_rows, to_bias_rows, to_prefetch, to_start, to_stop, to_kept_start, to_kept_stop
     int64_t to_stops, to_part_stops, to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
     int64_t to_drop_words, to_drop_rows
+    int64_t to_query_groups, to_weight_groups, to_key_groups, to_score_tiles, to_other_scores, to_kept_words
     double query_factor, score_root, softcap, exponent_factor, kept_share
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
     View key_scale, value_scale, key_table, value_table, key_scale_table, value_scale_table
@@ -168,6 +200,7 @@ cdef struct HeadRows:
 
 cdef struct Scratch:
     # One thread's tiles; see kernels.h for their layout.
+    char *base           # where it begins
     char *query
     char *scores
     char *acc
@@ -191,6 +224,12 @@ cdef struct Scratch:
     const char **prefetch   # addresses to prefetch
     char *key_copy       # keys without gaps: those of a head; split-KV: of a key tile
     char *value_copy     # values: those of a head, packed; split-KV: of a key tile, without gaps
+    char *query_groups   # fused sweep: the groups of a task's query blocks, see kernels/fused.h
+    char *weight_groups  # of two tiles of weights
+    char *key_groups     # of the keys and values of some key tiles
+    char *score_tiles    # two tiles of scores
+    char *other_scores   # a tile of scores by the other kernels
+    uint32_t *kept_words  # which keys of three units each lane may attend
     HeadRows seen_key    # the head last worked on, and the range of its rows seen
     HeadRows seen_value
     Py_ssize_t seen_start
@@ -297,6 +336,7 @@ cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:
 cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     """Sets the addresses of a thread's tiles in its scratch memory, which begins at a cache line."""
     cdef Py_ssize_t lane
+    w.base = base
     w.query = base + job.to_query
     w.scores = base + job.to_scores
     w.acc = base + job.to_acc
@@ -328,6 +368,12 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.staged_rows = <char **>(base + job.to_staged_rows)
     w.drop_words = <uint32_t *>(base + job.to_drop_words)
     w.drop_rows = <int64_t *>(base + job.to_drop_rows)
+    w.query_groups = base + job.to_query_groups
+    w.weight_groups = base + job.to_weight_groups
+    w.key_groups = base + job.to_key_groups
+    w.score_tiles = base + job.to_score_tiles
+    w.other_scores = base + job.to_other_scores
+    w.kept_words = <uint32_t *>(base + job.to_kept_words)
     memset(&w.seen_key, 0, sizeof(HeadRows))
     memset(&w.seen_value, 0, sizeof(HeadRows))
     for lane in range(job.max_lanes):

@@ -29,6 +29,8 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
     cdef Py_ssize_t grain = job.n_tasks if num_threads == 1 else max(<Py_ssize_t>1, job.n_tasks // (num_threads * 32))
     if memory != NULL:
         set_scratch(job, <char *>((<size_t>memory + 63) & ~<size_t>63), w)
+        if job.uses_fused:
+            fused_of(job).begin()
         for turn in range(num_threads):
             share = &shares[(thread + turn) % num_threads]
             while True:
@@ -36,10 +38,14 @@ cdef void work(Job *job, Share *shares, int thread, int num_threads) noexcept no
                 if first >= share.stop:
                     break
                 for task in range(first, min(first + grain, share.stop)):
-                    if job.uses_split_kv:
+                    if job.uses_fused:
+                        run_fused_task(job, w, task)
+                    elif job.uses_split_kv:
                         run_split_task(job, w, task)
                     else:
                         run_task(job, w, task)
+        if job.uses_fused:
+            fused_of(job).end()
     free(memory)
 
 

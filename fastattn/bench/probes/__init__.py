@@ -46,7 +46,7 @@ def read_bandwidth(num_threads: int, seconds: float) -> float:
     """
     global _read_position
     memory, step = _read_buffer(), READ_STEP_PIECES * driver.READ_PIECE_NBYTES
-    isa, address = cython_cpu.isa(), memory.ctypes.data
+    isa, address = cython_cpu.vectors(), memory.ctypes.data
     start = time.perf_counter()
     steps = 0
     while True:
@@ -67,7 +67,7 @@ def _read_buffer() -> np.ndarray:
 
 
 def _peak(itemsize: int, num_threads: int, seconds: float) -> float:
-    isa, steps = cython_cpu.isa(), 20_000 * num_threads
+    isa, steps = cython_cpu.vectors(), 20_000 * num_threads
     while True:
         start = time.perf_counter()
         operations = driver.peak_operations(isa, itemsize, num_threads, steps)

@@ -538,6 +538,7 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .isa = STRING(FASTATTN_ISA),
+    .vectors = STRING(FASTATTN_ISA),
     .lanes = LANES,
     .max_vectors = BLOCK_VECTORS,
     .pack = NAME(pack),

@@ -2,6 +2,11 @@
 
 #include <string.h>
 
+#if defined(FASTATTN_HAVE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 #define DECLARE(isa) extern const fastattn_kernels fastattn_kernels_##isa##_f32, fastattn_kernels_##isa##_f64;
@@ -29,7 +34,53 @@ static int has_f16c(void) {
 }
 #endif
 
+#if defined(FASTATTN_HAVE_AMX) || defined(FASTATTN_HAVE_AMX_MODEL)
+/* The kernels of another instruction set, with fused ones for float32. */
+static const fastattn_kernels *with_fused(fastattn_kernels own[2], const char *isa, const char *vectors,
+                                          const fastattn_fused *fused, int itemsize) {
+    const fastattn_kernels *const base = fastattn_find_kernels(vectors, itemsize);
+    fastattn_kernels *const to = &own[itemsize == 8];
+    if (!base || !fused) return NULL;
+    /* Always the same bytes, should two threads write them at once. */
+    *to = *base;
+    to->isa = isa;
+    to->fused = itemsize == 4 ? fused : NULL;
+    return to;
+}
+#endif
+
+#if defined(FASTATTN_HAVE_AMX)
+extern const fastattn_fused fastattn_fused_amx;
+
+/* Whether this process may use the tile unit. Linux gives its 8 KB of state to a process that asks, and refuses one
+ * whose alternative signal stacks are too small for it. The permission holds for all threads, and in forked children. */
+static int may_use_tiles(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    static int answer; /* 0: has not asked */
+    if (!answer) {
+        unsigned a, b, c, d;
+        const int has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
+        answer = has_tiles && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 1 : -1;
+    }
+    return answer > 0;
+}
+#endif
+
+#if defined(FASTATTN_HAVE_AMX_MODEL)
+extern const fastattn_fused fastattn_fused_amx_model;
+#endif
+
 const fastattn_kernels *fastattn_find_kernels(const char *name, int itemsize) {
+#if defined(FASTATTN_HAVE_AMX)
+    static fastattn_kernels amx[2];
+    if (strcmp(name, "amx") == 0)
+        return with_fused(amx, "amx", "avx512", may_use_tiles() ? &fastattn_fused_amx : NULL, itemsize);
+#endif
+#if defined(FASTATTN_HAVE_AMX_MODEL)
+    static fastattn_kernels model[2];
+    if (strcmp(name, "amx_model") == 0)
+        return with_fused(model, "amx_model", "avx2", &fastattn_fused_amx_model, itemsize);
+#endif
 #if defined(FASTATTN_HAVE_AVX512)
     ENTRY(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))

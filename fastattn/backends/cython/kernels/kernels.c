@@ -17,17 +17,11 @@
  * 2026-11-22, interleaved A/B).
  */
 
-#include <math.h>
-#include <string.h>
+#include "base.h"
 
 #include "kernels.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LOG2E 1.4426950408889634074
-#define LN2 0.69314718055994530942
-
 #if defined(__AVX512F__)
-#include <immintrin.h>
 #define VECTOR_BYTES 64
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
@@ -39,7 +33,6 @@
 #define ROW_SUMS 16
 #define EXP2_KEYS 4
 #elif defined(__AVX2__)
-#include <immintrin.h>
 #define VECTOR_BYTES 32
 #define TILE_ROWS 6
 #define TILE_VECTORS 2
@@ -50,7 +43,6 @@
 #define ROW_SUMS 8
 #define EXP2_KEYS 4
 #elif defined(__aarch64__)
-#include <arm_neon.h>
 #define VECTOR_BYTES 16
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
@@ -106,17 +98,6 @@
 #define PREFETCH_KEYS 4
 #define PREFETCH_VALUES 32
 #define PREFETCH_PACKED 8 /* of V while it is packed */
-
-#if defined(__clang__)
-#define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(INDEX_TYPE, a, b, ...) __builtin_shuffle(a, b, (INDEX_TYPE){__VA_ARGS__})
-#endif
-
-#define CONCAT_(a, b) a##_##b
-#define CONCAT(a, b) CONCAT_(a, b)
-#define STRING_(x) #x
-#define STRING(x) STRING_(x)
 
 /* The word of one row's keys [0, n), n <= 32: bit j is element j != 0. */
 INLINE uint32_t row_word(const char *row, ptrdiff_t stride, int itemsize, int n) {

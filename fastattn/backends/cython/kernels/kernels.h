@@ -21,6 +21,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "fused.h"
+
 /* Keys of one partial sum. The first partial sum of a call has `first_chunk` keys, a multiple of 4, so that partial
  * sums cover the same keys wherever a call starts. */
 #define FASTATTN_KEY_CHUNK 64
@@ -68,6 +70,8 @@ typedef struct {
 
 typedef struct {
     const char *isa;
+    const char *vectors; /* the instruction set of all kernels here; its name where it is not that of `fused` */
+    const fastattn_fused *fused; /* NULL: it has none */
     int lanes;       /* query rows in one vector */
     int max_vectors; /* vectors in a query block, at most: block_q <= lanes * max_vectors */
     int panel_cols;  /* columns of the values in one panel, the last maybe fewer */

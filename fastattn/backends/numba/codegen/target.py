@@ -10,7 +10,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from fastattn import _host
-from fastattn._constants import CPU_FEATURES, ISAS, REGISTER_BLOCKING
+from fastattn._constants import CPU_FEATURES, FUSED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
 
 
 class Target(NamedTuple):
@@ -35,13 +35,17 @@ def usable_isas() -> list[str]:
     found = llvm.get_host_cpu_features()
     if architecture in ("aarch64", "arm64"):
         return ["neon", "portable"]
-    return [isa for isa in ISAS if isa != "neon" and all(found.get(name) for name in CPU_FEATURES[isa])]
+    return [
+        isa for isa in VECTOR_ISAS if isa != "neon" and all(found.get(name) for name in CPU_FEATURES[isa])
+    ]
 
 
 def choose() -> str:
     """The instruction set of this process: FASTATTN_ISA, or the best."""
     usable = usable_isas()
     forced = _host.forced_isa()
+    if forced is not None:
+        forced = FUSED_ISAS.get(forced, forced)
     if forced is not None and forced not in usable:
         raise ValueError(f"instruction set {forced!r} is not available here; available: {usable}")
     return forced or usable[0]

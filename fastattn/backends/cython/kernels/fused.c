@@ -1,0 +1,449 @@
+/* The fused kernels; see fused.h for what each promises. Built twice: for the tile unit of Intel's processors (amx), and
+ * for a C model of it (amx_model, FASTATTN_MODEL).
+ *
+ * Lanes are queries, as in all kernels: a product S^T = K Q^T has keys on the left and queries on the right, and leaves
+ * as rows of lanes, so that the softmax stays vertical; P^T is then the right operand of O^T = V^T P^T as it is.
+ */
+
+#include "base.h"
+
+#include "fused.h"
+#include "tile_unit.h"
+
+#define REAL float
+#define REAL_BITS 32
+#define VECTOR_BYTES 64
+#define NAME(name) CONCAT(name, fused)
+#include "vec.h"
+
+#define LD FASTATTN_FUSED_LANES
+#define PART (2 * TILE_NBYTES) /* the two tiles of a part, high, middle, low, in a group */
+#define GROUP_ROWS 32
+#define HIGH_HALF ((int32_t)0xffff0000)
+#define ABS_BITS 0x7fffffff
+
+/* Queries and keys from 2^60 on are not split, so that no sum of products of parts overflows where the sum itself does
+ * not. Small ones are: what they lose, below 2^-126 times 2^60, changes no weight. */
+#define LARGEST_BITS 0x5d800000
+
+INLINE VEC NAME(upper)(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
+/* Rounded to 8 bits, half away from 0: what is left has its sign and one bit less. */
+INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((IVEC)x + 0x8000) & HIGH_HALF); }
+
+/* Lane i: the bfloat16 of a in the lower half, that of b in the upper one; both are cut off. */
+INLINE IVEC NAME(pair)(VEC a, VEC b) {
+    return (IVEC)(((NAME(words))a >> 16) | ((NAME(words))b & (uint32_t)HIGH_HALF));
+}
+
+/* The three parts of pairs (a, b), which are finite, in the tile row at `to`. */
+INLINE void NAME(store_split)(char *to, VEC a, VEC b) {
+#pragma GCC unroll 3
+    for (int part = 0; part < 3; part++) {
+        const VEC x = part < 2 ? NAME(rounded)(a) : a, y = part < 2 ? NAME(rounded)(b) : b;
+        NAME(store)(to + part * PART, (VEC)NAME(pair)(x, y));
+        a -= x;
+        b -= y;
+    }
+}
+
+/* The same by cutting off, for weights: fewer operations, and parts of numbers that are not negative are not either. */
+INLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
+#pragma GCC unroll 3
+    for (int part = 0; part < 3; part++) {
+        NAME(store)(to + part * PART, (VEC)NAME(pair)(a, b));
+        a -= NAME(upper)(a);
+        b -= NAME(upper)(b);
+    }
+}
+
+/* Negative lanes where x is nonfinite or has no parts as a number of queries and keys; with `clean` those become 0. */
+INLINE IVEC NAME(check_operand)(const int clean, VEC *x) {
+    const IVEC bad = LARGEST_BITS - 1 - ((IVEC)*x & ABS_BITS);
+    if (clean) *x = (VEC)((IVEC)*x & (bad >= 0));
+    return bad;
+}
+
+/* The same for values: negative where `fastattn_is_split` is false. */
+INLINE IVEC NAME(check_value)(const int clean, VEC *x) {
+    const IVEC bits = (IVEC)*x & ABS_BITS;
+    const int32_t least = (127 - 64) << 23, limit = (127 + 120) << 23;
+    const IVEC bad = ((limit - 1 - bits) | (bits - least)) & (bits != 0);
+    if (clean) *x = (VEC)((IVEC)*x & (bad >= 0));
+    return bad;
+}
+
+INLINE int NAME(any_negative)(IVEC x) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)x) != 0;
+#else
+    int32_t all = 0;
+    for (int i = 0; i < LANES; i++) all |= x[i];
+    return all < 0;
+#endif
+}
+
+/* n elements of a row, of any alignment; the rest is 0. */
+INLINE VEC NAME(load_some)(const char *p, ptrdiff_t n) {
+    return n >= LANES ? NAME(load)(p) : n > 0 ? NAME(load_partial)(p, (int)n) : (VEC){};
+}
+
+INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const float *tile, ptrdiff_t head_dim) {
+    IVEC bad[2] = {};
+    for (ptrdiff_t d = 0; d < head_dim; d += GROUP_ROWS, groups += FASTATTN_GROUP_NBYTES)
+        for (ptrdiff_t k = 0; k < TILE_SIDE; k++)
+            for (int half = 0; half < 2; half++) {
+                const float *const at = tile + (d + k) * LD + half * LANES;
+                VEC a = d + k < head_dim ? NAME(load)(at) : (VEC){};
+                VEC b = d + k + TILE_SIDE < head_dim ? NAME(load)(at + TILE_SIDE * LD) : (VEC){};
+                bad[half] |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
+                NAME(store_split)(groups + half * TILE_NBYTES + k * 64, a, b);
+            }
+    uint32_t lanes = 0;
+    for (int i = 0; i < LANES; i++) lanes |= (uint32_t)(bad[0][i] < 0) << i | (uint32_t)(bad[1][i] < 0) << (LANES + i);
+    return lanes;
+}
+
+static uint32_t NAME(split_queries)(char *groups, const float *tile, ptrdiff_t head_dim) {
+    const uint32_t lanes = NAME(split_query_groups)(0, groups, tile, head_dim);
+    if (lanes) NAME(split_query_groups)(1, groups, tile, head_dim);
+    return lanes;
+}
+
+/* One key, to its row of the groups; whether a number of it has no parts. */
+INLINE int NAME(split_key)(const int clean, char *groups, const char *k, ptrdiff_t head_dim) {
+    IVEC bad = {};
+    for (ptrdiff_t left = head_dim; left > 0; left -= GROUP_ROWS, k += 128, groups += FASTATTN_GROUP_NBYTES) {
+        VEC a = left >= GROUP_ROWS ? NAME(load)(k) : NAME(load_some)(k, left);
+        VEC b = left >= GROUP_ROWS ? NAME(load)(k + 64) : NAME(load_some)(k + 64, left - LANES);
+        bad |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
+        NAME(store_split)(groups, a, b);
+    }
+    return NAME(any_negative)(bad);
+}
+
+static uint32_t NAME(split_keys)(char *groups, const char *k, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+    uint32_t keys = 0;
+    for (ptrdiff_t j = 0; j < GROUP_ROWS; j++, k += row, groups += 64) {
+        if (j < n_keys) {
+            if (!NAME(split_key)(0, groups, k, head_dim)) continue;
+            NAME(split_key)(1, groups, k, head_dim);
+            keys |= (uint32_t)1 << j;
+        } else {
+            for (ptrdiff_t at = 0; at < (head_dim + GROUP_ROWS - 1) / GROUP_ROWS * 3; at++)
+                memset(groups + at * PART, 0, 64);
+        }
+    }
+    return keys;
+}
+
+INLINE uint32_t NAME(split_value_groups)(const int clean, char *groups, ptrdiff_t tile_groups, const char *v,
+                                         ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    const ptrdiff_t next_columns = tile_groups * FASTATTN_GROUP_NBYTES;
+    IVEC bad[GROUP_ROWS] = {};
+    uint32_t keys = 0;
+    for (ptrdiff_t e = 0; e < value_dim; e += GROUP_ROWS, groups += next_columns)
+        for (int half = 0; half < 2; half++) {
+            const ptrdiff_t column = e + half * TILE_SIDE, left = value_dim - column;
+            char *const to = groups + half * TILE_NBYTES;
+            VEC x[2][LANES];
+            if (left <= 0) {
+                for (int part = 0; part < 3; part++) memset(to + part * PART, 0, TILE_NBYTES);
+                continue;
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) {
+                    const ptrdiff_t key = i * TILE_SIDE + j;
+                    x[i][j] = key < n_keys ? NAME(load_some)(v + key * row + column * 4, left) : (VEC){};
+                    bad[key] |= NAME(check_value)(clean, &x[i][j]);
+                }
+                NAME(transpose)(x[i]);
+            }
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) NAME(store_split)(to + j * 64, x[0][j], x[1][j]);
+        }
+    for (int j = 0; j < GROUP_ROWS; j++) keys |= (uint32_t)NAME(any_negative)(bad[j]) << j;
+    return keys;
+}
+
+static uint32_t NAME(split_values)(char *groups, ptrdiff_t tile_groups, const char *v, ptrdiff_t row, ptrdiff_t n_keys,
+                                   ptrdiff_t value_dim, ptrdiff_t group) {
+    groups += group * FASTATTN_GROUP_NBYTES;
+    const uint32_t keys = NAME(split_value_groups)(0, groups, tile_groups, v, row, n_keys, value_dim);
+    if (keys) NAME(split_value_groups)(1, groups, tile_groups, v, row, n_keys, value_dim);
+    return keys;
+}
+
+/* The unit whose weights are computed in this step, and how far they are. */
+typedef struct {
+    const float *scores;
+    char *weights;
+    VEC base[2], sum[2];
+    const uint32_t *drop_words;
+    float factor;
+    ptrdiff_t next, n;      /* pairs of keys, done and all */
+    ptrdiff_t due, n_turns; /* a pair is due every n_turns / n turns of the tile unit */
+} NAME(weighing);
+
+/* The weights of two keys, one from each half of a group: row `k` of their tiles. */
+INLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) *w) {
+    const ptrdiff_t group = w->next / TILE_SIDE, k = w->next % TILE_SIDE;
+    const float *const s = w->scores + (group * GROUP_ROWS + k) * LD;
+    char *const to = w->weights + group * FASTATTN_GROUP_NBYTES + k * 64;
+    VEC x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) x[i] = NAME(load)(s + i % 2 * TILE_SIDE * LD + i / 2 * LANES) - w->base[i / 2];
+    NAME(exp2)(4, scaled, w->factor, x);
+    w->sum[0] += x[0] + x[1];
+    w->sum[1] += x[2] + x[3];
+    if (drops)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const IVEC word = NAME(load_words)(w->drop_words + group * LD + half * LANES);
+            x[2 * half] = NAME(select_by_bit)(word >> k, x[2 * half], (VEC){});
+            x[2 * half + 1] = NAME(select_by_bit)(word >> (k + TILE_SIDE), x[2 * half + 1], (VEC){});
+        }
+    NAME(store_cut)(to, x[0], x[1]);
+    NAME(store_cut)(to + TILE_NBYTES, x[2], x[3]);
+    w->next++;
+}
+
+INLINE void NAME(weigh_when_due)(const int scaled, const int drops, NAME(weighing) *w) {
+    w->due += w->n;
+    while (w->due >= w->n_turns) {
+        w->due -= w->n_turns;
+        NAME(weigh_pair)(scaled, drops, w);
+    }
+}
+
+/* One product of the tile unit: 32 rows by 32 lanes, over n_groups groups of 32. */
+typedef struct {
+    const char *left, *right;
+    float *to;
+    ptrdiff_t n_groups;
+} NAME(job);
+
+/* A turn is four tile products; an operand's tile is loaded with the next turn's right after its last use. */
+#define TURN_LEFT(next)                                                                                        \
+    do {                                                                                                       \
+        TILE_PRODUCT(0, 4, 6);                                                                                 \
+        TILE_PRODUCT(1, 4, 7);                                                                                 \
+        TILE_LOAD(4, next);                                                                                    \
+        TILE_PRODUCT(2, 5, 6);                                                                                 \
+        TILE_PRODUCT(3, 5, 7);                                                                                 \
+        TILE_LOAD(5, (next) + TILE_NBYTES);                                                                    \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+    } while (0)
+#define TURN_RIGHT(next)                                                                                       \
+    do {                                                                                                       \
+        TILE_PRODUCT(0, 4, 6);                                                                                 \
+        TILE_PRODUCT(2, 5, 6);                                                                                 \
+        TILE_LOAD(6, next);                                                                                    \
+        TILE_PRODUCT(1, 4, 7);                                                                                 \
+        TILE_PRODUCT(3, 5, 7);                                                                                 \
+        TILE_LOAD(7, (next) + TILE_NBYTES);                                                                    \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+    } while (0)
+#define TURN_BOTH(next_left, next_right)                                                                       \
+    do {                                                                                                       \
+        TILE_PRODUCT(0, 4, 6);                                                                                 \
+        TILE_PRODUCT(1, 4, 7);                                                                                 \
+        TILE_LOAD(4, next_left);                                                                               \
+        TILE_PRODUCT(2, 5, 6);                                                                                 \
+        TILE_LOAD(6, next_right);                                                                              \
+        TILE_PRODUCT(3, 5, 7);                                                                                 \
+        TILE_LOAD(5, (next_left) + TILE_NBYTES);                                                               \
+        TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+    } while (0)
+#define TURNS 6 /* for each group */
+
+/* The operands of a job's first turn: low parts on the left, high ones on the right. */
+INLINE void NAME(load_first)(const NAME(job) *job) {
+    TILE_LOAD(4, job->left + 2 * PART);
+    TILE_LOAD(5, job->left + 2 * PART + TILE_NBYTES);
+    TILE_LOAD(6, job->right);
+    TILE_LOAD(7, job->right + TILE_NBYTES);
+}
+
+/* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
+ * those of the high parts. */
+INLINE void NAME(multiply)(const int scaled, const int drops, const NAME(job) *job, const NAME(job) *next,
+                           NAME(weighing) *w) {
+    const char *left = job->left, *right = job->right;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (ptrdiff_t i = 1;; i++, left += FASTATTN_GROUP_NBYTES, right += FASTATTN_GROUP_NBYTES) {
+        TURN_LEFT(left + PART);
+        TURN_RIGHT(right + PART);
+        TURN_LEFT(left);
+        TURN_RIGHT(right + 2 * PART);
+        if (i == job->n_groups) break;
+        TURN_BOTH(left + FASTATTN_GROUP_NBYTES + 2 * PART, right + FASTATTN_GROUP_NBYTES);
+    }
+    TURN_RIGHT(right);
+    for (ptrdiff_t i = 1; i < job->n_groups; i++) {
+        left -= FASTATTN_GROUP_NBYTES;
+        right -= FASTATTN_GROUP_NBYTES;
+        TURN_BOTH(left, right);
+    }
+    TURN_BOTH(next->left + 2 * PART, next->right);
+    TILE_STORE(0, (char *)job->to, LD * 4);
+    TILE_STORE(1, (char *)job->to + 64, LD * 4);
+    TILE_STORE(2, (char *)job->to + TILE_SIDE * LD * 4, LD * 4);
+    TILE_STORE(3, (char *)job->to + TILE_SIDE * LD * 4 + 64, LD * 4);
+}
+
+/* acc = rescale * acc + change for n_columns columns, or change alone. */
+INLINE void NAME(add_to_acc)(float *acc, const float *change, const fastattn_unit *unit, ptrdiff_t n_columns) {
+    const VEC scale[2] = {NAME(load)(unit->rescale), NAME(load)(unit->rescale + LANES)};
+    const int is_first = unit->is_first;
+    for (ptrdiff_t at = 0; at < n_columns * LD; at += 2 * LANES)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            VEC x = NAME(load)(change + at + half * LANES);
+            if (!is_first) x += NAME(load)(acc + at + half * LANES) * scale[half];
+            NAME(store)(acc + at + half * LANES, x);
+        }
+}
+
+/* The scores of one group of keys are there: -inf past the last key, and the largest of the plain ones. */
+INLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[2]) {
+    float *const s = unit->scores + first * LD;
+    for (ptrdiff_t j = unit->n_keys - first; j < GROUP_ROWS; j++) {
+        NAME(store)(s + j * LD, NAME(splat)(-INFINITY));
+        NAME(store)(s + j * LD + LANES, NAME(splat)(-INFINITY));
+    }
+    if (first < unit->plain || first >= unit->plain_stop) return;
+    VEC more[2] = {top[0], top[1]};
+#pragma GCC unroll 16
+    for (int j = 0; j < TILE_SIDE; j++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            top[half] = NAME(max)(top[half], NAME(load)(s + j * LD + half * LANES));
+            more[half] = NAME(max)(more[half], NAME(load)(s + (TILE_SIDE + j) * LD + half * LANES));
+        }
+    top[0] = NAME(max)(top[0], more[0]);
+    top[1] = NAME(max)(top[1], more[1]);
+}
+
+/* Raises row_max by the unit's scores; its weights are powers relative to it, and what was summed is rescaled. */
+INLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *unit, NAME(weighing) *w) {
+    for (int half = 0; half < 2; half++) {
+        float *const row_max = unit->row_max + half * LANES;
+        const VEC old = NAME(load)(row_max), top = NAME(max)(old, NAME(load)(unit->tile_max + half * LANES));
+        const VEC base = NAME(select)((IVEC)(top == NAME(splat)(-INFINITY)), (VEC){}, top);
+        VEC scale = old - base;
+        NAME(exp2)(1, scaled, factor, &scale);
+        NAME(store)(row_max, top);
+        NAME(store)(unit->rescale + half * LANES, scale);
+        w->base[half] = base;
+    }
+    w->scores = unit->scores;
+    w->weights = unit->weights;
+    w->drop_words = unit->drop_words;
+    w->factor = factor;
+    w->n = (unit->n_keys + GROUP_ROWS - 1) / GROUP_ROWS * TILE_SIDE;
+}
+
+INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *scored, fastattn_unit *weighted,
+                           fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim, float factor) {
+    const ptrdiff_t key_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
+    const ptrdiff_t n_added = added ? (value_dim + GROUP_ROWS - 1) / GROUP_ROWS : 0;
+    const ptrdiff_t n_scored = scored ? (scored->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
+    const ptrdiff_t added_groups = added ? (added->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
+    const ptrdiff_t n_jobs = n_added + n_scored;
+    float change[2][GROUP_ROWS * LD] __attribute__((aligned(64)));
+    NAME(weighing) weighing = {.n_turns = TURNS * (n_added * added_groups + n_scored * key_groups)};
+    NAME(weighing) *const w = &weighing;
+    VEC top[2] = {};
+    if (scored) {
+        top[0] = NAME(load)(scored->tile_max);
+        top[1] = NAME(load)(scored->tile_max + LANES);
+    }
+    if (weighted) NAME(begin_weights)(scaled, factor, weighted, w);
+
+    /* The i-th product of the step: columns of the accumulators, then groups of keys. */
+#define JOB(i)                                                                                                 \
+    ((i) < n_added                                                                                             \
+         ? (NAME(job)){added->value + (i) * added->tile_groups * FASTATTN_GROUP_NBYTES, added->weights,            \
+                       change[(i) % 2], added_groups}                                          \
+         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * FASTATTN_GROUP_NBYTES, scored->query,      \
+                       scored->scores + ((i) - n_added) * GROUP_ROWS * LD, key_groups})
+    /* What the vector units do with it, one product later. */
+#define AFTER(i)                                                                                               \
+    do {                                                                                                       \
+        if ((i) < n_added)                                                                                     \
+            NAME(add_to_acc)(added->acc + (i) * GROUP_ROWS * LD, change[(i) % 2], added,                       \
+                             value_dim - (i) * GROUP_ROWS < GROUP_ROWS ? value_dim - (i) * GROUP_ROWS : GROUP_ROWS); \
+        else                                                                                                   \
+            NAME(find_max)(scored, ((i) - n_added) * GROUP_ROWS, top);                                         \
+    } while (0)
+
+    TILE_FENCE();
+    if (n_jobs > 0) {
+        NAME(job) job = JOB(0);
+        NAME(load_first)(&job);
+        for (ptrdiff_t i = 0; i < n_jobs; i++) {
+            const NAME(job) next = i + 1 < n_jobs ? JOB(i + 1) : job;
+            NAME(multiply)(scaled, drops, &job, &next, w);
+            TILE_FENCE();
+            if (i > 0) AFTER(i - 1);
+            job = next;
+        }
+        AFTER(n_jobs - 1);
+    }
+    while (w->next < w->n) NAME(weigh_pair)(scaled, drops, w);
+    TILE_FENCE();
+#undef JOB
+#undef AFTER
+
+    if (scored) {
+        NAME(store)(scored->tile_max, top[0]);
+        NAME(store)(scored->tile_max + LANES, top[1]);
+    }
+    if (weighted)
+        for (int half = 0; half < 2; half++) {
+            float *const sum = weighted->row_sum + half * LANES;
+            NAME(store)(sum, NAME(load)(sum) * NAME(load)(weighted->rescale + half * LANES) + w->sum[half]);
+        }
+}
+
+static __attribute__((noinline)) void NAME(plain_step)(fastattn_unit *scored, fastattn_unit *weighted,
+                                                       fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim) {
+    NAME(run_step)(0, 0, scored, weighted, added, head_dim, value_dim, 1);
+}
+
+static __attribute__((noinline)) void NAME(scaled_step)(fastattn_unit *scored, fastattn_unit *weighted,
+                                                        fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
+                                                        float factor) {
+    NAME(run_step)(1, 0, scored, weighted, added, head_dim, value_dim, factor);
+}
+
+static __attribute__((noinline)) void NAME(dropping_step)(fastattn_unit *scored, fastattn_unit *weighted,
+                                                          fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
+                                                          float factor) {
+    NAME(run_step)(1, 1, scored, weighted, added, head_dim, value_dim, factor);
+}
+
+static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
+                       ptrdiff_t value_dim, float exponent_factor) {
+    if (weighted && weighted->drop_words)
+        NAME(dropping_step)(scored, weighted, added, head_dim, value_dim, exponent_factor);
+    else if (exponent_factor == 1)
+        NAME(plain_step)(scored, weighted, added, head_dim, value_dim);
+    else
+        NAME(scaled_step)(scored, weighted, added, head_dim, value_dim, exponent_factor);
+}
+
+const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {
+    .begin = tiles_begin,
+    .end = tiles_end,
+    .split_queries = NAME(split_queries),
+    .split_keys = NAME(split_keys),
+    .split_values = NAME(split_values),
+    .step = NAME(step),
+};

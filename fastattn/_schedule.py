@@ -21,11 +21,11 @@ from fastattn._constants import (
     COPY_NBYTES,
     FEW_ROWS,
     FUSED_COLUMNS,
+    FUSED_FACTOR,
     FUSED_KEYS,
     FUSED_LANES,
     FUSED_LEAST_BLOCKS,
     FUSED_ROWS,
-    FUSED_SOFTCAP,
     FUSED_TASK_BLOCKS,
     FUSED_TASK_COLUMNS,
     FUSED_TASK_KEYS,
@@ -80,6 +80,7 @@ class Schedule(NamedTuple):
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
     task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
     task_heads: int = 0
+    scores_on_tiles: bool = False  #: gradients: scores as the fused sweep has them, whose lse they belong to
 
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
@@ -126,8 +127,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
 
 
 def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
-    """Whether a problem, for which the kernels have a fused sweep, uses it. This decides the order of summation:
-    it depends on the problem alone."""
+    """Whether a problem, for which the kernels have a fused sweep, uses it. This decides the order of
+    summation: it depends on the problem alone."""
     sizes = problem.sizes
     _, root, softcap, exponent = factors
     return (
@@ -136,9 +137,9 @@ def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool
         and 0 < sizes.value_dim <= FUSED_COLUMNS
         and sizes.head_dim <= FUSED_COLUMNS
         # Of products below 2^-126 the tile unit keeps nothing: see `fused.c`.
-        and root == 1
-        and exponent in (1.0, LOG2E)
-        and softcap <= FUSED_SOFTCAP
+        and 1 <= root <= FUSED_FACTOR
+        and exponent <= FUSED_FACTOR
+        and softcap <= FUSED_FACTOR
     )
 
 
@@ -177,7 +178,11 @@ def _fused_schedule(
 def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
     sizes = problem.sizes
-    heads, lanes = sizes.heads, target.lanes
+    factors = score_factors(
+        problem.scale, problem.softcap, problem.dtype.itemsize, needs_natural_scores(problem)
+    )
+    scores_on_tiles = target.has_fused and _fuses(problem, factors)
+    heads, lanes = sizes.heads, FUSED_LANES if scores_on_tiles else target.lanes
     small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
     # Query blocks of about the same size; the tiles of large ones have rows of a length that kernels know.
     max_lanes = BACKWARD_ROW_NBYTES // problem.dtype.itemsize
@@ -192,12 +197,10 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     while task_tiles > 1 and heads * -(-n_tiles // task_tiles) < SPLIT_TASKS * num_threads:
         task_tiles -= 1
     n_tasks = heads * -(-n_tiles // task_tiles)
-    factors = score_factors(
-        problem.scale, problem.softcap, problem.dtype.itemsize, needs_natural_scores(problem)
-    )
     return Schedule(
-        1 if small else min(num_threads, n_tasks), small, False, block_k, block_q // lanes, n_blocks,
+        1 if small else min(num_threads, n_tasks), small, False, block_k, block_q // target.lanes, n_blocks,
         max_lanes, n_tasks, task_tiles, 1, False, False, False, False, (0, 0), *factors,
+        scores_on_tiles=scores_on_tiles,
     )  # fmt: skip
 
 

@@ -73,7 +73,9 @@ COUNTS = (
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
     # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
     # block's accumulators.
-    "uses_fused", "tile_groups", "tile_nbytes", "acc_nbytes",
+    "uses_fused",
+    "scores_on_tiles",  # gradients: scores of the fused kernels
+    "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
     "failed",  # no thread could allocate its scratch memory
     "scratch_nbytes",
@@ -194,6 +196,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["converts_keys"] = schedule.converts_keys
     fields["converts_values"] = schedule.converts_values
     fields["split_tiles"] = schedule.split_tiles
+    fields["scores_on_tiles"] = schedule.scores_on_tiles
     if schedule.uses_split_kv:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_key_tiles"] = n_key_tiles

@@ -61,6 +61,10 @@ cdef struct Tiles:
     double *row_sums     # of `change`, where they are the gradient of the bias
     char *clean_keys     # the rows with NaN and inf set to 0, and the rows as they were
     char *raw_rows
+    char *key_groups     # of the keys of the task and of the query block, where scores are on tiles
+    char *query_groups
+    uint32_t *key_flags  # of each group, the keys that have no parts
+    uint32_t *query_flags
     char *ones
     Py_ssize_t *stops
 
@@ -84,6 +88,7 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, at = 0, tile = job.block_k * job.max_lanes * size
     cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
+    cdef Py_ssize_t groups = groups_in(job.head_dim) * (GROUP_NBYTES // GROUP_KEYS)   # bytes of each key or query
     t.keys = base + at
     at += padded(g.task_tiles * job.block_k * q)
     t.values = base + at
@@ -104,6 +109,14 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     at += padded(job.block_k * q) if masks_any(job) else 0
     t.raw_rows = base + at
     at += padded(job.max_lanes * wide) if masks_any(job) else 0
+    t.key_groups = base + at
+    at += g.task_tiles * job.block_k * groups if job.scores_on_tiles else 0
+    t.query_groups = base + at
+    at += job.max_lanes * groups if job.scores_on_tiles else 0
+    t.key_flags = <uint32_t *>(base + at)
+    at += padded(g.task_tiles * job.block_k // GROUP_KEYS * sizeof(uint32_t))
+    t.query_flags = <uint32_t *>(base + at)
+    at += padded(job.max_lanes * sizeof(uint32_t))
     t.ones = base + at
     at += padded(max(wide, job.max_lanes * size))
     t.stops = <Py_ssize_t *>(base + at)
@@ -128,6 +141,8 @@ cdef void find_query_block(Job *job, const Gradients *g, Scratch *w, Block *bloc
     block.n_vectors = <int>((block.n_rows + job.lanes - 1) // job.lanes)
     block.ld = job.max_lanes
     find_block(job, w, block, head // job.num_kv_heads, head % job.num_kv_heads, first_row)
+    if job.scores_on_tiles:
+        block.low -= block.low % GROUP_KEYS
 
 
 cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, const View *view) noexcept nogil:
@@ -290,14 +305,51 @@ cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const 
                 t.row_sums[lane] += get_real(t.change + j * row + lane * size, size)
 
 
+cdef void split_task_keys(const Job *job, const Gradients *g, Tiles *t, Py_ssize_t n_keys) noexcept nogil:
+    """The groups of the keys of a task."""
+    cdef Py_ssize_t i, row = g.query_ld * job.itemsize
+    for i in range(groups_in(n_keys)):
+        t.key_flags[i] = fused_of(job).split_keys(
+            t.key_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, t.keys + i * GROUP_KEYS * row, row,
+            min(GROUP_KEYS, n_keys - i * GROUP_KEYS), job.head_dim)
+
+
+cdef void score_on_tiles(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                         const Tile *tile) noexcept nogil:
+    """The raw scores of a tile as the fused sweep has them, into w.scores."""
+    cdef Py_ssize_t first = tile.key0 - tile.task_key0, block_nbytes = groups_in(job.head_dim) * GROUP_NBYTES, i, j, lane
+    cdef uint32_t flags = 0
+    cdef float *scores = <float *>w.scores
+    cdef const float *other = <const float *>t.change
+    for i in range(groups_in(block.n_rows)):
+        fused_of(job).score(scores + i * FUSED_LANES, block.ld, t.query_groups + i * block_nbytes,
+                            t.key_groups + first // GROUP_KEYS * block_nbytes, tile.n_keys, job.head_dim)
+        flags |= t.query_flags[i]
+    for i in range(first // GROUP_KEYS, groups_in(first + tile.n_keys)):
+        flags |= t.key_flags[i]
+    if not flags:
+        return
+    kernels_of(job).score(t.change, NULL, w.query, block.ld, block.n_vectors, t.keys + first * g.query_ld * job.itemsize,
+                          w.stops, job.head_dim, g.query_ld * job.itemsize, job.itemsize, NULL, 0, 0)
+    for j in range(tile.n_keys):
+        for lane in range(block.n_rows):
+            if (t.key_flags[(first + j) // GROUP_KEYS] >> (first + j) % GROUP_KEYS
+                    | t.query_flags[lane // FUSED_LANES] >> lane % FUSED_LANES) & 1:
+                scores[j * block.ld + lane] = other[j * block.ld + lane]
+
+
 cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
     """The scores of a tile, masked, into w.scores."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, v, lane, j
     for v in range(block.ld // job.lanes):
         w.stops[v] = tile.n_keys
-    kernels.score(w.scores, NULL, w.query, block.ld, block.n_vectors, t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size,
-                  w.stops, job.head_dim, g.query_ld * size, size, NULL, 0, 0)
+    if job.scores_on_tiles:
+        score_on_tiles(job, g, w, t, block, tile)
+    else:
+        kernels.score(w.scores, NULL, w.query, block.ld, block.n_vectors,
+                      t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size, w.stops, job.head_dim, g.query_ld * size,
+                      size, NULL, 0, 0)
     memcpy(w.tile_max, w.empty, block.ld * size)
     if job.softcap > 0 or job.score_root != 1:
         kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, job.score_root, job.softcap, NULL, NULL)
@@ -333,11 +385,16 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     """The query rows and the gradients of the outputs of a block, as rows and as columns."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef const char *const *rows
-    cdef Py_ssize_t col
+    cdef Py_ssize_t col, i
     find_lane_rows(job, w, block, &job.query)
     rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
     col = job.itemsize if job.query_storage else job.query.col
     kernels.pack(w.query, block.ld, rows, col, job.head_dim, job.query_factor)
+    if job.scores_on_tiles:
+        for i in range(groups_in(block.n_rows)):
+            t.query_flags[i] = fused_of(job).split_queries(
+                t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, <const float *>w.query + i * FUSED_LANES,
+                block.ld, job.head_dim)
     kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, col, job.head_dim, g.scale)
     find_lane_rows(job, w, block, &job.out)
     rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
@@ -474,6 +531,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             has_keys = True
             nonfinite_keys = load_keys(job, &block.key, t.keys, g.query_ld, key0, n_keys, job.head_dim)
             nonfinite_keys |= load_keys(job, &block.value, t.values, g.value_ld, key0, n_keys, job.value_dim)
+            if job.scores_on_tiles:
+                split_task_keys(job, g, t, n_keys)
         loaded = False
         for number in range(g.task_tiles):
             key = key0 + number * job.block_k
@@ -514,6 +573,8 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares)
     set_tiles(job, g, base + nbytes, &tiles)
     for v in range(max(g.query_ld, g.value_ld, job.max_lanes)):
         set_real(tiles.ones + v * job.itemsize, 1, job.itemsize)
+    if job.scores_on_tiles:
+        fused_of(job).begin()
     while True:
         task = fetch_add(&g.next, 1, ATOMIC_RELAXED)
         if task >= g.n_tasks:
@@ -522,6 +583,8 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares)
             prepare_block(job, forward, g, &scratch, &tiles, task)
         else:
             run_keys(job, g, &scratch, &tiles, task)
+    if job.scores_on_tiles:
+        fused_of(job).end()
     free(memory)
 
 

@@ -136,7 +136,7 @@ cdef void start_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number)
     block.low -= block.low % GROUP_KEYS
     pack_block(job, w, block)
     task.query_flags[number] = fused_of(job).split_queries(query_groups_of(job, w, number), <const float *>w.query,
-                                                          job.head_dim)
+                                                          block.ld, job.head_dim)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
     task.is_started[number] = False
 

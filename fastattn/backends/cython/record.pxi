@@ -23,10 +23,11 @@ cdef extern from "fused.h" nogil:
     ctypedef struct fastattn_fused:
         void (*begin)() noexcept nogil
         void (*end)() noexcept nogil
-        uint32_t (*split_queries)(char *, const float *, Py_ssize_t) noexcept nogil
+        uint32_t (*split_queries)(char *, const float *, Py_ssize_t, Py_ssize_t) noexcept nogil
         uint32_t (*split_keys)(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         uint32_t (*split_values)(char *, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                                  Py_ssize_t) noexcept nogil
+        void (*score)(float *, Py_ssize_t, const char *, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
 
 cdef extern from "kernels.h" nogil:
@@ -166,7 +167,7 @@ cdef struct Job:
     int64_t copies_keys, packs_values, converts_keys, converts_values, panel
     int64_t key_prefetch, value_prefetch
     int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
-    int64_t uses_fused, tile_groups, tile_nbytes, acc_nbytes
+    int64_t uses_fused, scores_on_tiles, tile_groups, tile_nbytes, acc_nbytes
     int64_t partials, left
     int64_t failed
     int64_t scratch_nbytes

@@ -87,14 +87,15 @@ INLINE VEC NAME(load_some)(const char *p, ptrdiff_t n) {
     return n >= LANES ? NAME(load)(p) : n > 0 ? NAME(load_partial)(p, (int)n) : (VEC){};
 }
 
-INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const float *tile, ptrdiff_t head_dim) {
+INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const float *tile, ptrdiff_t ld,
+                                           ptrdiff_t head_dim) {
     IVEC bad[2] = {};
     for (ptrdiff_t d = 0; d < head_dim; d += GROUP_ROWS, groups += FASTATTN_GROUP_NBYTES)
         for (ptrdiff_t k = 0; k < TILE_SIDE; k++)
             for (int half = 0; half < 2; half++) {
-                const float *const at = tile + (d + k) * LD + half * LANES;
+                const float *const at = tile + (d + k) * ld + half * LANES;
                 VEC a = d + k < head_dim ? NAME(load)(at) : (VEC){};
-                VEC b = d + k + TILE_SIDE < head_dim ? NAME(load)(at + TILE_SIDE * LD) : (VEC){};
+                VEC b = d + k + TILE_SIDE < head_dim ? NAME(load)(at + TILE_SIDE * ld) : (VEC){};
                 bad[half] |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
                 NAME(store_split)(groups + half * TILE_NBYTES + k * 64, a, b);
             }
@@ -103,9 +104,9 @@ INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const fl
     return lanes;
 }
 
-static uint32_t NAME(split_queries)(char *groups, const float *tile, ptrdiff_t head_dim) {
-    const uint32_t lanes = NAME(split_query_groups)(0, groups, tile, head_dim);
-    if (lanes) NAME(split_query_groups)(1, groups, tile, head_dim);
+static uint32_t NAME(split_queries)(char *groups, const float *tile, ptrdiff_t ld, ptrdiff_t head_dim) {
+    const uint32_t lanes = NAME(split_query_groups)(0, groups, tile, ld, head_dim);
+    if (lanes) NAME(split_query_groups)(1, groups, tile, ld, head_dim);
     return lanes;
 }
 
@@ -179,7 +180,7 @@ static uint32_t NAME(split_values)(char *groups, ptrdiff_t tile_groups, const ch
 typedef struct {
     const float *scores;
     char *weights;
-    VEC base[2], sum[2];
+    VEC base[2], sum[2], total[2]; /* partial sums over a group, as short chains round less */
     const uint32_t *drop_words;
     float factor;
     ptrdiff_t next, n;      /* pairs of keys, done and all */
@@ -206,6 +207,12 @@ INLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) *
         }
     NAME(store_cut)(to, x[0], x[1]);
     NAME(store_cut)(to + TILE_NBYTES, x[2], x[3]);
+    if (k == TILE_SIDE - 1)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            w->total[half] += w->sum[half];
+            w->sum[half] = (VEC){};
+        }
     w->next++;
 }
 
@@ -221,6 +228,7 @@ INLINE void NAME(weigh_when_due)(const int scaled, const int drops, NAME(weighin
 typedef struct {
     const char *left, *right;
     float *to;
+    ptrdiff_t ld; /* of the rows at `to` */
     ptrdiff_t n_groups;
 } NAME(job);
 
@@ -291,10 +299,10 @@ INLINE void NAME(multiply)(const int scaled, const int drops, const NAME(job) *j
         TURN_BOTH(left, right);
     }
     TURN_BOTH(next->left + 2 * PART, next->right);
-    TILE_STORE(0, (char *)job->to, LD * 4);
-    TILE_STORE(1, (char *)job->to + 64, LD * 4);
-    TILE_STORE(2, (char *)job->to + TILE_SIDE * LD * 4, LD * 4);
-    TILE_STORE(3, (char *)job->to + TILE_SIDE * LD * 4 + 64, LD * 4);
+    TILE_STORE(0, (char *)job->to, job->ld * 4);
+    TILE_STORE(1, (char *)(job->to + LANES), job->ld * 4);
+    TILE_STORE(2, (char *)(job->to + TILE_SIDE * job->ld), job->ld * 4);
+    TILE_STORE(3, (char *)(job->to + TILE_SIDE * job->ld + LANES), job->ld * 4);
 }
 
 /* acc = rescale * acc + change for n_columns columns, or change alone. */
@@ -370,9 +378,9 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
          ? (NAME(job)){added->value + (i) * added->tile_groups * FASTATTN_GROUP_NBYTES, added->weights,            \
-                       change[(i) % 2], added_groups}                                          \
+                       change[(i) % 2], LD, added_groups}                                      \
          : (NAME(job)){scored->key + ((i) - n_added) * key_groups * FASTATTN_GROUP_NBYTES, scored->query,      \
-                       scored->scores + ((i) - n_added) * GROUP_ROWS * LD, key_groups})
+                       scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
     /* What the vector units do with it, one product later. */
 #define AFTER(i)                                                                                               \
     do {                                                                                                       \
@@ -408,7 +416,7 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
     if (weighted)
         for (int half = 0; half < 2; half++) {
             float *const sum = weighted->row_sum + half * LANES;
-            NAME(store)(sum, NAME(load)(sum) * NAME(load)(weighted->rescale + half * LANES) + w->sum[half]);
+            NAME(store)(sum, NAME(load)(sum) * NAME(load)(weighted->rescale + half * LANES) + w->total[half]);
         }
 }
 
@@ -439,11 +447,29 @@ static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_
         NAME(scaled_step)(scored, weighted, added, head_dim, value_dim, exponent_factor);
 }
 
+static __attribute__((noinline)) void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key,
+                                                  ptrdiff_t n_keys, ptrdiff_t head_dim) {
+    const ptrdiff_t n_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
+    NAME(weighing) none = {.n_turns = 1};
+    NAME(job) job = {key, query, scores, ld, n_groups};
+    TILE_FENCE();
+    NAME(load_first)(&job);
+    for (ptrdiff_t j = 0; j < n_keys; j += GROUP_ROWS) {
+        NAME(job) next = job;
+        next.left += j + GROUP_ROWS < n_keys ? n_groups * FASTATTN_GROUP_NBYTES : 0;
+        next.to += GROUP_ROWS * ld;
+        NAME(multiply)(0, 0, &job, &next, &none);
+        job = next;
+    }
+    TILE_FENCE();
+}
+
 const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {
     .begin = tiles_begin,
     .end = tiles_end,
     .split_queries = NAME(split_queries),
     .split_keys = NAME(split_keys),
     .split_values = NAME(split_values),
+    .score = NAME(score),
     .step = NAME(step),
 };

@@ -46,9 +46,9 @@ typedef struct {
     void (*begin)(void);
     void (*end)(void);
 
-    /* The groups of a query block from its packed tile [head_dim][lane], see `pack`. Bit `lane` of the result is set
-     * where a number of that lane is nonfinite or too large to be split; it is taken as 0. */
-    uint32_t (*split_queries)(char *groups, const float *tile, ptrdiff_t head_dim);
+    /* The groups of a query block from its packed tile, tile[d * ld + lane], see `pack`. Bit `lane` of the result is
+     * set where a number of that lane is nonfinite or too large to be split; it is taken as 0. */
+    uint32_t (*split_queries)(char *groups, const float *tile, ptrdiff_t ld, ptrdiff_t head_dim);
 
     /* The groups of n_keys <= 32 keys, of any alignment; later keys are 0. Bit j of the result: as above, for key j. */
     uint32_t (*split_keys)(char *groups, const char *k, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t head_dim);
@@ -57,6 +57,9 @@ typedef struct {
      * nonfinite, too large or too small, see `fastattn_is_split`; such values are taken as 0. */
     uint32_t (*split_values)(char *groups, ptrdiff_t tile_groups, const char *v, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim,
                              ptrdiff_t group);
+
+    /* The scores of `step` alone, scores[j * ld + lane], for n_keys keys rounded up to a multiple of 32. */
+    void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, ptrdiff_t n_keys, ptrdiff_t head_dim);
 
     /* One step of the pipeline; each of the three may be NULL, and they are consecutive units. */
     void (*step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,

@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from fastattn._schedule import WORD, Schedule, Target
-from fastattn._storage import Rows, storage_code
+from fastattn._storage import BFLOAT16, Rows, storage_code
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +75,7 @@ COUNTS = (
     # block's accumulators.
     "uses_fused",
     "scores_on_tiles",  # gradients: scores of the fused kernels
+    "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
     "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
     "failed",  # no thread could allocate its scratch memory
@@ -197,6 +198,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["converts_values"] = schedule.converts_values
     fields["split_tiles"] = schedule.split_tiles
     fields["scores_on_tiles"] = schedule.scores_on_tiles
+    stored = {fields["key_storage"], fields["value_storage"]}
+    fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
     if schedule.uses_split_kv:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_key_tiles"] = n_key_tiles
@@ -225,7 +228,8 @@ def _set_fused(fields: dict[str, Any], schedule: Schedule) -> None:
     key_groups, value_groups = (-(-fields[name] // GROUP) for name in ("head_dim", "value_dim"))
     fields["uses_fused"] = True
     fields["tile_groups"] = -(-min(fields["len_k"], schedule.block_k) // GROUP)
-    fields["tile_nbytes"] = fields["tile_groups"] * (key_groups + value_groups) * GROUP_NBYTES
+    group_nbytes = GROUP_NBYTES // 3 * fields["n_parts"]
+    fields["tile_nbytes"] = fields["tile_groups"] * (key_groups + value_groups) * group_nbytes
     fields["acc_nbytes"] = value_groups * GROUP * schedule.max_lanes * fields["itemsize"]
 
 

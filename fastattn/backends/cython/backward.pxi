@@ -88,7 +88,6 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, at = 0, tile = job.block_k * job.max_lanes * size
     cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
-    cdef Py_ssize_t groups = groups_in(job.head_dim) * (GROUP_NBYTES // GROUP_KEYS)   # bytes of each key or query
     t.keys = base + at
     at += padded(g.task_tiles * job.block_k * q)
     t.values = base + at
@@ -110,9 +109,9 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.raw_rows = base + at
     at += padded(job.max_lanes * wide) if masks_any(job) else 0
     t.key_groups = base + at
-    at += g.task_tiles * job.block_k * groups if job.scores_on_tiles else 0
+    at += padded(g.task_tiles * job.block_k // GROUP_KEYS * key_groups_nbytes(job)) if job.scores_on_tiles else 0
     t.query_groups = base + at
-    at += job.max_lanes * groups if job.scores_on_tiles else 0
+    at += job.max_lanes // FUSED_LANES * groups_in(job.head_dim) * GROUP_NBYTES if job.scores_on_tiles else 0
     t.key_flags = <uint32_t *>(base + at)
     at += padded(g.task_tiles * job.block_k // GROUP_KEYS * sizeof(uint32_t))
     t.query_flags = <uint32_t *>(base + at)
@@ -310,20 +309,22 @@ cdef void split_task_keys(const Job *job, const Gradients *g, Tiles *t, Py_ssize
     cdef Py_ssize_t i, row = g.query_ld * job.itemsize
     for i in range(groups_in(n_keys)):
         t.key_flags[i] = fused_of(job).split_keys(
-            t.key_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, t.keys + i * GROUP_KEYS * row, row,
+            t.key_groups + i * key_groups_nbytes(job), <int>job.n_parts, t.keys + i * GROUP_KEYS * row, row,
             min(GROUP_KEYS, n_keys - i * GROUP_KEYS), job.head_dim)
 
 
 cdef void score_on_tiles(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
                          const Tile *tile) noexcept nogil:
     """The raw scores of a tile as the fused sweep has them, into w.scores."""
-    cdef Py_ssize_t first = tile.key0 - tile.task_key0, block_nbytes = groups_in(job.head_dim) * GROUP_NBYTES, i, j, lane
+    cdef Py_ssize_t first = tile.key0 - tile.task_key0, i, j, lane
     cdef uint32_t flags = 0
     cdef float *scores = <float *>w.scores
     cdef const float *other = <const float *>t.change
     for i in range(groups_in(block.n_rows)):
-        fused_of(job).score(scores + i * FUSED_LANES, block.ld, t.query_groups + i * block_nbytes,
-                            t.key_groups + first // GROUP_KEYS * block_nbytes, tile.n_keys, job.head_dim)
+        fused_of(job).score(scores + i * FUSED_LANES, block.ld,
+                            t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES,
+                            t.key_groups + first // GROUP_KEYS * key_groups_nbytes(job), <int>job.n_parts, tile.n_keys,
+                            job.head_dim)
         flags |= t.query_flags[i]
     for i in range(first // GROUP_KEYS, groups_in(first + tile.n_keys)):
         flags |= t.key_flags[i]

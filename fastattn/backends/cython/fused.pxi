@@ -57,6 +57,11 @@ cdef inline Py_ssize_t groups_in(Py_ssize_t n) noexcept nogil:
     return (n + GROUP_KEYS - 1) // GROUP_KEYS
 
 
+cdef inline Py_ssize_t key_groups_nbytes(const Job *job) noexcept nogil:
+    """Bytes of the groups of 32 keys."""
+    return groups_in(job.head_dim) * (GROUP_NBYTES // 3 * job.n_parts)
+
+
 cdef inline const char *contiguous_rows(const Job *job, Scratch *w, const HeadRows *rows, Py_ssize_t key,
                                         Py_ssize_t n_keys, Py_ssize_t n_cols, Py_ssize_t *row) noexcept nogil:
     """Rows of the compute type with contiguous elements, and the bytes from one to the next: in place or copied."""
@@ -85,10 +90,11 @@ cdef TileGroups *split_keys(const Job *job, Scratch *w, Task *task, const Block 
             # What units in the pipeline have split stays as it is.
             tile.n_keys[g] = n
             at = contiguous_rows(job, w, &block.key, key, n, job.head_dim, &row)
-            tile.key_flags[g] = fused_of(job).split_keys(tile.key + g * groups_in(job.head_dim) * GROUP_NBYTES, at, row,
+            tile.key_flags[g] = fused_of(job).split_keys(tile.key + g * key_groups_nbytes(job), <int>job.n_parts, at, row,
                                                          n, job.head_dim)
             at = contiguous_rows(job, w, &block.value, key, n, job.value_dim, &row)
-            tile.value_flags[g] = fused_of(job).split_values(tile.value, job.tile_groups, at, row, n, job.value_dim, g)
+            tile.value_flags[g] = fused_of(job).split_values(tile.value, <int>job.n_parts, job.tile_groups, at, row, n,
+                                                             job.value_dim, g)
         key += GROUP_KEYS
     return tile
 
@@ -172,8 +178,9 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
     unit.key0 = key0
     unit.tile = tile
     unit.work.query = query_groups_of(job, w, number)
-    unit.work.key = tile.key + first * groups_in(job.head_dim) * GROUP_NBYTES
-    unit.work.value = tile.value + first * GROUP_NBYTES
+    unit.work.key = tile.key + first * key_groups_nbytes(job)
+    unit.work.value = tile.value + first * (GROUP_NBYTES // 3 * job.n_parts)
+    unit.work.n_parts = <int>job.n_parts
     unit.work.tile_groups = job.tile_groups
     unit.work.n_keys = n_keys
     unit.work.row_max = <float *>w.row_max
@@ -372,7 +379,7 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
     for i in range(n_heads * HEAD_TILES):
         task.tiles[i].tile = -1
         task.tiles[i].key = w.key_groups + i * job.tile_nbytes
-        task.tiles[i].value = task.tiles[i].key + job.tile_groups * groups_in(job.head_dim) * GROUP_NBYTES
+        task.tiles[i].value = task.tiles[i].key + job.tile_groups * key_groups_nbytes(job)
     memset(&task.next, 0, sizeof(Cursor))
     run_units(job, w, task)
     for i in range(task.n_blocks):

@@ -35,10 +35,10 @@ INLINE IVEC NAME(pair)(VEC a, VEC b) {
     return (IVEC)(((NAME(words))a >> 16) | ((NAME(words))b & (uint32_t)HIGH_HALF));
 }
 
-/* The three parts of pairs (a, b), which are finite, in the tile row at `to`. */
-INLINE void NAME(store_split)(char *to, VEC a, VEC b) {
+/* The parts of pairs (a, b), which are finite, in the tile row at `to`. */
+INLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
-    for (int part = 0; part < 3; part++) {
+    for (int part = 0; part < n_parts; part++) {
         const VEC x = part < 2 ? NAME(rounded)(a) : a, y = part < 2 ? NAME(rounded)(b) : b;
         NAME(store)(to + part * PART, (VEC)NAME(pair)(x, y));
         a -= x;
@@ -97,7 +97,7 @@ INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const fl
                 VEC a = d + k < head_dim ? NAME(load)(at) : (VEC){};
                 VEC b = d + k + TILE_SIDE < head_dim ? NAME(load)(at + TILE_SIDE * ld) : (VEC){};
                 bad[half] |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
-                NAME(store_split)(groups + half * TILE_NBYTES + k * 64, a, b);
+                NAME(store_split)(3, groups + half * TILE_NBYTES + k * 64, a, b);
             }
     uint32_t lanes = 0;
     for (int i = 0; i < LANES; i++) lanes |= (uint32_t)(bad[0][i] < 0) << i | (uint32_t)(bad[1][i] < 0) << (LANES + i);
@@ -111,35 +111,42 @@ static uint32_t NAME(split_queries)(char *groups, const float *tile, ptrdiff_t l
 }
 
 /* One key, to its row of the groups; whether a number of it has no parts. */
-INLINE int NAME(split_key)(const int clean, char *groups, const char *k, ptrdiff_t head_dim) {
+INLINE int NAME(split_key)(const int n_parts, const int clean, char *groups, const char *k, ptrdiff_t head_dim) {
     IVEC bad = {};
-    for (ptrdiff_t left = head_dim; left > 0; left -= GROUP_ROWS, k += 128, groups += FASTATTN_GROUP_NBYTES) {
+    for (ptrdiff_t left = head_dim; left > 0; left -= GROUP_ROWS, k += 128, groups += n_parts * PART) {
         VEC a = left >= GROUP_ROWS ? NAME(load)(k) : NAME(load_some)(k, left);
         VEC b = left >= GROUP_ROWS ? NAME(load)(k + 64) : NAME(load_some)(k + 64, left - LANES);
         bad |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
-        NAME(store_split)(groups, a, b);
+        NAME(store_split)(n_parts, groups, a, b);
     }
     return NAME(any_negative)(bad);
 }
 
-static uint32_t NAME(split_keys)(char *groups, const char *k, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+INLINE uint32_t NAME(split_key_groups)(const int n_parts, char *groups, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
+                                       ptrdiff_t head_dim) {
     uint32_t keys = 0;
     for (ptrdiff_t j = 0; j < GROUP_ROWS; j++, k += row, groups += 64) {
         if (j < n_keys) {
-            if (!NAME(split_key)(0, groups, k, head_dim)) continue;
-            NAME(split_key)(1, groups, k, head_dim);
+            if (!NAME(split_key)(n_parts, 0, groups, k, head_dim)) continue;
+            NAME(split_key)(n_parts, 1, groups, k, head_dim);
             keys |= (uint32_t)1 << j;
         } else {
-            for (ptrdiff_t at = 0; at < (head_dim + GROUP_ROWS - 1) / GROUP_ROWS * 3; at++)
+            for (ptrdiff_t at = 0; at < (head_dim + GROUP_ROWS - 1) / GROUP_ROWS * n_parts; at++)
                 memset(groups + at * PART, 0, 64);
         }
     }
     return keys;
 }
 
-INLINE uint32_t NAME(split_value_groups)(const int clean, char *groups, ptrdiff_t tile_groups, const char *v,
+static uint32_t NAME(split_keys)(char *groups, int n_parts, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
+                                 ptrdiff_t head_dim) {
+    return n_parts == 1 ? NAME(split_key_groups)(1, groups, k, row, n_keys, head_dim)
+                        : NAME(split_key_groups)(3, groups, k, row, n_keys, head_dim);
+}
+
+INLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, char *groups, ptrdiff_t tile_groups, const char *v,
                                          ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
-    const ptrdiff_t next_columns = tile_groups * FASTATTN_GROUP_NBYTES;
+    const ptrdiff_t next_columns = tile_groups * n_parts * PART;
     IVEC bad[GROUP_ROWS] = {};
     uint32_t keys = 0;
     for (ptrdiff_t e = 0; e < value_dim; e += GROUP_ROWS, groups += next_columns)
@@ -148,7 +155,7 @@ INLINE uint32_t NAME(split_value_groups)(const int clean, char *groups, ptrdiff_
             char *const to = groups + half * TILE_NBYTES;
             VEC x[2][LANES];
             if (left <= 0) {
-                for (int part = 0; part < 3; part++) memset(to + part * PART, 0, TILE_NBYTES);
+                for (int part = 0; part < n_parts; part++) memset(to + part * PART, 0, TILE_NBYTES);
                 continue;
             }
 #pragma GCC unroll 2
@@ -162,17 +169,21 @@ INLINE uint32_t NAME(split_value_groups)(const int clean, char *groups, ptrdiff_
                 NAME(transpose)(x[i]);
             }
 #pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) NAME(store_split)(to + j * 64, x[0][j], x[1][j]);
+            for (int j = 0; j < LANES; j++) NAME(store_split)(n_parts, to + j * 64, x[0][j], x[1][j]);
         }
     for (int j = 0; j < GROUP_ROWS; j++) keys |= (uint32_t)NAME(any_negative)(bad[j]) << j;
     return keys;
 }
 
-static uint32_t NAME(split_values)(char *groups, ptrdiff_t tile_groups, const char *v, ptrdiff_t row, ptrdiff_t n_keys,
-                                   ptrdiff_t value_dim, ptrdiff_t group) {
-    groups += group * FASTATTN_GROUP_NBYTES;
-    const uint32_t keys = NAME(split_value_groups)(0, groups, tile_groups, v, row, n_keys, value_dim);
-    if (keys) NAME(split_value_groups)(1, groups, tile_groups, v, row, n_keys, value_dim);
+static uint32_t NAME(split_values)(char *groups, int n_parts, ptrdiff_t tile_groups, const char *v, ptrdiff_t row,
+                                   ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group) {
+    groups += group * n_parts * PART;
+#define SPLIT(clean)                                                                                           \
+    (n_parts == 1 ? NAME(split_value_groups)(1, clean, groups, tile_groups, v, row, n_keys, value_dim)         \
+                  : NAME(split_value_groups)(3, clean, groups, tile_groups, v, row, n_keys, value_dim))
+    const uint32_t keys = SPLIT(0);
+    if (keys) SPLIT(1);
+#undef SPLIT
     return keys;
 }
 
@@ -265,40 +276,49 @@ typedef struct {
         TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
         NAME(weigh_when_due)(scaled, drops, w);                                                                     \
     } while (0)
-#define TURNS 6 /* for each group */
+#define TURNS(n_parts) ((n_parts) == 3 ? 6 : 3) /* for each group */
 
-/* The operands of a job's first turn: low parts on the left, high ones on the right. */
-INLINE void NAME(load_first)(const NAME(job) *job) {
-    TILE_LOAD(4, job->left + 2 * PART);
-    TILE_LOAD(5, job->left + 2 * PART + TILE_NBYTES);
-    TILE_LOAD(6, job->right);
-    TILE_LOAD(7, job->right + TILE_NBYTES);
+/* The operands of a job's first turn: low parts on the left with high ones on the right, or the only ones with middle
+ * ones. */
+#define FIRST_LEFT(job) ((job)->left + (n_parts == 3 ? 2 * PART : 0))
+#define FIRST_RIGHT(job) ((job)->right + (n_parts == 3 ? 0 : PART))
+
+INLINE void NAME(load_first)(const int n_parts, const NAME(job) *job) {
+    TILE_LOAD(4, FIRST_LEFT(job));
+    TILE_LOAD(5, FIRST_LEFT(job) + TILE_NBYTES);
+    TILE_LOAD(6, FIRST_RIGHT(job));
+    TILE_LOAD(7, FIRST_RIGHT(job) + TILE_NBYTES);
 }
 
 /* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
  * those of the high parts. */
-INLINE void NAME(multiply)(const int scaled, const int drops, const NAME(job) *job, const NAME(job) *next,
+INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops, const NAME(job) *job, const NAME(job) *next,
                            NAME(weighing) *w) {
     const char *left = job->left, *right = job->right;
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    for (ptrdiff_t i = 1;; i++, left += FASTATTN_GROUP_NBYTES, right += FASTATTN_GROUP_NBYTES) {
-        TURN_LEFT(left + PART);
-        TURN_RIGHT(right + PART);
-        TURN_LEFT(left);
+    for (ptrdiff_t i = 1;; i++, left += n_parts * PART, right += FASTATTN_GROUP_NBYTES) {
+        if (n_parts == 3) {
+            TURN_LEFT(left + PART);
+            TURN_RIGHT(right + PART);
+            TURN_LEFT(left);
+        }
         TURN_RIGHT(right + 2 * PART);
         if (i == job->n_groups) break;
-        TURN_BOTH(left + FASTATTN_GROUP_NBYTES + 2 * PART, right + FASTATTN_GROUP_NBYTES);
+        if (n_parts == 3)
+            TURN_BOTH(left + n_parts * PART + 2 * PART, right + FASTATTN_GROUP_NBYTES);
+        else
+            TURN_BOTH(left + n_parts * PART, right + FASTATTN_GROUP_NBYTES + PART);
     }
     TURN_RIGHT(right);
     for (ptrdiff_t i = 1; i < job->n_groups; i++) {
-        left -= FASTATTN_GROUP_NBYTES;
+        left -= n_parts * PART;
         right -= FASTATTN_GROUP_NBYTES;
         TURN_BOTH(left, right);
     }
-    TURN_BOTH(next->left + 2 * PART, next->right);
+    TURN_BOTH(FIRST_LEFT(next), FIRST_RIGHT(next));
     TILE_STORE(0, (char *)job->to, job->ld * 4);
     TILE_STORE(1, (char *)(job->to + LANES), job->ld * 4);
     TILE_STORE(2, (char *)(job->to + TILE_SIDE * job->ld), job->ld * 4);
@@ -357,7 +377,7 @@ INLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *u
     w->n = (unit->n_keys + GROUP_ROWS - 1) / GROUP_ROWS * TILE_SIDE;
 }
 
-INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *scored, fastattn_unit *weighted,
+INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops, fastattn_unit *scored, fastattn_unit *weighted,
                            fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim, float factor) {
     const ptrdiff_t key_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     const ptrdiff_t n_added = added ? (value_dim + GROUP_ROWS - 1) / GROUP_ROWS : 0;
@@ -365,7 +385,7 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
     const ptrdiff_t added_groups = added ? (added->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
     const ptrdiff_t n_jobs = n_added + n_scored;
     float change[2][GROUP_ROWS * LD] __attribute__((aligned(64)));
-    NAME(weighing) weighing = {.n_turns = TURNS * (n_added * added_groups + n_scored * key_groups)};
+    NAME(weighing) weighing = {.n_turns = TURNS(n_parts) * (n_added * added_groups + n_scored * key_groups)};
     NAME(weighing) *const w = &weighing;
     VEC top[2] = {};
     if (scored) {
@@ -377,9 +397,9 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
     /* The i-th product of the step: columns of the accumulators, then groups of keys. */
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
-         ? (NAME(job)){added->value + (i) * added->tile_groups * FASTATTN_GROUP_NBYTES, added->weights,            \
+         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights,                   \
                        change[(i) % 2], LD, added_groups}                                      \
-         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * FASTATTN_GROUP_NBYTES, scored->query,      \
+         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query,             \
                        scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
     /* What the vector units do with it, one product later. */
 #define AFTER(i)                                                                                               \
@@ -394,10 +414,10 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
     TILE_FENCE();
     if (n_jobs > 0) {
         NAME(job) job = JOB(0);
-        NAME(load_first)(&job);
+        NAME(load_first)(n_parts, &job);
         for (ptrdiff_t i = 0; i < n_jobs; i++) {
             const NAME(job) next = i + 1 < n_jobs ? JOB(i + 1) : job;
-            NAME(multiply)(scaled, drops, &job, &next, w);
+            NAME(multiply)(n_parts, scaled, drops, &job, &next, w);
             TILE_FENCE();
             if (i > 0) AFTER(i - 1);
             job = next;
@@ -420,48 +440,55 @@ INLINE void NAME(run_step)(const int scaled, const int drops, fastattn_unit *sco
         }
 }
 
-static __attribute__((noinline)) void NAME(plain_step)(fastattn_unit *scored, fastattn_unit *weighted,
-                                                       fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim) {
-    NAME(run_step)(0, 0, scored, weighted, added, head_dim, value_dim, 1);
-}
-
-static __attribute__((noinline)) void NAME(scaled_step)(fastattn_unit *scored, fastattn_unit *weighted,
-                                                        fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
-                                                        float factor) {
-    NAME(run_step)(1, 0, scored, weighted, added, head_dim, value_dim, factor);
-}
-
-static __attribute__((noinline)) void NAME(dropping_step)(fastattn_unit *scored, fastattn_unit *weighted,
-                                                          fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
-                                                          float factor) {
-    NAME(run_step)(1, 1, scored, weighted, added, head_dim, value_dim, factor);
-}
+#define STEP(name, n_parts, scaled, drops)                                                                     \
+    static __attribute__((noinline)) void NAME(name)(fastattn_unit *scored, fastattn_unit *weighted,           \
+                                                     fastattn_unit *added, ptrdiff_t head_dim,                 \
+                                                     ptrdiff_t value_dim, float factor) {                      \
+        NAME(run_step)(n_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor);          \
+    }
+STEP(plain_step, 3, 0, 0)
+STEP(scaled_step, 3, 1, 0)
+STEP(dropping_step, 3, 1, 1)
+STEP(plain_step_1, 1, 0, 0)
+STEP(scaled_step_1, 1, 1, 0)
+STEP(dropping_step_1, 1, 1, 1)
+#undef STEP
 
 static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
                        ptrdiff_t value_dim, float exponent_factor) {
-    if (weighted && weighted->drop_words)
-        NAME(dropping_step)(scored, weighted, added, head_dim, value_dim, exponent_factor);
-    else if (exponent_factor == 1)
-        NAME(plain_step)(scored, weighted, added, head_dim, value_dim);
-    else
-        NAME(scaled_step)(scored, weighted, added, head_dim, value_dim, exponent_factor);
+    const int n_parts = (scored ? scored : weighted ? weighted : added)->n_parts;
+    const int drops = weighted && weighted->drop_words, scaled = exponent_factor != 1;
+    (n_parts == 1 ? drops    ? NAME(dropping_step_1)
+                    : scaled ? NAME(scaled_step_1)
+                             : NAME(plain_step_1)
+     : drops      ? NAME(dropping_step)
+     : scaled     ? NAME(scaled_step)
+                  : NAME(plain_step))(scored, weighted, added, head_dim, value_dim, exponent_factor);
 }
 
-static __attribute__((noinline)) void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key,
-                                                  ptrdiff_t n_keys, ptrdiff_t head_dim) {
+INLINE void NAME(score_keys)(const int n_parts, float *scores, ptrdiff_t ld, const char *query, const char *key,
+                             ptrdiff_t n_keys, ptrdiff_t head_dim) {
     const ptrdiff_t n_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     NAME(weighing) none = {.n_turns = 1};
     NAME(job) job = {key, query, scores, ld, n_groups};
     TILE_FENCE();
-    NAME(load_first)(&job);
+    NAME(load_first)(n_parts, &job);
     for (ptrdiff_t j = 0; j < n_keys; j += GROUP_ROWS) {
         NAME(job) next = job;
-        next.left += j + GROUP_ROWS < n_keys ? n_groups * FASTATTN_GROUP_NBYTES : 0;
+        next.left += j + GROUP_ROWS < n_keys ? n_groups * n_parts * PART : 0;
         next.to += GROUP_ROWS * ld;
-        NAME(multiply)(0, 0, &job, &next, &none);
+        NAME(multiply)(n_parts, 0, 0, &job, &next, &none);
         job = next;
     }
     TILE_FENCE();
+}
+
+static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
+                        ptrdiff_t head_dim) {
+    if (n_parts == 1)
+        NAME(score_keys)(1, scores, ld, query, key, n_keys, head_dim);
+    else
+        NAME(score_keys)(3, scores, ld, query, key, n_keys, head_dim);
 }
 
 const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {

@@ -27,6 +27,7 @@ _AT_DATA = object.__basicsize__
 LINE_NBYTES = 64
 GROUP = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
 GROUP_NBYTES = 3 * 2 * 1024
+IN_PIPELINE = 3  #: units of the fused sweep that are worked on at once
 MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
 
 #: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head,
@@ -247,10 +248,10 @@ def _fused_tiles(fields: dict[str, Any], schedule: Schedule) -> dict[str, int]:
         "staged_rows": 8 * lanes,
         "query_groups": blocks * -(-head_dim // GROUP) * GROUP_NBYTES,
         "weight_groups": 2 * tile_groups * GROUP_NBYTES,
-        "key_groups": heads * 2 * fields["tile_nbytes"],
+        "key_groups": heads * IN_PIPELINE * fields["tile_nbytes"],
         "score_tiles": 2 * schedule.block_k * lanes * itemsize,
         "other_scores": schedule.block_k * lanes * itemsize,
-        "kept_words": 3 * tile_groups * lanes * 4,
+        "kept_words": IN_PIPELINE * tile_groups * lanes * 4,
     }
 
 

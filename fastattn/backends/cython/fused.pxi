@@ -9,8 +9,8 @@ cdef enum:
     GROUP_KEYS = 32          # of a group, and of a word
     TILE_GROUPS = 8          # of a key tile
     MAX_TASK_BLOCKS = 32
-    HEAD_TILES = 2           # key tiles of a head that are held: that of the next unit, and that of the pipeline
     IN_PIPELINE = 3
+    HEAD_TILES = IN_PIPELINE  # key tiles of a head that are held: each unit of the pipeline may be of another
 
 
 cdef struct Unit:

@@ -22,6 +22,7 @@ from fastattn.backends import cython_cpu
 from fastattn.bench import probes, worker
 from fastattn.bench.case import Case, Inputs, Layer, make_inputs
 from fastattn.bench.cases import CASES
+from fastattn.bench.limits import ON_TILES
 from fastattn.bench.oracle import expected_output
 from fastattn.bench.peers import Call, Peer, Products, Unable
 from fastattn.bench.process import ROOT, Crew, Worker, WorkerError
@@ -253,9 +254,13 @@ def test_limits_are_the_best_of_the_probes_for_one_thread_and_for_all(
 
     monkeypatch.setattr(probes, "fma_peak", probe)
     monkeypatch.setattr(probes, "read_bandwidth", probe)
+    monkeypatch.setattr(probes, "tile_peak", probe)
     held = worker.LimitsWorker(4)
     expected = {"1": 3.0, "4": 12.0}
-    assert held.fma() == {"float32": expected, "float64": expected}
+    for has_tiles in (False, True):
+        monkeypatch.setattr(probes, "has_tile_unit", lambda has_tiles=has_tiles: has_tiles)
+        of_vectors = {"float32": expected, "float64": expected}
+        assert held.fma() == (of_vectors | {ON_TILES: expected} if has_tiles else of_vectors)
     assert held.read_bandwidth() == expected
 
 

@@ -1,4 +1,4 @@
-"""The fused sweep, on the tile unit or on its model: what its pipeline, groups and permission add to the rules."""
+"""The fused sweep, on the tile unit or on its model: what its pipeline, groups and permission add."""
 
 from __future__ import annotations
 

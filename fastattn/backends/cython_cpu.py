@@ -92,6 +92,11 @@ def vectors() -> str | None:
     return None if driver is None else str(driver.chosen_vectors())
 
 
+def tile_operations(num_threads: int, steps: int) -> float:
+    """FLOPs of float32 that so many threads do on the tile unit alone, in at least `steps` steps in all."""
+    return float(driver.tile_operations(num_threads, steps))
+
+
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """For tests: other kernels for a while, in every thread."""

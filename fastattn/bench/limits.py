@@ -13,6 +13,11 @@ from fastattn.bench.case import Case
 Kind = Literal["compute", "memory"]
 
 
+#: The tile unit's limit stands beside those of the dtypes, and is nobody's: the shares of all libraries are
+#: of the multiply-adds of vectors, which float32 on tiles may exceed.
+ON_TILES = "float32 on tiles"
+
+
 class Limits(TypedDict):
     """One probe of the machine; threads are text, as JSON has them."""
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from fastattn.bench.case import Case, Inputs, Layer, make_inputs, make_layer
 from fastattn.bench.cases import MEMORY_WARM_UP
-from fastattn.bench.limits import Kind
+from fastattn.bench.limits import ON_TILES, Kind
 from fastattn.bench.memory import limit_memory, measure_call
 from fastattn.bench.peers import Call, Peer, Products, Redundant, Unable, load_peer
 from fastattn.bench.peers._base import available_memory
@@ -390,11 +390,15 @@ class LimitsWorker:
         self._threads = num_threads
 
     def fma(self) -> dict[str, dict[str, float]]:
-        """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all."""
+        """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all; also of a tile unit."""
         # After a stop both threads may wake on one core; they part while this is discarded.
         _fma_peak("float32")(self._threads, WARM_UP_SECONDS)
-        dtypes = ("float32", "float64")
-        return {dtype: self._best(_fma_peak(dtype), PROBE_SECONDS, PROBE_TRIES) for dtype in dtypes}
+        from fastattn.bench.probes import has_tile_unit, tile_peak
+
+        peaks = {dtype: _fma_peak(dtype) for dtype in ("float32", "float64")}
+        if has_tile_unit():
+            peaks[ON_TILES] = tile_peak
+        return {dtype: self._best(peak, PROBE_SECONDS, PROBE_TRIES) for dtype, peak in peaks.items()}
 
     def read_bandwidth(self) -> dict[str, float]:
         """Bytes/s read from memory: ``{threads: bandwidth}`` for one thread and for all."""

@@ -17,7 +17,7 @@ This file is the interface to Python: it selects the instruction set, and fills 
 (Job). The files that it includes hold the rest.
 """
 
-from cython.parallel cimport parallel, threadid
+from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -94,6 +94,22 @@ def target(Py_ssize_t itemsize):
     """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL
+
+
+def tile_operations(int num_threads, long steps):
+    """FLOPs of float32 that num_threads threads do on the tile unit in at least `steps` steps in all, of products alone;
+    0 where the kernels in use have none."""
+    cdef const fastattn_fused *fused = chosen[0].fused
+    cdef double operations = 0
+    cdef int piece, pieces = 32 * num_threads
+    if fused == NULL:
+        return 0.0
+    with nogil:
+        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
+            fused.begin()
+            operations += fused.peak(steps // pieces + 1)
+            fused.end()
+    return operations
 
 
 def set_cores(cores):

@@ -30,6 +30,7 @@ cdef extern from "fused.h" nogil:
                                  Py_ssize_t) noexcept nogil
         void (*score)(float *, Py_ssize_t, const char *, const char *, int, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
+        double (*peak)(long) noexcept nogil
 
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"

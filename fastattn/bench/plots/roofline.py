@@ -10,11 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
+from fastattn.bench.limits import ON_TILES
 from fastattn.bench.peers import OURS
 from fastattn.bench.plots._page import GREY, Measured, Picture, is_scaling, mark, measured, page
 
 #: The line of the roof of each dtype that is computed in; its cases are filled marks where the line is whole.
-ROOFS = {"float32": "-", "float64": "--"}
+ROOFS = {"float32": "-", "float64": "--", ON_TILES: "-."}
 
 #: Where a label may stand: offset from its mark in points, and which of its sides is there.
 PLACES = (
@@ -51,8 +52,9 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
     top = max(peaks.values()) / 1e9
     axes.set_xlim(min(*intensities, 1) / 1.5, max(*intensities, 100) * 2)
     axes.set_ylim(top / DEPTH, top * 1.6)
-    for dtype in dict.fromkeys(_roof(it.case) for it in cases):
-        _draw_roof(axes, dtype, peaks[dtype], bandwidth)
+    for dtype in dict.fromkeys((*(_roof(it.case) for it in cases), ON_TILES)):
+        if dtype in peaks:
+            _draw_roof(axes, dtype, peaks[dtype], bandwidth)
     for it in cases:
         _draw_case(axes, it)
     figure.draw_without_rendering()  # settles where everything stands, for the labels to keep clear of it

@@ -8,11 +8,13 @@ says what the figures are for.
 from __future__ import annotations
 
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from fastattn._constants import FUSED_ISAS
 from fastattn.backends import cython_cpu
 
 try:
@@ -27,7 +29,9 @@ _read_position = 0
 
 def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
     """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
-    return _peak(np.dtype(dtype).itemsize, num_threads, seconds)
+    return _peak(
+        partial(driver.peak_operations, cython_cpu.vectors(), np.dtype(dtype).itemsize), num_threads, seconds
+    )
 
 
 def integer_peak(num_threads: int, seconds: float) -> float:
@@ -36,7 +40,17 @@ def integer_peak(num_threads: int, seconds: float) -> float:
     They need all a core can issue and none of its memory. A neighbour on the same core, as virtual machines
     have, halves them while multiply-adds alone, which leave most of the core idle, still run at their peak.
     """
-    return _peak(0, num_threads, seconds)
+    return _peak(partial(driver.peak_operations, cython_cpu.vectors(), 0), num_threads, seconds)
+
+
+def has_tile_unit() -> bool:
+    """Whether the kernels in use compute float32 on a tile unit."""
+    return cython_cpu.isa() in FUSED_ISAS
+
+
+def tile_peak(num_threads: int, seconds: float) -> float:
+    """FLOP/s of float32 on the tile unit alone, each in six products, over about `seconds`."""
+    return _peak(cython_cpu.tile_operations, num_threads, seconds)
 
 
 def read_bandwidth(num_threads: int, seconds: float) -> float:
@@ -66,11 +80,12 @@ def _read_buffer() -> np.ndarray:
     return memory[start : start + READ_NBYTES]
 
 
-def _peak(itemsize: int, num_threads: int, seconds: float) -> float:
-    isa, steps = cython_cpu.vectors(), 20_000 * num_threads
+def _peak(operations_of: Callable[[int, int], float], num_threads: int, seconds: float) -> float:
+    """Operations per second of what does some in a number of steps on so many threads."""
+    steps = 20_000 * num_threads
     while True:
         start = time.perf_counter()
-        operations = driver.peak_operations(isa, itemsize, num_threads, steps)
+        operations = operations_of(num_threads, steps)
         elapsed = time.perf_counter() - start
         if elapsed >= seconds / 2:
             return float(operations / elapsed)

@@ -491,6 +491,30 @@ static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const ch
         NAME(score_keys)(3, scores, ld, query, key, n_keys, head_dim);
 }
 
+static double NAME(peak)(long steps) {
+    static const uint32_t numbers[TILE_NBYTES / 4] = {[0 ... TILE_NBYTES / 4 - 1] = 0x3f013efe};
+    enum { PRODUCTS = 16, OF_A_FLOAT = 6 };
+    TILE_FENCE();
+    TILE_LOAD(4, numbers);
+    TILE_LOAD(5, numbers);
+    TILE_LOAD(6, numbers);
+    TILE_LOAD(7, numbers);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (long step = 0; step < steps; step++)
+#pragma GCC unroll 4
+        for (int i = 0; i < PRODUCTS / 4; i++) {
+            TILE_PRODUCT(0, 4, 6);
+            TILE_PRODUCT(1, 4, 7);
+            TILE_PRODUCT(2, 5, 6);
+            TILE_PRODUCT(3, 5, 7);
+        }
+    TILE_FENCE();
+    return (double)steps * PRODUCTS * (2.0 * TILE_SIDE * TILE_SIDE * GROUP_ROWS) / OF_A_FLOAT;
+}
+
 const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {
     .begin = tiles_begin,
     .end = tiles_end,
@@ -499,4 +523,5 @@ const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {
     .split_values = NAME(split_values),
     .score = NAME(score),
     .step = NAME(step),
+    .peak = NAME(peak),
 };

@@ -68,6 +68,10 @@ typedef struct {
     /* One step of the pipeline; each of the three may be NULL, and they are consecutive units. */
     void (*step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
                  ptrdiff_t value_dim, float exponent_factor);
+
+    /* A probe of what the tile unit can do at most: products of tiles alone, in `steps` steps. Returns FLOPs of float32,
+     * each in six products. The products of numbers other than 0 take more power, and time. */
+    double (*peak)(long steps);
 } fastattn_fused;
 
 /* Whether the groups of values hold x. Below 2^-64 the parts, or products of theirs with weights, would lose bits that

@@ -53,7 +53,7 @@ X86 = {
 # Fused kernels on Intel's tile unit, and the same on a model of it in C, for tests.
 FUSED = {
     "amx": [*X86["avx512"], "-mamx-tile", "-mamx-bf16"],
-    "amx_model": [*X86["avx2"], "-DFASTATTN_MODEL", "-Wno-psabi"],
+    "amx_model": [*X86["avx2"], "-O2", "-DFASTATTN_MODEL", "-Wno-psabi"],
 }
 ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 

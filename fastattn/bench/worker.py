@@ -390,7 +390,7 @@ class LimitsWorker:
         self._threads = num_threads
 
     def fma(self) -> dict[str, dict[str, float]]:
-        """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all; also of a tile unit."""
+        """FMA peak in FLOP/s: ``{dtype: {threads: peak}}`` for one thread and for all; a tile unit's, too."""
         # After a stop both threads may wake on one core; they part while this is discarded.
         _fma_peak("float32")(self._threads, WARM_UP_SECONDS)
         from fastattn.bench.probes import has_tile_unit, tile_peak

@@ -29,6 +29,7 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 #define LOG2E 1.4426950408889634074
+#define LN2 0.69314718055994530942
 #define NUMBER "%.17g"
 
 static const fastattn_kernels *kernels;

@@ -18,6 +18,7 @@
 #include "test_rope.c"
 #include "test_inputs.c"
 #include "test_independence.c"
+#include "test_fused.c"
 
 static void test_peaks(void) {
     const fastattn_probes *probes = fastattn_find_probes(kernels->isa);
@@ -73,37 +74,47 @@ static const struct {
     {"peaks", test_peaks},
 };
 
+/* The checks of one table, and what its line has to say about errors. */
+static void test_table(char *errors, size_t room) {
+    double tanh_at = 0, exp2_at = 0;
+    for (int t = 0; t < COUNT(tests); t++) {
+        current = tests[t].name;
+        tests[t].run();
+    }
+    current = "exp2";
+    const double exp2_error = worst_exp2(&exp2_at);
+    CHECK(exp2_error <= 1.5, "%g ULP at " NUMBER, exp2_error, exp2_at);
+    current = "tanh";
+    const double tanh_error = worst_tanh(&tanh_at);
+    CHECK(tanh_error <= 5, "%g ULP at " NUMBER, tanh_error, tanh_at);
+    snprintf(errors, room, "exp2 %.3f ULP at %.9g, tanh %.2f ULP at %.9g", exp2_error, exp2_at, tanh_error, tanh_at);
+}
+
 int main(int argc, char **argv) {
+    char errors[200] = "";
     if (argc < 2) return printf("usage: test_kernels ISA...\n"), 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int i = 1; i < argc; i++)
         for (size = 4; size <= 8; size += 4) {
-            double tanh_at = 0, exp2_at = 0;
             kernels = fastattn_find_kernels(argv[i], size);
             if (!kernels) {
                 printf("%s float%d: skipped, this CPU does not have it\n", argv[i], size * 8);
                 continue;
             }
             const long checks_before = checks, failures_before = failures;
+            const int is_fused = strcmp(kernels->isa, kernels->vectors) != 0;
             lanes = kernels->lanes;
             unit = size == 4 ? 0x1p-24L : 0x1p-53L;
             current = "table";
             CHECK(strcmp(kernels->isa, argv[i]) == 0, "the table of %s calls itself %s", argv[i], kernels->isa);
             CHECK(!fastattn_find_kernels("none", size), "a table for an ISA that does not exist");
+            CHECK(!kernels->fused == !(is_fused && size == 4), "fused kernels in the wrong table");
+            if (is_fused && size == 8) continue;
             if (lanes * kernels->max_vectors > 64) return printf("no room for %d vectors\n", kernels->max_vectors), 1;
-            for (int t = 0; t < COUNT(tests); t++) {
-                current = tests[t].name;
-                tests[t].run();
-            }
-            current = "exp2";
-            const double exp2_error = worst_exp2(&exp2_at);
-            CHECK(exp2_error <= 1.5, "%g ULP at " NUMBER, exp2_error, exp2_at);
-            current = "tanh";
-            const double tanh_error = worst_tanh(&tanh_at);
-            CHECK(tanh_error <= 5, "%g ULP at " NUMBER, tanh_error, tanh_at);
-            printf("%s float%d: %ld checks, %ld failed; largest error: exp2 %.3f ULP at %.9g, tanh %.2f ULP at %.9g\n",
-                   argv[i], size * 8, checks - checks_before, failures - failures_before, exp2_error, exp2_at, tanh_error,
-                   tanh_at);
+            /* The others of its kernels are those of another table. */
+            (is_fused ? test_fused : test_table)(errors, sizeof errors);
+            printf("%s float%d: %ld checks, %ld failed; largest error: %s\n", argv[i], size * 8,
+                   checks - checks_before, failures - failures_before, errors);
         }
     return failures > 0;
 }

@@ -26,6 +26,36 @@
  * not. Small ones are: what they lose, below 2^-126 times 2^60, changes no weight. */
 #define LARGEST_BITS 0x5d800000
 
+/* What would make the model's object many times larger, where vectors of 64 bytes are taken apart, is not inline there:
+ * the model need not be fast. */
+#if defined(FASTATTN_MODEL)
+#define OUTLINE static __attribute__((noinline))
+OUTLINE void NAME(to_columns)(VEC x[LANES]) {
+    for (int i = 1; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            const float other = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = other;
+        }
+}
+/* `scaled` is known where each is compiled, or products and sums are not fused. */
+OUTLINE void NAME(scaled_power)(float factor, VEC *x) { NAME(exp2)(1, 1, factor, x); }
+OUTLINE void NAME(plain_power)(VEC *x) { NAME(exp2)(1, 0, 1, x); }
+INLINE void NAME(powers)(const int n, const int scaled, float factor, VEC x[]) {
+    for (int i = 0; i < n; i++)
+        if (scaled)
+            NAME(scaled_power)(factor, x + i);
+        else
+            NAME(plain_power)(x + i);
+}
+#else
+#define OUTLINE INLINE
+INLINE void NAME(to_columns)(VEC x[LANES]) { NAME(transpose)(x); }
+INLINE void NAME(powers)(const int n, const int scaled, float factor, VEC x[]) { NAME(exp2)(n, scaled, factor, x); }
+#endif
+
+OUTLINE VEC NAME(larger)(VEC a, VEC b) { return NAME(max)(a, b); }
+
 INLINE VEC NAME(upper)(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
 /* Rounded to 8 bits, half away from 0: what is left has its sign and one bit less. */
 INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((IVEC)x + 0x8000) & HIGH_HALF); }
@@ -36,7 +66,7 @@ INLINE IVEC NAME(pair)(VEC a, VEC b) {
 }
 
 /* The parts of pairs (a, b), which are finite, in the tile row at `to`. */
-INLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
+OUTLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
     for (int part = 0; part < n_parts; part++) {
         const VEC x = part < 2 ? NAME(rounded)(a) : a, y = part < 2 ? NAME(rounded)(b) : b;
@@ -47,7 +77,7 @@ INLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
 }
 
 /* The same by cutting off, for weights: fewer operations, and parts of numbers that are not negative are not either. */
-INLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
+OUTLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
     for (int part = 0; part < 3; part++) {
         NAME(store)(to + part * PART, (VEC)NAME(pair)(a, b));
@@ -57,14 +87,14 @@ INLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
 }
 
 /* Negative lanes where x is nonfinite or has no parts as a number of queries and keys; with `clean` those become 0. */
-INLINE IVEC NAME(check_operand)(const int clean, VEC *x) {
+OUTLINE IVEC NAME(check_operand)(const int clean, VEC *x) {
     const IVEC bad = LARGEST_BITS - 1 - ((IVEC)*x & ABS_BITS);
     if (clean) *x = (VEC)((IVEC)*x & (bad >= 0));
     return bad;
 }
 
 /* The same for values: negative where `fastattn_is_split` is false. */
-INLINE IVEC NAME(check_value)(const int clean, VEC *x) {
+OUTLINE IVEC NAME(check_value)(const int clean, VEC *x) {
     const IVEC bits = (IVEC)*x & ABS_BITS;
     const int32_t least = (127 - 64) << 23, limit = (127 + 120) << 23;
     const IVEC bad = ((limit - 1 - bits) | (bits - least)) & (bits != 0);
@@ -83,7 +113,7 @@ INLINE int NAME(any_negative)(IVEC x) {
 }
 
 /* n elements of a row, of any alignment; the rest is 0. */
-INLINE VEC NAME(load_some)(const char *p, ptrdiff_t n) {
+OUTLINE VEC NAME(load_some)(const char *p, ptrdiff_t n) {
     return n >= LANES ? NAME(load)(p) : n > 0 ? NAME(load_partial)(p, (int)n) : (VEC){};
 }
 
@@ -144,8 +174,8 @@ static uint32_t NAME(split_keys)(char *groups, int n_parts, const char *k, ptrdi
                         : NAME(split_key_groups)(3, groups, k, row, n_keys, head_dim);
 }
 
-INLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, char *groups, ptrdiff_t tile_groups, const char *v,
-                                         ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+OUTLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, char *groups, ptrdiff_t tile_groups,
+                                          const char *v, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
     const ptrdiff_t next_columns = tile_groups * n_parts * PART;
     IVEC bad[GROUP_ROWS] = {};
     uint32_t keys = 0;
@@ -166,7 +196,7 @@ INLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, cha
                     x[i][j] = key < n_keys ? NAME(load_some)(v + key * row + column * 4, left) : (VEC){};
                     bad[key] |= NAME(check_value)(clean, &x[i][j]);
                 }
-                NAME(transpose)(x[i]);
+                NAME(to_columns)(x[i]);
             }
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) NAME(store_split)(n_parts, to + j * 64, x[0][j], x[1][j]);
@@ -199,14 +229,14 @@ typedef struct {
 } NAME(weighing);
 
 /* The weights of two keys, one from each half of a group: row `k` of their tiles. */
-INLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) *w) {
+OUTLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) *w) {
     const ptrdiff_t group = w->next / TILE_SIDE, k = w->next % TILE_SIDE;
     const float *const s = w->scores + (group * GROUP_ROWS + k) * LD;
     char *const to = w->weights + group * FASTATTN_GROUP_NBYTES + k * 64;
     VEC x[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) x[i] = NAME(load)(s + i % 2 * TILE_SIDE * LD + i / 2 * LANES) - w->base[i / 2];
-    NAME(exp2)(4, scaled, w->factor, x);
+    NAME(powers)(4, scaled, w->factor, x);
     w->sum[0] += x[0] + x[1];
     w->sum[1] += x[2] + x[3];
     if (drops)
@@ -326,7 +356,7 @@ INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops,
 }
 
 /* acc = rescale * acc + change for n_columns columns, or change alone. */
-INLINE void NAME(add_to_acc)(float *acc, const float *change, const fastattn_unit *unit, ptrdiff_t n_columns) {
+OUTLINE void NAME(add_to_acc)(float *acc, const float *change, const fastattn_unit *unit, ptrdiff_t n_columns) {
     const VEC scale[2] = {NAME(load)(unit->rescale), NAME(load)(unit->rescale + LANES)};
     const int is_first = unit->is_first;
     for (ptrdiff_t at = 0; at < n_columns * LD; at += 2 * LANES)
@@ -339,7 +369,7 @@ INLINE void NAME(add_to_acc)(float *acc, const float *change, const fastattn_uni
 }
 
 /* The scores of one group of keys are there: -inf past the last key, and the largest of the plain ones. */
-INLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[2]) {
+OUTLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[2]) {
     float *const s = unit->scores + first * LD;
     for (ptrdiff_t j = unit->n_keys - first; j < GROUP_ROWS; j++) {
         NAME(store)(s + j * LD, NAME(splat)(-INFINITY));
@@ -351,21 +381,21 @@ INLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[2
     for (int j = 0; j < TILE_SIDE; j++)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            top[half] = NAME(max)(top[half], NAME(load)(s + j * LD + half * LANES));
-            more[half] = NAME(max)(more[half], NAME(load)(s + (TILE_SIDE + j) * LD + half * LANES));
+            top[half] = NAME(larger)(top[half], NAME(load)(s + j * LD + half * LANES));
+            more[half] = NAME(larger)(more[half], NAME(load)(s + (TILE_SIDE + j) * LD + half * LANES));
         }
-    top[0] = NAME(max)(top[0], more[0]);
-    top[1] = NAME(max)(top[1], more[1]);
+    top[0] = NAME(larger)(top[0], more[0]);
+    top[1] = NAME(larger)(top[1], more[1]);
 }
 
 /* Raises row_max by the unit's scores; its weights are powers relative to it, and what was summed is rescaled. */
-INLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *unit, NAME(weighing) *w) {
+OUTLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *unit, NAME(weighing) *w) {
     for (int half = 0; half < 2; half++) {
         float *const row_max = unit->row_max + half * LANES;
         const VEC old = NAME(load)(row_max), top = NAME(max)(old, NAME(load)(unit->tile_max + half * LANES));
         const VEC base = NAME(select)((IVEC)(top == NAME(splat)(-INFINITY)), (VEC){}, top);
         VEC scale = old - base;
-        NAME(exp2)(1, scaled, factor, &scale);
+        NAME(powers)(1, scaled, factor, &scale);
         NAME(store)(row_max, top);
         NAME(store)(unit->rescale + half * LANES, scale);
         w->base[half] = base;

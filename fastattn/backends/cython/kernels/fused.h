@@ -17,6 +17,10 @@
  * The groups of queries
  * and of 32 keys are in the order of the columns; those of the values of a key tile, FASTATTN_FUSED_KEYS keys or fewer,
  * are 32 columns after 32 columns, each with the groups of all keys. Everything that these kernels work on is 64-byte aligned.
+ *
+ * A word of a group holds a part of two of the 32 elements of a sum, k in its lower half and k + 16 in its upper
+ * one. A row of 16 words is a key, or a column of values; of queries and weights it is a k of 16 lanes, and the lanes
+ * from 16 on have the second tile.
  */
 #ifndef FASTATTN_FUSED_H
 #define FASTATTN_FUSED_H

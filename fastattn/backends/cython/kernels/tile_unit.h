@@ -26,6 +26,19 @@ static inline tile_row model_flush(tile_row x) {
     return (tile_row)(bits & (is_normal | 0x80000000u));
 }
 
+/* x * p + sum, rounded once, and 0 where it would be denormal if exponents had no end: what rounds to 24 bits below
+ * 2^-126 is 0, also where its nearest float32 is 2^-126. That is decided at 2^64 times the number, where there are no
+ * denormal numbers; what overflows there is not small. */
+static inline tile_row model_multiply_add(float x, tile_row p, tile_row sum) {
+    tile_row scaled = sum * 0x1p64f;
+    for (int n = 0; n < TILE_SIDE; n++) {
+        sum[n] = __builtin_fmaf(x, p[n], sum[n]);
+        scaled[n] = __builtin_fmaf(x * 0x1p64f, p[n], scaled[n]);
+    }
+    const tile_words is_normal = (tile_words)(((tile_words)scaled & 0x7fffffffu) >= 0x20800000u); /* 2^(64 - 126) */
+    return (tile_row)((tile_words)sum & (is_normal | 0x80000000u));
+}
+
 /* Two chains of 16 fused multiply-adds from 0, of the even and of the odd elements; their sum is added to the tile. */
 static __attribute__((noinline)) void model_product(int sum, int left, int right) {
     const tile_words *const b = (const tile_words *)model_tiles[right];
@@ -36,13 +49,8 @@ static __attribute__((noinline)) void model_product(int sum, int left, int right
             const uint32_t word = a[k];
             const tile_words low = {word << 16}, high = {word & 0xffff0000u};
             const tile_row x = model_flush((tile_row)low), y = model_flush((tile_row)high);
-            const tile_row p = model_flush((tile_row)(b[k] << 16)), q = model_flush((tile_row)(b[k] & 0xffff0000u));
-            for (int n = 0; n < TILE_SIDE; n++) {
-                even[n] = __builtin_fmaf(x[0], p[n], even[n]);
-                odd[n] = __builtin_fmaf(y[0], q[n], odd[n]);
-            }
-            even = model_flush(even);
-            odd = model_flush(odd);
+            even = model_multiply_add(x[0], model_flush((tile_row)(b[k] << 16)), even);
+            odd = model_multiply_add(y[0], model_flush((tile_row)(b[k] & 0xffff0000u)), odd);
         }
         tile_row *const row = (tile_row *)model_tiles[sum] + m;
         *row = model_flush(model_flush(*row) + model_flush(even + odd));

@@ -6,6 +6,7 @@ enum {
     TILE_KEYS = FASTATTN_FUSED_KEYS,
     OF_GROUP = 32, /* rows or columns, keys and lanes */
     GROUP_NBYTES = FASTATTN_GROUP_NBYTES,
+    PART_NBYTES = FASTATTN_PART_NBYTES,
     MOST_COLUMNS = 128
 };
 
@@ -15,18 +16,30 @@ static struct {
 } fused_errors;
 
 static int groups_in(int n) { return (n + OF_GROUP - 1) / OF_GROUP; }
-static char *groups_for(int n) { return take((ptrdiff_t)n * GROUP_NBYTES, 64, 0); }
+static char *groups_for(int n, int n_parts) { return take((ptrdiff_t)n * n_parts * PART_NBYTES, 64, 0); }
+static int any_parts(void) { return below(3) ? 3 : 1; }
 
 static float float_of(uint32_t bits) {
     float x;
     return memcpy(&x, &bits, 4), x;
 }
 
+/* What the high half of x's bits stands for. Not inline: GCC 12 (split1, x86) loses the lower half's `and` with 0 where
+ * a float is rounded from a double before. */
+static __attribute__((noinline)) float cut(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return float_of(bits & 0xffff0000u);
+}
+
+/* The nearest number to 0 that so many parts hold. */
+static float cut_to(int n_parts, float x) { return n_parts == 3 ? x : cut(x); }
+
 /* Where a part of an element lies: the k-th of a sum's 32, of row x of the left operand (keys, values) or of lane x
  * of the right one (queries, weights). A word holds two elements, k and k + 16. */
 static char *part_address(const char *group, int is_right, int part, int x, int k) {
     const int in_part = is_right ? x / 16 * 1024 + k % 16 * 64 + x % 16 * 4 : x * 64 + k % 16 * 4;
-    return (char *)group + part * (GROUP_NBYTES / 3) + in_part + k / 16 * 2;
+    return (char *)group + part * PART_NBYTES + in_part + k / 16 * 2;
 }
 
 static double part_of(const char *group, int is_right, int part, int x, int k) {
@@ -36,8 +49,10 @@ static double part_of(const char *group, int is_right, int part, int x, int k) {
 }
 
 /* Exact: a few more bits than those of a float32. */
-static double parts_sum(const char *group, int is_right, int x, int k) {
-    return part_of(group, is_right, 0, x, k) + part_of(group, is_right, 1, x, k) + part_of(group, is_right, 2, x, k);
+static double parts_sum(const char *group, int is_right, int n_parts, int x, int k) {
+    double sum = 0;
+    for (int part = 0; part < n_parts; part++) sum += part_of(group, is_right, part, x, k);
+    return sum;
 }
 
 /* ------------------------------------------------------------------ split_queries, split_keys, split_values */
@@ -50,77 +65,81 @@ static int has_parts(int kind, float x) {
     return x == 0 || (magnitude >= 0x1p-64f && magnitude < 0x1p120f);
 }
 
-static float number_with_parts(int kind, int wanted) {
+static float number_with_parts(int kind, int n_parts, int wanted) {
     static const float edges[] = {0,        0x1p-149f,       0x1p-126f,   0x1.fffffep-65f, 0x1p-64f, 0x1.fffffep59f,
                                   0x1p60f,  0x1.fffffep119f, 0x1p120f,    FLT_MAX,         INFINITY, NAN,
                                   0x1.ffp0, 0x1.01p0,        0x1.00fffep3f, 0x1.fefffep3f};
     for (;;) {
         const float edge = edges[below(COUNT(edges))] * (below(2) ? 1 : -1);
-        const float x = below(8) ? float_of((uint32_t)random_bits()) : edge;
+        const float x = cut_to(n_parts, below(8) ? float_of((uint32_t)random_bits()) : edge);
         if (has_parts(kind, x) == wanted) return x;
     }
 }
 
-static void check_parts(const char *group, int kind, int x, int k, float number) {
+static void check_parts(const char *group, int kind, int n_parts, int x, int k, float number) {
     const int is_right = kind == OF_QUERIES, has = has_parts(kind, number);
-    const double sum = parts_sum(group, is_right, x, k), high = fabs(part_of(group, is_right, 0, x, k));
-    const double middle = fabs(part_of(group, is_right, 1, x, k)), low = fabs(part_of(group, is_right, 2, x, k));
+    const double sum = parts_sum(group, is_right, n_parts, x, k), high = part_of(group, is_right, 0, x, k);
     /* A bfloat16 has no bit below 2^-133. */
-    const int is_exact = fabsf(number) >= 0x1p-110f || number == 0;
-    CHECK(!has ? high == 0 && middle == 0 && low == 0 : is_exact ? sum == number : fabs(sum - number) < 0x1p-133,
+    const int is_exact = n_parts == 1 || fabsf(number) >= 0x1p-110f || number == 0;
+    CHECK(!has ? sum == 0 && high == 0 : is_exact ? sum == number : fabs(sum - number) < 0x1p-133,
           "kind %d, row or lane %d, number %d: %.9g became " NUMBER, kind, x, k, (double)number, sum);
-    CHECK(!has || !is_exact || (middle <= high * 0x1p-8 && low <= high * 0x1p-16),
-          "kind %d: the parts of %.9g are %g, %g and %g", kind, (double)number, high, middle, low);
+    for (int part = 1; part < n_parts; part++) {
+        const double lower = part_of(group, is_right, part, x, k);
+        CHECK(!has ? lower == 0 : !is_exact || fabs(lower) <= fabs(high) * (part == 1 ? 0x1p-8 : 0x1p-16),
+              "kind %d: part %d of %.9g is %g", kind, part, (double)number, lower);
+    }
 }
 
 /* n rows of keys or values, or the lanes of queries; few have numbers without parts. */
-static void check_split(int kind, int n, int n_columns) {
+static void check_split(int kind, int n_parts, int n, int n_columns) {
     const int tile_groups = kind == OF_VALUES ? 1 + below(8) : 1, at = below(tile_groups);
-    const int column_groups = groups_in(n_columns);
+    const int column_groups = groups_in(n_columns), group_nbytes = n_parts * PART_NBYTES;
+    const ptrdiff_t ld = BLOCK_LANES + below(3) * 16; /* of a packed tile of queries */
     const ptrdiff_t gaps[] = {0, 12, 1, 3}, span = n_columns * 4 + gaps[below(4)];
     const ptrdiff_t row = below(6) ? below(4) ? span : -span : 0;
-    const Matrix m = kind == OF_QUERIES ? (Matrix){tile(n_columns, n), n, n_columns, 4, n * 4, 4}
+    const Matrix m = kind == OF_QUERIES ? (Matrix){tile(n_columns, ld), n, n_columns, 4, ld * 4, 4}
                                         : matrix(n, n_columns, row, 4, below(8));
-    char *const groups = groups_for(column_groups * tile_groups);
+    char *const groups = groups_for(column_groups * tile_groups, n_parts);
     uint32_t want = 0, got;
     for (int r = 0; r < n; r++)
-        for (int c = 0; c < n_columns; c++) put(element(&m, r, c), 0, number_with_parts(kind, 1));
+        for (int c = 0; c < n_columns; c++) put(element(&m, r, c), 0, number_with_parts(kind, n_parts, 1));
     for (int i = below(2) ? below(4) : 0; i > 0; i--)
-        put(element(&m, below(n), below(n_columns)), 0, number_with_parts(kind, 0));
+        put(element(&m, below(n), below(n_columns)), 0, number_with_parts(kind, n_parts, 0));
     seal(&m);
     if (kind == OF_QUERIES)
-        got = kernels->fused->split_queries(groups, (const float *)m.at, n_columns);
+        got = kernels->fused->split_queries(groups, (const float *)m.at, ld, n_columns);
     else if (kind == OF_KEYS)
-        got = kernels->fused->split_keys(groups, m.at, m.row, n, n_columns);
+        got = kernels->fused->split_keys(groups, n_parts, m.at, m.row, n, n_columns);
     else
-        got = kernels->fused->split_values(groups, tile_groups, m.at, m.row, n, n_columns, at);
+        got = kernels->fused->split_values(groups, n_parts, tile_groups, m.at, m.row, n, n_columns, at);
     for (int r = 0; r < OF_GROUP; r++)
         for (int c = 0; c < column_groups * OF_GROUP; c++) {
             const float x = r < n && c < n_columns ? (float)entry(&m, r, c) : 0;
-            const char *const group = groups + (c / OF_GROUP * tile_groups + at) * GROUP_NBYTES;
+            const char *const group = groups + (c / OF_GROUP * tile_groups + at) * group_nbytes;
             if (!has_parts(kind, x)) want |= (uint32_t)1 << r;
             CHECK(kind != OF_VALUES || !fastattn_is_split(x) == !has_parts(kind, x), "fastattn_is_split(%.9g)",
                   (double)x);
             if (kind == OF_VALUES)
-                check_parts(group, kind, c % OF_GROUP, r, x);
+                check_parts(group, kind, n_parts, c % OF_GROUP, r, x);
             else
-                check_parts(group, kind, r, c % OF_GROUP, x);
+                check_parts(group, kind, n_parts, r, c % OF_GROUP, x);
         }
     CHECK(got == want, "kind %d, %d rows, %d columns: flags %08x, not %08x", kind, n, n_columns, got, want);
     for (int i = 0; i < column_groups * tile_groups; i++)
-        for (int b = 0; i % tile_groups != at && b < GROUP_NBYTES; b++)
-            CHECK((groups[i * GROUP_NBYTES + b] & 0xff) == 0xff, "group %d is not its own, %d", i, at);
+        for (int b = 0; i % tile_groups != at && b < group_nbytes; b++)
+            CHECK((groups[i * group_nbytes + b] & 0xff) == 0xff, "group %d is not its own, %d", i, at);
     release();
 }
 
 static void test_split(void) {
     for (int n_columns = 1; n_columns <= 100; n_columns++) {
-        check_split(OF_QUERIES, BLOCK_LANES, n_columns);
+        check_split(OF_QUERIES, 3, BLOCK_LANES, n_columns);
         for (int i = 0; i < 3; i++)
-            for (int kind = OF_KEYS; kind <= OF_VALUES; kind++) check_split(kind, 1 + below(OF_GROUP), n_columns);
+            for (int kind = OF_KEYS; kind <= OF_VALUES; kind++)
+                check_split(kind, any_parts(), 1 + below(OF_GROUP), n_columns);
     }
     for (int n = 1; n <= OF_GROUP; n++)
-        check_split(OF_KEYS, n, 1 + below(100)), check_split(OF_VALUES, n, 1 + below(100));
+        check_split(OF_KEYS, any_parts(), n, 1 + below(100)), check_split(OF_VALUES, any_parts(), n, 1 + below(100));
 }
 
 /* ------------------------------------------------------------------ step: the three works */
@@ -128,32 +147,33 @@ static void test_split(void) {
 /* Rows of keys or values, which all have parts, in groups as of one key tile. */
 static int in_group(int n_keys, int j) { return n_keys - j < OF_GROUP ? n_keys - j : OF_GROUP; }
 
-static char *key_groups(const float *k, int n_keys, int head_dim) {
-    char *const groups = groups_for(groups_in(n_keys) * groups_in(head_dim));
+static char *key_groups(const float *k, int n_parts, int n_keys, int head_dim) {
+    char *const groups = groups_for(groups_in(n_keys) * groups_in(head_dim), n_parts);
     for (int j = 0; j < n_keys; j += OF_GROUP)
-        kernels->fused->split_keys(groups + j / OF_GROUP * groups_in(head_dim) * GROUP_NBYTES,
+        kernels->fused->split_keys(groups + j / OF_GROUP * groups_in(head_dim) * n_parts * PART_NBYTES, n_parts,
                                    (const char *)(k + j * head_dim), head_dim * 4, in_group(n_keys, j), head_dim);
     return groups;
 }
 
-static char *value_groups(const float *v, int n_keys, int value_dim, int tile_groups) {
-    char *const groups = groups_for(tile_groups * groups_in(value_dim));
+static char *value_groups(const float *v, int n_parts, int n_keys, int value_dim, int tile_groups) {
+    char *const groups = groups_for(tile_groups * groups_in(value_dim), n_parts);
     for (int j = 0; j < n_keys; j += OF_GROUP)
-        kernels->fused->split_values(groups, tile_groups, (const char *)(v + j * value_dim), value_dim * 4,
+        kernels->fused->split_values(groups, n_parts, tile_groups, (const char *)(v + j * value_dim), value_dim * 4,
                                      in_group(n_keys, j), value_dim, j / OF_GROUP);
     return groups;
 }
 
 static char *query_groups(const float *q, int head_dim) {
-    char *const groups = groups_for(groups_in(head_dim));
-    kernels->fused->split_queries(groups, q, head_dim);
+    char *const groups = groups_for(groups_in(head_dim), 3);
+    kernels->fused->split_queries(groups, q, BLOCK_LANES, head_dim);
     return groups;
 }
 
-/* Numbers of about the same size, or of many. */
-static float *random_floats(ptrdiff_t n, int powers) {
+/* Numbers that so many parts hold, of about the same size, or of many. */
+static float *random_floats(ptrdiff_t n, int n_parts, int powers) {
     float *const x = (float *)take(n * 4, 64, 0);
-    for (ptrdiff_t i = 0; i < n; i++) x[i] = (float)ldexp(uniform(-1, 1), powers ? below(2 * powers) - powers : 0);
+    for (ptrdiff_t i = 0; i < n; i++)
+        x[i] = cut_to(n_parts, (float)ldexp(uniform(-1, 1), powers ? below(2 * powers) - powers : 0));
     return x;
 }
 
@@ -178,11 +198,38 @@ static void check_sum(double *largest_error, double got, long double exact, long
           n_groups, got, (double)exact);
 }
 
+/* `score`, and `step` with other parts of the same keys: the same numbers as those of `step`. */
+static void check_other_scores(const fastattn_unit *u, const float *k, int head_dim) {
+    const int n_keys = (int)u->n_keys, padded = groups_in(n_keys) * OF_GROUP, ld = BLOCK_LANES + below(3) * 16;
+    float *const scores = tile(padded, ld);
+    fastattn_unit other = *u;
+    kernels->fused->begin();
+    kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, n_keys, head_dim);
+    kernels->fused->end();
+    if (u->n_parts == 1) {
+        other.n_parts = 3;
+        other.key = key_groups(k, 3, n_keys, head_dim);
+    }
+    other.scores = tile(padded, BLOCK_LANES);
+    step(&other, NULL, NULL, head_dim, 1, 1);
+    for (int j = 0; j < padded; j++)
+        for (int lane = 0; lane < ld; lane++) {
+            const float want = lane < BLOCK_LANES ? u->scores[j * BLOCK_LANES + lane] : NAN;
+            const float got = scores[j * ld + lane];
+            CHECK(j < n_keys ? same(got, want) : lane < BLOCK_LANES ? got == 0 : isnan(got),
+                  "`score` of key %d, lane %d is " NUMBER ", not " NUMBER, j, lane, (double)got, (double)want);
+            CHECK(lane >= BLOCK_LANES || same(other.scores[j * BLOCK_LANES + lane], want),
+                  "the score of key %d in 3 parts, lane %d is " NUMBER ", not " NUMBER, j, lane,
+                  (double)other.scores[j * BLOCK_LANES + lane], (double)want);
+        }
+}
+
 static void check_scores(int n_keys, int head_dim, int powers) {
-    const int padded = groups_in(n_keys) * OF_GROUP;
-    const float *const q = random_floats(head_dim * BLOCK_LANES, powers);
-    const float *const k = random_floats(n_keys * head_dim, powers);
-    fastattn_unit u = {.query = query_groups(q, head_dim), .key = key_groups(k, n_keys, head_dim), .n_keys = n_keys};
+    const int padded = groups_in(n_keys) * OF_GROUP, n_parts = any_parts();
+    const float *const q = random_floats(head_dim * BLOCK_LANES, 3, powers);
+    const float *const k = random_floats(n_keys * head_dim, n_parts, powers);
+    fastattn_unit u = {.query = query_groups(q, head_dim), .key = key_groups(k, n_parts, n_keys, head_dim),
+                       .n_parts = n_parts, .n_keys = n_keys};
     float top[BLOCK_LANES];
     u.plain = below(groups_in(n_keys) + 1) * OF_GROUP;
     u.plain_stop = below(2) ? n_keys : u.plain + below((padded - (int)u.plain) / OF_GROUP + 1) * OF_GROUP;
@@ -212,6 +259,7 @@ static void check_scores(int n_keys, int head_dim, int powers) {
     for (int lane = 0; lane < BLOCK_LANES; lane++)
         CHECK(u.tile_max[lane] == top[lane], "%d keys, plain %td to %td: tile_max of lane %d is %g, not %g", n_keys,
               u.plain, u.plain_stop, lane, (double)u.tile_max[lane], (double)top[lane]);
+    check_other_scores(&u, k, head_dim);
     release();
 }
 
@@ -229,8 +277,8 @@ static double weight_bound(double exponent) { return 4 + 2 * LN2 * fabs(exponent
 /* Scores, of which lanes have none, one below an earlier one, or all. */
 static fastattn_unit scores_to_weigh(int n_keys) {
     const int padded = groups_in(n_keys) * OF_GROUP;
-    fastattn_unit u = {.n_keys = n_keys, .scores = tile(padded, BLOCK_LANES),
-                       .weights = groups_for(groups_in(n_keys)), .row_max = tile(1, BLOCK_LANES),
+    fastattn_unit u = {.n_parts = any_parts(), .n_keys = n_keys, .scores = tile(padded, BLOCK_LANES),
+                       .weights = groups_for(groups_in(n_keys), 3), .row_max = tile(1, BLOCK_LANES),
                        .row_sum = tile(1, BLOCK_LANES)};
     for (int lane = 0; lane < BLOCK_LANES; lane++) {
         const int kind = lane % 4, only = below(n_keys);
@@ -257,7 +305,7 @@ static void check_weights(int n_keys, float factor) {
     uint32_t *const words = random_words(n_keys, BLOCK_LANES);
     memcpy(old_max, u.row_max, sizeof old_max), memcpy(old_sum, u.row_sum, sizeof old_sum);
     dropped.drop_words = words;
-    dropped.weights = memset(groups_for(groups_in(n_keys)), 0xff, (size_t)nbytes);
+    dropped.weights = memset(groups_for(groups_in(n_keys), 3), 0xff, (size_t)nbytes);
     dropped.row_max = memcpy(tile(1, BLOCK_LANES), u.row_max, sizeof old_max);
     dropped.row_sum = memcpy(tile(1, BLOCK_LANES), u.row_sum, sizeof old_sum);
     step(NULL, &u, NULL, 1, 1, factor);
@@ -275,7 +323,7 @@ static void check_weights(int n_keys, float factor) {
         for (int j = 0; j < padded; j++) {
             const char *const group = u.weights + j / OF_GROUP * GROUP_NBYTES;
             const float s = u.scores[j * BLOCK_LANES + lane];
-            const double got = parts_sum(group, 1, lane, j % OF_GROUP);
+            const double got = parts_sum(group, 1, 3, lane, j % OF_GROUP);
             const double high = part_of(group, 1, 0, lane, j % OF_GROUP);
             const double middle = part_of(group, 1, 1, lane, j % OF_GROUP);
             const double low = part_of(group, 1, 2, lane, j % OF_GROUP);
@@ -306,8 +354,8 @@ static void check_weights(int n_keys, float factor) {
                       want);
             }
         }
-        /* Two keys at once. */
-        CHECK(fabs(u.row_sum[lane] - sum) <= (n_keys / 2 + 4) * 0x1p-24 * sum + n_keys * 0x1p-133,
+        /* 16 sums of two keys are added, then the sums of the groups, then what was there. */
+        CHECK(fabs(u.row_sum[lane] - sum) <= (16 + groups_in(n_keys) + 2) * 0x1p-24 * sum + n_keys * 0x1p-133,
               "%d keys: row_sum is " NUMBER ", not " NUMBER, n_keys, (double)u.row_sum[lane], sum);
         CHECK(same(dropped.row_sum[lane], u.row_sum[lane]) && same(dropped.row_max[lane], u.row_max[lane]) &&
                   same(dropped.rescale[lane], u.rescale[lane]),
@@ -325,13 +373,14 @@ static void test_weights(void) {
 
 static void check_sums(int n_keys, int value_dim, int is_first) {
     const int n_groups = groups_in(n_keys), first = below(3), tile_groups = first + n_groups + below(3);
-    const float *const v = random_floats((first * OF_GROUP + n_keys) * value_dim, below(2) * 10);
-    char *const values = value_groups(v, first * OF_GROUP + n_keys, value_dim, tile_groups);
-    char *const weights = groups_for(n_groups);
+    const int n_parts = any_parts(), rows = first * OF_GROUP + n_keys;
+    const float *const v = random_floats(rows * value_dim, n_parts, below(2) * 10);
+    char *const weights = groups_for(n_groups, 3);
     float *const acc = tile(value_dim, BLOCK_LANES), old[MOST_COLUMNS * BLOCK_LANES];
     float p[TILE_KEYS][BLOCK_LANES] = {};
-    fastattn_unit u = {.value = values + first * GROUP_NBYTES, .tile_groups = tile_groups, .n_keys = n_keys,
-                       .acc = acc, .is_first = is_first, .weights = weights};
+    fastattn_unit u = {.value = value_groups(v, n_parts, rows, value_dim, tile_groups) + first * n_parts * PART_NBYTES,
+                       .n_parts = n_parts, .tile_groups = tile_groups, .n_keys = n_keys, .acc = acc,
+                       .is_first = is_first, .weights = weights}, other;
     for (int j = 0; j < n_groups * OF_GROUP; j++)
         for (int lane = 0; lane < BLOCK_LANES; lane++) {
             float left = p[j][lane] = j < n_keys && below(8) ? (float)exp2(uniform(-20, 0)) : 0;
@@ -340,14 +389,19 @@ static void check_sums(int n_keys, int value_dim, int is_first) {
                 memcpy(&bits, &left, 4);
                 memcpy(part_address(weights + j / OF_GROUP * GROUP_NBYTES, 1, part, lane, j % OF_GROUP),
                        (char *)&bits + 2, 2);
-                left -= float_of(bits & 0xffff0000u);
+                left -= cut(left);
             }
         }
     for (int lane = 0; lane < BLOCK_LANES; lane++)
         u.rescale[lane] = is_first ? NAN : lane % 4 == 0 ? 1 : lane % 4 == 1 ? 0 : (float)uniform(0, 1);
     for (int i = 0; !is_first && i < value_dim * BLOCK_LANES; i++) acc[i] = (float)uniform(-100, 100);
     memcpy(old, acc, (size_t)(value_dim * BLOCK_LANES) * 4);
+    other = u;
+    other.n_parts = 3;
+    other.value = value_groups(v, 3, rows, value_dim, tile_groups) + first * GROUP_NBYTES;
+    other.acc = memcpy(tile(value_dim, BLOCK_LANES), acc, (size_t)(value_dim * BLOCK_LANES) * 4);
     step(NULL, NULL, &u, 1, value_dim, 1);
+    step(NULL, NULL, &other, 1, value_dim, 1);
     for (int e = 0; e < value_dim; e++)
         for (int lane = 0; lane < BLOCK_LANES; lane++) {
             long double sum = is_first ? 0 : (long double)u.rescale[lane] * old[e * BLOCK_LANES + lane];
@@ -357,6 +411,9 @@ static void check_sums(int n_keys, int value_dim, int is_first) {
                 sum += product, absolute += fabs(product);
             }
             check_sum(&fused_errors.sums, acc[e * BLOCK_LANES + lane], sum, absolute, n_groups, "column", e, lane);
+            CHECK(acc[e * BLOCK_LANES + lane] == other.acc[e * BLOCK_LANES + lane],
+                  "column %d, lane %d is " NUMBER ", in 3 parts " NUMBER, e, lane, (double)acc[e * BLOCK_LANES + lane],
+                  (double)other.acc[e * BLOCK_LANES + lane]);
         }
     release();
 }
@@ -371,7 +428,7 @@ static void test_sums(void) {
 enum { MOST_BLOCKS = 3, MOST_KEYS = 600 };
 
 typedef struct {
-    int n_blocks, len_k, head_dim, value_dim;
+    int n_blocks, n_parts, len_k, head_dim, value_dim;
     float factor;
     float *q, *k, *v;      /* q[block][d][lane], k[j][d], v[j][e] */
     unsigned char *masked; /* [block][lane][j] */
@@ -419,12 +476,12 @@ static void split_all(const Fused *f) {
     }
     for (int t = 0; t * TILE_KEYS < f->len_k; t++) {
         const int first = t * TILE_KEYS, n = f->len_k - first < TILE_KEYS ? f->len_k - first : TILE_KEYS;
-        work.keys[t] = key_groups(f->k + first * f->head_dim, n, f->head_dim);
-        work.values[t] = value_groups(f->v + first * f->value_dim, n, f->value_dim, TILE_KEYS / OF_GROUP);
+        work.keys[t] = key_groups(f->k + first * f->head_dim, f->n_parts, n, f->head_dim);
+        work.values[t] = value_groups(f->v + first * f->value_dim, f->n_parts, n, f->value_dim, TILE_KEYS / OF_GROUP);
     }
     for (int i = 0; i < 2; i++) {
         work.scores[i] = tile(TILE_KEYS, BLOCK_LANES);
-        work.weights[i] = groups_for(TILE_KEYS / OF_GROUP);
+        work.weights[i] = groups_for(TILE_KEYS / OF_GROUP, 3);
     }
 }
 
@@ -434,8 +491,9 @@ static void start_unit(const Fused *f, fastattn_unit *u, int t, int block, int k
     int n_masked = 0;
     memset(u, 0, sizeof *u);
     u->query = work.queries[block];
-    u->key = work.keys[key_tile] + group * groups_in(f->head_dim) * GROUP_NBYTES;
-    u->value = work.values[key_tile] + group * GROUP_NBYTES;
+    u->key = work.keys[key_tile] + group * groups_in(f->head_dim) * f->n_parts * PART_NBYTES;
+    u->value = work.values[key_tile] + group * f->n_parts * PART_NBYTES;
+    u->n_parts = f->n_parts;
     u->tile_groups = TILE_KEYS / OF_GROUP;
     u->n_keys = stop - key0;
     u->row_max = work.row_max[block], u->row_sum = work.row_sum[block], u->acc = work.acc[block];
@@ -489,9 +547,9 @@ static unsigned char *no_masks(ptrdiff_t n) { return (unsigned char *)memset(tak
 
 static Fused fused_problem(int n_blocks, int len_k, int head_dim, int value_dim, int masks) {
     const float factors[] = {1, (float)LOG2E};
-    Fused f = {n_blocks, len_k, head_dim, value_dim, factors[below(2)], .high = len_k};
-    f.q = random_floats(n_blocks * head_dim * BLOCK_LANES, 0);
-    f.k = random_floats(len_k * head_dim, 0), f.v = random_floats(len_k * value_dim, 0);
+    Fused f = {n_blocks, any_parts(), len_k, head_dim, value_dim, factors[below(2)], .high = len_k};
+    f.q = random_floats(n_blocks * head_dim * BLOCK_LANES, 3, 0);
+    f.k = random_floats(len_k * head_dim, f.n_parts, 0), f.v = random_floats(len_k * value_dim, f.n_parts, 0);
     f.masked = no_masks(n_blocks * BLOCK_LANES * len_k);
     for (int row = 0; row < n_blocks * BLOCK_LANES; row++) {
         const int kind = masks ? row % 4 : 0, stop = below(len_k);
@@ -572,6 +630,10 @@ static void test_pipeline(void) {
     }
 }
 
+static float any_number(int n_parts) {
+    return cut_to(n_parts, below(9) ? (float)uniform(-1e9, 1e9) : (float)special(below(8)));
+}
+
 /* One block; some lanes are kept, with their keys, while all that is not theirs changes. */
 static void test_fused_independence(void) {
     for (int nth = 0; nth < 24; nth++) {
@@ -592,7 +654,7 @@ static void test_fused_independence(void) {
             }
         attend_fused(&f, &fused_results[0]);
         Fused other = f;
-        other.q = random_floats(head_dim * BLOCK_LANES, 0);
+        other.q = random_floats(head_dim * BLOCK_LANES, 3, 0);
         other.masked = no_masks(BLOCK_LANES * len_k);
         other.k = (float *)memcpy(take(len_k * head_dim * 4, 4, 0), f.k, (size_t)(len_k * head_dim) * 4);
         other.v = (float *)memcpy(take(len_k * value_dim * 4, 4, 0), f.v, (size_t)(len_k * value_dim) * 4);
@@ -611,9 +673,9 @@ static void test_fused_independence(void) {
         }
         for (int j = 0; j < len_k; j++) {
             for (int d = 0; !is_used[j] && d < head_dim; d++)
-                other.k[j * head_dim + d] = below(9) ? (float)uniform(-1e9, 1e9) : (float)special(below(8));
+                other.k[j * head_dim + d] = any_number(f.n_parts);
             for (int e = 0; !is_used[j] && e < value_dim; e++)
-                other.v[j * value_dim + e] = below(9) ? (float)uniform(-1e9, 1e9) : (float)special(below(8));
+                other.v[j * value_dim + e] = any_number(f.n_parts);
         }
         for (int cut = 0; cut < 2; cut++) {
             if (cut) other.low = low, other.high = high;
@@ -670,7 +732,7 @@ static void test_model(void) {
     if (!tables[1]) return;
     for (int nth = 0; nth < 20 * (COUNT(kinds) + 1); nth++) {
         const int kind = nth % (COUNT(kinds) + 1), n_keys = 32 * (1 + below(4)), n_groups = 1 + below(3);
-        char *const key = groups_for(n_keys / OF_GROUP * n_groups), *const q = groups_for(n_groups);
+        char *const key = groups_for(n_keys / OF_GROUP * n_groups, 3), *const q = groups_for(n_groups, 3);
         fastattn_unit u[2];
         if (kind < COUNT(kinds)) {
             const int *const k = kinds[kind];
@@ -681,7 +743,8 @@ static void test_model(void) {
             fill_edges(q, n_groups, 1);
         }
         for (int i = 0; i < 2; i++) {
-            u[i] = (fastattn_unit){.query = q, .key = key, .n_keys = n_keys, .scores = tile(n_keys, BLOCK_LANES)};
+            u[i] = (fastattn_unit){.query = q, .key = key, .n_parts = 3, .n_keys = n_keys,
+                                   .scores = tile(n_keys, BLOCK_LANES)};
             tables[i]->fused->begin();
             tables[i]->fused->step(&u[i], NULL, NULL, n_groups * OF_GROUP, 1, 1);
             tables[i]->fused->end();
@@ -690,6 +753,17 @@ static void test_model(void) {
             CHECK(same(u[0].scores[i], u[1].scores[i]), "kind %d, key %d, lane %d: %a, and %a of %s", kind,
                   i / BLOCK_LANES, i % BLOCK_LANES, (double)u[0].scores[i], (double)u[1].scores[i], other);
         release();
+    }
+}
+
+/* The work of so many steps: each 16 products of tiles, of which six make one of float32. */
+static void test_peak(void) {
+    for (long steps = 1; steps < 1000; steps *= 7) {
+        double flops;
+        kernels->fused->begin();
+        flops = kernels->fused->peak(steps);
+        kernels->fused->end();
+        CHECK(flops == steps * 16 * (2.0 * 16 * 16 * 32) / 6, "%ld steps are %g FLOPs", steps, flops);
     }
 }
 
@@ -702,7 +776,7 @@ static void test_fused(char *errors, size_t room) {
         {"split", test_split},       {"scores", test_scores},
         {"weights", test_weights},   {"sums", test_sums},
         {"pipeline", test_pipeline}, {"fused_independence", test_fused_independence},
-        {"model", test_model},
+        {"model", test_model},       {"peak", test_peak},
     };
     memset(&fused_errors, 0, sizeof fused_errors);
     for (int t = 0; t < COUNT(own); t++) {

@@ -59,7 +59,7 @@ cdef inline Py_ssize_t groups_in(Py_ssize_t n) noexcept nogil:
 
 cdef inline Py_ssize_t key_groups_nbytes(const Job *job) noexcept nogil:
     """Bytes of the groups of 32 keys."""
-    return groups_in(job.head_dim) * (GROUP_NBYTES // 3 * job.n_parts)
+    return groups_in(job.head_dim) * PART_NBYTES * job.n_parts
 
 
 cdef inline const char *contiguous_rows(const Job *job, Scratch *w, const HeadRows *rows, Py_ssize_t key,
@@ -179,7 +179,7 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
     unit.tile = tile
     unit.work.query = query_groups_of(job, w, number)
     unit.work.key = tile.key + first * key_groups_nbytes(job)
-    unit.work.value = tile.value + first * (GROUP_NBYTES // 3 * job.n_parts)
+    unit.work.value = tile.value + first * PART_NBYTES * job.n_parts
     unit.work.n_parts = <int>job.n_parts
     unit.work.tile_groups = job.tile_groups
     unit.work.n_keys = n_keys
@@ -294,8 +294,8 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
         weights = unit.work.weights + j // GROUP_KEYS * GROUP_NBYTES
         allowed = 0
         for lane in range(FUSED_LANES):
-            p[lane] = (bfloat16_of(weights + GROUP_NBYTES // 3 * 2, j % GROUP_KEYS, lane)
-                       + bfloat16_of(weights + GROUP_NBYTES // 3, j % GROUP_KEYS, lane)
+            p[lane] = (bfloat16_of(weights + 2 * PART_NBYTES, j % GROUP_KEYS, lane)
+                       + bfloat16_of(weights + PART_NBYTES, j % GROUP_KEYS, lane)
                        + bfloat16_of(weights, j % GROUP_KEYS, lane))
             allowed |= (unit.words[j // WORD * FUSED_LANES + lane] >> j % WORD & 1) << lane
         load_rows(job, w.staged, &block.value, key, 1, job.value_dim)

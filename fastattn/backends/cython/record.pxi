@@ -5,6 +5,7 @@ cdef extern from "fused.h" nogil:
     enum: FUSED_LANES "FASTATTN_FUSED_LANES"
     enum: FUSED_KEYS "FASTATTN_FUSED_KEYS"
     enum: GROUP_NBYTES "FASTATTN_GROUP_NBYTES"
+    enum: PART_NBYTES "FASTATTN_PART_NBYTES"
     int fastattn_is_split(float)
     ctypedef struct fastattn_unit:
         const char *query

@@ -1,8 +1,8 @@
-/* The fused kernels; see fused.h for what each promises. Built twice: for the tile unit of Intel's processors (amx), and
- * for a C model of it (amx_model, FASTATTN_MODEL).
+/* The fused kernels; see fused.h for what each promises. Built twice: for the tile unit of Intel's processors (amx),
+ * and for a C model of it (amx_model, FASTATTN_MODEL).
  *
- * Lanes are queries, as in all kernels: a product S^T = K Q^T has keys on the left and queries on the right, and leaves
- * as rows of lanes, so that the softmax stays vertical; P^T is then the right operand of O^T = V^T P^T as it is.
+ * Lanes are queries, as in all kernels: a product S^T = K Q^T has keys on the left and queries on the right, and
+ * leaves as rows of lanes, so that the softmax stays vertical; P^T is then the right operand of O^T = V^T P^T as it is.
  */
 
 #include "base.h"
@@ -17,17 +17,17 @@
 #include "vec.h"
 
 #define LD FASTATTN_FUSED_LANES
-#define PART (2 * TILE_NBYTES) /* the two tiles of a part, high, middle, low, in a group */
+#define PART FASTATTN_PART_NBYTES /* two tiles; the parts of a group: high, middle, low */
 #define GROUP_ROWS 32
 #define HIGH_HALF ((int32_t)0xffff0000)
 #define ABS_BITS 0x7fffffff
 
-/* Queries and keys from 2^60 on are not split, so that no sum of products of parts overflows where the sum itself does
- * not. Small ones are: what they lose, below 2^-126 times 2^60, changes no weight. */
+/* Queries and keys from 2^60 on are not split, so that no sum of products of parts overflows where the sum itself
+ * does not. Small ones are: what they lose, below 2^-126 times 2^60, changes no weight. */
 #define LARGEST_BITS 0x5d800000
 
-/* What would make the model's object many times larger, where vectors of 64 bytes are taken apart, is not inline there:
- * the model need not be fast. */
+/* What would make the model's object many times larger, where vectors of 64 bytes are taken apart, is not inline
+ * there: the model need not be fast. */
 #if defined(FASTATTN_MODEL)
 #define OUTLINE static __attribute__((noinline))
 OUTLINE void NAME(to_columns)(VEC x[LANES]) {
@@ -76,7 +76,7 @@ OUTLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
     }
 }
 
-/* The same by cutting off, for weights: fewer operations, and parts of numbers that are not negative are not either. */
+/* The same by cutting off, for weights: fewer operations, and no part of a number from 0 on is negative. */
 OUTLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
     for (int part = 0; part < 3; part++) {
@@ -282,7 +282,7 @@ typedef struct {
         TILE_PRODUCT(2, 5, 6);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next) + TILE_NBYTES);                                                                    \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                \
     } while (0)
 #define TURN_RIGHT(next)                                                                                       \
     do {                                                                                                       \
@@ -292,7 +292,7 @@ typedef struct {
         TILE_PRODUCT(1, 4, 7);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(7, (next) + TILE_NBYTES);                                                                    \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                \
     } while (0)
 #define TURN_BOTH(next_left, next_right)                                                                       \
     do {                                                                                                       \
@@ -304,7 +304,7 @@ typedef struct {
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next_left) + TILE_NBYTES);                                                               \
         TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                     \
+        NAME(weigh_when_due)(scaled, drops, w);                                                                \
     } while (0)
 #define TURNS(n_parts) ((n_parts) == 3 ? 6 : 3) /* for each group */
 
@@ -322,8 +322,8 @@ INLINE void NAME(load_first)(const int n_parts, const NAME(job) *job) {
 
 /* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
  * those of the high parts. */
-INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops, const NAME(job) *job, const NAME(job) *next,
-                           NAME(weighing) *w) {
+INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops, const NAME(job) *job,
+                           const NAME(job) *next, NAME(weighing) *w) {
     const char *left = job->left, *right = job->right;
     TILE_ZERO(0);
     TILE_ZERO(1);
@@ -407,8 +407,9 @@ OUTLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *
     w->n = (unit->n_keys + GROUP_ROWS - 1) / GROUP_ROWS * TILE_SIDE;
 }
 
-INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops, fastattn_unit *scored, fastattn_unit *weighted,
-                           fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim, float factor) {
+INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops, fastattn_unit *scored,
+                           fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
+                           float factor) {
     const ptrdiff_t key_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     const ptrdiff_t n_added = added ? (value_dim + GROUP_ROWS - 1) / GROUP_ROWS : 0;
     const ptrdiff_t n_scored = scored ? (scored->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
@@ -427,8 +428,8 @@ INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops,
     /* The i-th product of the step: columns of the accumulators, then groups of keys. */
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
-         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights,                   \
-                       change[(i) % 2], LD, added_groups}                                      \
+         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights,               \
+                       change[(i) % 2], LD, added_groups}                                                      \
          : (NAME(job)){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query,             \
                        scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
     /* What the vector units do with it, one product later. */

@@ -1,22 +1,23 @@
 /* The contract of the fused kernels: score, softmax and accumulate of three units of work at once, for instruction
  * sets with a tile unit, float32. The driver's part is `fused.pxi`.
  *
- * A float32 is exactly the sum of three bfloat16, its parts: high, middle and low. The product of two numbers is taken
- * as the six largest products of their parts, summed in float32 with the largest last: float32's accuracy, from
- * products that are exact. (The idea: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence
- * Datatype For Higher-Precision Computations", ARITH 2019.)
+ * A float32 is the sum of three bfloat16, its parts: high, middle and low; exactly, but for bits below 2^-133, which no
+ * bfloat16 has. The product of two numbers is taken as the six largest products of their parts, summed in float32 with
+ * the largest last: float32's accuracy, from products that are exact. (The idea: Henry, Tang and Heinecke, "Leveraging
+ * the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019.) The tile unit takes
+ * parts, products and sums below 2^-126 as 0.
  *
  * A query block has FASTATTN_FUSED_LANES lanes, one per query row, and its tiles of scores and accumulators have rows
  * of that length: tile[x * FASTATTN_FUSED_LANES + lane]. A *unit* is one query block and one key tile of at most
  * FASTATTN_FUSED_KEYS keys. `step` computes the scores of one unit, the weights of the unit before it, and adds the
- * weighted values of the one before that: the tile unit works on the first and the last while the vector units work on
- * the middle one, so that the time of a step is about the longer of the two.
+ * weighted values of the one before that: the tile unit works on the first and the last while the vector units work
+ * on the middle one, so that the time of a step is about the longer of the two.
  *
- * Operands are stored as groups of 32 by 32 elements: 3 parts of 2 tiles each, FASTATTN_GROUP_NBYTES. Keys and values
- * that are bfloat16 in memory have 1 part, `n_parts`, as the others would be 0: half of the products, and the same bits.
- * The groups of queries
- * and of 32 keys are in the order of the columns; those of the values of a key tile, FASTATTN_FUSED_KEYS keys or fewer,
- * are 32 columns after 32 columns, each with the groups of all keys. Everything that these kernels work on is 64-byte aligned.
+ * Operands are stored as groups of 32 by 32 elements: 3 parts of 2 tiles each. Keys and values that are bfloat16 in
+ * memory have 1 part, `n_parts`, as the others would be 0: half of the products, and the same bits. The groups of
+ * queries and of 32 keys are in the order of the columns; those of the values of a key tile, FASTATTN_FUSED_KEYS keys
+ * or fewer, are 32 columns after 32 columns, each with the groups of all keys. Everything that these kernels work on
+ * is 64-byte aligned, except the rows of the caller.
  *
  * A word of a group holds a part of two of the 32 elements of a sum, k in its lower half and k + 16 in its upper
  * one. A row of 16 words is a key, or a column of values; of queries and weights it is a k of 16 lanes, and the lanes
@@ -30,7 +31,8 @@
 
 #define FASTATTN_FUSED_LANES 32
 #define FASTATTN_FUSED_KEYS 256
-#define FASTATTN_GROUP_NBYTES (3 * 2 * 1024)
+#define FASTATTN_PART_NBYTES (2 * 1024)
+#define FASTATTN_GROUP_NBYTES (3 * FASTATTN_PART_NBYTES)
 
 typedef struct {
     const char *query, *key, *value; /* groups: the first of the query block, of the unit's keys, and of their values */
@@ -42,7 +44,7 @@ typedef struct {
     ptrdiff_t plain, plain_stop;
     float *row_max, *row_sum, *acc; /* of the query block; acc[e][lane] */
     int is_first;                   /* of its query block: acc is written, not added to */
-    float *scores;                  /* [FASTATTN_FUSED_KEYS][lane]; those past n_keys become -inf up to a multiple of 32 */
+    float *scores;                  /* [key][lane]; those past n_keys become -inf up to a multiple of 32 */
     char *weights;                  /* groups of 32 keys by 32 lanes */
     const uint32_t *drop_words;     /* bits of the weights that dropout keeps, see `drop`; NULL: all */
     float tile_max[FASTATTN_FUSED_LANES], rescale[FASTATTN_FUSED_LANES];
@@ -58,12 +60,13 @@ typedef struct {
     uint32_t (*split_queries)(char *groups, const float *tile, ptrdiff_t ld, ptrdiff_t head_dim);
 
     /* The groups of n_keys <= 32 keys, of any alignment; later keys are 0. Bit j of the result: as above, for key j. */
-    uint32_t (*split_keys)(char *groups, int n_parts, const char *k, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t head_dim);
+    uint32_t (*split_keys)(char *groups, int n_parts, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
+                           ptrdiff_t head_dim);
 
     /* The groups of the values of n_keys <= 32 keys, the group-th 32 of their key tile. Bit j: a value of key j is
      * nonfinite, too large or too small, see `fastattn_is_split`; such values are taken as 0. */
-    uint32_t (*split_values)(char *groups, int n_parts, ptrdiff_t tile_groups, const char *v, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                             ptrdiff_t group);
+    uint32_t (*split_values)(char *groups, int n_parts, ptrdiff_t tile_groups, const char *v, ptrdiff_t row,
+                             ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group);
 
     /* The scores of `step` alone, scores[j * ld + lane], for n_keys keys rounded up to a multiple of 32. */
     void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,

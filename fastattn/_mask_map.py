@@ -107,6 +107,13 @@ class Band(NamedTuple):
     lengths: np.ndarray | None  #: ``S_b`` as ``(*lead,)`` int64 view, in 0..S; None: ``S`` for every item
     keep_first: int = 0  #: so many keys from 0 on are allowed whatever `left` says; of keys in pages alone
 
+    def n_pairs(self, L: int, S: int) -> int:
+        """Pairs of a query and a key that an item with all keys allows."""
+        if self.left == self.right == UNBOUNDED:
+            return L * S
+        interval = self._replace(lengths=None).intervals(L, S)
+        return int(np.sum(interval.stop - interval.start))
+
     def intervals(self, L: int, S: int) -> Intervals:
         """The same as an interval of keys per query."""
         lengths: Any = S if self.lengths is None else self.lengths[..., None]

@@ -25,6 +25,9 @@ from fastattn._constants import (
     FUSED_KEYS,
     FUSED_LANES,
     FUSED_LEAST_BLOCKS,
+    FUSED_LEAST_GAIN,
+    FUSED_MOST_GAIN,
+    FUSED_OVERHEAD,
     FUSED_ROWS,
     FUSED_TASK_BLOCKS,
     FUSED_TASK_COLUMNS,
@@ -129,18 +132,34 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
 def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
     """Whether a problem, for which the kernels have a fused sweep, uses it. This decides the order of
     summation: it depends on the problem alone."""
-    sizes = problem.sizes
+    sizes, band = problem.sizes, problem.band
     _, root, softcap, exponent = factors
+    # Where items have lengths, those of the others must not decide.
+    has_lengths = isinstance(problem.key, Rows) or (band is not None and band.lengths is not None)
+    len_k = sizes.rows if has_lengths else sizes.len_k
     return (
         sizes.rows >= FUSED_ROWS
-        and sizes.len_k >= FUSED_KEYS
+        and len_k >= FUSED_KEYS
         and 0 < sizes.value_dim <= FUSED_COLUMNS
         and sizes.head_dim <= FUSED_COLUMNS
         # Of products below 2^-126 the tile unit keeps nothing: see `fused.c`.
         and 1 <= root <= FUSED_FACTOR
         and exponent <= FUSED_FACTOR
         and softcap <= FUSED_FACTOR
+        and _fused_gain(problem, len_k) >= FUSED_LEAST_GAIN
     )
+
+
+def _fused_gain(problem: Problem, len_k: int) -> float:
+    """The time of the sweep over that of the fused one, estimated for so many keys."""
+    sizes, band = problem.sizes, problem.band
+    columns = sizes.head_dim + sizes.value_dim
+    padded = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
+    # By the products, by what they are padded to, and by the weights.
+    gain = min(FUSED_MOST_GAIN, 2 * columns / padded, (columns + 33) / (padded / 3 + 45))
+    n_pairs = sizes.len_q * len_k if band is None else band.n_pairs(sizes.len_q, len_k)
+    keys_of_a_row, rows_of_a_key = n_pairs / sizes.len_q, n_pairs * sizes.group_size / len_k
+    return gain / (1 + FUSED_OVERHEAD / keys_of_a_row + FUSED_OVERHEAD / rows_of_a_key)
 
 
 def _fused_schedule(

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from fastattn import masks
+from fastattn._normalize import normalize
+from fastattn._problem import Problem
 from tests import naive
 
 FLOATS = ("float32", "float64")
@@ -39,6 +41,13 @@ def random_arrays(
     key = rng.standard_normal((*lead, kv_heads, len_k, head_dim))
     value = rng.standard_normal((*lead, kv_heads, len_k, value_dim))
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+def problem_of(*arrays: np.ndarray, **options: Any) -> Problem:
+    """What a call of `fastattn.attention` becomes."""
+    plain = dict.fromkeys(("mask", "bias", "window", "key_lengths", "scale", "softcap", "sinks", "out"))
+    switches = dict.fromkeys(("causal", "return_lse", "return_weights"), False)
+    return normalize(*arrays, **(plain | switches | {"layout": "bhsd"} | options)).problem
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from fastattn import masks
 from fastattn._constants import BLOCK_K, FEW_ROWS
-from fastattn._normalize import normalize
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
-from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
+from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
@@ -56,19 +55,11 @@ def many_key_tiles(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500,
     return arrays
 
 
-PLAIN = {
-    "mask": None, "bias": None, "causal": False, "window": None, "key_lengths": None, "scale": None,
-    "softcap": None, "sinks": None, "layout": "bhsd", "out": None, "return_lse": False,
-    "return_weights": False,
-}  # fmt: skip
-
-
 def schedule_of(len_q, len_k, lanes, heads=1):
     """The schedule of one key/value head for three threads."""
     columns = {"head_dim": 17, "value_dim": COLUMNS - 17}
     arrays = random_arrays(heads=heads, kv_heads=1, len_q=len_q, len_k=len_k, **columns)
-    problem = normalize(*arrays, **PLAIN).problem
-    return make_schedule(problem, Target(lanes, 3, 8), 3)
+    return make_schedule(problem_of(*arrays), Target(lanes, 3, 8), 3)
 
 
 def most_rows(dtype):

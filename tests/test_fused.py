@@ -69,6 +69,15 @@ def test_blocks_of_several_heads(engine):
         assert_same_bits(together[item, 2:4], alone)
 
 
+def test_lengths_of_the_other_items(engine):
+    """What decides for the fused sweep is not how many keys the longest item has."""
+    len_q, few = FUSED_ROWS + 5, FUSED_KEYS - 9
+    query, key, value = random_arrays(3, lead=(2,), len_q=len_q, len_k=700, head_dim=24)
+    together = engine.attention(query, key, value, key_lengths=[few, 700])
+    cut = key[:1, :, :few], value[:1, :, :few]
+    assert_same_bits(engine.attention(query[:1], *cut, key_lengths=[few]), together[:1])
+
+
 def test_a_group_that_blocks_split_differently(engine):
     """Documents end within a group of 32 keys, in any order of the blocks."""
     ids = np.repeat([3, 1, 2, 0], [50, 30, 45, 75])

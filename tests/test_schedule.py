@@ -7,8 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fastattn._constants import LOG2E
-from fastattn._schedule import score_factors
+from fastattn import _schedule
+from fastattn._constants import FUSED_ROWS, LOG2E
+from fastattn._schedule import Target, make_backward_schedule, make_schedule, score_factors
+from tests.cases import problem_of, random_arrays
 
 SCALES = (0.0, 1e-300, 1e-30, 1 / 16, 0.5, 0.7, 1.0, 1.5, 100.0, 1e20, 3e38, 1e300, 1.7e308)
 SOFTCAPS = (None, 1e-300, 1e-37, 0.5, 30.0, 1e9, 3e38, 1e300, 1.7e308)
@@ -53,3 +55,58 @@ def test_usual_factors_go_into_the_query(itemsize):
         assert score_factors(scale, None, itemsize, False)[1] == 1
     for scale in (1.0, -1.0, 1e-9):
         assert score_factors(scale, None, itemsize, True)[1] == 1
+
+
+class TestFused:
+    """Where the kernels have a fused sweep, and it is faster."""
+
+    @pytest.fixture(autouse=True)
+    def as_users_have_it(self, monkeypatch):
+        monkeypatch.setattr(_schedule, "FUSED_LEAST_GAIN", 1.0)
+
+    @staticmethod
+    def uses_fused(len_q, len_k, head_dim, heads=2, lead=(), kv_heads=None, **options):
+        arrays = random_arrays(
+            lead=lead, heads=heads, kv_heads=kv_heads, len_q=len_q, len_k=len_k, head_dim=head_dim
+        )
+        problem, target = problem_of(*arrays, **options), Target(16, 3, 48, True)
+        fused = make_schedule(problem, target, 2).uses_fused
+        assert make_backward_schedule(problem, target, 2).scores_on_tiles == fused
+        return fused
+
+    @pytest.mark.parametrize(
+        ("sizes", "options"),
+        [
+            ((128, 128, 64), {}),
+            ((197, 197, 64), {}),
+            ((2048, 2048, 40), {}),
+            ((300, 300, 64), {"causal": "top_left"}),
+            ((2000, 2000, 64), {"window": (256, 0)}),
+            ((16, 512, 64, 8, (), 1), {}),
+        ],
+    )
+    def test_it_is_faster(self, sizes, options):
+        assert self.uses_fused(*sizes, **options)
+
+    @pytest.mark.parametrize(
+        ("sizes", "options"),
+        [
+            ((64, 64, 64), {}),
+            ((4096, 77, 40), {}),
+            ((2048, 2048, 16), {}),
+            ((128, 128, 64), {"causal": "top_left"}),
+            ((2000, 2000, 64), {"window": (30, 0)}),
+            ((2000, 100, 64), {"causal": "bottom_right", "window": (0, 0)}),
+            ((FUSED_ROWS - 1, 5000, 64), {}),
+        ],
+    )
+    def test_it_is_slower(self, sizes, options):
+        assert not self.uses_fused(*sizes, **options)
+
+    @pytest.mark.parametrize(("len_q", "expected"), [(70, False), (500, True)])
+    @pytest.mark.parametrize("causal", [False, "bottom_right"])
+    def test_the_keys_of_the_longest_item(self, len_q, expected, causal):
+        """Where items have lengths they do not decide, or the bits of an item would depend on the others."""
+        for len_k in (20, 200, 5000):
+            lengths = {"lead": (2,), "key_lengths": [1, len_k]}
+            assert self.uses_fused(len_q, len_k, 64, causal=causal, **lengths) == expected

@@ -100,10 +100,10 @@ def kernel_regression(
 
     Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With R the distance
     from the centre and d that of the observations that matter, in bandwidths, the log density has an error
-    of the order ``eps * (1 + R * d + d**2)``, and so have the weights of `out`, relatively. (On the
-    reference backend the order in which BLAS sums is not known, and the error may be ``eps * R**2``.) The
-    mean of `x` is subtracted first, so that a shift common to points and x changes nothing but the rounding
-    of the arguments themselves.
+    of the order ``eps * (1 + R * d + d**2)``, and so have the weights of `out`, relatively; where R is at
+    most 32, ``eps * (1 + R**2)``. (On the reference backend the order in which BLAS sums is not known, and
+    the error may be that for any R.) The mean of `x` is subtracted first, so that a shift common to points
+    and x changes nothing but the rounding of the arguments themselves.
 
     NaN in a point makes its row NaN, NaN in an observation all rows.
 

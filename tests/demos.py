@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+
+
+def go_to_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a command writes what it was not told to write elsewhere."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
 
 
 def call_demo(

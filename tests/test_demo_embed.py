@@ -43,7 +43,7 @@ from tests.demo_embed_models import (
     write_json,
     write_model,
 )
-from tests.demos import call_demo, complaint
+from tests.demos import call_demo, complaint, go_to_empty_folder
 
 
 @pytest.fixture
@@ -56,9 +56,7 @@ def run_and_draw(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
+    go_to_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(_timing, "SECONDS", 0.0)
     probe(monkeypatch, [100.0])
 

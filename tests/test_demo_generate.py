@@ -46,7 +46,7 @@ from tests.demo_generate_models import (
     sentence_piece_vocabulary,
     write_gguf,
 )
-from tests.demos import call_demo, complaint
+from tests.demos import call_demo, complaint, go_to_empty_folder
 
 
 @pytest.fixture
@@ -59,9 +59,7 @@ def run_and_draw(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
+    go_to_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 

@@ -40,7 +40,7 @@ from tests.demo_image_models import (
     needs_real_model,
     write_model,
 )
-from tests.demos import call_demo, complaint
+from tests.demos import call_demo, complaint, go_to_empty_folder
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -55,9 +55,7 @@ def run_and_draw(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
+    go_to_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(_timing, "SECONDS", 0.0)
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test

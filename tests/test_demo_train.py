@@ -28,7 +28,7 @@ from fastattn.demo.train.model import Model, Sizes, Tensors, gelu
 from fastattn.demo.train.optimizer import AdamW, Settings
 from fastattn.demo.train.text import HELD_OUT, MAX_VOCABULARY, OTHER, built_in_text, count, load_text
 from fastattn.demo.train.training import TEMPERATURE, TOP_P, Trainer, write
-from tests.demos import call_demo, complaint
+from tests.demos import call_demo, complaint, go_to_empty_folder
 
 ATTENTIONS = (FastAttention, PlainAttention)
 TINY = Sizes(vocabulary=7, context=6, num_layers=2, num_heads=2, head_dim=4)
@@ -316,9 +316,7 @@ def run_and_draw(
     notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Call the demo with a small model in an empty folder; gives the exit status, stdout and stderr."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
+    go_to_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
     monkeypatch.setattr(training, "CHARACTERS_PER_STEP", 128)

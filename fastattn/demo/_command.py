@@ -24,6 +24,16 @@ T = TypeVar("T")
 COLUMNS = 110
 
 
+def new_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """The parser of a demo's command, whose texts have the lines that they are given with."""
+    return argparse.ArgumentParser(
+        prog=f"python -m fastattn demo {name}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def run_command(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
 ) -> int:

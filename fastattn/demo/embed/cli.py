@@ -17,6 +17,7 @@ from fastattn.demo._command import (
     add_thread_options,
     check_extras,
     columns,
+    new_parser,
     new_table,
     positive,
     print_table,
@@ -59,12 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastattn demo embed",
-        description="Find the texts nearest in meaning to a query, with a real transformer in NumPy\n"
+    parser = new_parser(
+        "embed",
+        "Find the texts nearest in meaning to a query, with a real transformer in NumPy\n"
         "whose attention is fastattn.attention; time it against the plain formula; draw its attention.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     add = parser.add_argument
     add(

@@ -15,6 +15,7 @@ from fastattn.demo._command import (
     check_extras,
     harmless,
     natural,
+    new_parser,
     new_table,
     positive,
     print_table,
@@ -61,12 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastattn demo generate",
-        description="Generate text with a real language model in NumPy whose attention is fastattn.KVCache,\n"
+    parser = new_parser(
+        "generate",
+        "Generate text with a real language model in NumPy whose attention is fastattn.KVCache,\n"
         "once more with the plain formula, and draw where the time went.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()

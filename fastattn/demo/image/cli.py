@@ -15,6 +15,7 @@ from fastattn.demo._command import (
     add_thread_options,
     check_extras,
     harmless,
+    new_parser,
     new_table,
     positive,
     print_table,
@@ -55,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastattn demo image",
-        description="Show what a real vision transformer in NumPy, whose attention is fastattn.attention,\n"
+    parser = new_parser(
+        "image",
+        "Show what a real vision transformer in NumPy, whose attention is fastattn.attention,\n"
         "sees in a picture; time it against the plain formula.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     add = parser.add_argument
     add(

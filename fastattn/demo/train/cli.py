@@ -14,6 +14,7 @@ from fastattn.demo._command import (
     check_extras,
     harmless,
     natural,
+    new_parser,
     new_table,
     positive,
     print_table,
@@ -55,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastattn demo train",
-        description="Train a small language model of characters in NumPy with fastattn.attention and\n"
+    parser = new_parser(
+        "train",
+        "Train a small language model of characters in NumPy with fastattn.attention and\n"
         "fastattn.attention_backward; time some steps with the plain formula too; draw the loss.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     add = parser.add_argument
     add(

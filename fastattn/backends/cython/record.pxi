@@ -6,6 +6,7 @@ cdef extern from "fused.h" nogil:
     enum: FUSED_KEYS "FASTATTN_FUSED_KEYS"
     enum: GROUP_NBYTES "FASTATTN_GROUP_NBYTES"
     enum: PART_NBYTES "FASTATTN_PART_NBYTES"
+    enum: PREFETCH_NBYTES "FASTATTN_PREFETCH_NBYTES"
     int fastattn_is_split(float)
     ctypedef struct fastattn_unit:
         const char *query
@@ -22,6 +23,8 @@ cdef extern from "fused.h" nogil:
         const uint32_t *drop_words
         float tile_max[FUSED_LANES]
         float rescale[FUSED_LANES]
+        const char *const *prefetch
+        Py_ssize_t n_prefetch
     ctypedef struct fastattn_fused:
         void (*begin)() noexcept nogil
         void (*end)() noexcept nogil

@@ -226,6 +226,8 @@ typedef struct {
     float factor;
     ptrdiff_t next, n;      /* pairs of keys, done and all */
     ptrdiff_t due, n_turns; /* a pair is due every n_turns / n turns of the tile unit */
+    const char *const *prefetch; /* likewise */
+    ptrdiff_t n_prefetch, due_prefetch;
 } NAME(weighing);
 
 /* The weights of two keys, one from each half of a group: row `k` of their tiles. */
@@ -258,6 +260,9 @@ OUTLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) 
 }
 
 INLINE void NAME(weigh_when_due)(const int scaled, const int drops, NAME(weighing) *w) {
+    w->due_prefetch += w->n_prefetch;
+    for (; w->due_prefetch >= w->n_turns; w->due_prefetch -= w->n_turns, w->prefetch++)
+        for (int at = 0; at < FASTATTN_PREFETCH_NBYTES; at += 64) __builtin_prefetch(*w->prefetch + at, 0, 2);
     w->due += w->n;
     while (w->due >= w->n_turns) {
         w->due -= w->n_turns;
@@ -422,6 +427,8 @@ INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops,
     if (scored) {
         top[0] = NAME(load)(scored->tile_max);
         top[1] = NAME(load)(scored->tile_max + LANES);
+        w->prefetch = scored->prefetch;
+        w->n_prefetch = scored->n_prefetch;
     }
     if (weighted) NAME(begin_weights)(scaled, factor, weighted, w);
 

@@ -33,6 +33,7 @@
 #define FASTATTN_FUSED_KEYS 256
 #define FASTATTN_PART_NBYTES (2 * 1024)
 #define FASTATTN_GROUP_NBYTES (3 * FASTATTN_PART_NBYTES)
+#define FASTATTN_PREFETCH_NBYTES 256
 
 typedef struct {
     const char *query, *key, *value; /* groups: the first of the query block, of the unit's keys, and of their values */
@@ -48,6 +49,9 @@ typedef struct {
     char *weights;                  /* groups of 32 keys by 32 lanes */
     const uint32_t *drop_words;     /* bits of the weights that dropout keeps, see `drop`; NULL: all */
     float tile_max[FASTATTN_FUSED_LANES], rescale[FASTATTN_FUSED_LANES];
+    /* Of the scored unit: where FASTATTN_PREFETCH_NBYTES each are prefetched, spread over the step. */
+    const char *const *prefetch;
+    ptrdiff_t n_prefetch;
 } fastattn_unit;
 
 typedef struct {

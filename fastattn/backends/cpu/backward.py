@@ -91,7 +91,7 @@ def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> N
     if shape[-2] < len_q:
         room.bias, room.bias_kind = np.zeros((batch, num_heads, len_k)), BIAS_OF_KEYS
         return
-    # Written, unlike by np.zeros: threads that read pages which nobody has written interrupt one another for each.
+    # Written, unlike by np.zeros: threads that add to pages which nobody has written interrupt one another.
     room.bias, room.bias_kind = np.full(shape, 0, problem.dtype), BIAS_OF_SCORES
     full = np.broadcast_to(room.bias, (*problem.lead, num_heads, len_q, len_k))
     room.bias_strides = np.array(full.strides[::-1], np.intp)

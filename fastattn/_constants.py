@@ -149,17 +149,22 @@ FUSED_COLUMNS = 512  #: of keys and of values at most
 FUSED_FACTOR = 2.0**16  #: by which a score is multiplied at most
 
 # It is used where it is expected to be faster. Over the sweep it gains at most 1.85, with head_dim 64 and
-# more; splitting keys and queries costs as much as 36 rows more of each key and 36 keys more of each row. Of
-# 792 problems (head_dim 8 to 256, 48 to 1024 rows, 48 to 2048 keys, with and without "causal") 3 lose more
-# than 8 % by what this decides, and 14 could gain more than 8 % by the other way; in the mean 0.4 % is lost
-# to the faster of the two, 12 % by never using it, 20 % by always. 2 cores of an Intel Xeon with AMX,
-# 2026-11-24, interleaved A/B.
+# more; at most twice the share of its columns that are not padding; and at most what their times say, which
+# are as 33 plus the columns and 45 plus a third of the padded ones. Splitting keys and queries costs as much
+# as 36 rows more of each key and 36 keys more of each row. Of 792 problems (head_dim 8 to 256, 48 to 1024
+# rows, 48 to 2048 keys, with and without "causal") 3 lose more than 8 % by what this decides, and 14 could
+# gain more than 8 % by the other way; in the mean 0.4 % is lost to the faster of the two, 12 % by never using
+# it, 20 % by always. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
 FUSED_MOST_GAIN = 1.85
+FUSED_UNPADDED_GAIN = 2.0
+SWEEP_WEIGHT = 33  #: time of a weight, in columns
+FUSED_WEIGHT, FUSED_COLUMN = 45, 1 / 3  #: and of a weight and a padded column in the fused sweep
 FUSED_OVERHEAD = 36
 FUSED_LEAST_GAIN = 1.0
 
 # A thread splits the keys and values of a task once, for so many query blocks at most; their accumulators,
-# and the parts of up to so many keys of all heads of a task, stay in an L2 of 2 MB then.
+# and the parts of up to so many keys of all heads of a task, stay in an L2 of 2 MB then. They follow from its
+# size; others were not measured.
 FUSED_TASK_BLOCKS = 32
 FUSED_TASK_COLUMNS = 32 * 512
 FUSED_TASK_KEYS = 256

@@ -20,6 +20,7 @@ from fastattn._constants import (
     COPY_BLOCKS,
     COPY_NBYTES,
     FEW_ROWS,
+    FUSED_COLUMN,
     FUSED_COLUMNS,
     FUSED_FACTOR,
     FUSED_KEYS,
@@ -32,6 +33,8 @@ from fastattn._constants import (
     FUSED_TASK_BLOCKS,
     FUSED_TASK_COLUMNS,
     FUSED_TASK_KEYS,
+    FUSED_UNPADDED_GAIN,
+    FUSED_WEIGHT,
     GAP_BLOCKS,
     KEY_CHUNK,
     LEAST_CAPPED_FACTOR,
@@ -40,6 +43,7 @@ from fastattn._constants import (
     SMALL_WORK,
     SPLIT_TASKS,
     STORED_BLOCKS,
+    SWEEP_WEIGHT,
     UNCACHED_NBYTES,
 )
 from fastattn._problem import AnyProblem, Problem, Sizes
@@ -155,8 +159,11 @@ def _fused_gain(problem: Problem, len_k: int) -> float:
     sizes, band = problem.sizes, problem.band
     columns = sizes.head_dim + sizes.value_dim
     padded = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
-    # By the products, by what they are padded to, and by the weights.
-    gain = min(FUSED_MOST_GAIN, 2 * columns / padded, (columns + 33) / (padded / 3 + 45))
+    gain = min(
+        FUSED_MOST_GAIN,
+        FUSED_UNPADDED_GAIN * columns / padded,
+        (columns + SWEEP_WEIGHT) / (padded * FUSED_COLUMN + FUSED_WEIGHT),
+    )
     n_pairs = sizes.len_q * len_k if band is None else band.n_pairs(sizes.len_q, len_k)
     keys_of_a_row, rows_of_a_key = n_pairs / sizes.len_q, n_pairs * sizes.group_size / len_k
     return gain / (1 + FUSED_OVERHEAD / keys_of_a_row + FUSED_OVERHEAD / rows_of_a_key)

@@ -75,33 +75,25 @@ class TestFused:
         return fused
 
     @pytest.mark.parametrize(
-        ("sizes", "options"),
+        ("expected", "sizes", "options"),
         [
-            ((128, 128, 64), {}),
-            ((197, 197, 64), {}),
-            ((2048, 2048, 40), {}),
-            ((300, 300, 64), {"causal": "top_left"}),
-            ((2000, 2000, 64), {"window": (256, 0)}),
-            ((16, 512, 64, 8, (), 1), {}),
+            (True, (128, 128, 64), {}),
+            (True, (197, 197, 64), {}),
+            (True, (2048, 2048, 40), {}),
+            (True, (300, 300, 64), {"causal": "top_left"}),
+            (True, (2000, 2000, 64), {"window": (256, 0)}),
+            (True, (16, 512, 64, 8, (), 1), {}),
+            (False, (64, 64, 64), {}),
+            (False, (4096, 77, 40), {}),
+            (False, (2048, 2048, 16), {}),
+            (False, (128, 128, 64), {"causal": "top_left"}),
+            (False, (2000, 2000, 64), {"window": (30, 0)}),
+            (False, (2000, 100, 64), {"causal": "bottom_right", "window": (0, 0)}),
+            (False, (FUSED_ROWS - 1, 5000, 64), {}),
         ],
     )
-    def test_it_is_faster(self, sizes, options):
-        assert self.uses_fused(*sizes, **options)
-
-    @pytest.mark.parametrize(
-        ("sizes", "options"),
-        [
-            ((64, 64, 64), {}),
-            ((4096, 77, 40), {}),
-            ((2048, 2048, 16), {}),
-            ((128, 128, 64), {"causal": "top_left"}),
-            ((2000, 2000, 64), {"window": (30, 0)}),
-            ((2000, 100, 64), {"causal": "bottom_right", "window": (0, 0)}),
-            ((FUSED_ROWS - 1, 5000, 64), {}),
-        ],
-    )
-    def test_it_is_slower(self, sizes, options):
-        assert not self.uses_fused(*sizes, **options)
+    def test_where_it_is_faster(self, expected, sizes, options):
+        assert self.uses_fused(*sizes, **options) == expected
 
     @pytest.mark.parametrize(("len_q", "expected"), [(70, False), (500, True)])
     @pytest.mark.parametrize("causal", [False, "bottom_right"])

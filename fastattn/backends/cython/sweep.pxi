@@ -2,9 +2,10 @@
 # online softmax, from its queries to its outputs.
 
 cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *view, char *item, Py_ssize_t itemsize,
-                     Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
-    """Adds the elements of a bias or mask for the keys key0.. to the block's prefetch list, as far as it has room."""
-    cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize, step = PREFETCH_PER_COLUMN * job.value_dim
+                     Py_ssize_t key0, Py_ssize_t n_keys, Py_ssize_t step) noexcept nogil:
+    """Adds the elements of a bias or mask for the keys key0.. to the block's prefetch list, as far as it has room, with
+    an entry for every `step` bytes."""
+    cdef Py_ssize_t lane, at, nbytes = n_keys * itemsize
     cdef char *row
     cdef char *last = NULL
     if not view.data or view.col != itemsize or step == 0:
@@ -105,8 +106,10 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
         else:
             n_next = min(tile + job.block_k, block.high) - tile
             if n_next > 0:
-                prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_nbytes, tile, n_next)
-                prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next)
+                prefetch_rows(job, w, block, &job.bias, block.bias, job.bias_nbytes, tile, n_next,
+                              PREFETCH_PER_COLUMN * job.value_dim)
+                prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next,
+                              PREFETCH_PER_COLUMN * job.value_dim)
             accumulate_tile(job, w, block, rescale, key0, n_keys)
             block.n_prefetch = 0
     if first:

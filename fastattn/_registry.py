@@ -77,6 +77,11 @@ def select(problem: Problem[Any], name: str | None = None, *, gradients: bool = 
     raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
 
 
+def thread_limit() -> int:
+    """How many threads a pass of the compiled kernels may have now."""
+    return load("cython").thread_limit(_host.get_num_threads())
+
+
 def usable(name: str, purpose: str) -> Any:
     """The backend `name`, for what only it can do; BackendError with the purpose where it is unavailable."""
     backend = load(name)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn import _host
 from fastattn._arguments import as_array, as_number, check_number_dtype, check_out, overlap
 from fastattn._device import host_array
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
-from fastattn._registry import load
+from fastattn._registry import load, thread_limit
 from fastattn._storage import REAL, storage_of
 from fastattn.masks import broadcasts, integers
 
@@ -155,7 +154,7 @@ def rope(
     if isinstance(positions, (list, tuple)):
         positions = counts(positions)
     if driver is not None:
-        done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, _thread_limit)
+        done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit)
         if done is not None:
             return done
     try:
@@ -168,7 +167,7 @@ def rope(
         rotate(*call.arrays, interleaved=interleaved, inverse=inverse)
     else:
         load("cython")  # which chooses the instruction set
-        driver.rotate(*call.arrays, interleaved, inverse, storage_of(call.result.dtype), _thread_limit)
+        driver.rotate(*call.arrays, interleaved, inverse, storage_of(call.result.dtype), thread_limit)
     return call.finish()
 
 
@@ -315,10 +314,6 @@ def _with_heads(array: np.ndarray, swapped: bool) -> np.ndarray:
     if array.ndim == 2:
         return array[None]
     return array.swapaxes(-3, -2) if swapped else array
-
-
-def _thread_limit() -> int:
-    return load("cython").thread_limit(_host.get_num_threads())
 
 
 # Tables --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import nullcontext
 from itertools import product
 
 import ml_dtypes
@@ -27,20 +26,6 @@ FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
 STORAGES = [np.dtype(np.float16), BFLOAT16]
 #: head_dim and rotary_dim: vectors that are whole and that are not, one pair, none, an odd head_dim.
 DIMS = [(64, 64), (128, 64), (80, 80), (36, 20), (7, 6), (2, 2), (5, 0), (33, 2)]
-
-
-@pytest.fixture(params=[*ISAS, "numpy"])
-def way(request, monkeypatch):
-    """Each instruction set, and the way without the compiled extension."""
-    if request.param == "numpy":
-        monkeypatch.setattr(_rope, "driver", None)
-        context = nullcontext()
-    else:
-        from fastattn.backends import cython_cpu
-
-        context = cython_cpu.use_isa(request.param)
-    with context:
-        yield request.param
 
 
 def numbers(*shape, dtype=np.float32, seed=0):

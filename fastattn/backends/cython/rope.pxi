@@ -83,48 +83,21 @@ cdef inline void cut(Rotation *r) noexcept nogil:
     r.n_tasks = r.items * r.n_blocks
 
 
-cdef void rotate_tasks(const Rotation *r, Share *shares, int thread, int num_threads) noexcept nogil:
-    """Runs the tasks of a thread's own share, then those of the others' shares that have not begun."""
-    cdef Share *share
-    cdef Py_ssize_t task
-    cdef int turn
-    for turn in range(num_threads):
-        share = &shares[(thread + turn) % num_threads]
-        while True:
-            task = fetch_add(&share.next, 1, ATOMIC_RELAXED)
-            if task >= share.stop:
-                break
-            rotate_task(r, task)
+cdef void rotate_tasks(void *call, Share *shares, int thread, int num_threads) noexcept nogil:
+    cdef int turn = 0
+    cdef Py_ssize_t task, stop
+    while take_tasks(shares, thread, num_threads, 1, &turn, &task, &stop):
+        rotate_task(<const Rotation *>call, task)
 
 
 cdef void run_rotation(Rotation *r, int num_threads) noexcept nogil:
     """Runs all tasks; no bit depends on which thread runs which. Each thread has consecutive ones, as a core that takes
     over another's rows, from the call before, reads them from its cache: with tasks in any order two threads take twice
     as long as one at 131072 elements, and not 0.6 of its time."""
-    cdef Share alone
-    cdef Share *shares = NULL
-    cdef fastattn_spread spread
-    cdef int thread
     if num_threads > 1 and r.n_tasks < num_threads * ROPE_TASKS:
         r.block = max(<Py_ssize_t>1, r.items * r.length // (num_threads * ROPE_TASKS))
         cut(r)
-    num_threads = <int>min(<Py_ssize_t>num_threads, r.n_tasks)
-    if num_threads > 1:
-        shares = <Share *>malloc(num_threads * sizeof(Share))
-    if shares == NULL:  # one thread, or no memory for more
-        alone.next = 0
-        alone.stop = r.n_tasks
-        rotate_tasks(r, &alone, 0, 1)
-        return
-    for thread in range(num_threads):
-        shares[thread].next = r.n_tasks * thread // num_threads
-        shares[thread].stop = r.n_tasks * (thread + 1) // num_threads
-    fastattn_spread_start(&spread)
-    with parallel(num_threads=num_threads):
-        fastattn_spread_enter(&spread, threadid())
-        rotate_tasks(r, shares, threadid(), num_threads)
-        fastattn_spread_leave(&spread, threadid())
-    free(shares)
+    run_on_threads(rotate_tasks, r, r.n_tasks, <int>min(<Py_ssize_t>num_threads, r.n_tasks))
 
 
 cdef int bfloat16_type = -1  # NumPy's number of ml_dtypes.bfloat16, from the first call with it on

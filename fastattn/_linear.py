@@ -1,7 +1,8 @@
 """`linear_attention`: weights that are products of features, not a softmax, in time linear in the length.
 
-Features are computed for `_CHUNK` rows of all heads at a time; the rest is products of matrices by BLAS. What
-the keys of earlier chunks, or of earlier calls, add up to is a `LinearState`.
+What keys add up to is a `LinearState`. With features ``elu(x) + 1`` a call is one pass of the compiled kernels.
+Other features, and all without the extension, are computed for `_CHUNK` rows of all heads at a time; the rest
+is products of matrices by BLAS.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fastattn._cache_state import count
 from fastattn._device import host_array
 from fastattn._normalize import as_inputs, naming_shapes
 from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM
+from fastattn._registry import load, thread_limit
+from fastattn._storage import SWAPPED, storage_of
 from fastattn.masks import broadcasts
 
 if TYPE_CHECKING:
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
 
     FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
 
+try:
+    import fastattn.backends.cython.driver as driver
+except ImportError:
+    driver = None
+
+#: Lanes to which the kernels pad features, of any instruction set.
+_LANES = 16
 #: Rows worked on together. Scores within a causal chunk take C (M + E) multiply-adds a row, and sums 2 M E:
 #: as many where C = M = E. And 64**3 is the largest product that OpenBLAS does not share out among threads,
 #: which on busy cores take a thousand times as long to meet. Causal, 8 heads of 4096 by 64, one thread: 99,
@@ -205,26 +215,15 @@ def linear_attention(
     call = _checked(query, key, value, causal=causal, key_lengths=key_lengths)
     earlier = None if state is None else _checked_state(state, call, function)
     out = np.empty((*call.query.shape[:-1], call.value.shape[-1]), call.result)
-    states = []
-    with np.errstate(all="ignore"):  # NaN and inf pass through, and padding is computed too
-        for items in _blocks(call):
-            block = _Block(call, items, function, earlier)
-            if causal:
-                _attend_causal(block, out[items])
-            else:
-                _attend(block, out[items])
-            if return_state:
-                states.append(block.features.state(block.lead))
-        if call.lengths is not None and earlier is None:
-            out[call.lengths == 0] = 0  # where a query is NaN as well
-    if not return_state:
+    sizes = out.size, *call.key.shape[-2:]
+    if function is _elu_plus_one and driver is not None and all(sizes):
+        whole = _run_compiled(call, bool(causal), earlier, return_state, out)
+    else:
+        whole = _run_in_blocks(call, function, causal, earlier, return_state, out)
+    if call.lengths is not None and earlier is None:
+        out[call.lengths == 0] = 0  # where a query is NaN as well
+    if whole is None:
         return out[0] if call.flat else out
-    whole = states[0]
-    if len(states) > 1:
-        key_value_sums, key_sums, scales = zip(*states, strict=True)
-        whole = LinearState(*map(np.concatenate, (key_value_sums, key_sums)))
-        if scales[0] is not None:
-            whole = whole._replace(log_scale=np.concatenate(scales))
     if call.flat:
         return out[0], _each(whole, lambda array, _: array[0])
     return out, whole
@@ -303,7 +302,79 @@ def _checked_state(state: Any, call: _Call, function: Any) -> LinearState:
     return _each(state, checked)
 
 
+# Compiled ------------------------------------------------------------------------------------------
+
+
+def _run_compiled(
+    call: _Call, causal: bool, earlier: LinearState | None, return_state: bool, out: np.ndarray
+) -> LinearState | None:
+    """Fills `out`; no size is 0. Returns the state if asked to."""
+    load("cython")  # which chooses the instruction set
+    lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
+    key, value, key_lead = call.key, call.value, lead
+    if call.lengths is None and earlier is None:  # sums of keys that items share are computed once
+        key, value = _shared(key), _shared(value)
+        key_lead = np.broadcast_shapes(key.shape[:-3], value.shape[:-3])
+    sums = None
+    if return_state or earlier is not None:
+        sums = np.zeros((*key_lead, K, E + 1, -(-M // _LANES) * _LANES))
+    if earlier is not None:
+        sums[..., :E, :M] = earlier.key_value_sum.swapaxes(-1, -2)
+        sums[..., E, :M] = earlier.key_sum
+    item_of_keys = np.arange(prod(key_lead)).reshape(key_lead)
+    arrays = call.query, key, value, out
+    driver.linear_attention(
+        arrays,
+        tuple(map(_item_offsets, arrays, (lead, key_lead, key_lead, lead))),
+        tuple(storage_of(x.dtype) | (0 if x.dtype.isnative else SWAPPED) for x in arrays),
+        np.broadcast_to(item_of_keys, lead).flatten(),
+        np.full(item_of_keys.size, S) if call.lengths is None else call.lengths.flatten(),
+        sums,
+        causal,
+        call.dtype.itemsize,
+        thread_limit,
+    )
+    if not return_state:
+        return None
+    state = LinearState(sums[..., :E, :M].swapaxes(-1, -2), sums[..., E, :M])
+    return _broadcast(state, lead)
+
+
+def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+    """The bytes from the start of an array to each item, all of `lead` in C order."""
+    offsets = np.zeros(1, np.int64)
+    for n, stride in zip(lead, np.broadcast_to(array, (*lead, *array.shape[-3:])).strides, strict=False):
+        offsets = np.add.outer(offsets, np.arange(n) * stride).ravel()
+    return offsets
+
+
+def _broadcast(state: LinearState, lead: tuple[int, ...]) -> LinearState:
+    """A copy for all items."""
+    return _each(state, lambda x, axes: np.array(np.broadcast_to(x, (*lead, *x.shape[-axes:])), order="C"))
+
+
 # Chunks --------------------------------------------------------------------------------------------
+
+
+def _run_in_blocks(
+    call: _Call, function: Any, causal: Any, earlier: LinearState | None, return_state: bool, out: np.ndarray
+) -> LinearState | None:
+    """Fills `out`; returns the state if asked to."""
+    states = []
+    with np.errstate(all="ignore"):  # NaN and inf pass through, and padding is computed too
+        for items in _blocks(call):
+            block = _Block(call, items, function, earlier)
+            if causal:
+                _attend_causal(block, out[items])
+            else:
+                _attend(block, out[items])
+            if return_state:
+                states.append(block.features.state(block.lead))
+    if len(states) <= 1:
+        return states[0] if states else None
+    key_value_sums, key_sums, scales = zip(*states, strict=True)
+    whole = LinearState(*map(np.concatenate, (key_value_sums, key_sums)))
+    return whole if scales[0] is None else whole._replace(log_scale=np.concatenate(scales))
 
 
 def _blocks(call: _Call) -> Iterator[Any]:
@@ -539,7 +610,7 @@ class _Features:
             K, D = self.rows
             self.begun(self.of(np.zeros((K, 1, D), self.dtype)).shape[-1])
         sums: Any = self.sums
-        return _each(sums, lambda x, axes: np.array(np.broadcast_to(x, (*lead, *x.shape[-axes:]))))
+        return _broadcast(sums, lead)
 
 
 class _ScaledFeatures(_Features):

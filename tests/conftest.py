@@ -26,7 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import fastattn
-from fastattn import _schedule
+from fastattn import _linear, _rope, _schedule
 from tests.process import python
 
 settings.register_profile(
@@ -233,6 +233,21 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         context = cython_cpu.use_isa(chosen.isa)
     with context:
         yield chosen
+
+
+@pytest.fixture(params=[*ISAS, "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of functions beside `attention`: each instruction set, and the way without the compiled extension."""
+    if request.param == "numpy":
+        for module in (_rope, _linear):
+            monkeypatch.setattr(module, "driver", None)
+        context: Any = nullcontext()
+    else:
+        from fastattn.backends import cython_cpu
+
+        context = cython_cpu.use_isa(request.param)
+    with context:
+        yield request.param
 
 
 @pytest.fixture

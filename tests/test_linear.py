@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import LinearState, linear_attention, random_features
+from fastattn import LinearState, _linear, linear_attention, random_features
 from tests.cases import MEMORY_LAYOUTS, random_arrays
 from tests.tolerances import assert_close, assert_same_bits
 
@@ -80,7 +80,7 @@ def arrays(seed=0, **sizes):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
-def test_the_definition(name, dtype, causal, length):
+def test_the_definition(way, name, dtype, causal, length):
     q, k, v = arrays(len_q=length, len_k=length, value_dim=9, dtype=dtype)
     out = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal)
     assert out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
@@ -89,7 +89,7 @@ def test_the_definition(name, dtype, causal, length):
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("len_q, len_k", [(1, 500), (260, 3), (140, 130)])
-def test_lengths_that_differ(name, len_q, len_k):
+def test_lengths_that_differ(way, name, len_q, len_k):
     q, k, v = arrays(len_q=len_q, len_k=len_k)
     assert_linear(linear_attention(q, k, v, feature_map=MAPS[name][0]), q, k, v, name)
 
@@ -97,7 +97,7 @@ def test_lengths_that_differ(name, len_q, len_k):
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 1), (6, 3), (6, 6)])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (70,)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_heads_and_batch(heads, kv_heads, lead, causal):
+def test_heads_and_batch(way, heads, kv_heads, lead, causal):
     """70 items are more than are worked on together."""
     length = 40 if lead == (70,) else 80
     q, k, v = arrays(heads=heads, kv_heads=kv_heads, lead=lead, len_q=length, len_k=length)
@@ -113,7 +113,7 @@ def test_heads_and_batch(heads, kv_heads, lead, causal):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("which", [*product([(), (1,), (5,), (2, 1)], repeat=2)], ids=str)
-def test_leading_axes_broadcast(name, causal, which):
+def test_leading_axes_broadcast(way, name, causal, which):
     q, _, _ = arrays(lead=(2, 5), len_q=40, len_k=40)
     (_, k, _), (_, _, v) = (arrays(lead=lead, len_q=40, len_k=40) for lead in which)
     out, state = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal, return_state=True)
@@ -141,7 +141,7 @@ def test_matrices_are_one_head(dtype):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("cuts", [[100], [64, 128], [1, 2, 3], [70, 70, 140], list(range(130, 150))], ids=str)
-def test_where_a_sequence_is_cut_does_not_matter(name, dtype, cuts):
+def test_where_a_sequence_is_cut_does_not_matter(way, name, dtype, cuts):
     q, k, v = arrays(len_q=150, len_k=150, dtype=dtype)
     whole, last = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True, return_state=True)
     state, pieces = None, []
@@ -160,7 +160,7 @@ def test_where_a_sequence_is_cut_does_not_matter(name, dtype, cuts):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_keys_of_a_state_are_read_by_all(name):
+def test_keys_of_a_state_are_read_by_all(way, name):
     q, k, v = arrays(len_q=20, len_k=200)
     state = None
     for start, stop in pairwise([0, 7, 100, 200, 200]):  # the last has no keys
@@ -171,7 +171,7 @@ def test_keys_of_a_state_are_read_by_all(name):
         assert_linear(out, q, k[..., :stop, :], v[..., :stop, :], name)
 
 
-def test_one_state_for_all_items():
+def test_one_state_for_all_items(way):
     q, k, v = arrays(lead=(3,), len_q=20, len_k=20)
     _, prompt_key, prompt_value = arrays(seed=1, lead=(), len_k=90)
     for feature_map in ("elu+1", FAVOR):
@@ -188,12 +188,49 @@ def test_one_state_for_all_items():
             assert old is None or (np.array_equal(old, kept) and not np.shares_memory(kept, result))
 
 
-def test_a_state_counts_beyond_float32():
+@pytest.mark.parametrize("feature_map", ["elu+1", np.ones_like])
+def test_a_state_counts_beyond_float32(way, feature_map):
     """2**24 + 1 is no float32."""
     state = LinearState(np.full((1, 1, 1), 2.0**24), np.full((1, 1), 2.0**24))
-    one = np.ones((1, 1, 1), np.float32)
-    _, state = linear_attention(one, one, one, feature_map=np.ones_like, state=state, return_state=True)
+    zero, one = np.zeros((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32)  # both features of 0 are 1
+    _, state = linear_attention(zero, zero, one, feature_map=feature_map, state=state, return_state=True)
     assert state.key_sum.tolist() == [[2**24 + 1]] and state.key_value_sum.tolist() == [[[2**24 + 1]]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads, shared", [(1, False), (2, True), (11, True)])
+def test_long_sequences_are_divided(way, dtype, causal, kv_heads, shared):
+    """Few heads into segments, whose sums are of use to many items where they share keys."""
+    q, k, v = arrays(heads=kv_heads, kv_heads=kv_heads, len_q=2200, len_k=2200, head_dim=5, dtype=dtype)
+    if shared:
+        k, v = k[:1], v[:1]
+    out, state = linear_attention(q, k, v, causal=causal, return_state=True)
+    rows = np.r_[:3, 1022:1027, 2045:2050, 2197:2200]
+    if causal:
+        for row in rows:
+            seen = np.s_[..., : row + 1, :]
+            assert_linear(out[..., [row], :], q[..., [row], :], k[seen], v[seen], "elu+1")
+    else:
+        assert_linear(out[..., rows, :], q[..., rows, :], k, v, "elu+1")
+    phi = elu_plus_one(np.broadcast_to(k, (2, *k.shape[1:])).astype(np.float64))
+    np.testing.assert_allclose(state.key_sum, phi.sum(-2), rtol=1e-6)
+    np.testing.assert_allclose(state.key_value_sum, phi.swapaxes(-1, -2) @ v, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 9, 40])
+def test_threads_change_no_bit(monkeypatch, causal, heads):
+    monkeypatch.setattr(_linear, "_run_in_blocks", None)  # the kernels, and no way beside them
+    given = arrays(heads=heads, kv_heads=heads, len_q=1200, len_k=1200, head_dim=24)
+    counts, results = [1, 2, 3, 7], []
+    for num_threads in counts:
+        monkeypatch.setattr(_linear, "thread_limit", lambda n=num_threads: n)
+        results.append(linear_attention(*given, causal=causal, return_state=True))
+    for out, state in results[1:]:
+        assert_same_bits(out, results[0][0])
+        assert_same_bits(state.key_value_sum, results[0][1].key_value_sum)
 
 
 # Lengths, NaN, empty sizes, types ------------------------------------------------------------------
@@ -202,7 +239,7 @@ def test_a_state_counts_beyond_float32():
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [[150, 0, 1], [65, 64, 63], [5, 5, 5], 140, [0, 0, 0]], ids=str)
-def test_key_lengths(name, causal, lengths):
+def test_key_lengths(way, name, causal, lengths):
     q, k, v = arrays(lead=(3,), len_q=150, len_k=150)
     options = {"causal": causal, "key_lengths": lengths}
     feature_map = MAPS[name][0]
@@ -221,7 +258,7 @@ def test_key_lengths(name, causal, lengths):
             assert one is None or np.array_equal(one, two)
 
 
-def test_lengths_of_shared_keys():
+def test_lengths_of_shared_keys(way):
     q, k, v = arrays(lead=(3,), len_q=10, len_k=150)
     out = linear_attention(q, k[0], v[0], key_lengths=[150, 3, 0])
     assert_linear(out, q, *(np.broadcast_to(x[0], x.shape) for x in (k, v)), "elu+1", key_lengths=[150, 3, 0])
@@ -230,7 +267,7 @@ def test_lengths_of_shared_keys():
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("junk", [np.nan, np.inf])
 @pytest.mark.parametrize("row", [0, 100, 63, 64, 149])
-def test_a_query_does_not_see_later_keys(name, junk, row):
+def test_a_query_does_not_see_later_keys(way, name, junk, row):
     """To the bit, but for random features, whose scale is that of a chunk."""
     q, k, v = arrays(len_q=150, len_k=150)
     run = lambda k, v: linear_attention(q, k, v, feature_map=MAPS[name][0], causal=True)  # noqa: E731
@@ -249,7 +286,7 @@ def test_a_query_does_not_see_later_keys(name, junk, row):
             assert not np.isfinite(seen).any() if changed == "value" or np.isnan(junk) else True
 
 
-def test_a_query_that_is_nan():
+def test_a_query_that_is_nan(way):
     q, k, v = arrays(len_q=150, len_k=150)
     for causal in (False, True):
         expected = linear_attention(q, k, v, causal=causal)
@@ -264,7 +301,7 @@ def test_a_query_that_is_nan():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_over_nothing_is_nothing(causal):
+def test_nothing_over_nothing_is_nothing(way, causal):
     """Features that are all 0, for a query, and for the first keys."""
     q, k, v = arrays(len_q=200, len_k=200)
     q[0, 1, 7] = k[1, 1, :140] = 0
@@ -273,12 +310,16 @@ def test_nothing_over_nothing_is_nothing(causal):
     assert_linear(out, q, k, v, "squares", causal=causal)
     signed = linear_attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], feature_map=lambda x: x)
     assert signed == -np.inf  # 1 - 2 over 0
+    q[0, 1, 7] = k[1, 1, :140] = -1e4
+    out = linear_attention(q, k, v, causal=causal)
+    assert not out[0, 1, 7].any()
+    assert_linear(out, q, k, v, "elu+1", causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("empty", ["lead", "heads", "len_q", "len_k", "value_dim", "len"])
-def test_empty_sizes(name, causal, empty):
+def test_empty_sizes(way, name, causal, empty):
     sizes = {"lead": (3,), "heads": 4, "kv_heads": 2, "len_q": 5, "len_k": 5, "head_dim": 16, "value_dim": 7}
     sizes |= {"lead": {"lead": (0,)}, "heads": {"heads": 0, "kv_heads": 0},
               "len": {"len_q": 0, "len_k": 0}}.get(empty, {empty: 0})  # fmt: skip
@@ -304,7 +345,7 @@ def test_empty_sizes(name, causal, empty):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_strides_change_no_bit(layout, name, dtype, causal):
+def test_strides_change_no_bit(way, layout, name, dtype, causal):
     given = arrays(len_q=140, len_k=140, dtype=dtype)
     options = {"feature_map": MAPS[name][0], "causal": causal}
     expected = linear_attention(*given, **options)
@@ -317,7 +358,7 @@ def test_strides_change_no_bit(layout, name, dtype, causal):
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_16_bit_arrays_are_rounded_once(stored, name, causal):
+def test_16_bit_arrays_are_rounded_once(way, stored, name, causal):
     given = [x.astype(stored) for x in arrays(len_q=140, len_k=140)]
     options = {"feature_map": MAPS[name][0], "causal": causal}
     out = linear_attention(*given, **options)
@@ -332,7 +373,7 @@ def test_16_bit_arrays_are_rounded_once(stored, name, causal):
     assert_same_bits(mixed, linear_attention(*wide, **options))
 
 
-def test_integers_count_as_float64():
+def test_integers_count_as_float64(way):
     q, k, v = (np.random.default_rng(0).integers(-2, 3, (3, 4, 5)) for _ in range(3))
     out = linear_attention(q, k, v, causal=True)
     assert_same_bits(out, linear_attention(*(x.astype(float) for x in (q, k, v)), causal=True))

@@ -16,6 +16,7 @@
 #include "test_storage.c"
 #include "test_backward.c"
 #include "test_rope.c"
+#include "test_linear.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
@@ -59,6 +60,7 @@ static const struct {
     {"store_row_layouts", test_store_row_layouts},
     {"rows_of_each_storage", test_rows_of_each_storage},
     {"rope", test_rope},
+    {"linear", test_linear},
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},

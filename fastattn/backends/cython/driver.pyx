@@ -60,6 +60,7 @@ chosen[0] = chosen[1] = NULL
 include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
+include "linear.pxi"     # linear attention: sums over keys, and products of queries with them
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

@@ -105,6 +105,9 @@ cdef extern from "kernels.h" nogil:
                            Py_ssize_t) noexcept nogil
         void (*rope[FASTATTN_STORAGES])(char *, Py_ssize_t, const char *, Py_ssize_t, const char *, const char *,
                                         Py_ssize_t, Py_ssize_t, const fastattn_rotation *) noexcept nogil
+        void (*elu_plus_one)(void *, Py_ssize_t) noexcept nogil
+        void (*add_sums)(double *, const void *, Py_ssize_t) noexcept nogil
+        void (*round_sums)(void *, const double *, Py_ssize_t) noexcept nogil
         double (*dot)(const void *, const void *, Py_ssize_t) noexcept nogil
         int (*has_nonfinite)(const void *, Py_ssize_t) noexcept nogil
         void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t, double,

@@ -526,6 +526,8 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 #include "rope.h"
 
+#include "linear.h"
+
 #include "backward.h"
 
 #if REAL_BITS == 32
@@ -565,6 +567,9 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
     .rope = {BY_FLOAT(rope)},
+    .elu_plus_one = NAME(elu_plus_one),
+    .add_sums = NAME(add_sums),
+    .round_sums = NAME(round_sums),
     .dot = NAME(dot),
     .has_nonfinite = NAME(has_nonfinite),
     .differentiate = NAME(differentiate),

@@ -203,6 +203,17 @@ typedef struct {
                                     const char *cosines, const char *sines, ptrdiff_t table_row, ptrdiff_t n_rows,
                                     const fastattn_rotation *rotation);
 
+    /* Linear attention. Its products are those of `score` and `accumulate`; n is a multiple of `lanes`, and nothing
+     * overlaps. */
+
+    /* Each of n REAL becomes x + 1 where it is above 0 and exp(x) elsewhere, 0 from the logarithm of the smallest normal
+     * number on. NaN stays NaN. */
+    void (*elu_plus_one)(void *tile, ptrdiff_t n);
+
+    /* sums[i] += part[i], and rounded[i] = sums[i], i < n; `part` and `rounded` are of REAL. */
+    void (*add_sums)(double *sums, const void *part, ptrdiff_t n);
+    void (*round_sums)(void *rounded, const double *sums, ptrdiff_t n);
+
     /* Gradients. Their products are those of `score` and `accumulate`, with rows of queries in the place of keys. */
 
     /* The sum over c < n of a[c] * b[c], contiguous REAL, added up in double. */

@@ -1,8 +1,8 @@
 """`linear_attention`: weights that are products of features, not a softmax, in time linear in the length.
 
-What keys add up to is a `LinearState`. With features ``elu(x) + 1`` a call is one pass of the compiled kernels.
-Other features, and all without the extension, are computed for `_CHUNK` rows of all heads at a time; the rest
-is products of matrices by BLAS.
+What keys add up to is a `LinearState`. The compiled kernels run calls with features ``elu(x) + 1``. Other
+features, and all without the extension, are computed for `_CHUNK` rows of all heads at a time; the rest is
+products of matrices by BLAS.
 """
 
 from __future__ import annotations
@@ -171,16 +171,23 @@ def linear_attention(
     Cutting a sequence and passing the state on gives the same result to rounding, wherever it is cut. Where
     the denominator and the numerator are 0, as for a query without any key, the result is 0.
 
+    Compiled kernels compute ``"elu+1"`` and the products, on all threads. A callable computes its own features,
+    and NumPy the products: the same function takes some five times as long.
+
     Masks: NaN or inf in a key or value past its item's length changes no bit. With `causal`, NaN in a key or
     value reaches the rows from its own on, and makes all later ones NaN; rows before it keep their bits, but
     of random features.
 
-    Accuracy: products are in the dtype of the computation, sums over chunks, denominators and the division in
-    float64.
+    Accuracy: products are in the dtype of the computation, and sums over chunks of keys in float64. Of a
+    callable's features, denominators and the division are in float64 as well. ``exp(x)`` is 0 where it is below
+    the smallest normal number.
 
-    Determinism: BLAS may round products of other sizes, or on another number of threads, differently.
+    Determinism: with ``"elu+1"`` the same bits on every number of threads, for arrays of these sizes. With a
+    callable BLAS may round products of other sizes, or on another number of threads, differently.
 
-    Memory: inputs, output, the state, and features and scores of 64 rows of some heads.
+    Memory: inputs, output, the state, and features and scores of some hundred rows a thread, or of 64 rows of
+    some heads. With ``"elu+1"``, where there are few heads or items share their keys, a state for each 1024
+    positions of a head, and at most 64 of them.
 
     References
     ----------
@@ -315,7 +322,7 @@ def _run_compiled(
     if call.lengths is None and earlier is None:  # sums of keys that items share are computed once
         key, value = _shared(key), _shared(value)
         key_lead = np.broadcast_shapes(key.shape[:-3], value.shape[:-3])
-    sums = None
+    sums: Any = None
     if return_state or earlier is not None:
         sums = np.zeros((*key_lead, K, E + 1, -(-M // _LANES) * _LANES))
     if earlier is not None:
@@ -343,8 +350,9 @@ def _run_compiled(
 def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
     """The bytes from the start of an array to each item, all of `lead` in C order."""
     offsets = np.zeros(1, np.int64)
-    for n, stride in zip(lead, np.broadcast_to(array, (*lead, *array.shape[-3:])).strides, strict=False):
-        offsets = np.add.outer(offsets, np.arange(n) * stride).ravel()
+    for n, own, stride in zip(lead, array.shape, array.strides, strict=False):
+        if n > 1:
+            offsets = np.add.outer(offsets, np.arange(n) * (stride if own > 1 else 0)).ravel()
     return offsets
 
 

@@ -1,25 +1,25 @@
 # Linear attention with features elu(x) + 1. Each key/value head has sums over its keys, in float64: a row of `features`
 # for each column of the values, which adds up feature times value, and a last row, which adds up the features. A query's
 # products with these rows are its numerators and its denominator: the kernels' scores of query rows, with sums as keys.
-# Causal, keys are added a chunk at a time, and the scores of a chunk's own keys are masked and accumulated as ever.
+# Where the sums are running ones, keys are added a chunk at a time, and the scores of a chunk's own keys are masked and
+# accumulated as ever.
 
 cdef enum:
-    LINEAR_KEYS = 256     # of a partial sum that is added in float64
-    LINEAR_CAUSAL = 64    # the same where each row also meets the keys of its chunk one by one
-    # Positions of a segment, at least, and how many segments a head has at most. Heads are divided where there are fewer
-    # than these numbers of them: tasks then have their own sums, which cost a pass over them, and, causal, the products of
-    # keys a second time. All depends on sizes alone, so that no bit depends on the number of threads.
-    LINEAR_SEGMENT = 1024
-    LINEAR_SEGMENTS = 64
+    LINEAR_KEYS = 256  # of a partial sum that is added in float64
+    RUNNING_KEYS = 64  # the same where each row also meets the keys of its chunk one by one
+    # Where there are fewer heads than LINEAR_HEADS, each is divided into segments, at most LINEAR_SEGMENTS, of at least
+    # LINEAR_SEGMENT positions. Segments have their own sums, which costs a pass over them, and running ones the products
+    # of keys a second time. All depends on sizes alone, so that no bit depends on the number of threads.
     LINEAR_HEADS = 8
-    LINEAR_CAUSAL_HEADS = 8
+    LINEAR_SEGMENTS = 64
+    LINEAR_SEGMENT = 1024
     # Multiply-adds from which on two threads may be faster than one.
     LINEAR_SMALL = 1 << 21
 
 ctypedef enum LinearPhase:
-    WHOLE_HEADS    # a task is a head: all of its keys and queries
-    SUM_SEGMENTS   # a task is a segment of the keys of a head
-    FOLD_SEGMENTS  # a task is a head: the sums of its segments become those that queries read
+    WHOLE_HEADS      # a task is a head: all of its keys and queries
+    SUM_SEGMENTS     # a task is a segment of the keys of a head
+    FOLD_SEGMENTS    # a task is a head: the sums of its segments become those that queries read
     ATTEND_SEGMENTS  # a task is a segment of the queries of a head
 
 
@@ -34,7 +34,7 @@ cdef struct ItemRows:
 cdef struct Linear:
     const fastattn_kernels *kernels
     Py_ssize_t itemsize
-    bint causal
+    bint is_running  # a position reads the keys up to its own, not all
     ItemRows query, key, value, out
     const int64_t *item_of_keys  # for each item of the queries, that of its keys
     const int64_t *key_stops     # for each item of the keys
@@ -92,9 +92,9 @@ cdef Py_ssize_t set_linear_tiles(const Linear *n, char *base, LinearTiles *t) no
     t.acc = base + at
     at += padded((n.value_dim + 1) * lanes * size)
     t.scores = base + at
-    at += padded(LINEAR_CAUSAL * lanes * size)
+    at += padded(RUNNING_KEYS * lanes * size)
     t.clean = base + at
-    at += padded(LINEAR_CAUSAL * n.value_dim * size)
+    at += padded(RUNNING_KEYS * n.value_dim * size)
     t.inverse = base + at
     at += padded(2 * lanes * size)
     t.ones = base + at
@@ -108,7 +108,7 @@ cdef Py_ssize_t set_linear_tiles(const Linear *n, char *base, LinearTiles *t) no
     t.staged_rows = <char **>(base + at)
     at += padded(lanes * sizeof(char *))
     t.words = <uint32_t *>(base + at)
-    at += padded(LINEAR_CAUSAL // 32 * lanes * sizeof(uint32_t))
+    at += padded(RUNNING_KEYS // 32 * lanes * sizeof(uint32_t))
     t.stops = <Py_ssize_t *>(base + at)
     at += padded(n.kernels.max_vectors * sizeof(Py_ssize_t))
     return at
@@ -147,7 +147,7 @@ cdef void load_chunk(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_
     t.chunk.col = n.itemsize
     t.chunk.panel = n.kernels.panel_cols * n.itemsize
     t.nonfinite = False
-    if n.causal:
+    if n.is_running:
         for j in range(n_keys):
             t.nonfinite |= n.kernels.has_nonfinite(t.chunk.at + j * t.chunk.row, n.value_dim)
 
@@ -255,21 +255,21 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
 
 cdef void attend_positions(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
                            Py_ssize_t stop) noexcept nogil:
-    """The results of positions from the sums in t.sums; causal, those of earlier keys, to which their own are added."""
+    """The results of positions from the sums in t.sums; running ones are of earlier keys, and their own are added."""
     cdef Py_ssize_t key_item = n.item_of_keys[item], n_keys
-    if not n.causal:
+    if not n.is_running:
         n.kernels.round_sums(t.rounded, t.sums, n.n_sums)
         attend_rows(n, t, item, head, first, stop, False)
         return
     while first < stop:
         n.kernels.round_sums(t.rounded, t.sums, n.n_sums)
-        n_keys = min(<Py_ssize_t>LINEAR_CAUSAL, min(stop, <Py_ssize_t>n.key_stops[key_item]) - first)
+        n_keys = min(<Py_ssize_t>RUNNING_KEYS, min(stop, <Py_ssize_t>n.key_stops[key_item]) - first)
         if n_keys > 0:
             load_chunk(n, t, key_item, head, first, n_keys)
-        attend_rows(n, t, item, head, first, min(first + LINEAR_CAUSAL, stop), n_keys > 0)
+        attend_rows(n, t, item, head, first, min(first + RUNNING_KEYS, stop), n_keys > 0)
         if n_keys > 0:
             add_chunk(n, t, t.sums)
-        first += LINEAR_CAUSAL
+        first += RUNNING_KEYS
 
 
 cdef inline void get_earlier_sums(const Linear *n, LinearTiles *t, Py_ssize_t head) noexcept nogil:
@@ -280,7 +280,7 @@ cdef inline void get_earlier_sums(const Linear *n, LinearTiles *t, Py_ssize_t he
 
 
 cdef void fold_segments(const Linear *n, LinearTiles *t, Py_ssize_t head) noexcept nogil:
-    """The sums of a head's segments, in their order: of the keys before each if causal, else of all in the first place."""
+    """Turns the sums of a head's segments into running ones, of the keys before each; or the first into that of all."""
     cdef double *parts = n.parts + head * n.key_segments * n.n_sums
     cdef double *part
     cdef double own
@@ -292,7 +292,7 @@ cdef void fold_segments(const Linear *n, LinearTiles *t, Py_ssize_t head) noexce
             own = part[i]
             part[i] = t.sums[i]
             t.sums[i] += own
-    if not n.causal:
+    if not n.is_running:
         memcpy(parts, t.sums, n.n_sums * sizeof(double))
     if n.sums != NULL:
         memcpy(n.sums + head * n.n_sums, t.sums, n.n_sums * sizeof(double))
@@ -313,12 +313,12 @@ cdef void run_linear_task(const Linear *n, LinearTiles *t, Py_ssize_t task) noex
         memset(sums, 0, n.n_sums * sizeof(double))
         add_keys(n, t, sums, item, kv, segment * n.segment, min((segment + 1) * n.segment, n.len_k))
     elif n.phase == ATTEND_SEGMENTS:
-        part = (n.item_of_keys[item] * n.num_kv_heads + kv) * n.key_segments + (segment if n.causal else 0)
+        part = (n.item_of_keys[item] * n.num_kv_heads + kv) * n.key_segments + (segment if n.is_running else 0)
         memcpy(t.sums, n.parts + part * n.n_sums, n.n_sums * sizeof(double))
         attend_positions(n, t, item, kv, segment * n.segment, min((segment + 1) * n.segment, n.len_q))
     else:
         get_earlier_sums(n, t, head)
-        if not n.causal:
+        if not n.is_running:
             add_keys(n, t, t.sums, item, kv, 0, n.len_k)
         attend_positions(n, t, item, kv, 0, n.len_q)
         if n.sums != NULL:
@@ -353,7 +353,7 @@ cdef bint run_linear(Linear *n, int num_threads) noexcept nogil:
     cdef Py_ssize_t heads = n.n_key_items * n.num_kv_heads, positions = max(n.len_q, n.len_k)
     cdef bint done
     n.segment = positions
-    if heads < (LINEAR_CAUSAL_HEADS if n.causal else LINEAR_HEADS):
+    if heads < LINEAR_HEADS:
         n.segment = max(<Py_ssize_t>LINEAR_SEGMENT, (positions + LINEAR_SEGMENTS - 1) // LINEAR_SEGMENTS)
         n.segment = (n.segment + LINEAR_KEYS - 1) // LINEAR_KEYS * LINEAR_KEYS
     n.key_segments = (n.len_k + n.segment - 1) // n.segment
@@ -380,7 +380,7 @@ cdef void set_item_rows(ItemRows *rows, cnp.ndarray array, cnp.ndarray items, in
 
 
 def linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarray item_of_keys, cnp.ndarray key_stops, sums,
-                     bint causal, int itemsize, thread_limit):
+                     bint is_running, int itemsize, thread_limit):
     """Fills the last of `arrays`: query, key, value and out, (*lead, head, position, column), no size of them 0.
 
     items: for each the bytes from its start to each item. storages: how each is stored. item_of_keys and key_stops: see
@@ -394,7 +394,7 @@ def linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarray item
     memset(&n, 0, sizeof(Linear))
     n.kernels = chosen[itemsize == 8]
     n.itemsize = itemsize
-    n.causal = causal
+    n.is_running = is_running
     set_item_rows(&n.query, query, items[0], storages[0])
     set_item_rows(&n.key, key, items[1], storages[1])
     set_item_rows(&n.value, value, items[2], storages[2])

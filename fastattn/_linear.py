@@ -171,16 +171,16 @@ def linear_attention(
     Cutting a sequence and passing the state on gives the same result to rounding, wherever it is cut. Where
     the denominator and the numerator are 0, as for a query without any key, the result is 0.
 
-    Compiled kernels compute ``"elu+1"`` and the products, on all threads. A callable computes its own features,
-    and NumPy the products: the same function takes some five times as long.
+    Compiled kernels compute ``"elu+1"`` and the products, on all threads. A callable computes its own, and
+    NumPy the products, which takes the same function some five times as long.
 
     Masks: NaN or inf in a key or value past its item's length changes no bit. With `causal`, NaN in a key or
     value reaches the rows from its own on, and makes all later ones NaN; rows before it keep their bits, but
     of random features.
 
     Accuracy: products are in the dtype of the computation, and sums over chunks of keys in float64. Of a
-    callable's features, denominators and the division are in float64 as well. ``exp(x)`` is 0 where it is below
-    the smallest normal number.
+    callable's features, denominators and the division are in float64 as well. ``exp(x)`` is 0 where it is
+    below the smallest normal number.
 
     Determinism: with ``"elu+1"`` the same bits on every number of threads, for arrays of these sizes. With a
     callable BLAS may round products of other sizes, or on another number of threads, differently.

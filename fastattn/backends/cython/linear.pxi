@@ -8,7 +8,7 @@ cdef enum:
     LINEAR_KEYS = 256  # of a partial sum that is added in float64
     RUNNING_KEYS = 64  # the same where each row also meets the keys of its chunk one by one
     # Where there are fewer heads than LINEAR_HEADS, each is divided into segments, at most LINEAR_SEGMENTS, of at least
-    # LINEAR_SEGMENT positions. Segments have their own sums, which costs a pass over them, and running ones the products
+    # LINEAR_SEGMENT positions. Sums of their own cost a pass over them, and running ones the products
     # of keys a second time. All depends on sizes alone, so that no bit depends on the number of threads.
     LINEAR_HEADS = 8
     LINEAR_SEGMENTS = 64

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn import _prepared as prepared
 from fastattn._arguments import as_pieces, check_dropout, check_shape, clean_signature, refuse_arguments
-from fastattn._device import DeviceArray
+from fastattn._device import DeviceArray, in_library_of
 from fastattn._host import check_num_threads, default_backend
 from fastattn._normalize import Request, normalize, normalize_sdpa, normalize_varlen
 from fastattn._prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, reuse, signature_of
@@ -120,7 +120,8 @@ def attention(
         or bools, which count as float64. Two axes stand for one head, ``(L, D)``, and then `key` and `value`
         have two as well; three are ``(H, L, D)``. It may be an array on an NVIDIA GPU, one with
         ``__cuda_array_interface__`` or DLPack: then all of query, key, value, mask array, bias, sinks and
-        `out` are on that GPU.
+        `out` are on that GPU. Arrays of other libraries on the host, as PyTorch's and JAX's, are read where
+        they are.
     key : array_like, Quantized or Paged, shape (..., K, S, D)
         ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
         multi-query attention). The leading axes broadcast as in `numpy.matmul`. A `Quantized` has its
@@ -176,8 +177,8 @@ def attention(
     Returns
     -------
     out : ndarray, shape (..., H, L, E)
-        In the dtype that query, key and value promote to; C-contiguous in the given layout. For arrays on a
-        GPU an array of query's library, or Numba's where that has no ``from_dlpack``.
+        In the dtype that query, key and value promote to; C-contiguous in the given layout. Results are of
+        query's library, by its ``from_dlpack``; where it has none NumPy's, or on a GPU Numba's.
     lse : ndarray, shape (..., H, L)
         Natural log of each row's softmax denominator, when asked for.
     weights : ndarray, shape (..., H, L, S)
@@ -645,7 +646,8 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
             total += weight
             acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
         out = acc / np.where(total == 0, 1, total)[..., None]
-        return out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
+        results = out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
+    return in_library_of(outs[0], results[0]), in_library_of(outs[0], results[1])
 
 
 def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
@@ -707,4 +709,4 @@ def solve(
     if num_threads is not None:
         num_threads = check_num_threads(num_threads, "num_threads")
     prepared.run(request, signature, given, select(request.problem, backend), num_threads)
-    return request.finish()
+    return request.finish(given[0], given[-1])

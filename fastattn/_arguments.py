@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from fastattn import masks
-from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, from_dlpack, on_host, place
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
 
@@ -72,8 +72,8 @@ def as_array(value: Any, name: str) -> np.ndarray:
     if (array := as_device_array(value, name)) is not None:
         return array  # type: ignore[return-value]  # what is asked of it here it has, too
     try:
-        return np.asarray(value)
-    except TypeError as error:
+        return on_host(value)
+    except (TypeError, BufferError, RuntimeError) as error:
         raise TypeError(f"{name} does not convert to an array: {error}") from error
     except ValueError as error:
         raise ValueError(f"{name} does not convert to an array: {error}") from error
@@ -329,10 +329,14 @@ def check_sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
     """`out` as an array to write to, of the result's dtype or of that of the computation."""
-    array = as_device_array(out, "out")
-    if array is None and not isinstance(out, np.ndarray):
+    if (array := as_device_array(out, "out")) is not None:
+        out = array
+    elif isinstance(out, np.ndarray):
+        out = np.asarray(out)
+    elif hasattr(out, "__dlpack__"):
+        out = from_dlpack(out)
+    else:
         raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
-    out = np.asarray(out) if array is None else array
     if out.dtype != dtype and out.dtype != computed:
         wide = "" if computed == dtype else f", or {computed}"
         raise TypeError(f"out must have the result's dtype {dtype}{wide}, got {out.dtype}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn import _host
 from fastattn._arguments import clean_signature, refuse_arguments
+from fastattn._device import in_library_of, on_host
 from fastattn._gradients import Gradients, sum_to
 from fastattn._normalize import normalize_backward
 from fastattn._problem import FLOAT64
@@ -165,7 +166,9 @@ def attention_backward(
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     return Gradients(
         *(
-            None if gradient is None else _as_given(gradient, np.asarray(given[name]), name, layout)
+            None
+            if gradient is None
+            else in_library_of(query, _as_given(gradient, on_host(given[name]), name, layout))
             for name, gradient in found._asdict().items()
         )
     )

@@ -1,4 +1,4 @@
-"""Arrays on a GPU, as far as validation needs them: their devices, shapes, strides and dtypes.
+"""Arrays of other libraries: those on a GPU, as far as validation needs them, and how results become theirs.
 
 Nothing here uses CUDA or reads an element. The description of a caller's array, by the CUDA array interface
 or else by DLPack, becomes a `DeviceArray`, which is passed on as an ndarray would be; only the CUDA backend
@@ -7,6 +7,7 @@ accesses its memory.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import dataclass, replace
 from math import prod
@@ -114,10 +115,96 @@ class _AtAddress:
         }
 
 
+def from_dlpack_of(array: Any) -> Any:
+    """The function by which the library of an array takes arrays of others; None where it has none."""
+    namespace = getattr(array, "__array_namespace__", None)
+    module = sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
+    return getattr(module, "from_dlpack", None)
+
+
+def in_library_of(like: Any, array: np.ndarray) -> Any:
+    """A result on the host as an array of the library of `like`, which shares its memory; the result itself
+    where that is NumPy, or a library that takes no arrays by DLPack."""
+    if isinstance(like, (np.ndarray, np.generic)) or not hasattr(like, "__dlpack__"):
+        return array
+    from_dlpack = from_dlpack_of(like)
+    if from_dlpack is None:
+        return array
+    return from_dlpack(_exported(array) if array.dtype.name == "bfloat16" else array)
+
+
+def from_dlpack(value: Any) -> np.ndarray:
+    """A view of the memory of a library's array on the host, of bfloat16 as well."""
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0))  # without a version it would be read-only
+    except TypeError:
+        capsule = value.__dlpack__()
+    kind = _kind_of_16_bits(capsule)
+    if kind is None or kind.value != _BFLOAT:
+        return np.from_dlpack(value)
+    import ml_dtypes  # which NumPy's bfloat16 comes from
+
+    kind.value = _UINT
+    return np.from_dlpack(_Capsule(capsule)).view(ml_dtypes.bfloat16)
+
+
+def _exported(array: np.ndarray) -> _Capsule:
+    """An array of bfloat16, which NumPy does not export: its bits, which are then said to be bfloat16."""
+    capsule = array.view(np.uint16).__dlpack__()
+    kind: Any = _kind_of_16_bits(capsule)
+    kind.value = _BFLOAT
+    return _Capsule(capsule)
+
+
+class _Capsule:
+    """A DLPack capsule of an array on the host, as libraries ask for it."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+
+_UINT, _BFLOAT = 1, 4  # DLPack's numbers for kinds of elements
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_OF_CAPSULE = ctypes.py_object, ctypes.c_char_p
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, *_OF_CAPSULE)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, *_OF_CAPSULE)(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
+def _kind_of_16_bits(capsule: Any) -> ctypes.c_uint8 | None:
+    """The kind of the elements in a DLPack capsule, to be read or changed there; None unless they have 16 bits."""
+    # A versioned capsule begins with a version, an owner, a function and flags; then both have the pointer to the
+    # data, the device and the number of axes.
+    for name, before in ((b"dltensor", 0), (b"dltensor_versioned", 16 + 2 * _POINTER)):
+        if _is_valid(capsule, name):
+            at = _pointer(capsule, name) + before + _POINTER + 12
+            return (
+                ctypes.c_uint8.from_address(at) if ctypes.c_uint8.from_address(at + 1).value == 16 else None
+            )
+    return None
+
+
 def host_array(value: Any, name: str) -> np.ndarray:
     """`numpy.asarray` of a value that is read on the host; TypeError where it is on a GPU."""
     if (array := as_device_array(value, name)) is not None:
         raise TypeError(f"{name} is on {array.device}, and is read on the host: pass a NumPy array or a list")
+    return on_host(value)
+
+
+def on_host(value: Any) -> np.ndarray:
+    """`numpy.asarray`, and by DLPack what that does not take."""
+    if hasattr(value, "__dlpack__"):
+        if not hasattr(value, "__array__"):
+            return from_dlpack(value)
+        try:
+            return np.asarray(value)
+        except TypeError:  # as torch says of bfloat16
+            return from_dlpack(value)
     return np.asarray(value)
 
 

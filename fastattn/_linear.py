@@ -15,7 +15,7 @@ import numpy as np
 
 from fastattn._arguments import as_array, check_key_lengths, check_number_dtype, check_seed
 from fastattn._cache_state import count
-from fastattn._device import host_array
+from fastattn._device import host_array, in_library_of
 from fastattn._normalize import as_inputs, naming_shapes
 from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM
 from fastattn._registry import load, thread_limit
@@ -229,11 +229,10 @@ def linear_attention(
         whole = _run_in_blocks(call, function, causal, earlier, return_state, out)
     if call.lengths is not None and earlier is None:
         out[call.lengths == 0] = 0  # where a query is NaN as well
+    result = in_library_of(query, out[0] if call.flat else out)
     if whole is None:
-        return out[0] if call.flat else out
-    if call.flat:
-        return out[0], _each(whole, lambda array, _: array[0])
-    return out, whole
+        return result
+    return result, _each(whole, lambda array, _: array[0]) if call.flat else whole
 
 
 def _each(state: LinearState, change: Callable[[np.ndarray, int], np.ndarray]) -> LinearState:

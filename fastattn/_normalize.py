@@ -43,7 +43,7 @@ from fastattn._arguments import (
     named,
     overlap,
 )
-from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
+from fastattn._device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
 from fastattn._mask_map import UNBOUNDED, Band, Block, Size, make_intervals
 from fastattn._problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
 from fastattn._storage import Paged, Quantized, Rows
@@ -74,13 +74,18 @@ class Request(NamedTuple):
     #: must not be written to if the work fails
     swapped: bool  #: the caller's length axis stands before the head axis
 
-    def finish(self) -> Any:
-        """The results as the caller wants them; to be called when the problem is solved."""
+    def finish(self, query: Any, out: Any) -> Any:
+        """The results as the caller wants them, of the library of its query; to be called when the problem is
+        solved."""
         if self.staged is not None:
             self.results[0][...] = self.staged
         results = self.results
         if type(results[0]) is DeviceArray:
             results = tuple(result.memory.owner for result in results)
+        elif type(query) is not np.ndarray:
+            results = tuple(in_library_of(query, array) for array in results)
+        if out is not None:
+            results = (out, *results[1:])
         return results[0] if len(results) == 1 else results
 
 
@@ -626,7 +631,7 @@ def _assemble(
     if given is None:
         out = target = _empty(shape, result, q, "the result")
     else:
-        target = given
+        out = target = given
         parts = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
         reads = (q, *parts, bias, sinks, lowered.dense)
         if may_fail or any(array is not None and overlap(given, array) for array in reads):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._arguments import as_array, as_number, check_number_dtype, check_out, overlap
-from fastattn._device import host_array
+from fastattn._device import host_array, in_library_of
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._registry import load, thread_limit
@@ -168,7 +168,8 @@ def rope(
     else:
         load("cython")  # which chooses the instruction set
         driver.rotate(*call.arrays, interleaved, inverse, storage_of(call.result.dtype), thread_limit)
-    return call.finish()
+    result = call.finish()
+    return in_library_of(x, result) if out is None else out
 
 
 def rotate(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import config, cuda
 
-from fastattn._device import DeviceArray, Memory
+from fastattn._device import DeviceArray, Memory, from_dlpack_of
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
@@ -140,7 +140,7 @@ class Stream:
         """Makes of the memory what the caller gets: an array of the library that ``memory.like`` belongs to,
         where that takes DLPack, or else Numba's. All that fills it must be on the stream: the library's own
         stream is made to wait for that."""
-        shape, dtype, from_dlpack = memory.shape, np.dtype(memory.dtype), _from_dlpack_of(memory.like)
+        shape, dtype, from_dlpack = memory.shape, np.dtype(memory.dtype), from_dlpack_of(memory.like)
         if from_dlpack is None:
             bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
             memory.owner = self._array(memory.address or 0, shape, dtype, memory.owner, bound=bound)
@@ -264,13 +264,6 @@ def _torch_stream(memory: Memory) -> int | None:
     if torch is None or not isinstance(memory.owner, torch.Tensor):
         return None
     return torch.cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
-
-
-def _from_dlpack_of(array: Any) -> Any:
-    """The function by which the array's library takes arrays of others; None where it has none."""
-    namespace = getattr(array, "__array_namespace__", None)
-    module = sys.modules.get(type(array).__module__.partition(".")[0]) if namespace is None else namespace()
-    return getattr(module, "from_dlpack", None)
 
 
 def _kept(dtype: np.dtype) -> np.dtype:

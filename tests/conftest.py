@@ -37,6 +37,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("fastattn")
+os.environ.setdefault("KERAS_BACKEND", "numpy")  # read when Keras is imported
 
 BACKENDS = ("reference", "cython", "numba")
 #: The pool "workqueue" is always there; those of TBB and OpenMP want a library.

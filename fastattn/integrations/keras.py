@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 from keras.src.backend.numpy import nn
 
@@ -17,9 +18,14 @@ _keras_attention = nn.dot_product_attention
 def install() -> None:
     """Let `keras.ops.dot_product_attention` of the NumPy backend call `fastattn.attention`.
 
-    With it ``keras.layers.MultiHeadAttention`` and ``GroupedQueryAttention`` and every model of them. It holds
+    With it ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` and every model of them. It holds
     for the process, until `uninstall`. Results are Keras's up to rounding, also for a query without a key to
-    attend to, which gets the mean of all values there. On other backends of Keras nothing changes.
+    attend to, which gets the mean of all values there.
+
+    Raises
+    ------
+    RuntimeError
+        Keras runs on another backend: ``KERAS_BACKEND=numpy`` chooses this one before Keras is imported.
 
     Notes
     -----
@@ -28,9 +34,7 @@ def install() -> None:
 
     Examples
     --------
-    >>> import os
-    >>> os.environ["KERAS_BACKEND"] = "numpy"
-    >>> import keras
+    >>> import keras  # with KERAS_BACKEND=numpy
     >>> import numpy as np
     >>> from fastattn.integrations.keras import installed
     >>> layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8)
@@ -40,6 +44,8 @@ def install() -> None:
     >>> np.allclose(out, layer(x, x, use_causal_mask=True), atol=1e-5)
     True
     """
+    if keras.config.backend() != "numpy":
+        raise RuntimeError(f"Keras's backend must be numpy, got {keras.config.backend()}")
     nn.dot_product_attention = _dot_product_attention
 
 
@@ -78,7 +84,7 @@ def _dot_product_attention(
     dtype = nn.backend.result_type(query.dtype, key.dtype, value.dtype)
     out, lse = fastattn.attention(
         *(x.astype(dtype, copy=False) for x in (query, key, value)),
-        bias=bias,
+        bias=None if bias is None else nn.convert_to_tensor(bias, dtype),
         mask=None if mask is None else np.asarray(mask, bool),
         scale=scale,
         causal="top_left" if is_causal else False,

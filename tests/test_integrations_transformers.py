@@ -1,0 +1,250 @@
+"""Tiny random models of transformers give the same by fastattn as by transformers' own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+import fastattn  # noqa: E402
+from fastattn.integrations.transformers import register  # noqa: E402
+
+register()
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+#: A kind of attention each: its model, its configuration, and who else computes it.
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, "sdpa"),
+    "grouped_heads": ("LlamaForCausalLM", SIZES, "sdpa"),
+    "sliding_window": ("MistralForCausalLM", SIZES | {"sliding_window": 5}, "sdpa"),
+    "softcap": ("Gemma2ForCausalLM", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 0.5}, "eager"),
+    "sinks": (
+        "GptOssForCausalLM",
+        SIZES | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "eager",
+    ),
+    "value_dim": (
+        "DeepseekV3ForCausalLM",
+        SIZES
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 12}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 2},
+        "sdpa",
+    ),
+    "encoder": ("BertForMaskedLM", {k: SIZES[k] for k in list(SIZES)[:5]} | {"pad_token_id": 0}, "sdpa"),
+    "position_bias": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}, "sdpa"),
+}
+DECODERS = [name for name in MODELS if name not in ("encoder", "position_bias")]
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """A model in evaluation, whose attention is far from that of a mean."""
+    kind, sizes, _ = MODELS[name]
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**sizes | options)).eval()
+    for parameter_name, x in model.named_parameters():
+        if x.ndim > 1 or "sinks" in parameter_name:
+            torch.nn.init.normal_(x, std=0.3)
+    return model
+
+
+def inputs(name: str, padded: str | None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, slice(9, None) if padded == "right" else slice(4)] = 0
+        given["attention_mask"] = mask
+    if name == "position_bias":
+        given["decoder_input_ids"] = ids.flip(1)[:, :7]
+    return given
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Gets the arguments of each call of `fastattn.attention`."""
+    noted: list[dict[str, Any]] = []
+    attention = fastattn.attention
+
+    def noting(**given):
+        noted.append(given)
+        return attention(**given)
+
+    monkeypatch.setattr(fastattn, "attention", noting)
+    return noted
+
+
+def both(name: str, model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """What it gives by transformers' own attention, and by fastattn."""
+    model.set_attn_implementation(MODELS[name][2])
+    expected = call()
+    model.set_attn_implementation("fastattn")
+    return expected, call()
+
+
+@pytest.mark.parametrize("padded", [None, "right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, padded: str | None, calls: list) -> None:
+    model, given = tiny(name), inputs(name, padded)
+    with torch.no_grad():
+        expected, out = both(name, model, lambda: model(**given).logits)
+    assert len(calls) == (6 if name == "position_bias" else 2)
+    of_tokens = slice(None)
+    if padded and name != "position_bias":  # what is computed of padding has no meaning
+        of_tokens = given["attention_mask"].bool()
+    torch.testing.assert_close(out[of_tokens], expected[of_tokens], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name: str, padded: str | None, cache: str, calls: list) -> None:
+    model, given = tiny(name), inputs(name, padded)
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    expected, out = both(name, model, lambda: model.generate(**given, **options))
+    assert len(calls) == 2 * 6
+    assert calls[-1]["query"].shape[1] == 1
+    assert torch.equal(out, expected)
+
+
+def test_decoding_in_steps_is_one_call(calls: list) -> None:
+    """The logits of a cache that is filled by 9, 3 and 1 tokens are those of 13 at once."""
+    model, ids = tiny("grouped_heads"), inputs("grouped_heads", None)["input_ids"]
+    model.set_attn_implementation("fastattn")
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = transformers.DynamicCache(config=model.config)
+        parts = [model(part, cache=cache).logits for part in ids.split([9, 3, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_are_not_repeated_and_causality_has_no_mask(calls: list) -> None:
+    model = tiny("grouped_heads")
+    model.set_attn_implementation("fastattn")
+    model(**inputs("grouped_heads", None))
+    assert [call["key"].shape for call in calls] == [(2, 13, 2, 8)] * 2
+    assert [(call.get("mask"), call["causal"]) for call in calls] == [(None, "top_left")] * 2
+
+
+@pytest.mark.parametrize("name", ["grouped_heads", "sinks", "position_bias"])
+def test_gradients(name: str) -> None:
+    model, given = tiny(name), inputs(name, "right")
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits = model(**given).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+    expected, out = both(name, model, gradients)
+    assert out.keys() == expected.keys()
+    for parameter in out:
+        scale = float(expected[parameter].abs().max())
+        torch.testing.assert_close(out[parameter], expected[parameter], rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("name", ["grouped_heads", "position_bias"])
+def test_bfloat16(name: str) -> None:
+    model, given = tiny(name).bfloat16(), inputs(name, "right")
+    with torch.no_grad():
+        expected, out = both(name, model, lambda: model(**given).logits)
+        exact = model.float()(**given).logits
+    tokens = slice(None) if name == "position_bias" else given["attention_mask"].bool()
+    errors = [(x.float() - exact)[tokens].abs().max() for x in (out, expected)]
+    assert out.dtype == torch.bfloat16
+    assert errors[0] < 2 * errors[1]
+
+
+def test_mask_of_floats() -> None:
+    """One with an axis for heads and queries, which is the caller's."""
+    model, ids = tiny("grouped_heads"), inputs("grouped_heads", None)["input_ids"]
+    allowed = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask = torch.where(allowed | torch.eye(13, dtype=torch.bool), 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected, out = both("grouped_heads", model, lambda: model(ids, attention_mask=mask).logits)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_takes_its_seed_from_torch() -> None:
+    model, given = tiny("grouped_heads", attention_dropout=0.5).train(), inputs("grouped_heads", None)
+    model.set_attn_implementation("fastattn")
+
+    def logits(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(**given).logits
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "sinks", "indices", "block_indices"])
+def test_what_is_not_there_is_refused(name: str) -> None:
+    attention = transformers.AttentionInterface()["fastattn"]
+    x = torch.randn(1, 2, 3, 4)
+    attention(torch.nn.Module(), x, x, x, None, **{name: None})
+    with pytest.raises(ValueError, match=f"^{name} is not supported"):
+        attention(torch.nn.Module(), x, x, x, None, **{name: True})
+
+
+def test_another_name() -> None:
+    register("mine")
+    model = tiny("grouped_heads")
+    model.set_attn_implementation("mine")
+    assert model(**inputs("grouped_heads", "left")).logits.isfinite().all()
+
+
+def test_sentence_transformers(tmp_path: Path, calls: list) -> None:
+    """Sentences of many lengths in one batch, by a model and a tokenizer saved here."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 32}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(tmp_path)
+    tiny("encoder").bert.save_pretrained(tmp_path)
+    sentences = ["a", "b c d e f g h a b c", "d h", "c c a b"]
+    expected, out = (
+        sentence_transformers.SentenceTransformer(
+            str(tmp_path), device="cpu", model_kwargs={"attn_implementation": name}
+        ).encode(sentences)
+        for name in ("sdpa", "fastattn")
+    )
+    assert len(calls) == 2
+    assert len({tuple(row) for row in out.round(2)}) == len(sentences)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow  # compiles
+def test_compiled_models_call_it_between_their_graphs(calls: list) -> None:
+    model, given = tiny("grouped_heads"), inputs("grouped_heads", None)
+    model.set_attn_implementation("fastattn")
+    with torch.no_grad():
+        expected = model(**given).logits
+        out = torch.compile(model, backend="eager")(**given).logits
+    assert len(calls) == 4
+    torch.testing.assert_close(out, expected)

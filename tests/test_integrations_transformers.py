@@ -32,33 +32,33 @@ SIZES = {
     "eos_token_id": None,
 }
 T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-#: A kind of attention each: its model, its configuration, and who else computes it.
+#: A kind of attention each: its model and its configuration.
 MODELS = {
-    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, "sdpa"),
-    "grouped_heads": ("LlamaForCausalLM", SIZES, "sdpa"),
-    "sliding_window": ("MistralForCausalLM", SIZES | {"sliding_window": 5}, "sdpa"),
-    "softcap": ("Gemma2ForCausalLM", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 0.5}, "eager"),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "grouped_heads": ("LlamaForCausalLM", SIZES),
+    "sliding_window": ("MistralForCausalLM", SIZES | {"sliding_window": 5}),
+    "softcap": ("Gemma2ForCausalLM", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 0.5}),
     "sinks": (
         "GptOssForCausalLM",
         SIZES | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "eager",
     ),
     "value_dim": (
         "DeepseekV3ForCausalLM",
         SIZES
         | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 12}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 2},
-        "sdpa",
     ),
-    "encoder": ("BertForMaskedLM", {k: SIZES[k] for k in list(SIZES)[:5]} | {"pad_token_id": 0}, "sdpa"),
-    "position_bias": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}, "sdpa"),
+    "encoder": ("BertForMaskedLM", {k: SIZES[k] for k in list(SIZES)[:5]} | {"pad_token_id": 0}),
+    "position_bias": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}),
 }
+#: What has a soft-cap or sinks.
+NOT_BY_SDPA = (transformers.Gemma2ForCausalLM, transformers.GptOssForCausalLM)
 DECODERS = [name for name in MODELS if name not in ("encoder", "position_bias")]
 
 
 def tiny(name: str, **options: Any) -> Any:
     """A model in evaluation, whose attention is far from that of a mean."""
-    kind, sizes, _ = MODELS[name]
+    kind, sizes = MODELS[name]
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
     model = cls(cls.config_class(**sizes | options)).eval()
@@ -94,9 +94,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return noted
 
 
-def both(name: str, model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
+def both(model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
     """What it gives by transformers' own attention, and by fastattn."""
-    model.set_attn_implementation(MODELS[name][2])
+    model.set_attn_implementation("eager" if isinstance(model, NOT_BY_SDPA) else "sdpa")
     expected = call()
     model.set_attn_implementation("fastattn")
     return expected, call()
@@ -107,7 +107,7 @@ def both(name: str, model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
 def test_logits(name: str, padded: str | None, calls: list) -> None:
     model, given = tiny(name), inputs(name, padded)
     with torch.no_grad():
-        expected, out = both(name, model, lambda: model(**given).logits)
+        expected, out = both(model, lambda: model(**given).logits)
     assert len(calls) == (6 if name == "position_bias" else 2)
     of_tokens = slice(None)
     if padded and name != "position_bias":  # what is computed of padding has no meaning
@@ -126,7 +126,7 @@ def test_generate(name: str, padded: str | None, cache: str, calls: list) -> Non
         "cache_implementation": cache,
         "disable_compile": True,
     }
-    expected, out = both(name, model, lambda: model.generate(**given, **options))
+    expected, out = both(model, lambda: model.generate(**given, **options))
     assert len(calls) == 2 * 6
     assert calls[-1]["query"].shape[1] == 1
     assert torch.equal(out, expected)
@@ -148,7 +148,7 @@ def test_heads_are_not_repeated_and_causality_has_no_mask(calls: list) -> None:
     model.set_attn_implementation("fastattn")
     model(**inputs("grouped_heads", None))
     assert [call["key"].shape for call in calls] == [(2, 13, 2, 8)] * 2
-    assert [(call.get("mask"), call["causal"]) for call in calls] == [(None, "top_left")] * 2
+    assert [(call.get("mask"), call["causal"]) for call in calls] == [(None, "bottom_right")] * 2
 
 
 @pytest.mark.parametrize("name", ["grouped_heads", "sinks", "position_bias"])
@@ -161,7 +161,7 @@ def test_gradients(name: str) -> None:
         (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
         return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
-    expected, out = both(name, model, gradients)
+    expected, out = both(model, gradients)
     assert out.keys() == expected.keys()
     for parameter in out:
         scale = float(expected[parameter].abs().max())
@@ -172,7 +172,7 @@ def test_gradients(name: str) -> None:
 def test_bfloat16(name: str) -> None:
     model, given = tiny(name).bfloat16(), inputs(name, "right")
     with torch.no_grad():
-        expected, out = both(name, model, lambda: model(**given).logits)
+        expected, out = both(model, lambda: model(**given).logits)
         exact = model.float()(**given).logits
     tokens = slice(None) if name == "position_bias" else given["attention_mask"].bool()
     errors = [(x.float() - exact)[tokens].abs().max() for x in (out, expected)]
@@ -180,13 +180,50 @@ def test_bfloat16(name: str) -> None:
     assert errors[0] < 2 * errors[1]
 
 
-def test_mask_of_floats() -> None:
+@pytest.mark.parametrize("name", ["grouped_heads", "position_bias"])
+def test_mask_of_floats(name: str) -> None:
     """One with an axis for heads and queries, which is the caller's."""
-    model, ids = tiny("grouped_heads"), inputs("grouped_heads", None)["input_ids"]
+    model, ids = tiny(name), inputs(name, None)["input_ids"]
     allowed = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(2)) < 0.5
     mask = torch.where(allowed | torch.eye(13, dtype=torch.bool), 0.0, torch.finfo(torch.float32).min)
+    part = model.encoder if name == "position_bias" else model
     with torch.no_grad():
-        expected, out = both("grouped_heads", model, lambda: model(ids, attention_mask=mask).logits)
+        expected, out = both(model, lambda: part(ids, attention_mask=mask)[0])
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Falcon"])
+def test_attention_of_a_models_own_keeps_its_masks(kind: str, calls: list) -> None:
+    """They add the masks that they are given, and a bool one would hardly mask at all."""
+    config = getattr(transformers, f"{kind}Config")(**dict(list(SIZES.items())[:5]))
+    torch.manual_seed(0)
+    model, given = getattr(transformers, f"{kind}Model")(config).eval(), inputs("encoder", "left")
+    hidden = []
+    for name in ("eager", "fastattn"):
+        model.config._attn_implementation = name
+        with torch.no_grad():
+            hidden.append(model(**given).last_hidden_state[given["attention_mask"].bool()])
+    assert calls == []
+    torch.testing.assert_close(*hidden)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_queries_dropped_after_the_mask_was_made(cache: str, calls: list) -> None:
+    """Gemma 4 computes the last layers for the logits that are asked for, with the mask of all queries."""
+    sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61}
+    sizes |= {"hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 4, "global_head_dim": 8}
+    config = transformers.Gemma4TextConfig(**sizes)
+    torch.manual_seed(0)
+    model, ids = transformers.Gemma4ForCausalLM(config).eval(), inputs("grouped_heads", None)["input_ids"]
+    caches = {
+        "dynamic": lambda: transformers.DynamicCache(config=config),
+        "static": lambda: transformers.StaticCache(config=config, max_cache_len=20),
+    }
+    with torch.no_grad():
+        expected, out = both(
+            "gemma4", model, lambda: model(ids, cache=caches[cache](), logits_to_keep=3).logits
+        )
+    assert calls[-1]["query"].shape[1] == 3
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 

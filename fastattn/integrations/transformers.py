@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from fastattn.integrations.torch import attention
 
@@ -24,11 +25,11 @@ def register(name: str = "fastattn") -> None:
 
     Notes
     -----
-    The masks are those of ``"sdpa"``: none where causality or nothing says it all, else bool. Dropout in
-    training takes its seed from ``torch.manual_seed``. Attention weights (``output_attentions=True``) and
-    attention over chosen keys or with sinks of each query, which a few models have, are a ValueError; tensors
-    of a GPU a TypeError. Models whose attention is their own code never ask for it. Under ``torch.compile``
-    the graph is broken here, so ``fullgraph=True`` is refused by it.
+    The masks are those of ``"sdpa"``: none where causality or nothing says it all, else bool; of models that
+    change masks themselves, floats. Dropout in training takes its seed from ``torch.manual_seed``. Attention
+    weights (``output_attentions=True``) are a ValueError, and so is attention over chosen keys or with sinks of
+    each query, which a few models have; tensors of a GPU are a TypeError. Models whose attention is their own
+    code (MPNet, Falcon, BLOOM) keep it, without a word. Under ``torch.compile`` the graph is broken here.
 
     Examples
     --------
@@ -43,7 +44,43 @@ def register(name: str = "fastattn") -> None:
     torch.Size([1, 7, 99])
     """
     AttentionInterface.register(name, _attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _attention_mask)
+
+
+def _attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **given: Any,
+) -> torch.Tensor | None:
+    """The (B, 1, L, S) mask of a model: bool, or floats where the model itself may add it to scores.
+
+    None stands for no mask, and in a causal layer for ``"bottom_right"``: a model may drop all but the last
+    queries once the mask is made. So a static cache with keys yet to come needs a mask.
+    """
+    given |= {"q_length": q_length, "kv_length": kv_length, "config": config}
+    if not _leaves_masks_alone(config):
+        return eager_mask(**given)
+    return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length), **given)
+
+
+def _leaves_masks_alone(config: Any) -> bool:
+    """Whether a model only hands masks on to `AttentionInterface`, as flash attention and sdpa demand.
+
+    Others take all that is neither for ``"eager"``, whose masks are added.
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    names = vars(sys.modules.get(name, torch))
+    models = [
+        it
+        for it in names.values()
+        if isinstance(it, type) and issubclass(it, PreTrainedModel) and it.__module__ == name
+    ]
+    return "ALL_ATTENTION_FUNCTIONS" in names and all(
+        it._supports_sdpa or it._supports_flash_attn for it in models
+    )
 
 
 @torch.compiler.disable
@@ -70,14 +107,14 @@ def _attention_forward(
         mask, bias = None, mask if bias is None else mask + bias
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    # As in sdpa_attention_forward: a mask says all, and one query is the last of the cache.
+    # A mask says all, and one query sees the whole cache.
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     out = attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         bias=bias,
         sinks=s_aux,
         mask=mask,
-        causal="top_left" if is_causal else False,
+        causal="bottom_right" if is_causal else False,
         scale=scaling,
         softcap=softcap,
         layout="bshd",

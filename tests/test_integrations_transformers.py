@@ -220,9 +220,7 @@ def test_queries_dropped_after_the_mask_was_made(cache: str, calls: list) -> Non
         "static": lambda: transformers.StaticCache(config=config, max_cache_len=20),
     }
     with torch.no_grad():
-        expected, out = both(
-            "gemma4", model, lambda: model(ids, cache=caches[cache](), logits_to_keep=3).logits
-        )
+        expected, out = both(model, lambda: model(ids, cache=caches[cache](), logits_to_keep=3).logits)
     assert calls[-1]["query"].shape[1] == 3
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 

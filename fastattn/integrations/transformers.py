@@ -27,9 +27,9 @@ def register(name: str = "fastattn") -> None:
     -----
     The masks are those of ``"sdpa"``: none where causality or nothing says it all, else bool; of models that
     change masks themselves, floats. Dropout in training takes its seed from ``torch.manual_seed``. Attention
-    weights (``output_attentions=True``) are a ValueError, and so is attention over chosen keys or with sinks of
-    each query, which a few models have; tensors of a GPU are a TypeError. Models whose attention is their own
-    code (MPNet, Falcon, BLOOM) keep it, without a word. Under ``torch.compile`` the graph is broken here.
+    weights (``output_attentions=True``) are a ValueError, and so is attention over chosen keys or with sinks
+    of each query, which a few models have; tensors of a GPU are a TypeError. Models whose attention is their
+    own code (MPNet, Falcon, BLOOM) keep it, without a word. Under ``torch.compile`` the graph is broken here.
 
     Examples
     --------

@@ -48,6 +48,12 @@ MODELS = {
         | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 12}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 2},
     ),
+    "shared_keys": (
+        "Gemma4ForCausalLM",
+        SIZES
+        | {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "global_head_dim": 8}
+        | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+    ),
     "encoder": ("BertForMaskedLM", {k: SIZES[k] for k in list(SIZES)[:5]} | {"pad_token_id": 0}),
     "position_bias": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}),
 }
@@ -209,15 +215,11 @@ def test_attention_of_a_models_own_keeps_its_masks(kind: str, calls: list) -> No
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_queries_dropped_after_the_mask_was_made(cache: str, calls: list) -> None:
-    """Gemma 4 computes the last layers for the logits that are asked for, with the mask of all queries."""
-    sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 61}
-    sizes |= {"hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 4, "global_head_dim": 8}
-    config = transformers.Gemma4TextConfig(**sizes)
-    torch.manual_seed(0)
-    model, ids = transformers.Gemma4ForCausalLM(config).eval(), inputs("grouped_heads", None)["input_ids"]
+    """Gemma 4 computes its last layer for the logits that are asked for, with the mask of all queries."""
+    model, ids = tiny("shared_keys"), inputs("shared_keys", None)["input_ids"]
     caches = {
-        "dynamic": lambda: transformers.DynamicCache(config=config),
-        "static": lambda: transformers.StaticCache(config=config, max_cache_len=20),
+        "dynamic": lambda: transformers.DynamicCache(config=model.config),
+        "static": lambda: transformers.StaticCache(config=model.config, max_cache_len=20),
     }
     with torch.no_grad():
         expected, out = both(model, lambda: model(ids, cache=caches[cache](), logits_to_keep=3).logits)

@@ -76,11 +76,10 @@ def _leaves_masks_alone(config: Any) -> bool:
     models = [
         it
         for it in names.values()
-        if isinstance(it, type) and issubclass(it, PreTrainedModel) and it.__module__ == name
+        if isinstance(it, type) and issubclass(it, PreTrainedModel) and it.config_class is type(config)
     ]
-    return "ALL_ATTENTION_FUNCTIONS" in names and all(
-        it._supports_sdpa or it._supports_flash_attn for it in models
-    )
+    can_be_handed_on = [it._supports_sdpa or it._supports_flash_attn for it in models]
+    return "ALL_ATTENTION_FUNCTIONS" in names and any(can_be_handed_on) and all(can_be_handed_on)
 
 
 @torch.compiler.disable

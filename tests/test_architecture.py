@@ -102,6 +102,7 @@ LAYERS = [
     {"_info"},
     {""},
     {"integrations._options"},
+    {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},
     {"_quiet"},

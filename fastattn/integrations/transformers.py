@@ -78,8 +78,8 @@ def _leaves_masks_alone(config: Any) -> bool:
         for it in names.values()
         if isinstance(it, type) and issubclass(it, PreTrainedModel) and it.config_class is type(config)
     ]
-    can_be_handed_on = [it._supports_sdpa or it._supports_flash_attn for it in models]
-    return "ALL_ATTENTION_FUNCTIONS" in names and any(can_be_handed_on) and all(can_be_handed_on)
+    hand_on = (it._supports_sdpa or it._supports_flash_attn for it in models)
+    return "ALL_ATTENTION_FUNCTIONS" in names and bool(models) and all(hand_on)
 
 
 @torch.compiler.disable
@@ -103,7 +103,8 @@ def _attention_forward(
             raise ValueError(f'{name} is not supported by fastattn; attn_implementation="eager" may have it')
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.is_floating_point():
-        mask, bias = None, mask if bias is None else mask + bias
+        bias = mask if bias is None else mask + bias
+        mask = None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # A mask says all, and one query sees the whole cache.

@@ -136,6 +136,33 @@ def test_torch_takes_no_second_derivative_for_zero() -> None:
         torch.autograd.grad(gradient.square().sum() + query.sum(), query)
 
 
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}])
+def test_torch_without_gradients(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations import torch as integration
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+    expected = integration.attention(query, query, query, **options)
+    monkeypatch.setattr(integration, "_Attention", None)  # autograd is not asked
+    with torch.no_grad():
+        found = integration.attention(query, query, query, **options)
+    assert torch.equal(
+        torch.cat([x.reshape(-1) for x in found]), torch.cat([x.reshape(-1) for x in expected])
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torch_refuses_forward_mode() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        attention(torch.autograd.forward_ad.make_dual(query, query), query, query)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda query: attention(query, query, query), (query,), (query,))
+
+
 def test_torch_notices_a_mask_that_changed() -> None:
     torch = pytest.importorskip("torch")
     from fastattn.integrations.torch import attention

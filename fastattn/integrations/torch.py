@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 import fastattn
 from fastattn.integrations._options import check_options
@@ -64,8 +66,19 @@ def attention(
     for name, x in tensors.items():
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
+    if not _is_differentiated(tensors.values()):  # autograd alone takes as long as a small call
+        arrays = {name: _array(x) for name, x in tensors.items()}
+        found = fastattn.attention(**arrays, return_lse=return_lse, **options)
+        return tuple(map(_tensor, found)) if return_lse else _tensor(found)
     out, lse = _Attention.apply(tuple(tensors), options, *tensors.values())
     return (out, lse) if return_lse else out
+
+
+def _is_differentiated(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd is to see a function of them, in reverse mode or in forward mode, which it refuses."""
+    return any(
+        (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None for x in tensors
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -68,7 +68,7 @@ def attention(
             raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
     if not _is_differentiated(tensors.values()):  # autograd alone takes as long as a small call
         arrays = {name: _array(x) for name, x in tensors.items()}
-        found = fastattn.attention(**arrays, return_lse=return_lse, **options)
+        found: Any = fastattn.attention(**arrays, return_lse=return_lse, **options)
         return tuple(map(_tensor, found)) if return_lse else _tensor(found)
     out, lse = _Attention.apply(tuple(tensors), options, *tensors.values())
     return (out, lse) if return_lse else out

@@ -178,8 +178,8 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, *_OF_CAPSULE)(("PyCapsule_GetPoint
 
 def _kind_of_16_bits(capsule: Any) -> ctypes.c_uint8 | None:
     """The kind of the elements in a DLPack capsule, to be read or changed there; None unless of 16 bits."""
-    # A versioned capsule begins with a version, an owner, a function and flags; then both have the pointer to the
-    # data, the device and the number of axes.
+    # A versioned capsule begins with a version, an owner, a function and flags. Then both have the pointer to
+    # the data, the device and the number of axes.
     for name, before in ((b"dltensor", 0), (b"dltensor_versioned", 16 + 2 * _POINTER)):
         if _is_valid(capsule, name):
             at = _pointer(capsule, name) + before + _POINTER + 12

@@ -363,6 +363,8 @@ RAISES_ELSEWHERE = {
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_options.py: check_options": "outputs that are not differentiated",
     "integrations/keras.py: install": "Keras computes elsewhere",
+    "integrations/onnx.py: _run": "what the operators' texts forbid",
+    "integrations/onnx.py: _bound": "the same of sizes",
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",
     "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
     "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",

@@ -16,7 +16,7 @@ _keras_attention = nn.dot_product_attention
 
 
 def install() -> None:
-    """Let `keras.ops.dot_product_attention` of the NumPy backend call `fastattn.attention`.
+    """Let ``keras.ops.dot_product_attention`` of the NumPy backend call `fastattn.attention`.
 
     With it ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` and every model of them. It holds
     for the process, until `uninstall`. Results are Keras's up to rounding, also for a query without a key to

@@ -19,7 +19,7 @@ def register(name: str = "fastattn") -> None:
     """Let models of transformers take ``attn_implementation=name``, for tensors of the CPU.
 
     Results are those of ``"sdpa"`` up to rounding, with gradients, for every model that calls transformers'
-    `AttentionInterface`: causal or not, with padding, grouped heads, caches, sliding windows and biases of
+    ``AttentionInterface``: causal or not, with padding, grouped heads, caches, sliding windows and biases of
     positions. Beside that, soft-caps (Gemma 2) and sinks of heads (gpt-oss), which ``"sdpa"`` has not.
     Keys and values of grouped heads are read as they are, never repeated.
 

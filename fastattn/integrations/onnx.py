@@ -1,0 +1,235 @@
+"""Operators of ONNX, for its reference evaluator: attention without matrices of scores.
+
+>>> import numpy as np
+>>> from onnx import parser
+>>> from onnx.reference import ReferenceEvaluator
+>>> from fastattn.integrations.onnx import operators
+>>> model = parser.parse_model(
+...     "<ir_version: 10, opset_import: ['' : 23]> g (float[2,8,100,64] x) => (float[2,8,100,64] y)"
+...     "{ y = Attention<is_causal=1>(x, x, x) }".replace("'", '"')
+... )
+>>> x = np.random.default_rng(0).standard_normal((2, 8, 100, 64), dtype=np.float32)
+>>> ours = ReferenceEvaluator(model, new_ops=operators).run(None, {"x": x})
+>>> np.allclose(ours, ReferenceEvaluator(model).run(None, {"x": x}), atol=1e-5)
+True
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from math import sqrt
+from operator import and_
+from typing import Any
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+from onnx.reference.ops.aionnx_preview.op_flex_attention import FlexAttention as _FlexAttention
+
+import fastattn
+from fastattn import masks
+
+
+class Attention(OpRun):
+    """``Attention`` of opsets 23 to 25, with all four outputs.
+
+    Y is computed without an L by S matrix, in float32 where inputs are of 16 bits, whatever
+    ``softmax_precision`` says: at least as exact as ONNX's own. ``qk_matmul_output`` is such a matrix: a
+    graph that asks for it makes it be computed.
+    """
+
+    def _run(
+        self,
+        Q: np.ndarray,
+        K: np.ndarray,
+        V: np.ndarray,
+        attn_mask: np.ndarray | None = None,
+        past_key: np.ndarray | None = None,
+        past_value: np.ndarray | None = None,
+        nonpad_kv_seqlen: np.ndarray | None = None,
+        is_causal: int | None = None,
+        kv_num_heads: int | None = None,
+        left_window_size: int | None = None,
+        q_num_heads: int | None = None,
+        qk_matmul_output_mode: int | None = None,
+        right_window_size: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        softmax_precision: int | None = None,
+    ) -> tuple[np.ndarray, ...]:
+        if (past_key is None) != (past_value is None):
+            raise ValueError("past_key and past_value must be given together")
+        if past_key is not None and nonpad_kv_seqlen is not None:
+            raise ValueError("nonpad_kv_seqlen and past_key must not both be given")
+        is_flat = Q.ndim == 3
+        if is_flat:
+            if not q_num_heads or not kv_num_heads:
+                raise ValueError("q_num_heads and kv_num_heads must be given for inputs of three axes")
+            Q, K, V = (_heads(Q, q_num_heads), _heads(K, kv_num_heads), _heads(V, kv_num_heads))
+        past = 0
+        if past_key is not None and past_value is not None:
+            past = past_key.shape[2]
+            K, V = (np.concatenate(parts, axis=2) for parts in ((past_key, K), (past_value, V)))
+        options = _masks(
+            attn_mask, K.shape[2], past, nonpad_kv_seqlen, bool(is_causal),
+            _bound(left_window_size, "left_window_size"), _bound(right_window_size, "right_window_size"),
+        )  # fmt: skip
+        options |= {"scale": scale, "softcap": softcap or None}
+        mode = qk_matmul_output_mode or 0
+        wants_scores = len(self.onnx_node.output) > 3 and self.onnx_node.output[3] != ""
+        found = fastattn.attention(Q, K, V, **options, return_weights=wants_scores and mode == 3)
+        out, scores = found if isinstance(found, tuple) else (found, np.empty(0, Q.dtype))
+        if wants_scores and mode != 3:
+            scores = _scores(Q, K, mode, **options)
+        if is_flat:
+            out = out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)
+        return out, K, V, scores
+
+
+def _heads(x: np.ndarray, num_heads: int) -> np.ndarray:
+    """(B, L, H * D) as a (B, H, L, D) view."""
+    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+def _bound(size: int | None, name: str) -> int | None:
+    if size is not None and size < -1:
+        raise ValueError(f"{name} must be -1 or nonnegative, got {size}")
+    return None if size == -1 else size
+
+
+def _masks(
+    attn_mask: np.ndarray | None,
+    S: int,
+    past: int,
+    lengths: np.ndarray | None,
+    is_causal: bool,
+    left: int | None,
+    right: int | None,
+) -> dict[str, Any]:
+    """What fastattn calls them. Query i stands at key ``i + past``, or else at the end of its item's keys."""
+    options: dict[str, Any] = {}
+    has_window = left is not None or right is not None
+    if attn_mask is not None:
+        if (missing := S - attn_mask.shape[-1]) > 0:
+            hidden = False if attn_mask.dtype == np.bool_ else -np.inf
+            widths = [(0, 0)] * (attn_mask.ndim - 1) + [(0, missing)]
+            attn_mask = np.pad(attn_mask, widths, constant_values=hidden)
+        options["mask" if attn_mask.dtype == np.bool_ else "bias"] = attn_mask
+    if lengths is not None:
+        options["key_lengths"] = lengths.reshape(-1)
+        options["causal"] = "bottom_right" if is_causal else False
+        options["window"] = (left, right) if has_window else None
+    elif is_causal or has_window:
+        rules: list[masks.Mask] = [masks.Causal(offset=past)] if is_causal else []
+        if has_window:
+            rules.append(masks.Window(left, right, "top_left").shifted(past, 0))
+        if "mask" in options:
+            rules.append(masks.Dense(options["mask"]))
+        options["mask"] = reduce(and_, rules)
+    return options
+
+
+def _scores(
+    Q: np.ndarray, K: np.ndarray, mode: int, *, scale: float | None, softcap: float | None, **options: Any
+) -> np.ndarray:
+    """Scores: of mode 1 with the soft-cap, of mode 2 with mask and bias, of mode 0 as they are."""
+    B, H, L, D = Q.shape
+    wide = np.result_type(Q, np.float32)
+    q = Q.astype(wide, copy=False).reshape(B, K.shape[1], -1, L, D)
+    scores = (q @ K.astype(wide, copy=False)[:, :, None].swapaxes(-1, -2)).reshape(B, H, L, -1)
+    scores *= 1 / sqrt(D) if scale is None else scale
+    if softcap is not None and mode > 0:
+        scores = np.tanh(scores / softcap) * softcap
+    if mode == 2:
+        zeros = np.zeros((B, H, L, 1), wide), np.zeros((B, K.shape[1], K.shape[2], 1), wide)
+        bias = options.pop("bias", None)
+        weights = fastattn.attention(*zeros, zeros[1], **options, return_weights=True)[1]
+        scores += 0 if bias is None else bias
+        scores[weights == 0] = -np.inf
+    return scores.astype(Q.dtype, copy=False)
+
+
+class RotaryEmbedding(OpRun):
+    """``RotaryEmbedding`` of opset 23 on."""
+
+    def _run(
+        self,
+        X: np.ndarray,
+        cos_cache: np.ndarray,
+        sin_cache: np.ndarray,
+        position_ids: np.ndarray | None = None,
+        interleaved: int | None = None,
+        num_heads: int | None = None,
+        rotary_embedding_dim: int | None = None,
+    ) -> tuple[np.ndarray]:
+        x = X
+        if X.ndim == 3:
+            if not num_heads:
+                raise ValueError("num_heads must be given for an input of three axes")
+            x = _heads(X, num_heads)
+        if position_ids is None:  # a table for each item
+            position_ids = np.arange(cos_cache.shape[0] * cos_cache.shape[1]).reshape(cos_cache.shape[:2])
+            cos_cache, sin_cache = (x.reshape(-1, x.shape[-1]) for x in (cos_cache, sin_cache))
+        if rotary_embedding_dim and rotary_embedding_dim != 2 * cos_cache.shape[-1]:
+            raise ValueError(
+                f"cos_cache must have rotary_embedding_dim / 2 = {rotary_embedding_dim // 2} columns, "
+                f"got {cos_cache.shape[-1]}"
+            )
+        rotated = fastattn.rope(
+            x, cos_cache, sin_cache, positions=position_ids, interleaved=bool(interleaved)
+        )
+        return (rotated.swapaxes(1, 2).reshape(X.shape) if X.ndim == 3 else rotated,)
+
+
+class TensorScatter(OpRun):
+    """``TensorScatter`` of opset 24 on: rows of each batch item into a cache."""
+
+    def _run(
+        self,
+        past_cache: np.ndarray,
+        update: np.ndarray,
+        write_indices: np.ndarray | None = None,
+        axis: int | None = None,
+        mode: str | None = None,
+    ) -> tuple[np.ndarray]:
+        if mode not in (None, "linear", "circular"):
+            raise ValueError(f'mode must be "linear" or "circular", got {mode!r}')
+        at = (-2 if axis is None else axis) % past_cache.ndim
+        sizes = list(past_cache.shape)
+        n, sizes[at] = sizes[at], update.shape[at]
+        if at == 0 or update.shape != tuple(sizes) or sizes[at] > n:
+            raise ValueError(
+                f"update must fit past_cache {past_cache.shape} on axis {at}, got {update.shape}"
+            )
+        present = past_cache.copy()
+        starts = np.zeros(len(present), np.int64) if write_indices is None else write_indices
+        for cache, rows, start in zip(present, update, starts.tolist(), strict=True):
+            places = np.arange(start, start + sizes[at])
+            cache.swapaxes(0, at - 1)[places % n if mode == "circular" else places] = rows.swapaxes(0, at - 1)
+        return (present,)
+
+
+class FlexAttention(_FlexAttention):
+    """The preview of ``FlexAttention``. A graph that changes scores or weights gets matrices of them, by
+    ONNX's own code."""
+
+    def _run(
+        self,
+        Q: np.ndarray,
+        K: np.ndarray,
+        V: np.ndarray,
+        scale: float | None = None,
+        score_mod: Any = None,
+        prob_mod: Any = None,
+        softmax_precision: int | None = None,
+        **others: Any,
+    ) -> tuple[np.ndarray]:
+        if score_mod is not None or prob_mod is not None:
+            found: tuple[np.ndarray] = super()._run(
+                Q, K, V, scale, score_mod, prob_mod, softmax_precision, **others
+            )
+            return found
+        return (fastattn.attention(Q, K, V, scale=scale).astype(V.dtype, copy=False),)
+
+
+#: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.
+operators = [Attention, RotaryEmbedding, TensorScatter, FlexAttention]

@@ -1,0 +1,145 @@
+"""`fastattn.integrations.onnx`: ONNX's own cases of each operator, and random ones against its reference."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", minversion="1.23")
+
+from onnx.backend.test.case import node as node_cases  # noqa: E402
+from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+from fastattn.integrations.onnx import operators  # noqa: E402
+from tests.tolerances import assert_same_bits  # noqa: E402
+
+#: How many cases onnx 1.23 has, so that none is lost unseen.
+COUNTS = {"Attention": 93, "RotaryEmbedding": 8, "TensorScatter": 3, "FlexAttention": 11}
+
+
+def cases_of(operator):
+    import_module(f"onnx.backend.test.case.node.{operator.lower()}")
+    return [
+        case
+        for case in node_cases._NodeTestCases
+        if any(node.op_type == operator for node in case.model.graph.node)
+    ]
+
+
+def run(model, inputs, new_ops=operators):
+    names = [it.name for it in model.graph.input]
+    return ReferenceEvaluator(model, new_ops=new_ops).run(None, dict(zip(names, inputs, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of onnx's own code, as it makes its cases
+@pytest.mark.parametrize("operator", COUNTS)
+def test_cases_of_onnx(operator):
+    cases = cases_of(operator)
+    assert len(cases) >= COUNTS[operator]
+    for case in cases:
+        for inputs, expected in case.data_sets:
+            is_bfloat16 = inputs[0].dtype.name == "bfloat16"
+            if is_bfloat16:
+                # onnx rounds every step. Ours is the result in float32, rounded once.
+                wide = [x.astype(np.float32) if x.dtype.name == "bfloat16" else x for x in inputs]
+                expected = run(case.model, wide, new_ops=None)
+            for got, wanted in zip(run(case.model, inputs), expected, strict=True):
+                if is_bfloat16:
+                    assert got.dtype == inputs[0].dtype
+                    np.testing.assert_allclose(got.astype(float), wanted, rtol=2**-8, err_msg=case.name)
+                else:
+                    assert got.dtype == wanted.dtype
+                    np.testing.assert_allclose(got, wanted, rtol=case.rtol, atol=1e-6, err_msg=case.name)
+
+
+def attention_model(inputs, n_outputs=4, **attributes):
+    """One Attention node of opset 25 over float64."""
+    names = ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"]
+    outputs = ["Y", "present_key", "present_value", "qk_matmul_output"][:n_outputs]
+    node = make_node(
+        "Attention", [name if name in inputs else "" for name in names], outputs, **attributes
+    )  # fmt: skip
+    described = [
+        make_tensor_value_info(
+            name, onnx.helper.np_dtype_to_tensor_dtype(inputs[name].dtype), inputs[name].shape
+        )
+        for name in names
+        if name in inputs
+    ]
+    results = [make_tensor_value_info(name, onnx.TensorProto.DOUBLE, None) for name in outputs]
+    graph = make_graph([node], "attention", described, results)
+    return make_model(graph, opset_imports=[make_opsetid("", 25)])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_attention(seed):
+    rng = np.random.default_rng(seed)
+
+    def maybe(make):
+        return make() if rng.random() < 0.5 else None
+
+    B, K, G, L, S, D, E = (int(rng.integers(1, n)) for n in (3, 3, 3, 7, 9, 9, 9))
+    flat, H = rng.random() < 0.5, K * G
+    shapes = {"Q": (B, H, L, D), "K": (B, K, S, D), "V": (B, K, S, E)}
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    past = 0
+    if rng.random() < 0.4:
+        past = int(rng.integers(0, 6))
+        inputs["past_key"] = rng.standard_normal((B, K, past, D))
+        inputs["past_value"] = rng.standard_normal((B, K, past, E))
+    elif rng.random() < 0.5:
+        inputs["nonpad_kv_seqlen"] = rng.integers(0, S + 1, B)
+    if rng.random() < 0.6:
+        shape = [(L, past + S), (H, L, past + S), (B, 1, L, past + S)][rng.integers(3)]
+        shape = (*shape[:-1], int(rng.integers(1, shape[-1] + 1)) if rng.random() < 0.3 else shape[-1])
+        numbers = rng.standard_normal(shape)
+        inputs["attn_mask"] = (
+            numbers > -0.5 if rng.random() < 0.5 else np.where(numbers < -1, -np.inf, numbers)
+        )
+    attributes = {
+        "is_causal": maybe(lambda: 1),
+        "scale": maybe(lambda: 0.3),
+        "softcap": maybe(lambda: 2.0),
+        "left_window_size": maybe(lambda: int(rng.integers(-1, 5))),
+        "right_window_size": maybe(lambda: int(rng.integers(-1, 5))),
+        "qk_matmul_output_mode": int(rng.integers(0, 4)),
+    }
+    if flat:
+        for name in ("Q", "K", "V"):
+            inputs[name] = inputs[name].swapaxes(1, 2).reshape(B, shapes[name][2], -1)
+        attributes |= {"q_num_heads": H, "kv_num_heads": K}
+    attributes = {name: value for name, value in attributes.items() if value is not None}
+    model = attention_model(inputs, **attributes)
+    given = [inputs[it.name] for it in model.graph.input]
+    before = [x.tobytes() for x in given]
+    results = run(model, given)
+    assert [x.tobytes() for x in given] == before
+    names = ["Y", "present_key", "present_value", "qk_matmul_output"]
+    for name, got, wanted in zip(names, results, run(model, given, new_ops=None), strict=True):
+        if (
+            name == "qk_matmul_output"
+            and attributes["qk_matmul_output_mode"] == 0
+            and "softcap" in attributes
+        ):
+            continue  # which onnx's reference gives with the soft-cap, and its text without
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7, err_msg=f"{name} {attributes}")
+    assert_same_bits(run(attention_model(inputs, 1, **attributes), given)[0], results[0])
+
+
+@pytest.mark.parametrize(
+    "message, inputs, attributes",
+    [
+        ("past_key and past_value must be given together", {"past_key": (1, 2, 3, 4)}, {}),
+        ("left_window_size must be -1 or nonnegative, got -2", {}, {"left_window_size": -2}),
+        ("q_num_heads and kv_num_heads must be given", {"Q": (1, 2, 4), "K": (1, 2, 4), "V": (1, 2, 4)}, {}),
+    ],
+)
+def test_errors(message, inputs, attributes):
+    shapes = dict.fromkeys(("Q", "K", "V"), (1, 2, 3, 4)) | inputs
+    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        run(attention_model(arrays, **attributes), list(arrays.values()))

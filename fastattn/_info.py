@@ -24,6 +24,8 @@ def show_config() -> None:
     >>> fastattn.show_config()  # doctest: +ELLIPSIS
     fastattn ...
     """
+    if reasons := _registry.load("cython").unavailable_reasons():
+        print(f"NO COMPILED KERNELS: {'; '.join(reasons)}")
     print(f"fastattn {__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     caches = ", ".join(f"{level} {size}" for level, size in _host.cache_sizes().items())
     quota = _host.cpu_quota()

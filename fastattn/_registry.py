@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ MODULES = {
 PREFERRED = ("cython", "numba", "reference")
 
 _loaded: dict[str, Backend] = {}
+_has_warned = False
 
 
 class BackendError(RuntimeError):
@@ -71,10 +73,26 @@ def select(problem: Problem[Any], name: str | None = None, *, gradients: bool = 
             if gradients and not reasons:
                 reasons = backend.gradient_reasons()
         if not reasons:
+            if name is None and candidate == "reference":
+                _warn_without_kernels()
             return backend
         refusals.append(f"{candidate}: {'; '.join(reasons)}")
     who = "no backend can" if name is None else f"backend {name!r} cannot"
     raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
+
+
+def _warn_without_kernels() -> None:
+    """Once in a process, where nobody asked for the NumPy backend and nothing was compiled."""
+    global _has_warned
+    reasons = load("cython").unavailable_reasons()
+    if reasons and not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "attention runs on the NumPy backend, many times slower than compiled kernels: "
+            f"{'; '.join(reasons)}. FASTATTN_BACKEND=reference says that this is meant, and silences it.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def thread_limit() -> int:

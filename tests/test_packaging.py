@@ -150,9 +150,31 @@ except fastattn.BackendError as error:
         assert "not built" in printed
         assert "C compiler" in printed
 
+    @pytest.mark.parametrize("chosen", ["", "reference"])
+    def test_the_slow_backend_is_no_secret(self, without_compiler, chosen):
+        _, site = without_compiler
+        code = """
+import sys, warnings
+sys.modules["numba"] = None
+import numpy as np
+import fastattn
+x = np.ones((2, 5, 8))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    fastattn.attention(x, x, x)
+    fastattn.attention(x, x, x)
+print([(str(it.message), it.category.__name__) for it in seen])
+"""
+        printed = python(code, env={"PYTHONPATH": str(site), "FASTATTN_BACKEND": chosen}, cwd=site)
+        assert printed.count("RuntimeWarning") == (not chosen)
+        assert (
+            chosen or "many times slower than compiled kernels: its extension module is not built" in printed
+        )
+
     def test_info_says_why(self, without_compiler):
         _, site = without_compiler
         printed = python("import fastattn; fastattn.show_config()", env={"PYTHONPATH": str(site)}, cwd=site)
+        assert printed.startswith("NO COMPILED KERNELS: its extension module is not built")
         assert re.search(r"^ *cython +not usable: .*not built.*C compiler", printed, re.MULTILINE)
         assert re.search(r"^ *reference +usable$", printed, re.MULTILINE)
 

@@ -365,6 +365,7 @@ RAISES_ELSEWHERE = {
     "integrations/keras.py: install": "Keras computes elsewhere",
     "integrations/onnx.py: _run": "what the operators' texts forbid",
     "integrations/onnx.py: _bound": "the same of sizes",
+    "integrations/onnx.py: _check_gate": "the same of gates",
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",
     "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
     "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",

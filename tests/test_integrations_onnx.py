@@ -17,11 +17,19 @@ from fastattn.integrations.onnx import operators  # noqa: E402
 from tests.tolerances import assert_same_bits  # noqa: E402
 
 #: How many cases onnx 1.23 has, so that none is lost unseen.
-COUNTS = {"Attention": 93, "RotaryEmbedding": 8, "TensorScatter": 3, "FlexAttention": 11}
+COUNTS = {
+    "Attention": 93,
+    "RotaryEmbedding": 8,
+    "TensorScatter": 3,
+    "FlexAttention": 11,
+    "LinearAttention": 14,
+}
+#: Where onnx keeps the cases whose module has another name.
+MODULES = {"LinearAttention": "linear_attention"}
 
 
 def cases_of(operator):
-    import_module(f"onnx.backend.test.case.node.{operator.lower()}")
+    import_module(f"onnx.backend.test.case.node.{MODULES.get(operator, operator.lower())}")
     return [
         case
         for case in node_cases._NodeTestCases
@@ -143,3 +151,108 @@ def test_errors(message, inputs, attributes):
     arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         run(attention_model(arrays, **attributes), list(arrays.values()))
+
+
+RULES = ["linear", "gated", "delta", "gated_delta"]
+LINEAR_INPUTS = ["query", "key", "value", "past_state", "decay", "beta"]
+
+
+def linear_attention(inputs, **attributes):
+    """Output and state of one LinearAttention node."""
+    names = [name if name in inputs else "" for name in LINEAR_INPUTS]
+    node = make_node("LinearAttention", names, ["output", "present_state"], **attributes)
+    described = [
+        make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in inputs.items()
+    ]
+    results = [make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in node.output]
+    graph = make_graph([node], "linear_attention", described, results)
+    model = make_model(graph, opset_imports=[make_opsetid("", 27)])
+    return run(model, [inputs[it.name] for it in model.graph.input])
+
+
+def recurrence(inputs, H, K, rule, scale):
+    """The text of the operator, token by token in float64."""
+    wide = {name: x.astype(np.float64) for name, x in inputs.items()}
+    B, T, _ = wide["query"].shape
+    q, k, v = (wide[name].reshape(B, T, n, -1) for name, n in (("query", H), ("key", K), ("value", K)))
+    state = wide.get("past_state", np.zeros((B, K, k.shape[-1], v.shape[-1])))
+    out = np.empty((B, T, H, v.shape[-1]))
+    for t in range(T):
+        if "gated" in rule:
+            state = state * np.exp(wide["decay"][:, t].reshape(B, K, -1, 1))
+        written = v[:, t]
+        if "delta" in rule:
+            known = np.einsum("bkde,bkd->bke", state, k[:, t])
+            written = wide["beta"][:, t, :, None] * (written - known)
+        state = state + k[:, t, :, :, None] * written[:, :, None]
+        out[:, t] = np.einsum("bhde,bhd->bhe", state.repeat(H // K, axis=1), q[:, t]) * scale
+    return out.reshape(B, T, -1), state
+
+
+def linear_inputs(rng, rule, B, T, H, K, D, E, by_columns):
+    inputs = {
+        name: rng.standard_normal((B, T, n)).astype(np.float32)
+        for name, n in (("query", H * D), ("key", K * D), ("value", K * E))
+    }
+    rows = inputs["key"].reshape(B, T, K, D)
+    rows /= np.linalg.norm(rows, axis=-1, keepdims=True)
+    if "gated" in rule:
+        columns = K * D if by_columns else K
+        inputs["decay"] = -rng.exponential(0.3, (B, T, columns)).astype(np.float32)
+    if "delta" in rule:
+        inputs["beta"] = rng.random((B, T, K if by_columns else 1)).astype(np.float32)
+    return inputs
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("T", [1, 16, 130])
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention_is_the_recurrence(rule, T, by_columns):
+    rng = np.random.default_rng(T)
+    B, H, K, D, E = 2, 4, 2, 6, 5
+    inputs = linear_inputs(rng, rule, B, T, H, K, D, E, by_columns)
+    if T > 1:
+        inputs["past_state"] = rng.standard_normal((B, K, D, E)).astype(np.float32)
+    if "decay" in inputs:
+        inputs["decay"][:, T // 2] = -1e30  # from which on nothing is left of what was before
+    attributes = {"q_num_heads": H, "kv_num_heads": K, "update_rule": rule}
+    for scale in (None, 0.3):
+        given = attributes if scale is None else attributes | {"scale": scale}
+        got = linear_attention(inputs, **given)
+        wanted = recurrence(inputs, H, K, rule, D**-0.5 if scale is None else scale)
+        for x, expected in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x, expected, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention_sees_nothing_of_later_tokens(rule):
+    rng = np.random.default_rng(0)
+    inputs = linear_inputs(rng, rule, 1, 40, 2, 2, 8, 8, by_columns=True)
+    attributes = {"q_num_heads": 2, "kv_num_heads": 2, "update_rule": rule}
+    expected, _ = linear_attention(inputs, **attributes)
+    for name in inputs:
+        spoiled = inputs[name].copy()
+        spoiled[:, 20:] = np.nan
+        got, _ = linear_attention(inputs | {name: spoiled}, **attributes)
+        np.testing.assert_allclose(got[:, :20], expected[:, :20], atol=1e-6, err_msg=name)
+        assert np.isnan(got[:, 20]).any()
+
+
+@pytest.mark.parametrize(
+    "message, changed, attributes",
+    [
+        (r"update_rule must be one of linear, .*, got 'gate'", {}, {"update_rule": "gate"}),
+        ("update_rule 'delta' needs beta", {"decay": None, "beta": None}, {"update_rule": "delta"}),
+        ("update_rule 'gated' takes no beta", {}, {"update_rule": "gated"}),
+        (r"q_num_heads must be a multiple of kv_num_heads, got 3 and 2", {}, {"q_num_heads": 3}),
+        (r"beta must have shape \(1, 3, 1\) or \(1, 3, 2\), got \(1, 3, 4\)", {"beta": (1, 3, 4)}, {}),
+        (r"past_state must have shape \(1, 2, 4, 4\), got \(1, 2, 4, 5\)", {"past_state": (1, 2, 4, 5)}, {}),
+    ],
+)
+def test_errors_of_linear_attention(message, changed, attributes):
+    shapes = dict.fromkeys(("query", "key", "value"), (1, 3, 8)) | dict.fromkeys(("decay", "beta"), (1, 3, 2))
+    shapes = {name: shape for name, shape in (shapes | changed).items() if shape is not None}
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        linear_attention(arrays, **{"q_num_heads": 2, "kv_num_heads": 2} | attributes)

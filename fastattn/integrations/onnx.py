@@ -231,5 +231,118 @@ class FlexAttention(_FlexAttention):
         return (fastattn.attention(Q, K, V, scale=scale).astype(V.dtype, copy=False),)
 
 
+#: Which inputs each update rule of `LinearAttention` needs beside query, key and value.
+_GATES = {"linear": set(), "gated": {"decay"}, "delta": {"beta"}, "gated_delta": {"decay", "beta"}}
+_CHUNK = 64  #: tokens
+_CHUNK_OF_COLUMNS = 16  #: where each column has its own decay, and each pair of tokens a row of them
+_NO_TRACE = -200.0  #: a decay that leaves nothing of any float32
+
+
+class LinearAttention(OpRun):
+    """``LinearAttention`` of opset 27 on, a chunk of tokens at a time, by products of matrices.
+
+    The recurrences of a chunk in closed form: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta
+    Rule", ICLR 2025, section 3.3, with the triangular system solved rather than inverted. Computed in
+    float32, decays in float64.
+    """
+
+    def _run(
+        self,
+        query: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        past_state: np.ndarray | None = None,
+        decay: np.ndarray | None = None,
+        beta: np.ndarray | None = None,
+        chunk_size: int | None = None,
+        kv_num_heads: int | None = None,
+        q_num_heads: int | None = None,
+        scale: float | None = None,
+        update_rule: str | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        H, K = q_num_heads or 0, kv_num_heads or 0
+        rule = update_rule or "gated_delta"
+        if rule not in _GATES:
+            raise ValueError(f"update_rule must be one of {', '.join(_GATES)}, got {rule!r}")
+        if K <= 0 or H <= 0 or H % K:
+            raise ValueError(f"q_num_heads must be a multiple of kv_num_heads, got {H} and {K}")
+        for name, gate in {"decay": decay, "beta": beta}.items():
+            if (gate is not None) != (name in _GATES[rule]):
+                how = "needs" if gate is None else "takes no"
+                raise ValueError(f"update_rule {rule!r} {how} {name}")
+        B, T, _ = query.shape
+        # Axes (B, K, G, T, ...) with G = 1 but for queries.
+        q = _heads(query, H).astype(np.float32).reshape(B, K, H // K, T, -1)
+        k, v = (_heads(x, K).astype(np.float32)[:, :, None] for x in (key, value))
+        D, E = k.shape[-1], v.shape[-1]
+        if decay is not None:
+            _check_gate("decay", decay, (B, T), {K, K * D})
+            decay = np.maximum(_heads(decay, K).astype(np.float64)[:, :, None], _NO_TRACE)
+        if beta is not None:
+            _check_gate("beta", beta, (B, T), {1, K})
+            beta = _heads(beta, beta.shape[-1]).astype(np.float32)[:, :, None]
+        if past_state is None:
+            state = np.zeros((B, K, 1, D, E), np.float32)
+        elif past_state.shape == (B, K, D, E):
+            state = past_state.astype(np.float32)[:, :, None]
+        else:
+            raise ValueError(f"past_state must have shape {(B, K, D, E)}, got {past_state.shape}")
+        chunk = _CHUNK if decay is None or decay.shape[-1] == 1 else _CHUNK_OF_COLUMNS
+        if not all(np.isfinite(x).all() for x in (k, v, decay, beta) if x is not None):
+            chunk = 1  # the recurrence itself: what is nonfinite is not seen by earlier tokens
+        out = np.empty((*q.shape[:-1], E), query.dtype)
+        for start in range(0, T, chunk):
+            rows = np.s_[..., start : start + chunk, :]
+            gates = (None if x is None else x[rows] for x in (decay, beta))
+            found, state = _advance(state, q[rows], k[rows], v[rows], *gates)
+            out[rows] = (scale or 1 / sqrt(D)) * found
+        packed = out.reshape(B, H, T, E).swapaxes(1, 2).reshape(B, T, H * E)
+        return packed, state[:, :, 0].astype(query.dtype if past_state is None else past_state.dtype)
+
+
+def _check_gate(name: str, gate: np.ndarray, rows: tuple[int, int], columns: set[int]) -> None:
+    if gate.ndim != 3 or gate.shape[:2] != rows or gate.shape[2] not in columns:
+        expected = " or ".join(str((*rows, n)) for n in sorted(columns))
+        raise ValueError(f"{name} must have shape {expected}, got {gate.shape}")
+
+
+def _advance(
+    state: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    decay: np.ndarray | None,
+    beta: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the queries of a chunk read, without the scale, and the state ``(..., D, E)`` after it.
+
+    The state at token t is ``kept(0, t) * state + sum_{s <= t} kept(s, t) * k_s v_s^T``; by a delta rule, v
+    is what is written after the state's own answer is taken off, which depends on the tokens before.
+    """
+    if decay is None:
+        from_start = to_end = np.ones((1, 1), np.float32)
+        between = np.ones((1, 1, 1), np.float32)
+    else:
+        total = decay.cumsum(-2)
+        from_start, to_end = (np.exp(x).astype(np.float32) for x in (total, total[..., -1:, :] - total))
+        gap = total[..., :, None, :] - total[..., None, :, :]
+        gap[..., ~np.tri(gap.shape[-2], dtype=bool), :] = 0  # of later tokens, which may be large
+        between = np.exp(gap).astype(np.float32)
+
+    def scores(x: np.ndarray, diagonal: int) -> np.ndarray:
+        if between.shape[-1] == 1:
+            products = (x @ k.swapaxes(-1, -2)) * between[..., 0]
+        else:
+            products = np.einsum("...tsd,...sd->...ts", x[..., :, None, :] * between, k)
+        return np.tril(products, diagonal)
+
+    if beta is not None:
+        system = np.eye(k.shape[-2], dtype=np.float32) + beta * scores(k, -1)
+        v = np.linalg.solve(system, beta * (v - (k * from_start) @ state))
+    out = (q * from_start) @ state + scores(q, 0) @ v
+    decayed = state * from_start[..., -1:, :].swapaxes(-1, -2)
+    return out, decayed + (k * to_end).swapaxes(-1, -2) @ v
+
+
 #: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.
-operators = [Attention, RotaryEmbedding, TensorScatter, FlexAttention]
+operators = [Attention, RotaryEmbedding, TensorScatter, FlexAttention, LinearAttention]

@@ -78,6 +78,25 @@ def test_lengths_of_the_other_items(engine):
     assert_same_bits(engine.attention(query[:1], *cut, key_lengths=[few]), together[:1])
 
 
+def test_lengths_of_no_keys_at_all(engine):
+    query, key, value = random_arrays(3, lead=(2,), len_q=FUSED_ROWS, len_k=0)
+    out, lse = engine.attention(query, key, value, key_lengths=[0, 0], return_lse=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@pytest.mark.parametrize("len_k", [2, FUSED_KEYS - 1, FUSED_KEYS])
+def test_pages_decide_as_the_array_does(engine, len_k):
+    """A few keys in pages, or in int8, have no lengths of their own: the bits are those of the array."""
+    query, key, value = random_arrays(3, lead=(2,), len_q=FUSED_ROWS, len_k=len_k)
+    expected = engine.attention(query, key, value)
+    pages = (fastattn.Paged(array, np.arange(2)[:, None]) for array in (key, value))
+    assert_same_bits(engine.attention(query, *pages), expected)
+    rows = [fastattn.Quantized.encode(array) for array in (key, value)]
+    expected = engine.attention(query, *(array.decode() for array in rows))
+    assert_same_bits(engine.attention(query, *rows), expected)
+
+
 def test_a_group_that_blocks_split_differently(engine):
     """Documents end within a group of 32 keys, in any order of the blocks."""
     ids = np.repeat([3, 1, 2, 0], [50, 30, 45, 75])

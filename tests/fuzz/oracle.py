@@ -19,6 +19,8 @@ Array = np.ndarray
 FIRST_ORDER = 0.05
 #: Kernels multiply a score by log2(e) and hold sums of a few terms: an eighth of the largest number is left.
 ROOM = 8
+#: Squares of products of smaller numbers are in the range of float64.
+SQUARES_FIT = 1e150
 
 
 class Answer(NamedTuple):
@@ -68,35 +70,39 @@ def attention(
     q = query.astype(wide).reshape(*lead, K, group * L, D)
     k, v = key.astype(wide), value.astype(wide)
     factor = wide(1) / np.sqrt(wide(D)) if scale is None else wide(scale)
-    is_finite = bool(np.isfinite(q).all() and np.isfinite(k).all())
+    strength = max(1.0, abs(float(factor)))
+    v_finite = np.isfinite(v)
+    q0, k0 = (x if np.isfinite(x).all() else np.where(np.isfinite(x), x, 0) for x in (q, k))
+    v0 = v if v_finite.all() else np.where(v_finite, v, 0)
+    biggest_q, biggest_k, biggest_v = (float(np.abs(x).max(initial=0)) for x in (q0, k0, v0))
+    # The scale is applied to the query, or to the score: each number on the way must fit.
+    bound = strength * max(biggest_q, 1.0) * max(biggest_k, 1.0) * D
+    # What says how far an element may be away need not be wide, if it is in the range of float64.
+    rough = np.float64 if max(bound, biggest_v) < SQUARES_FIT else wide
 
     raw = (q @ k.swapaxes(-1, -2)).reshape(*lead, H, L, S) * factor
-    q0, k0 = (q, k) if is_finite else (np.where(np.isfinite(x), x, 0) for x in (q, k))
-    products = np.sqrt((q0 * q0) @ (k0 * k0).swapaxes(-1, -2)).reshape(*lead, H, L, S) * abs(factor)
+    q0, k0 = q0.astype(rough, copy=False), k0.astype(rough, copy=False)
+    products = np.sqrt((q0 * q0) @ (k0 * k0).swapaxes(-1, -2)).reshape(*lead, H, L, S) * abs(rough(factor))
     scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
-    size = np.abs(scores) + products
-    biggest_q = float(np.abs(q0).max(initial=0))
-    biggest_k = float(np.abs(k0).max(initial=0))
-    # The scale is applied to the query, or to the score: each number on the way must fit.
-    bound = max(1.0, abs(float(factor))) * max(biggest_q, 1.0) * max(biggest_k, 1.0) * D
+    size = np.abs(scores).astype(rough, copy=False) + products
     bound_bias = 0.0
     if bias is not None:
         added = np.where(allowed, bias, 0).astype(wide)
         scores = scores + added
-        size = size + np.abs(added)
+        size = size + np.abs(added).astype(rough if np.abs(added[np.isfinite(added)]).max(initial=0) < 1e300 else wide)
         finite_bias = np.abs(added[np.isfinite(added)])
         bound_bias = float(finite_bias.max(initial=0))
     unclear: Array | None = None
     if bound + bound_bias > largest:
         reached = np.abs(q0) @ np.abs(k0).swapaxes(-1, -2)
-        reached = reached.reshape(*lead, H, L, S) * max(1.0, abs(float(factor)))
+        reached = reached.reshape(*lead, H, L, S) * strength
         reached = reached + np.abs(q0).max(axis=-1, initial=0).reshape(*lead, H, L, 1) * abs(factor)
         if bias is not None:
             reached = reached + np.where(np.isfinite(added), np.abs(added), 0)
         unclear = (np.where(allowed, reached, 0) > largest).any(axis=-1)
-    if biggest_k * tiny * D * max(1.0, abs(float(factor))) > eps * eps:
+    if biggest_k * tiny * D * strength > eps * eps:
         # Products and scaled queries below all normal numbers are lost, and each costs as much.
-        lost = tiny * (np.abs(k0).sum(axis=-1) + D * max(1.0, abs(float(factor)))) / eps
+        lost = tiny * (np.abs(k0).sum(axis=-1) + D * strength) / eps
         size = size + np.repeat(lost, group, axis=-2)[..., None, :]
     size = np.where(allowed & np.isfinite(size), size, 0)
     scores = np.where(allowed, scores, -np.inf)
@@ -116,14 +122,8 @@ def attention(
         total = total + of_sink
     share = raised / np.where(total == 0, 1, total)[..., None]
     lse = base + np.log(total)
-    if sink is not None:
-        lse = np.where(read, lse, sink)
-        share = np.where(allowed, share, 0)
-    elif not read.all():
-        lse = np.where(read, lse, -np.inf)
-        share = np.where(allowed, share, 0)
-    else:
-        share = np.where(allowed, share, 0)
+    lse = np.where(read, lse, -np.inf if sink is None else sink)
+    share = np.where(allowed, share, 0)
     all_lost = read & (scores == -np.inf).all(axis=-1)  # allowed keys of score -inf: 0 / 0
     if all_lost.any():
         unclear = all_lost if unclear is None else unclear | all_lost
@@ -133,11 +133,8 @@ def attention(
     if keep is not None:
         weights = share * keep / wide(share_kept)
     finite_weights = np.where(nan_rows[..., None], 0, weights) if nan_rows.any() else weights
-    v_finite = np.isfinite(v)
     nonfinite_out = None
-    v0 = v
-    if not v_finite.all():
-        v0 = np.where(v_finite, v, 0)
+    if v0 is not v:
         reads = allowed.reshape(*lead, K, group * L, S).astype(np.float32) @ (~v_finite).astype(np.float32)
         nonfinite_out = reads.reshape(*lead, H, L, E) > 0
 
@@ -145,20 +142,20 @@ def attention(
         return (w.reshape(*lead, K, group * L, S) @ rows).reshape(*lead, H, L, E)
 
     out = mean(finite_weights, v0)
-    magnitude = np.abs(v0)
     if nan_rows.any():
         out = np.where(nan_rows[..., None], np.nan, out)
-    wander = (np.where(np.isfinite(share), share, 0) * size).sum(axis=-1)
+    magnitude = np.abs(v0).astype(rough, copy=False)
+    shares = np.where(nan_rows[..., None], 0, share).astype(rough, copy=False)
+    wander = (shares * size).sum(axis=-1)
     if sink is not None:
         finite_sink = np.where(np.isfinite(sink), np.abs(sink), 0)
         wander = wander + np.where(read, of_sink / np.where(total == 0, 1, total), 0) * finite_sink
-        wander = np.where(np.isfinite(wander), wander, 0)
-    mass = mean(np.abs(finite_weights), magnitude)
-    out_reach = mean(np.abs(finite_weights) * (1 + size), magnitude) + wander[..., None] * mass
-    weights_reach = np.where(np.isfinite(weights), np.abs(weights), 0) * (1 + size + wander[..., None])
+        wander = np.where(np.isfinite(wander), wander, 0).astype(rough, copy=False)
+    heavy = finite_weights.astype(rough, copy=False)
+    moved = heavy * (1 + size + wander[..., None])
+    out_reach, weights_reach = mean(moved, magnitude), moved
     lse_reach = np.where(read, 1 + wander, 0) + np.where(np.isfinite(lse), np.abs(lse), 0)
 
-    biggest_v = float(magnitude.max(initial=0))
     if biggest_v * tiny * S / share_kept > eps * eps:  # a weight below all normal numbers may be lost
         lost = magnitude.sum(axis=-2)[..., None, :] * (tiny / eps / share_kept)
         out_reach = out_reach + np.repeat(lost, group, axis=-3)

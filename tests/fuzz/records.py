@@ -10,6 +10,7 @@ Letters: ``H`` query heads, ``K`` key/value heads, ``L`` queries, ``S`` keys, ``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from random import Random
 from typing import Any
 
@@ -27,8 +28,9 @@ PLACES = (
 OUT_PLACES = ("contiguous", "fortran", "reversed", "padded", "every_other", "last_axis_slow", "unaligned")
 #: What else must have the same bits as the call of a case.
 VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "poison")
-#: Most work per case, in multiplications of a score matrix: the mean decides how many cases a second has.
-MOST_WORK = 400_000
+#: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases a
+#: second has.
+MOST_WORK = (60_000, 8, 200)
 
 
 def draw(seed: int, engines: Sequence[str]) -> Record:
@@ -90,20 +92,32 @@ def _sizes(r: Random, record: Record) -> None:
     record["value_dim"] = record["head_dim"]
     if r.random() < 0.4:
         record["value_dim"] = r.choice((0, *DIMS)) if r.random() < 0.98 else r.choice((96, 128, 130))
-    work = record["len_q"] * record["len_k"] * (record["head_dim"] + record["value_dim"]) * record["heads"]
-    for n in lead:
-        work *= max(n, 1)
-    if work > MOST_WORK * (20 if r.random() < 0.01 else 1):
-        record["lead"] = [1 for _ in lead]
-        record["heads"] = record["kv_heads"] = 1
-        record["head_dim"] = min(record["head_dim"], 17)
-        record["value_dim"] = min(record["value_dim"], 17)
+    most = MOST_WORK[0] * (1 if r.random() < 0.9 else MOST_WORK[1] if r.random() < 0.95 else MOST_WORK[2])
+    lead = record["lead"]
+    while _work(record) > most:
+        if max(lead, default=0) > 1:
+            lead[lead.index(max(lead))] = 1
+        elif record["heads"] > 4:
+            record["heads"] = record["kv_heads"] = 1
+        elif record["head_dim"] + record["value_dim"] > 20:
+            record["head_dim"], record["value_dim"] = (min(record[name], 9) for name in ("head_dim", "value_dim"))
+        elif record["heads"] > 1:
+            record["heads"] = record["kv_heads"] = 1
+        else:
+            name = max(("len_q", "len_k"), key=record.__getitem__)
+            record[name] = record[name] // 2 + 1
     # Leading axes that the arrays do not have, or have once.
     if lead and r.random() < 0.2:
         record["leads"] = {
             name: [n if r.random() < 0.5 else 1 for n in record["lead"]][r.choice((0, 0, 0, 1)) :]
             for name in r.sample(("query", "key", "value"), r.randint(1, 2))
         }
+
+
+def _work(record: Record) -> int:
+    return prod(max(n, 1) for n in record["lead"]) * record["heads"] * record["len_q"] * record["len_k"] * (
+        record["head_dim"] + record["value_dim"] + 10
+    )  # fmt: skip
 
 
 def _values(r: Random, record: Record) -> None:

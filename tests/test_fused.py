@@ -191,6 +191,16 @@ def test_weights_belong_to_the_output(engine):
         assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("head_dim", [1, 20])
+def test_weights_in_16_bits_have_room(engine, head_dim):
+    """A block's rows of weights on their way to 16 bits are more than a tile of narrow keys."""
+    arrays = random_arrays(3, len_q=FUSED_ROWS, len_k=2 * BLOCK_K, head_dim=head_dim, value_dim=8)
+    halves = [array.astype(np.float16) for array in arrays]
+    expected = engine.everything(*(array.astype(np.float32) for array in halves))
+    for got, wanted in zip(engine.everything(*halves), expected, strict=True):
+        assert_same_bits(got, wanted.astype(got.dtype))
+
+
 def test_dropout_keeps_the_lse(engine):
     arrays = many_tiles(9, heads=1)
     _, lse = engine.attention(*arrays, return_lse=True)

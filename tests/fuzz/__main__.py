@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
         began = time.monotonic()
         with Bar(given.cases) as bar:
-            progress = run.run(lambda now: bar.show(now.cases, len(now.failures)))
+            progress = run.run(bar.tell)
     return summary(
         progress, time.monotonic() - began, f"seeds {given.seed} to {stop - 1} of {', '.join(engines)}"
     )
@@ -123,10 +123,12 @@ class Bar:
     """The progress bar; where there is no terminal, a line every half minute."""
 
     def __init__(self, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
 
+        self._told = 0
         self._total, self._began, self._said = total, time.monotonic(), time.monotonic()
-        self._bar = Progress(
+        self._bar = RichProgress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f} per second"), TimeRemainingColumn(),
             TextColumn("{task.fields[failures]} failed"), refresh_per_second=2, disable=not sys.stdout.isatty(),
         )  # fmt: skip
@@ -138,6 +140,13 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    def tell(self, progress: Progress) -> None:
+        """How far a run is, and what has failed since it was last asked."""
+        for failure in progress.failures[self._told :]:
+            self._bar.console.print(json.dumps(failure), markup=False, highlight=False, soft_wrap=True)
+        self._told = len(progress.failures)
+        self.show(progress.cases, self._told)
 
     def show(self, done: int, failures: int) -> None:
         now = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +37,21 @@ _NAMES = (
 _TINY = {"float32": 1e-30, "bfloat16": 1e-30, "float64": 1e-200, "float16": 1e-5}
 _HUGE = {"float32": 1e30, "bfloat16": 1e30, "float64": 1e200, "float16": 1e4}
 _LARGE = {"float32": 1e18, "bfloat16": 1e18, "float64": 1e150, "float16": 200.0}
+
+
+class once:  # noqa: N801
+    """`functools.cached_property` without its lock, which a forked child would find held by a thread that is gone."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, case: Any, owner: type | None = None) -> Any:
+        found = case.__dict__[self._name] = self._function(case)
+        return found
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -93,7 +107,7 @@ class Case:
 
     # ---- arrays
 
-    @cached_property
+    @once
     def naturals(self) -> dict[str, Array]:
         """query, key and value as ``(*lead, heads, length, dim)``, with what is hidden in keys and values."""
         found = {name: self._natural(name) for name in ("query", "key", "value")}
@@ -209,13 +223,13 @@ class Case:
             return array
         return MEMORY_LAYOUTS[place](array)
 
-    @cached_property
+    @once
     def arrays(self) -> dict[str, Array]:
         return {name: self.given(name, array) for name, array in self.naturals.items()}
 
     # ---- types
 
-    @cached_property
+    @once
     def dtypes(self) -> tuple[np.dtype, np.dtype]:
         """Of the computation, and of the result."""
         given = [dtype_of(name) for name in self.record.get("dtypes", ("float32",) * 3)]
@@ -226,7 +240,7 @@ class Case:
 
     # ---- options
 
-    @cached_property
+    @once
     def key_lengths(self) -> Any:
         chosen = self.record.get("key_lengths")
         if chosen is None:
@@ -238,11 +252,11 @@ class Case:
         if self.item is not None:
             lengths = broadcast_item(lengths, self.whole_lead, self.item, 0)
         lengths = np.asarray(lengths)
-        if chosen.get("dtype", "int64") == "list":
+        if chosen.get("dtype", "int64") == "list" and lengths.size:  # a list of none has one axis
             return lengths.tolist()
-        return self.given("key_lengths", lengths.astype(chosen.get("dtype", "int64")))
+        return self.given("key_lengths", lengths.astype(chosen["dtype"] if chosen.get("dtype", "list") != "list" else "int64"))
 
-    @cached_property
+    @once
     def sinks(self) -> Array | None:
         chosen = self.record.get("sinks")
         if chosen is None:
@@ -254,7 +268,7 @@ class Case:
             x = np.where(x > 0.8, np.inf, np.where(x > 0.3, np.nan, np.where(x < -0.3, -np.inf, x)))
         return self.given("sinks", x.astype(chosen.get("dtype", "float32")))
 
-    @cached_property
+    @once
     def bias(self) -> Array | None:
         chosen = self.record.get("bias")
         if chosen is None:
@@ -284,7 +298,7 @@ class Case:
             return array
         return np.ascontiguousarray(broadcast_item(array, self.whole_lead, self.item, 3))
 
-    @cached_property
+    @once
     def mask(self) -> Any:
         node = self.record.get("mask")
         if node is None:
@@ -382,12 +396,12 @@ class Case:
             return np.isin(j, node["index"]) | np.isin(i + S - L, node["index"])
         return j != i
 
-    @cached_property
+    @once
     def bias_read(self) -> Array | None:
         """The bias in the type of the computation."""
         return None if self.bias is None else np.asarray(self.bias).astype(self.dtypes[0])
 
-    @cached_property
+    @once
     def allowed(self) -> Array:
         node = self.record.get("mask")
         shape = (*self.lead, self.H, self.L, self.S)
@@ -401,13 +415,13 @@ class Case:
             key_lengths=self.key_lengths,
         )  # fmt: skip
 
-    @cached_property
+    @once
     def keep(self) -> tuple[Array | None, float]:
         if not self.dropout:
             return None, 1.0
         return kept_weights(self.allowed.shape, self.dropout, self.record.get("dropout_seed", 0))
 
-    @cached_property
+    @once
     def options(self) -> dict[str, Any]:
         """Of the call, without those for results and threads."""
         found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The fuzzer's corpus of cases that failed once, on all engines; its oracle against the loops; and that it finds."""
+"""The fuzzer: cases that failed once, on all engines; its oracle against the loops; and that it finds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_cases_that_failed_once(record):
 
 @pytest.mark.parametrize("seed", range(0, 400, 8))
 def test_the_oracle_is_the_definition(seed):
-    """The reach may be larger, where it counts what the type cannot hold; all else is what the loops compute."""
+    """And so is how far a rounding moves each element."""
     record = next(r for n in range(100) if _is_small(r := draw(seed * 100 + n, ["cython"])))
     case = Case(record)
     with np.errstate(all="ignore"):

@@ -104,9 +104,8 @@ def fork(given: argparse.Namespace) -> int:
 
 def summary(progress: Progress, seconds: float, what: str) -> int:
     rate = progress.cases / max(seconds, 1e-9)
-    print(
-        f"{progress.cases} cases ({what}) in {seconds:.0f} s, {rate:.0f} per second; {len(progress.failures)} failed"
-    )
+    failed = len(progress.failures)
+    print(f"{progress.cases} cases ({what}) in {seconds:.0f} s, {rate:.0f} per second; {failed} failed")
     if progress.counts:
         print(", ".join(f"{name}: {number}" for name, number in progress.counts.items()))
     manners = Counter(failure["manner"] for failure in progress.failures)
@@ -129,9 +128,14 @@ class Bar:
         self._told = 0
         self._total, self._began, self._said = total, time.monotonic(), time.monotonic()
         self._bar = RichProgress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f} per second"), TimeRemainingColumn(),
-            TextColumn("{task.fields[failures]} failed"), refresh_per_second=2, disable=not sys.stdout.isatty(),
-        )  # fmt: skip
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:.0f} per second"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[failures]} failed"),
+            refresh_per_second=2,
+            disable=not sys.stdout.isatty(),
+        )
         self._task = self._bar.add_task("", total=total, rate=0.0, failures=0)
 
     def __enter__(self) -> Bar:

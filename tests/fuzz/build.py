@@ -17,7 +17,7 @@ Array = np.ndarray
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 
-# Random numbers that all arrays are slices of: to make a generator for each would take longer than most calls.
+# Random numbers that all arrays are slices of: a generator for each would take longer than most calls.
 _POOL = 1 << 18
 _NORMAL = np.random.default_rng(20).standard_normal(_POOL)
 _UNIFORM = np.random.default_rng(21).random(_POOL)
@@ -39,8 +39,8 @@ _HUGE = {"float32": 1e30, "bfloat16": 1e30, "float64": 1e200, "float16": 1e4}
 _LARGE = {"float32": 1e18, "bfloat16": 1e18, "float64": 1e150, "float16": 200.0}
 
 
-class once:  # noqa: N801
-    """`functools.cached_property` without its lock, which a forked child would find held by a thread that is gone."""
+class once:
+    """`functools.cached_property` without its lock: a thread may hold that which a forked child lacks."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -120,8 +120,10 @@ class Case:
 
     def _natural(self, name: str) -> Array:
         heads, length, dim = {
-            "query": (self.H, self.L, self.D), "key": (self.K, self.S, self.D), "value": (self.K, self.S, self.E),
-        }[name]  # fmt: skip
+            "query": (self.H, self.L, self.D),
+            "key": (self.K, self.S, self.D),
+            "value": (self.K, self.S, self.E),
+        }[name]
         lead = tuple(self.record.get("leads", {}).get(name, self.whole_lead))
         shape = (*lead, heads, length, dim)
         dtype_name = self.record.get("dtypes", ("float32",) * 3)[("query", "key", "value").index(name)]
@@ -204,7 +206,7 @@ class Case:
         """The array of a caller: in the layout of the call, placed in memory as the record says."""
         if name in ("query", "key", "value"):
             if self.is_flat:
-                array = array[0] if self.item is None else array[0]
+                array = array[0]
             elif self.swapped:
                 array = array.swapaxes(-3, -2)
         place = self.places.get(name)
@@ -254,7 +256,10 @@ class Case:
         lengths = np.asarray(lengths)
         if chosen.get("dtype", "int64") == "list" and lengths.size:  # a list of none has one axis
             return lengths.tolist()
-        return self.given("key_lengths", lengths.astype(chosen["dtype"] if chosen.get("dtype", "list") != "list" else "int64"))
+        return self.given(
+            "key_lengths",
+            lengths.astype(chosen["dtype"] if chosen.get("dtype", "list") != "list" else "int64"),
+        )
 
     @once
     def sinks(self) -> Array | None:

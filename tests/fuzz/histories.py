@@ -54,10 +54,17 @@ class Model:
 
 def new_cache(record: Record, batch: int) -> fastattn.KVCache:
     return fastattn.KVCache(
-        batch, record["kv_heads"], record["head_dim"], record["value_dim"],
-        dtype=tuple(record["stored"]), window=record.get("cache_window"), keep_first=record.get("keep_first", 0),
-        rollback=record.get("rollback", 64), page_size=record.get("page_size"), layout=record.get("layout", "bhsd"),
-    )  # fmt: skip
+        batch,
+        record["kv_heads"],
+        record["head_dim"],
+        record["value_dim"],
+        dtype=tuple(record["stored"]),
+        window=record.get("cache_window"),
+        keep_first=record.get("keep_first", 0),
+        rollback=record.get("rollback", 64),
+        page_size=record.get("page_size"),
+        layout=record.get("layout", "bhsd"),
+    )
 
 
 def check_history(record: Record, engine: Any) -> None:
@@ -166,8 +173,8 @@ def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any, s
         _compare(record, engine, model, query, natural, "at the end")
     fresh = new_cache(record, model.batch)
     fresh.append(*map(placed, model.padded()), lengths=model.lengths)
-    same_bits(np.ascontiguousarray(fresh.attend(placed(query), backend=engine.backend)), np.ascontiguousarray(got),
-              "cache history")  # fmt: skip
+    at_once = fresh.attend(placed(query), backend=engine.backend)
+    same_bits(np.ascontiguousarray(at_once), np.ascontiguousarray(got), "cache history")
     if record.get("cache_window") is None:
         for number, part in enumerate(_decoded(record, model)):
             rows = [(cache.keys if number == 0 else cache.values)(item) for item in range(model.batch)]

@@ -1,7 +1,8 @@
 """The driver without memory: some of its `malloc` return NULL, and it must say so, or be right.
 
-A small library is loaded before all others, whose `malloc` asks who calls: only calls from the compiled driver
-are counted, and the n-th from now fails. The addresses of the driver are those of its file in /proc/self/maps.
+A small library is loaded before all others, whose `malloc` asks who calls: only calls from the compiled
+driver are counted, and the n-th from now fails. The addresses of the driver are those of its file in
+/proc/self/maps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention by its definition, for many cases a second: whole arrays in a wider type.
 
-`tests/naive.py` is the oracle of all tests. This one is the same definition without its loops; it imports nothing
-of the package under test, and `tests/test_fuzz.py` holds it against that one. It also says what neither can
-know: where the computation's own type overflows, the formula has no answer to compare with.
+`tests/naive.py` is the oracle of all tests. This one is the same definition without its loops; it imports
+nothing of the package under test, and `tests/test_fuzz.py` holds it against that one. It also says what
+neither can know: where the computation's own type overflows, the formula has no answer to compare with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.tolerances import ROUNDINGS
 
 Array = np.ndarray
 
-#: Scores that are wrong by more than this, in absolute terms, move a weight by more than its first-order effect.
+#: Scores that are wrong by more than this, absolutely, move a weight by more than their first-order effect.
 FIRST_ORDER = 0.05
 #: Kernels multiply a score by log2(e) and hold sums of a few terms: an eighth of the largest number is left.
 ROOM = 8
@@ -89,9 +89,8 @@ def attention(
     if bias is not None:
         added = np.where(allowed, bias, 0).astype(wide)
         scores = scores + added
-        size = size + np.abs(added).astype(rough if np.abs(added[np.isfinite(added)]).max(initial=0) < 1e300 else wide)
-        finite_bias = np.abs(added[np.isfinite(added)])
-        bound_bias = float(finite_bias.max(initial=0))
+        bound_bias = float(np.abs(added[np.isfinite(added)]).max(initial=0))
+        size = size + np.abs(added).astype(rough if bound_bias < SQUARES_FIT else wide)
     unclear: Array | None = None
     if bound + bound_bias > largest:
         reached = np.abs(q0) @ np.abs(k0).swapaxes(-1, -2)
@@ -175,5 +174,6 @@ def attention(
         unclear_out = np.broadcast_to(rows, out.shape) if unclear_out is None else unclear_out | rows
         unclear_weights = np.broadcast_to(rows, weights.shape)
     return Answer(
-        out, lse, weights, out_reach, lse_reach, weights_reach, unclear_out, unclear, unclear_weights, nonfinite_out
+        out, lse, weights, out_reach, lse_reach, weights_reach, unclear_out, unclear, unclear_weights,
+        nonfinite_out,
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """A case as a record: a small dict that JSON can hold, drawn from a seed.
 
-A record says everything but the numbers in the arrays, which `tests.fuzz.build` makes from its ``data``. What is
-absent has the plainest value (`get` with a default), so that deleting an entry simplifies a case: that is how
-`tests.fuzz.shrink` works. Nothing here imports the package under test.
+A record says everything but the numbers in the arrays, which `tests.fuzz.build` makes from its ``data``. What
+is absent has the plainest value (`get` with a default), so that deleting an entry simplifies a case, which is
+how `tests.fuzz.shrink` works. Nothing here imports the package under test.
 
-Letters: ``H`` query heads, ``K`` key/value heads, ``L`` queries, ``S`` keys, ``D`` head_dim, ``E`` value head_dim.
+Letters: ``H`` query heads, ``K`` key/value heads, ``L`` queries, ``S`` keys, ``D`` head_dim, ``E`` value
+head_dim.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ LENGTHS = (0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 
 LONG = (127, 128, 129, 191, 193, 255, 256, 257, 320, 513)
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65)
 PLACES = (
-    "fortran", "reversed", "padded", "every_other", "last_axis_slow", "heads_inside", "unaligned", "read_only",
-    "byte_swapped", "zero_stride",
+    "fortran", "reversed", "padded", "every_other", "last_axis_slow", "heads_inside", "unaligned",
+    "read_only", "byte_swapped", "zero_stride",
 )  # fmt: skip
 OUT_PLACES = ("contiguous", "fortran", "reversed", "padded", "every_other", "last_axis_slow", "unaligned")
 #: What else must have the same bits as the call of a case.
-VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "poison")
-#: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases a
-#: second has.
+VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "overlap", "poison")
+#: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
+#: a second has.
 MOST_WORK = (60_000, 8, 200)
 
 
@@ -45,6 +46,8 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
     record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
     if r.random() < 0.3:
         record["num_threads"] = r.choice((1, 1, 2, 3, 5))
+        if r.random() < 0.3:
+            record["threaded"] = True  # also where the work is less than what threads are worth
     _sizes(r, record)
     if kind == "cache":
         _cache(r, record)
@@ -88,6 +91,8 @@ def _sizes(r: Random, record: Record) -> None:
     record["len_k"] = (
         record["len_q"] if r.random() < 0.2 else r.choice(LONG if r.random() < 0.06 else LENGTHS)
     )
+    if record["len_q"] <= 2 and r.random() < 0.1:
+        record["len_k"] = r.choice((700, 1023, 1025, 2050))
     record["head_dim"] = r.choice(DIMS) if r.random() < 0.98 else r.choice((96, 128, 129, 256))
     record["value_dim"] = record["head_dim"]
     if r.random() < 0.4:
@@ -100,7 +105,9 @@ def _sizes(r: Random, record: Record) -> None:
         elif record["heads"] > 4:
             record["heads"] = record["kv_heads"] = 1
         elif record["head_dim"] + record["value_dim"] > 20:
-            record["head_dim"], record["value_dim"] = (min(record[name], 9) for name in ("head_dim", "value_dim"))
+            record["head_dim"], record["value_dim"] = (
+                min(record[name], 9) for name in ("head_dim", "value_dim")
+            )
         elif record["heads"] > 1:
             record["heads"] = record["kv_heads"] = 1
         else:
@@ -134,7 +141,7 @@ def _values(r: Random, record: Record) -> None:
     record["dtypes"] = dtypes
     if r.random() < 0.3:
         record["spread"] = r.choice((0.0, 0.01, 4.0, 30.0, 1000.0))
-    if r.random() < 0.05:
+    if r.random() < 0.1:
         record["styles"] = {
             r.choice(("query", "key", "value")): r.choice(
                 ("tiny", "huge", "subnormal", "steps", "mixed", "large")
@@ -200,7 +207,7 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
     if depth:
         kind = r.choice(("and", "or", "not"))
         return {"kind": kind, "of": [_mask(r, record, depth - 1) for _ in range(1 if kind == "not" else 2)]}
-    S, L = record["len_k"], record["len_q"]
+    S = record["len_k"]
     kinds = [
         "array",
         "array",
@@ -216,8 +223,6 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
     if S:
         kinds.append("global")
     node: Record = {"kind": r.choice(kinds), "data": r.randrange(1 << 20)}
-    if node["kind"] == "array" and depth == 0 and "mask_root" not in record:
-        record["mask_root"] = True
     if r.random() < 0.5:
         node["per_item"] = r.choice(("all", "last", "first"))
     if node["kind"] in ("array", "dense"):
@@ -236,8 +241,6 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
     if node["kind"] not in ("array", "dense") and r.random() < 0.1:
         node = {"kind": "shifted", "of": [node], "by": [r.randint(0, 5), r.randint(0, 70)],
                 "beyond": [r.randint(0, 5), r.randint(0, 5)]}  # fmt: skip
-        if node["of"][0]["kind"] == "global":
-            node["beyond"][1] += 0
     return node
 
 
@@ -259,8 +262,8 @@ def _cache(r: Random, record: Record) -> None:
     for name in ("len_q", "len_k"):
         record.pop(name)
     record["value_dim"] = max(1, record["value_dim"])
-    record["stored"] = r.choice((["float32"] * 2, ["float64"] * 2, ["float16"] * 2, ["bfloat16"] * 2, ["int8"] * 2,
-                                 ["float32", "int8"], ["int8", "bfloat16"]))  # fmt: skip
+    alike = [[name] * 2 for name in (*FLOATS, "int8")]
+    record["stored"] = r.choice([*alike, ["float32", "int8"], ["int8", "bfloat16"]])
     record["page_size"] = r.choice((None, 1, 3, 16, 64, 100))
     record["query_dtype"] = r.choice(("float32", "float64"))
     if r.random() < 0.3:

@@ -56,7 +56,7 @@ class _Worker:
             ",".join(self._run.engines),
             self._run.mode,
         ]
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=self._run.root,
             env=self._run.environment, text=True, bufsize=1,
@@ -88,9 +88,17 @@ class Run:
     """The cases of seeds ``first`` to ``stop``, in `processes` workers."""
 
     def __init__(
-        self, first: int, stop: int, *, processes: int, engines: list[str], timeout: float, mode: str = "plain",
-        root: Path = ROOT, environment: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        first: int,
+        stop: int,
+        *,
+        processes: int,
+        engines: list[str],
+        timeout: float,
+        mode: str = "plain",
+        root: Path = ROOT,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.first, self.stop, self.processes, self.timeout = first, stop, processes, timeout
         self.engines, self.mode, self.root = engines, mode, root
         variables = {name: text for name, text in os.environ.items() if not name.startswith("FASTATTN_")}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.process import ROOT
 
-FLAGS = "-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+#: As in tests/kernels/run. They come after those of setup.py, of which the last level of optimisation holds.
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
 def build(folder: Path) -> None:
@@ -21,7 +22,10 @@ def build(folder: Path) -> None:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / name)
     (folder / "tests").symlink_to(ROOT / "tests")
-    variables = {"CFLAGS": FLAGS, "LDFLAGS": FLAGS, "FASTATTN_REQUIRE_EXTENSION": "1"}
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "gcc")} "$@" {FLAGS}\n')
+    compiler.chmod(0o755)
+    variables = {"CC": str(compiler), "FASTATTN_REQUIRE_EXTENSION": "1"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(command, cwd=folder, env=os.environ | variables, check=True, capture_output=True)
 
@@ -29,8 +33,8 @@ def build(folder: Path) -> None:
 def environment() -> dict[str, str]:
     """Of a process that loads it: Python itself is not built with the sanitizers' run-time libraries.
 
-    Leaks are those of the interpreter; Python's and NumPy's own memory is asked for block by block, so that what
-    lies behind an array is known.
+    Leaks are those of the interpreter. Python's and NumPy's own memory is asked for block by block, so that
+    it is known what lies behind an array.
     """
     compiler = os.environ.get("CC", "gcc")
     libraries = [

@@ -9,8 +9,10 @@ from typing import Any
 from tests.fuzz.records import Record
 
 #: What a record cannot be without.
-_NEEDED = {"kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
-           "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share"}  # fmt: skip
+_NEEDED = {
+    "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
+    "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
+}  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 
 

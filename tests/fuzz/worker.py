@@ -81,10 +81,7 @@ def main(path: str, engine_names: list[str], mode: str) -> None:
         for seed in range(first, stop):
             seat[:] = struct.pack("q", seed)
             record = draw(seed, engine_names)
-            if fail_mallocs is not None:
-                found = fail_mallocs.manner_of(record)
-            else:
-                found = manner_of(record)
+            found = (manner_of if fail_mallocs is None else fail_mallocs.manner_of)(record)
             if found is not None:
                 print(json.dumps(reporter.report(record, *found)), flush=True)
         more = {} if fail_mallocs is None else fail_mallocs.counts()

@@ -139,11 +139,12 @@ def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool
     sizes, band = problem.sizes, problem.band
     _, root, softcap, exponent = factors
     # Where items have lengths, those of the others must not decide.
-    has_lengths = isinstance(problem.key, Rows) or (band is not None and band.lengths is not None)
+    has_lengths = band is not None and band.lengths is not None
     len_k = sizes.rows if has_lengths else sizes.len_k
     return (
         sizes.rows >= FUSED_ROWS
         and len_k >= FUSED_KEYS
+        and sizes.len_k > 0
         and 0 < sizes.value_dim <= FUSED_COLUMNS
         and sizes.head_dim <= FUSED_COLUMNS
         # Of products below 2^-126 the tile unit keeps nothing: see `fused.c`.

@@ -78,6 +78,25 @@ def test_lengths_of_the_other_items(engine):
     assert_same_bits(engine.attention(query[:1], *cut, key_lengths=[few]), together[:1])
 
 
+def test_lengths_of_no_keys_at_all(engine):
+    query, key, value = random_arrays(3, lead=(2,), len_q=FUSED_ROWS, len_k=0)
+    out, lse = engine.attention(query, key, value, key_lengths=[0, 0], return_lse=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@pytest.mark.parametrize("len_k", [2, FUSED_KEYS - 1, FUSED_KEYS])
+def test_pages_decide_as_the_array_does(engine, len_k):
+    """A few keys in pages, or in int8, have no lengths of their own: the bits are those of the array."""
+    query, key, value = random_arrays(3, lead=(2,), len_q=FUSED_ROWS, len_k=len_k)
+    expected = engine.attention(query, key, value)
+    pages = (fastattn.Paged(array, np.arange(2)[:, None]) for array in (key, value))
+    assert_same_bits(engine.attention(query, *pages), expected)
+    rows = [fastattn.Quantized.encode(array) for array in (key, value)]
+    expected = engine.attention(query, *(array.decode() for array in rows))
+    assert_same_bits(engine.attention(query, *rows), expected)
+
+
 def test_a_group_that_blocks_split_differently(engine):
     """Documents end within a group of 32 keys, in any order of the blocks."""
     ids = np.repeat([3, 1, 2, 0], [50, 30, 45, 75])
@@ -170,6 +189,16 @@ def test_weights_belong_to_the_output(engine):
     plain = engine.attention(*arrays, causal="bottom_right", return_lse=True)
     for got, expected in zip(plain, (out, lse), strict=True):
         assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("head_dim", [1, 20])
+def test_weights_in_16_bits_have_room(engine, head_dim):
+    """A block's rows of weights on their way to 16 bits are more than a tile of narrow keys."""
+    arrays = random_arrays(3, len_q=FUSED_ROWS, len_k=2 * BLOCK_K, head_dim=head_dim, value_dim=8)
+    halves = [array.astype(np.float16) for array in arrays]
+    expected = engine.everything(*(array.astype(np.float32) for array in halves))
+    for got, wanted in zip(engine.everything(*halves), expected, strict=True):
+        assert_same_bits(got, wanted.astype(got.dtype))
 
 
 def test_dropout_keeps_the_lse(engine):

@@ -239,12 +239,16 @@ def _fused_tiles(fields: dict[str, Any], schedule: Schedule) -> dict[str, int]:
     blocks, heads, lanes = schedule.task_blocks, schedule.task_heads, schedule.max_lanes
     itemsize, head_dim, value_dim = fields["itemsize"], fields["head_dim"], fields["value_dim"]
     tile_groups = schedule.block_k // GROUP
+    # A tile of keys, a group of values or, of weights in 16 bits, the rows of a block.
+    staged = max(schedule.block_k * head_dim, GROUP * value_dim)
+    if fields["weights_storage"]:
+        staged = max(staged, schedule.block_k * lanes)
     each_lane = ("start", "stop", "kept_start", "kept_stop", "row_i", "row_h")
     return dict.fromkeys(each_lane, 8 * lanes * blocks) | {
         "row_max": lanes * itemsize * blocks,
         "row_sum": lanes * itemsize * blocks,
         "acc": fields["acc_nbytes"] * blocks,
-        "staged": max(schedule.block_k * head_dim, GROUP * value_dim) * itemsize,
+        "staged": staged * itemsize,
         "staged_rows": 8 * lanes,
         "query_groups": blocks * -(-head_dim // GROUP) * GROUP_NBYTES,
         "weight_groups": 2 * tile_groups * GROUP_NBYTES,

@@ -1,0 +1,584 @@
+"""One case: the call, the oracle's answer, and what else must hold. `check` raises `Failure`, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import lcm
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fastattn
+from fastattn import _schedule
+from fastattn.backends import cython_cpu
+from tests.fuzz import oracle
+from tests.fuzz.build import _NORMAL, BFLOAT16, Array, Case, GuardedOut, integers, numbers
+from tests.fuzz.records import Record
+from tests.fuzz.spoils import spoil
+from tests.naive import allowed_keys, formula
+from tests.tolerances import ROUNDINGS, assert_gradients
+
+NAMES = ("out", "lse", "weights")
+_SMALL_WORK = _schedule.SMALL_WORK
+#: What a call that is refused may raise.
+REFUSALS = (ValueError, TypeError, fastattn.BackendError)
+
+
+class Failure(Exception):
+    """A case that is not as it should be: `manner` says in which way, the same for cases of one cause."""
+
+    def __init__(self, manner: str, message: str) -> None:
+        super().__init__(f"{manner}: {message}")
+        self.manner, self.message = manner, message
+
+
+class Engine:
+    """Chooses a backend, and the instruction set where it has one."""
+
+    def __init__(self, name: str) -> None:
+        self.backend, _, isa = name.partition("-")
+        if isa and cython_cpu.isa() != isa:
+            cython_cpu.driver.choose_isa(isa)
+
+    def attention(self, *arrays: Any, **options: Any) -> Any:
+        return fastattn.attention(*arrays, backend=self.backend, **options)
+
+
+def engines() -> list[str]:
+    """All that this machine has, the best first."""
+    found = [f"cython-{isa}" for isa in cython_cpu.available_isas()]
+    for backend in ("numba", "reference"):
+        try:
+            fastattn.attention(*np.ones((3, 1, 1)), backend=backend)
+        except fastattn.BackendError:
+            continue
+        found.append(backend)
+    return found
+
+
+def check(record: Record) -> None:
+    """Raises `Failure` where the package does not do as it must; anything else that is raised is one, too."""
+    with np.errstate(all="ignore"):
+        try:
+            _schedule.SMALL_WORK = 0 if record.get("threaded") else _SMALL_WORK
+            _KINDS[record["kind"]](record, Engine(record["engine"]))
+        except Failure:
+            raise
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise Failure(f"raised {type(error).__name__}", str(error)) from error
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def same_bits(got: Array, wanted: Array, what: str) -> None:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        raise Failure(f"bits {what}", f"{got.shape} {got.dtype}, expected {wanted.shape} {wanted.dtype}")
+    if got.tobytes() == wanted.tobytes():
+        return
+    unsigned = np.dtype(f"u{got.dtype.itemsize}")
+    left, right = (np.ascontiguousarray(array).view(unsigned) for array in (got, wanted))
+    # Which NaN it is says nothing.
+    differ = (left != right) & ~(np.isnan(got.astype(float)) & np.isnan(wanted.astype(float)))
+    if differ.any():
+        first = tuple(map(int, np.argwhere(differ)[0]))
+        raise Failure(
+            f"bits {what}",
+            f"{int(differ.sum())} of {got.size} elements differ, first at {first}: "
+            f"{got[first]!r} and {wanted[first]!r}",
+        )
+
+
+def results_of(results: Any, names: list[str]) -> dict[str, Array]:
+    if len(names) == 1:
+        results = (results,)
+    if not isinstance(results, tuple) or len(results) != len(names):
+        raise Failure("results", f"{len(results)} results for {names}")
+    return dict(zip(names, results, strict=True))
+
+
+def within(
+    name: str, got: Array, exact: Array, reach: Array, unclear: Array | None, computed: np.dtype,
+    plain: Callable[[], Array], spoilt: Array | None = None,
+) -> None:  # fmt: skip
+    """The budget of `tests.tolerances`; `spoilt` elements are NaN or inf, it is not said which.
+
+    `plain` computes the formula's result, which is only needed where the reach alone does not explain an
+    error. A result in a narrower type may be half a unit of its last place away besides.
+    """
+    if got.shape != exact.shape:
+        raise Failure(f"shape {name}", f"{got.shape}, expected {exact.shape}")
+    if not got.size:
+        return
+    limits = np.finfo(computed)
+    wide = got.astype(exact.dtype)
+    error = np.abs(wide - exact)
+    budget = ROUNDINGS * (float(limits.eps) * reach + float(limits.tiny))
+    if got.dtype != computed:
+        budget = budget + _half_unit(np.abs(exact) + budget, got.dtype)
+    wrong = ~(error <= budget)
+    if not wrong.any():
+        return
+    wrong &= ~(np.isnan(wide) & np.isnan(exact)) & ~(wide == exact)
+    if got.dtype != computed:  # what the narrower type cannot hold
+        largest = float(ml_dtypes.finfo(got.dtype).max)
+        wrong &= ~(np.isinf(wide) & (np.abs(exact) + budget > largest) & (np.sign(wide) == np.sign(exact)))
+    if unclear is not None:
+        wrong &= ~unclear
+    if spoilt is not None:
+        wrong &= ~(spoilt & ~np.isfinite(wide))
+        missed = spoilt & np.isfinite(wide)
+        if unclear is not None:
+            missed &= ~unclear
+        if missed.any():
+            raise Failure(f"wrong {name}", f"a NaN or inf that is read did not get to {_first(missed)}")
+    if not wrong.any():
+        return
+    formulas = plain().astype(exact.dtype)
+    judged = np.isfinite(exact) & np.isfinite(formulas)
+    if unclear is not None:
+        judged &= ~unclear
+    worst = float(np.abs(formulas - exact)[judged].max(initial=0))
+    wrong &= ~(error <= budget + 2 * worst)
+    if wrong.any():
+        at = _first(wrong)
+        raise Failure(
+            f"wrong {name}",
+            f"at {at} of {got.shape}: got {got[at]!r}, exact {exact[at]!r}, error {float(error[at]):.3g}"
+            f" over the budget {float(budget[at]):.3g} + 2 * {worst:.3g}",
+        )
+
+
+def _first(where: Array) -> tuple[int, ...]:
+    return tuple(map(int, np.argwhere(where)[0]))
+
+
+def _half_unit(size: Array, dtype: np.dtype) -> Array:
+    limits = ml_dtypes.finfo(dtype)
+    return np.maximum(size * float(limits.eps), float(limits.smallest_subnormal)) / 2
+
+
+class Expected:
+    """The oracle's answer to a case, and the formula's where it is asked for."""
+
+    def __init__(
+        self, case: Case, arrays: dict[str, Array] | None = None, allowed: Array | None = None
+    ) -> None:
+        naturals = case.naturals if arrays is None else arrays
+        self.case = case
+        self.allowed = case.allowed if allowed is None else allowed
+        computed, _ = case.dtypes
+        lead = case.lead
+        self.arrays = {
+            name: x if x.shape[:-3] == lead else np.broadcast_to(x, (*lead, *x.shape[-3:]))
+            for name, x in naturals.items()
+        }
+        self.sinks = None if case.sinks is None else np.asarray(case.sinks).astype(computed)
+        self.computed = computed
+        keep, share = case.keep
+        self.answer = oracle.attention(
+            *self.arrays.values(), self.allowed, dtype=computed, bias=case.bias_read, scale=case.scale,
+            softcap=case.softcap, sinks=self.sinks, keep=keep, share_kept=share,
+        )  # fmt: skip
+        self._plain: Any = None
+
+    def plain(self) -> Any:
+        if self._plain is None:
+            finite = {}
+            for name, x in self.arrays.items():
+                x = x.astype(self.computed)
+                finite[name] = np.where(np.isfinite(x), x, 0)
+            case = self.case
+            self._plain = formula(
+                *finite.values(), mask=self.allowed, bias=case.bias_read, scale=case.scale,
+                softcap=case.softcap, sinks=self.sinks, dropout=case.dropout,
+                seed=case.record.get("dropout_seed", 0),
+            )  # fmt: skip
+        return self._plain
+
+    def compare(self, results: dict[str, Array], times: int = 1) -> None:
+        """Holds results of ``(*lead, H, L, ...)`` to the budget, `times` the reach."""
+        answer = self.answer
+        unclear = {"out": answer.unclear_out, "lse": answer.unclear_rows, "weights": answer.unclear_weights}
+        for name, got in results.items():
+            within(
+                name, got, getattr(answer, name), times * getattr(answer, f"{name}_reach"), unclear[name],
+                self.computed, lambda name=name: getattr(self.plain(), name),
+                answer.nonfinite_out if name == "out" else None,
+            )  # fmt: skip
+
+
+def natural_results(case: Case, results: dict[str, Array]) -> dict[str, Array]:
+    """Results as ``(*lead, H, L, ...)``."""
+    if case.is_flat:
+        return {name: x[None] for name, x in results.items()}
+    if case.swapped:
+        return {name: x.swapaxes(-3, -2) if name == "out" else x for name, x in results.items()}
+    return results
+
+
+# ---------------------------------------------------------------- attention
+
+
+def inputs_of(case: Case) -> list[tuple[str, Array]]:
+    named = [*case.arrays.items(), *((name, case.options.get(name)) for name in ("bias", "mask", "sinks"))]
+    return [(name, x if x.base is None else _base(x)) for name, x in named if isinstance(x, np.ndarray)]
+
+
+def _base(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def check_attention(record: Record, engine: Engine) -> None:
+    case = Case(record)
+    threads = record.get("num_threads")
+    names = ["out"] + [name for name in NAMES[1:] if record.get(f"return_{name}")]
+    returns = {f"return_{name}": True for name in names[1:]}
+    arrays, options = list(case.arrays.values()), case.options
+    before = [(name, x, x.tobytes()) for name, x in inputs_of(case)]
+    chosen = record.get("out")
+    computed, result = case.dtypes
+    room = None
+    if chosen:
+        room = GuardedOut(case.results_shape(), computed if chosen.get("wide") else result, chosen["place"])
+        returns["out"] = room.array
+    given = engine.attention(*arrays, num_threads=threads, **options, **returns)
+    results = results_of(given, names)
+    if room is not None:
+        if results["out"] is not room.array:
+            raise Failure("out", "another array is returned")
+        results["out"] = room.take()
+        if not room.is_untouched():
+            raise Failure("guard", "bytes around `out` changed")
+    for name, x, old in before:
+        if x.tobytes() != old:
+            raise Failure("input", f"{name} changed")
+    types = {"out": computed if chosen and chosen.get("wide") else result, "lse": computed, "weights": result}
+    for name, x in results.items():
+        if x.dtype != types[name]:
+            raise Failure(f"dtype {name}", f"{x.dtype}, expected {types[name]}")
+    natural = natural_results(case, results)
+    Expected(case).compare(natural)
+    for variant in record.get("variants", ()):
+        _VARIANTS[variant](case, engine, results, natural)
+
+
+def _call(case: Case, engine: Engine, names: Any, **more: Any) -> dict[str, Array]:
+    """The results of these names, `out` in the result's type."""
+    options = {"num_threads": case.record.get("num_threads"), **case.options, **more}
+    returns = {f"return_{name}": True for name in names if name != "out"}
+    arrays = [options.pop(name, x) for name, x in case.arrays.items()]
+    return results_of(engine.attention(*arrays, **options, **returns), list(names))
+
+
+def _all_same(got: dict[str, Array], wanted: dict[str, Array], what: str) -> None:
+    for name, x in got.items():
+        if name == "out" and x.dtype != wanted[name].dtype:  # an `out` that is not rounded to 16 bits
+            continue
+        same_bits(x, wanted[name], f"{what} {name}")
+
+
+def again(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    _all_same(_call(case, engine, results), results, "again")
+
+
+def threads(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    other = 1 if case.record.get("num_threads") != 1 else 2 + case.data % 4
+    _all_same(_call(case, engine, results, num_threads=other), results, "threads")
+
+
+def contiguous(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    plain = {name: native(x) for name, x in case.arrays.items()}
+    for name in ("bias", "sinks", "mask"):
+        if isinstance(case.options.get(name), np.ndarray):
+            plain[name] = native(case.options[name])
+    _all_same(_call(case, engine, results, **plain), results, "contiguous")
+
+
+def native(x: Array) -> Array:
+    return np.array(x, x.dtype.newbyteorder("=") if x.dtype != BFLOAT16 else x.dtype, order="C")
+
+
+def item(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """One batch item alone. Which weights are dropped depends on its place."""
+    if not case.lead or 0 in case.lead or case.dropout:
+        return
+    place = tuple(case.data // 7 % n for n in case.lead)
+    alone = Case(case.record, place)
+    got = natural_results(alone, _call(alone, engine, results))
+    wanted = {name: x[place] for name, x in natural.items()}
+    _all_same(got, wanted, "item")
+
+
+def layout(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    if case.is_flat:
+        return
+    swapped = {name: x.swapaxes(-3, -2) for name, x in case.arrays.items()}
+    got = _call(case, engine, results, **swapped, layout="bhsd" if case.swapped else "bshd")
+    got["out"] = np.ascontiguousarray(got["out"].swapaxes(-3, -2))
+    _all_same(got, results, "layout")
+
+
+def parts(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Fewer results, or more."""
+    names = NAMES if len(results) == 1 else ("out",)
+    got = _call(case, engine, names)
+    _all_same({name: x for name, x in got.items() if name in results}, results, "parts")
+
+
+def out(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    places = ("fortran", "reversed", "padded", "every_other", "unaligned", "last_axis_slow")
+    room = GuardedOut(case.results_shape(), case.dtypes[1], places[case.data % len(places)])
+    _call(case, engine, ("out",), out=room.array)
+    _all_same({"out": room.take()}, results, "out")
+    if not room.is_untouched():
+        raise Failure("guard", "bytes around `out` changed")
+
+
+def overlap(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Written over the query, or beside its beginning."""
+    query = case.arrays["query"]
+    if query.shape != case.results_shape() or query.dtype != case.dtypes[1]:
+        return
+    beside = case.data % 4
+    room = np.zeros(query.size + beside, query.dtype)
+    given, out = (room[at : at + query.size].reshape(query.shape) for at in (0, beside))
+    given[...] = query
+    _call(case, engine, ("out",), query=given, out=out)
+    _all_same({"out": out}, results, "overlap")
+
+
+def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Other numbers in all that no query may read."""
+    changed = {}
+    for name in ("key", "value"):
+        x = case.naturals[name]
+        if x.dtype.kind not in "biu" and case.places.get(name) != "zero_stride":
+            changed[name] = case.given(
+                name, case.poisoned(name, x, ("nan", "inf", "-inf", "all")[case.data % 4])
+            )
+    _all_same(_call(case, engine, results, **changed), results, "poison")
+
+
+_VARIANTS: dict[str, Callable[..., None]] = {
+    "again": again, "threads": threads, "contiguous": contiguous, "item": item, "layout": layout,
+    "parts": parts, "out": out, "overlap": overlap, "poison": poison,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def check_error(record: Record, engine: Engine) -> None:
+    """A call with one thing wrong is refused, and writes nothing."""
+    case = Case(record)
+    chosen = record.get("out") or {"place": "contiguous"}
+    room = GuardedOut(case.results_shape(), case.dtypes[1], chosen["place"])
+    call = dict(case.arrays) | case.options | {"out": room.array, "backend": engine.backend}
+    name, spoilt = spoil(case, call, record["spoil"])
+    if spoilt is None:
+        return
+    arrays = [spoilt.pop(name) for name in ("query", "key", "value")]
+    try:
+        fastattn.attention(*arrays, **spoilt)
+    except REFUSALS as error:
+        if not str(error):
+            raise Failure("no message", name) from error
+    else:
+        raise Failure(f"not refused {name}", "no error")
+    if not room.is_untouched():
+        raise Failure(f"out of a refused call {name}", "changed")
+
+
+# ---------------------------------------------------------------- relatives
+
+
+def check_varlen(record: Record, engine: Engine) -> None:
+    record = {**record, "lead": []}
+    for name in ("leads", "flat", "bias", "mask", "key_lengths", "layout", "dropout"):
+        record.pop(name, None)
+    documents = record.get("documents", 1)
+    case = Case(record)
+
+    def starts(total: int, number: int) -> Array:
+        inner = np.sort(integers(case.data, number, (documents - 1,), 0, total))
+        return np.concatenate([[0], inner, [total]])
+
+    cu_q, cu_k = starts(case.L, 50), starts(case.S, 51)
+    if case.causal is True:
+        cu_k = cu_q
+    if documents == 1 and case.causal is True and case.L != case.S:
+        return
+    allowed = np.zeros((case.H, case.L, case.S), bool)
+    for d in range(documents):
+        q, k = slice(*cu_q[d : d + 2]), slice(*cu_k[d : d + 2])
+        allowed[:, q, k] = allowed_keys(
+            (), case.H, q.stop - q.start, k.stop - k.start, causal=case.causal, window=case.window
+        )
+    case.__dict__["allowed"] = allowed
+    packed = [case.given(name, np.ascontiguousarray(x.swapaxes(0, 1))) for name, x in case.naturals.items()]
+    options = {name: x for name, x in case.options.items() if name != "mask"}
+    call = lambda **more: fastattn.varlen_attention(  # noqa: E731
+        *packed,
+        cu_q,
+        None if cu_k is cu_q else cu_k,
+        **options,
+        return_lse=True,
+        backend=engine.backend,
+        **more,
+    )
+    got, lse = call(num_threads=record.get("num_threads"))
+    results = {"out": got.swapaxes(0, 1), "lse": lse}
+    Expected(case).compare(results)
+    for name, x in zip(("out", "lse"), call(num_threads=3), strict=True):
+        same_bits(x, (got, lse)[name == "lse"], f"varlen threads {name}")
+
+
+def check_merge(record: Record, engine: Engine) -> None:
+    record = {**record}
+    for name in ("nonfinite", "sinks", "dropout", "flat", "styles", "layout", "places"):
+        record.pop(name, None)
+    record["dtypes"] = ["float64" if "float64" in record.get("dtypes", ()) else "float32"] * 3
+    case = Case(record)
+    pieces = record.get("pieces", 1)
+    cuts = [0, *np.sort(integers(case.data, 52, (pieces - 1,), 0, case.S)).tolist(), case.S]
+    found = []
+    for start, stop in pairwise(cuts):
+        keys = slice(start, stop)
+        bias = case.bias
+        if bias is not None and bias.ndim and bias.shape[-1] != 1:
+            bias = bias[..., keys]
+        found.append(engine.attention(
+            case.naturals["query"], case.naturals["key"][..., keys, :], case.naturals["value"][..., keys, :],
+            mask=case.allowed[..., keys], bias=bias, scale=case.scale, softcap=case.softcap, return_lse=True,
+            num_threads=record.get("num_threads"),
+        ))  # fmt: skip
+    got, lse = fastattn.merge_attention([x for x, _ in found], [x for _, x in found])
+    # Merging adds one more weighted mean on top of the parts: the reach of a row counts once more.
+    Expected(case).compare({"out": got, "lse": lse}, times=2)
+
+
+def check_stored(record: Record, engine: Engine) -> None:
+    """Quantised and paged keys and values have the bits of the arrays that they stand for."""
+    record = {**record}
+    for name in ("places", "leads", "flat", "hidden", "nonfinite", "styles", "layout"):
+        record.pop(name, None)
+    record["lead"] = [max(1, n) for n in record.get("lead", ())][:1] or [1]
+    stored, pages = record.get("stored", ["int8", "int8"]), record.get("pages", [0, 0])
+    if {"float16", "bfloat16"} == set(stored):
+        stored = ["int8", stored[1]]
+    unit = lcm(*(max(1, page) for page in pages))
+    record["len_k"] = -(-max(1, record["len_k"]) // unit) * unit
+    if record.get("causal") == "true":
+        record["causal"] = "top_left"
+    record["kv_heads"] = max(1, record["kv_heads"])
+    record["heads"] = max(record["kv_heads"], record["heads"] // record["kv_heads"] * record["kv_heads"])
+    dtype = record.get("dtypes", ("float32",))[0]
+    record["dtypes"] = [dtype if dtype in ("float32", "float64") else "float32"] * 3
+    case = Case(record)
+    rows, numbers_of = [], []
+    for name, storage, page in zip(("key", "value"), stored, pages, strict=True):
+        x = case.naturals[name]
+        if x.shape[-1] == 0:
+            storage = "float32"
+        if storage == "int8":
+            kept: Any = fastattn.Quantized.encode(x)
+            plain = kept.decode()
+        else:
+            kept = x.astype(BFLOAT16 if storage == "bfloat16" else storage)
+            plain = kept.astype(np.float32)
+        rows.append(into_pages(kept, page, case.data) if page else kept)
+        numbers_of.append(plain)
+    more = dict(case.options, return_lse=True, return_weights=True, num_threads=record.get("num_threads"))
+    wanted = engine.attention(case.naturals["query"], *numbers_of, **more)
+    got = engine.attention(case.naturals["query"], *rows, **more)
+    for name, x, y in zip(NAMES, got, wanted, strict=True):
+        same_bits(x, y, f"stored {name}")
+
+
+def into_pages(rows: Any, size: int, data: int) -> fastattn.Paged:
+    """Keys or values ``(B, K, S, D)`` in pages of `size`, S a multiple of it, in any order among others."""
+    if isinstance(rows, fastattn.Quantized):
+        parts = [into_pages(part, size, data) for part in (rows.data, rows.scale)]
+        return fastattn.Paged(fastattn.Quantized(parts[0].pages, parts[1].pages), parts[0].table)
+    batch, heads, length, columns = rows.shape
+    n = length // size
+    table = np.argsort(numbers(_NORMAL, data, 53, (batch * n + 2,)))[: batch * n].reshape(batch, n)
+    pages = np.full((batch * n + 2, heads, size, columns), 99 if rows.dtype == np.int8 else np.nan).astype(
+        rows.dtype
+    )
+    pages[table] = rows.reshape(batch, heads, n, size, columns).swapaxes(1, 2)
+    return fastattn.Paged(pages, table)
+
+
+def check_backward(record: Record, engine: Engine) -> None:
+    """Gradients by the oracle's loops, of small problems, and their bits in another call."""
+    record = {**record}
+    for name in ("nonfinite", "hidden", "styles", "leads"):
+        record.pop(name, None)
+    if record.get("spread", 1) > 4:
+        record["spread"] = 4.0
+    for name, most in (("len_q", 17), ("len_k", 33), ("head_dim", 33), ("value_dim", 33)):
+        record[name] = min(record[name], most)
+    if record.get("causal") == "true" and record["len_q"] != record["len_k"]:
+        record["causal"] = "top_left"
+    if "bias" in record:
+        record["bias"] = {**record["bias"], "style": "masks", "dtype": "float32"}
+    if "sinks" in record:
+        record["sinks"] = {"dtype": "float32"}
+    record["lead"] = [min(n, 2) for n in record.get("lead", ())]
+    dtype = record.get("dtypes", ("float32",))[0]
+    record["dtypes"] = [dtype if dtype in ("float32", "float64") else "float32"] * 3
+    case = Case(record)
+    arrays, options = list(case.arrays.values()), case.options
+    threads = {"num_threads": record.get("num_threads")}
+    results = engine.attention(*arrays, **options, return_lse=True, **threads)
+    outs = {
+        name: (numbers(_NORMAL, case.data, name, x.shape)).astype(x.dtype)
+        for name, x in zip(("grad_out", "grad_lse"), results, strict=True)
+    }
+    wrt = ("query", "key", "value", *(name for name in ("bias", "sinks") if name in options))
+    call = lambda **more: fastattn.attention_backward(  # noqa: E731
+        outs["grad_out"], *arrays, *results, grad_lse=outs["grad_lse"], wrt=wrt, backend=engine.backend,
+        **(options | more),
+    )  # fmt: skip
+    got = call(**threads)
+    others = call(num_threads=3)
+    for name in wrt:
+        same_bits(getattr(got, name), getattr(others, name), f"gradient threads {name}")
+    if case.L * case.S * case.H > 2000 and case.data % 8:
+        return
+    theirs = dict(options)
+    if "mask" in theirs:
+        theirs["mask"] = case.allowed[0] if case.is_flat else case.allowed
+    try:
+        assert_gradients(got, outs["grad_out"], *arrays, wrt=wrt, grad_lse=outs["grad_lse"], **theirs)
+    except AssertionError as error:
+        raise Failure("wrong gradient", str(error)) from error
+
+
+# ---------------------------------------------------------------- caches
+
+
+def check_cache(record: Record, engine: Engine) -> None:
+    """A history of a `KVCache`, against the tokens in lists, and a cache of the same tokens at once."""
+    from tests.fuzz.histories import check_history
+
+    check_history(record, engine)
+
+
+_KINDS: dict[str, Callable[[Record, Engine], None]] = {
+    "attention": check_attention,
+    "error": check_error,
+    "varlen": check_varlen,
+    "merge": check_merge,
+    "stored": check_stored,
+    "backward": check_backward,
+    "cache": check_cache,
+}

@@ -1,0 +1,184 @@
+"""Histories of a `KVCache`: tokens appended, taken back and shared, against the same tokens in lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (the name "bfloat16")
+import numpy as np
+
+import fastattn
+from tests.fuzz.build import _NORMAL, Array, dtype_of, numbers
+from tests.fuzz.records import Record
+
+
+class Model:
+    """Of each item, its keys and values ``(K, n, D)`` as they were appended."""
+
+    def __init__(self, record: Record) -> None:
+        self.batch, self.K = record["lead"][0], record["kv_heads"]
+        self.dims = record["head_dim"], record["value_dim"]
+        self.items = [
+            [np.zeros((self.K, 0, dim), np.float32) for dim in self.dims] for _ in range(self.batch)
+        ]
+        self.greatest = [0] * self.batch
+
+    @property
+    def lengths(self) -> list[int]:
+        return [item[0].shape[1] for item in self.items]
+
+    def copy(self, items: list[int] | None = None) -> Model:
+        other = object.__new__(Model)
+        chosen = range(self.batch) if items is None else items
+        other.batch, other.K, other.dims = len(chosen), self.K, self.dims
+        other.items = [list(self.items[item]) for item in chosen]
+        other.greatest = [self.greatest[item] for item in chosen]
+        return other
+
+    def append(self, rows: list[Array], lengths: list[int]) -> None:
+        for number, (item, n) in enumerate(zip(self.items, lengths, strict=True)):
+            item[:] = [
+                np.concatenate([old, new[number][:, :n]], axis=1) for old, new in zip(item, rows, strict=True)
+            ]
+            self.greatest[number] = max(self.greatest[number], item[0].shape[1])
+
+    def padded(self) -> list[Array]:
+        """``(batch, K, longest, dim)``, zeros behind each item's length."""
+        longest = max(self.lengths, default=0)
+        found = [np.zeros((self.batch, self.K, longest, dim), np.float32) for dim in self.dims]
+        for number, item in enumerate(self.items):
+            for whole, rows in zip(found, item, strict=True):
+                whole[number, :, : rows.shape[1]] = rows
+        return found
+
+
+def new_cache(record: Record, batch: int) -> fastattn.KVCache:
+    return fastattn.KVCache(
+        batch,
+        record["kv_heads"],
+        record["head_dim"],
+        record["value_dim"],
+        dtype=tuple(record["stored"]),
+        window=record.get("cache_window"),
+        keep_first=record.get("keep_first", 0),
+        rollback=record.get("rollback", 64),
+        page_size=record.get("page_size"),
+        layout=record.get("layout", "bhsd"),
+    )
+
+
+def check_history(record: Record, engine: Any) -> None:
+    swapped = record.get("layout") == "bshd"
+    model, cache = Model(record), new_cache(record, record["lead"][0])
+    others: list[tuple[Model, fastattn.KVCache]] = []
+
+    def placed(x: Array) -> Array:
+        return np.ascontiguousarray(x.swapaxes(1, 2)) if swapped else x
+
+    for step in record["steps"]:
+        do, data, n = step["do"], step.get("data", 0), step.get("n", 0)
+        if do in ("append", "step"):
+            rows = [
+                numbers(_NORMAL, data, 60 + part, (model.batch, model.K, n, dim)).astype(np.float32)
+                for part, dim in enumerate(model.dims)
+            ]
+            lengths = [n] * model.batch
+            if step.get("ragged"):
+                lengths = [(data >> number) % (n + 1) for number in range(model.batch)]
+            if do == "append":
+                cache.append(*map(placed, rows), lengths=lengths if step.get("ragged") else None)
+                model.append(rows, lengths)
+            elif n:
+                query = _query(record, model, data, n)
+                got = cache.step(placed(query), *map(placed, rows), backend=engine.backend)
+                model.append(rows, lengths)
+                _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "step")
+        elif do == "attend":
+            query = _query(record, model, data, min(n, 1) if record.get("cache_window") else n)
+            got = cache.attend(placed(query), backend=engine.backend)
+            _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "attend")
+        elif do == "truncate":
+            back = min(n, record.get("rollback", 64)) if record.get("cache_window") else n
+            least = [0] * model.batch
+            if record.get("cache_window"):
+                least = [max(0, most - record.get("rollback", 64)) for most in model.greatest]
+            new = [max(length - back, low, 0) for length, low in zip(model.lengths, least, strict=True)]
+            new = [min(a, b) for a, b in zip(new, model.lengths, strict=True)]
+            cache.truncate(new)
+            for item, length in zip(model.items, new, strict=True):
+                item[:] = [rows[:, :length] for rows in item]
+        elif do == "fork":
+            others.append((model.copy(), cache.fork()))
+        elif model.batch:
+            items = [(data >> (2 * number)) % model.batch for number in range(1 + data % 3)]
+            others.append((model, cache))
+            model, cache = model.copy(items), cache.select(items)
+    for its, held in (*others, (model, cache)):
+        _final(record, engine, its, held, placed, swapped)
+
+
+def _query(record: Record, model: Model, data: int, n: int) -> Array:
+    heads = record["heads"]
+    x = numbers(_NORMAL, data, 62, (model.batch, heads, n, record["head_dim"]))
+    return x.astype(record.get("query_dtype", "float32"))
+
+
+def _decoded(record: Record, model: Model) -> list[Array]:
+    found = []
+    for x, name in zip(model.padded(), record["stored"], strict=True):
+        if name == "int8":
+            found.append(fastattn.Quantized.encode(x).decode())
+        else:
+            found.append(x.astype(dtype_of(name)).astype(np.float64 if name == "float64" else np.float32))
+    return found
+
+
+def _compare(record: Record, engine: Any, model: Model, query: Array, got: Array, what: str) -> None:
+    """Bit for bit where there is no window, else to rounding."""
+    from tests.fuzz.checks import Failure, same_bits
+
+    keys, values = _decoded(record, model)
+    rules: dict[str, Any] = {"causal": "bottom_right", "key_lengths": np.array(model.lengths, int)}
+    window = record.get("cache_window")
+    if window is not None:
+        i, j = np.arange(query.shape[2])[:, None], np.arange(keys.shape[2])
+        at = i + np.array(model.lengths)[:, None, None] - query.shape[2]
+        seen = (j > at - window) | (j < record.get("keep_first", 0))
+        rules["mask"] = seen[:, None]
+    wanted = engine.attention(query, keys, values, **rules)
+    if window is None:
+        same_bits(np.ascontiguousarray(got), wanted, f"cache {what}")
+    elif got.shape != wanted.shape or got.dtype != wanted.dtype:
+        raise Failure(f"cache {what}", f"{got.shape} {got.dtype}, expected {wanted.shape} {wanted.dtype}")
+    elif got.size:
+        # Both are sums of the same products: scores of at most |q| |k|, values of at most |v|, in any order.
+        norm = np.linalg.norm(query.astype(float), axis=-1).max() * np.linalg.norm(
+            keys.astype(float), axis=-1
+        ).max(initial=0)
+        most = np.abs(values).max(initial=0) * (2 + 2 * norm / np.sqrt(query.shape[-1]))
+        if not (np.abs(got - wanted) <= 16 * np.finfo(got.dtype).eps * most).all():
+            raise Failure(f"cache {what}", f"differs by {np.abs(got - wanted).max():.3g}")
+
+
+def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any, swapped: bool) -> None:
+    """The lengths, the rows, and the bits of a cache that was given the same tokens at once."""
+    from tests.fuzz.checks import Failure, same_bits
+
+    if cache.lengths.tolist() != model.lengths:
+        raise Failure("cache lengths", f"{cache.lengths.tolist()}, expected {model.lengths}")
+    query = _query(record, model, 3, 1)
+    got = cache.attend(placed(query), backend=engine.backend)
+    natural = got.swapaxes(1, 2) if swapped else got
+    if min(model.lengths, default=0) >= 1:
+        _compare(record, engine, model, query, natural, "at the end")
+    fresh = new_cache(record, model.batch)
+    fresh.append(*map(placed, model.padded()), lengths=model.lengths)
+    at_once = fresh.attend(placed(query), backend=engine.backend)
+    same_bits(np.ascontiguousarray(at_once), np.ascontiguousarray(got), "cache history")
+    if record.get("cache_window") is None:
+        for number, part in enumerate(_decoded(record, model)):
+            rows = [(cache.keys if number == 0 else cache.values)(item) for item in range(model.batch)]
+            for item, (held, length) in enumerate(zip(rows, model.lengths, strict=True)):
+                same_bits(
+                    np.asarray(held, part.dtype), np.ascontiguousarray(part[item, :, :length]), "cache rows"
+                )

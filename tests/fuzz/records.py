@@ -1,0 +1,282 @@
+"""A case as a record: a small dict that JSON can hold, drawn from a seed.
+
+A record says everything but the numbers in the arrays, which `tests.fuzz.build` makes from its ``data``. What
+is absent has the plainest value (`get` with a default), so that deleting an entry simplifies a case, which is
+how `tests.fuzz.shrink` works. Nothing here imports the package under test.
+
+Letters: ``H`` query heads, ``K`` key/value heads, ``L`` queries, ``S`` keys, ``D`` head_dim, ``E`` value
+head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from random import Random
+from typing import Any
+
+Record = dict[str, Any]
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+#: Below, at and above the sizes of vectors, register tiles and key tiles.
+LENGTHS = (0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
+LONG = (127, 128, 129, 191, 193, 255, 256, 257, 320, 513)
+DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65)
+PLACES = (
+    "fortran", "reversed", "padded", "every_other", "last_axis_slow", "heads_inside", "unaligned",
+    "read_only", "byte_swapped", "zero_stride",
+)  # fmt: skip
+OUT_PLACES = ("contiguous", "fortran", "reversed", "padded", "every_other", "last_axis_slow", "unaligned")
+#: What else must have the same bits as the call of a case.
+VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "overlap", "poison")
+#: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
+#: a second has.
+MOST_WORK = (60_000, 8, 200)
+
+
+def draw(seed: int, engines: Sequence[str]) -> Record:
+    """The case of a seed, for one of these engines (names of backends, with an instruction set or not)."""
+    r = Random(seed)
+    engine = _engine(r, engines)
+    kind = r.choices(
+        ("attention", "backward", "varlen", "merge", "stored", "cache", "error"), (78, 3, 3, 3, 4, 2, 7)
+    )[0]
+    if engine == "numba" and kind in ("backward", "stored", "cache"):
+        kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
+    record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
+    if r.random() < 0.3:
+        record["num_threads"] = r.choice((1, 1, 2, 3, 5))
+        if r.random() < 0.3:
+            record["threaded"] = True  # also where the work is less than what threads are worth
+    _sizes(r, record)
+    if kind == "cache":
+        _cache(r, record)
+        return record
+    _values(r, record)
+    _options(r, record)
+    if kind in ("attention", "error"):
+        _results(r, record)
+    if kind == "error":
+        record["spoil"] = r.randrange(1 << 16)
+    if kind == "attention":
+        record["variants"] = sorted({r.choice(VARIANTS) for _ in range(2)})
+    if kind == "varlen":
+        record["documents"] = r.randint(1, 4)
+    if kind == "merge":
+        record["pieces"] = r.randint(1, 4)
+    if kind == "stored":
+        record["stored"] = [r.choice(("int8", "float32", "float16", "bfloat16")) for _ in range(2)]
+        record["pages"] = [r.choice((0, 1, 3, 16, 32, 64)) for _ in range(2)]
+    return record
+
+
+def _engine(r: Random, engines: Sequence[str]) -> str:
+    """The first is this machine's best; the slow ones come rarely."""
+    weights = [{"reference": 4, "numba": 6}.get(name, 45 if n == 0 else 18) for n, name in enumerate(engines)]
+    return r.choices(engines, weights)[0]
+
+
+def _sizes(r: Random, record: Record) -> None:
+    rank = r.choices((2, 3, 4, 5), (1, 2, 5, 1))[0]
+    lead = [r.choice((1, 2, 2, 3, 0) if r.random() < 0.1 else (1, 2, 3)) for _ in range(max(0, rank - 3))]
+    record["lead"] = lead
+    if rank == 2:
+        record["flat"] = True
+    kv_heads = 1 if rank == 2 else r.choice((1, 1, 2, 3))
+    record["kv_heads"] = kv_heads
+    record["heads"] = kv_heads * (1 if rank == 2 else r.choice((1, 1, 1, 2, 3, 4, 8)))
+    if rank > 2 and r.random() < 0.01:
+        record["heads"] = record["kv_heads"] = 0
+    record["len_q"] = r.choice(LONG if r.random() < 0.04 else LENGTHS)
+    record["len_k"] = (
+        record["len_q"] if r.random() < 0.2 else r.choice(LONG if r.random() < 0.06 else LENGTHS)
+    )
+    if record["len_q"] <= 2 and r.random() < 0.1:
+        record["len_k"] = r.choice((700, 1023, 1025, 2050))
+    record["head_dim"] = r.choice(DIMS) if r.random() < 0.98 else r.choice((96, 128, 129, 256))
+    record["value_dim"] = record["head_dim"]
+    if r.random() < 0.4:
+        record["value_dim"] = r.choice((0, *DIMS)) if r.random() < 0.98 else r.choice((96, 128, 130))
+    most = MOST_WORK[0] * (1 if r.random() < 0.9 else MOST_WORK[1] if r.random() < 0.95 else MOST_WORK[2])
+    lead = record["lead"]
+    while _work(record) > most:
+        if max(lead, default=0) > 1:
+            lead[lead.index(max(lead))] = 1
+        elif record["heads"] > 4:
+            record["heads"] = record["kv_heads"] = 1
+        elif record["head_dim"] + record["value_dim"] > 20:
+            record["head_dim"], record["value_dim"] = (
+                min(record[name], 9) for name in ("head_dim", "value_dim")
+            )
+        elif record["heads"] > 1:
+            record["heads"] = record["kv_heads"] = 1
+        else:
+            name = max(("len_q", "len_k"), key=record.__getitem__)
+            record[name] = record[name] // 2 + 1
+    # Leading axes that the arrays do not have, or have once.
+    if lead and r.random() < 0.2:
+        record["leads"] = {
+            name: [n if r.random() < 0.5 else 1 for n in record["lead"]][r.choice((0, 0, 0, 1)) :]
+            for name in r.sample(("query", "key", "value"), r.randint(1, 2))
+        }
+
+
+def _work(record: Record) -> int:
+    return prod(max(n, 1) for n in record["lead"]) * record["heads"] * record["len_q"] * record["len_k"] * (
+        record["head_dim"] + record["value_dim"] + 10
+    )  # fmt: skip
+
+
+def _values(r: Random, record: Record) -> None:
+    dtype = r.choices(FLOATS, (50, 25, 13, 12))[0]
+    if record["engine"] == "numba" and dtype in ("float16", "bfloat16"):
+        dtype = "float32"
+    dtypes = [dtype] * 3
+    if r.random() < 0.1:
+        others = [name for name in (*FLOATS, "int8", "int64", "uint16", "bool") if record["engine"] != "numba"
+                  or name not in ("float16", "bfloat16")]  # fmt: skip
+        dtypes = [r.choice(others) if r.random() < 0.5 else name for name in dtypes]
+        if {"float16", "bfloat16"} <= set(dtypes):  # an error of its own
+            dtypes = ["float16" if name == "bfloat16" else name for name in dtypes]
+    record["dtypes"] = dtypes
+    if r.random() < 0.3:
+        record["spread"] = r.choice((0.0, 0.01, 4.0, 30.0, 1000.0))
+    if r.random() < 0.1:
+        record["styles"] = {
+            r.choice(("query", "key", "value")): r.choice(
+                ("tiny", "huge", "subnormal", "steps", "mixed", "large")
+            )
+        }
+    if r.random() < 0.35:
+        record["places"] = {
+            name: r.choice(PLACES)
+            for name in ("query", "key", "value", "mask", "bias", "sinks", "key_lengths")
+            if r.random() < 0.4
+        }
+    if r.random() < 0.08:
+        record["nonfinite"] = {r.choice(("query", "key", "value")): [r.choice(("nan", "inf", "-inf", "all")),
+                               r.choice((0.01, 0.1))]}  # fmt: skip
+    if r.random() < 0.15:
+        record["hidden"] = r.choice(("nan", "inf", "-inf", "all"))
+
+
+def _options(r: Random, record: Record) -> None:
+    S, L = record["len_k"], record["len_q"]
+    if r.random() < 0.35:
+        record["causal"] = r.choice(("top_left", "bottom_right", *(("true",) if L == S else ())))
+    if r.random() < 0.2:
+        record["window"] = [r.choice((None, 0, 1, 3, 16, 70, r.randint(0, S + 2))) for _ in range(2)]
+    if r.random() < 0.2:
+        record["key_lengths"] = {"lead": r.choice(("", "all", "last", "first")), "dtype": r.choice(
+            ("int64", "int32", "uint8", "list")), "full": r.random() < 0.1}  # fmt: skip
+        if record["key_lengths"]["dtype"] == "uint8" and S > 255:
+            record["key_lengths"]["dtype"] = "int16"
+    if r.random() < 0.3:
+        record["scale"] = r.choice((0.0, 1.0, -0.5, 0.125, 3.0, -1e-3, 0.3))
+    if r.random() < 0.15:
+        record["softcap"] = r.choice((0.5, 5.0, 50.0, 1e-3, 1e4))
+    if r.random() < 0.15:
+        record["sinks"] = {"dtype": r.choice(("float32", "float64", "float16", "int64")), "style": r.choices(
+            ("normal", "large", "nonfinite"), (8, 2, 1))[0]}  # fmt: skip
+    if r.random() < 0.25:
+        record["bias"] = {
+            "axes": _axes(r, record),
+            "dtype": r.choices(FLOATS, (4, 4, 1, 0 if record["engine"] == "numba" else 1))[0],
+            "style": r.choices(("normal", "masks", "lowest", "large", "nan", "inf"), (6, 6, 1, 1, 1, 1))[0],
+        }
+    if r.random() < 0.4:
+        record["mask"] = _mask(r, record, depth=r.choices((0, 1, 2), (6, 3, 1))[0])
+    if r.random() < 0.3 and not record.get("flat"):
+        record["layout"] = "bshd"
+    if (
+        record["kind"] in ("attention", "backward", "error")
+        and record["engine"] != "numba"
+        and r.random() < 0.08
+    ):
+        record["dropout"] = r.choice((0.1, 0.5, 0.9, 1e-5, 0.999))
+        record["dropout_seed"] = r.choice((0, 1, 12345, 2**64 + 1, 2**128 - 1))
+
+
+def _axes(r: Random, record: Record) -> list[bool]:
+    """For the last axes of ``(*lead, H, L, S)``, whether an array has them or is broadcast along them."""
+    full = 2 if record.get("flat") else len(record["lead"]) + 3
+    return [r.random() < 0.6 for _ in range(r.choice((full, full, 2, r.randint(0, full))))]
+
+
+def _mask(r: Random, record: Record, depth: int) -> Record:
+    if depth:
+        kind = r.choice(("and", "or", "not"))
+        return {"kind": kind, "of": [_mask(r, record, depth - 1) for _ in range(1 if kind == "not" else 2)]}
+    S = record["len_k"]
+    kinds = [
+        "array",
+        "array",
+        "causal",
+        "offset",
+        "window",
+        "key_lengths",
+        "segments",
+        "prefix",
+        "dense",
+        "not_self",
+    ]
+    if S:
+        kinds.append("global")
+    node: Record = {"kind": r.choice(kinds), "data": r.randrange(1 << 20)}
+    if r.random() < 0.5:
+        node["per_item"] = r.choice(("all", "last", "first"))
+    if node["kind"] in ("array", "dense"):
+        node["axes"] = _axes(r, record)
+        node["dtype"] = r.choice(("bool", "bool", "int8", "int64", "uint16"))
+        node["share"] = r.choice((0.0, 0.05, 0.5, 0.9, 1.0))
+    if node["kind"] in ("causal", "window"):
+        node["align"] = r.choice(("top_left", "bottom_right"))
+    if node["kind"] == "window":
+        node["bounds"] = [r.choice((None, 0, 1, 3, 17, r.randint(0, S + 2))) for _ in range(2)]
+    if node["kind"] == "segments":
+        node["sorted"] = r.random() < 0.5
+        node["ids"] = r.choice((1, 2, 5))
+    if node["kind"] == "global":
+        node["index"] = sorted({r.randrange(S) for _ in range(r.randint(0, 3))})
+    if node["kind"] not in ("array", "dense") and r.random() < 0.1:
+        node = {"kind": "shifted", "of": [node], "by": [r.randint(0, 5), r.randint(0, 70)],
+                "beyond": [r.randint(0, 5), r.randint(0, 5)]}  # fmt: skip
+    return node
+
+
+def _results(r: Random, record: Record) -> None:
+    if r.random() < 0.6:
+        record["return_lse"] = True
+    if r.random() < 0.4:
+        record["return_weights"] = True
+    if r.random() < 0.25 or record["kind"] == "error":
+        record["out"] = {"place": r.choice(OUT_PLACES), "wide": r.random() < 0.3}
+
+
+def _cache(r: Random, record: Record) -> None:
+    record["lead"] = [r.choice((1, 2, 3))]
+    record["kv_heads"] = r.choice((1, 2))
+    record["heads"] = record["kv_heads"] * r.choice((1, 2, 4))
+    for name in ("flat", "leads"):
+        record.pop(name, None)
+    for name in ("len_q", "len_k"):
+        record.pop(name)
+    record["value_dim"] = max(1, record["value_dim"])
+    alike = [[name] * 2 for name in (*FLOATS, "int8")]
+    record["stored"] = r.choice([*alike, ["float32", "int8"], ["int8", "bfloat16"]])
+    record["page_size"] = r.choice((None, 1, 3, 16, 64, 100))
+    record["query_dtype"] = r.choice(("float32", "float64"))
+    if r.random() < 0.3:
+        record["layout"] = "bshd"
+    if r.random() < 0.4:
+        record["cache_window"] = r.choice((1, 2, 5, 17, 64))
+        record["rollback"] = r.choice((0, 3, 64))
+        if r.random() < 0.5:
+            record["keep_first"] = r.choice((1, 3, 20))
+    steps: list[Record] = []
+    for _ in range(r.randint(2, 9)):
+        do = r.choices(("append", "step", "attend", "truncate", "fork", "select"), (4, 4, 3, 1.5, 1, 0.7))[0]
+        steps.append({"do": do, "data": r.randrange(1 << 20), "n": r.choice((0, 1, 1, 2, 3, 17, 40))})
+        if do == "append" and r.random() < 0.5:
+            steps[-1]["ragged"] = True
+    record["steps"] = steps

@@ -1,0 +1,125 @@
+"""The fuzzer: cases that failed once, on all engines; its oracle against the loops; and that it finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastattn
+from tests import naive
+from tests.fuzz import checks
+from tests.fuzz.build import Case
+from tests.fuzz.records import draw
+from tests.fuzz.shrink import shrink
+from tests.fuzz.worker import manner_of
+
+CORPUS = [
+    pytest.param(record, id=f"{path.stem}-{number}")
+    for path in sorted((Path(__file__).parent / "fuzz" / "corpus").glob("*.json"))
+    for number, record in enumerate(json.loads(path.read_text()))
+]
+COMPILED = [name for name in checks.engines() if name not in ("numba", "reference")]
+
+
+@pytest.fixture(autouse=True)
+def same_instruction_set():
+    from fastattn.backends import cython_cpu
+
+    if cython_cpu.isa() is None:
+        yield
+    else:
+        with cython_cpu.use_isa(cython_cpu.isa()):
+            yield
+
+
+@pytest.mark.parametrize("record", CORPUS)
+def test_cases_that_failed_once(record):
+    """On every engine, whichever it was that failed: those of backends that are not here are left out."""
+    for engine in [*COMPILED, "reference"]:
+        checks.check(record | {"engine": engine})
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 8))
+def test_the_oracle_is_the_definition(seed):
+    """And so is how far a rounding moves each element."""
+    record = next(r for n in range(100) if _is_small(r := draw(seed * 100 + n, ["cython"])))
+    case = Case(record)
+    with np.errstate(all="ignore"):
+        expected = checks.Expected(case)
+        got, arrays = expected.answer, expected.arrays.values()
+        options = {
+            "bias": case.bias_read,
+            "scale": case.scale,
+            "softcap": case.softcap,
+            "sinks": expected.sinks,
+        }
+        wanted = naive.attention(
+            *arrays, mask=case.allowed, dropout=case.dropout, seed=record.get("dropout_seed", 0), **options
+        )
+    clear = {
+        name: np.ones(getattr(got, name).shape, bool) if unclear is None else ~unclear
+        for name, unclear in zip(
+            checks.NAMES, (got.unclear_out, got.unclear_rows, got.unclear_weights), strict=True
+        )
+    }
+    if got.nonfinite_out is not None:
+        spoilt = got.nonfinite_out & clear["out"]
+        assert not np.isfinite(wanted.out[spoilt & ~np.isnan(got.out)].astype(float)).any()
+        clear["out"] = clear["out"] & ~got.nonfinite_out
+    for name, judged in clear.items():
+        mine, theirs = (getattr(answer, name)[judged].astype(float) for answer in (got, wanted))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-300, err_msg=name)
+        mine, theirs = (getattr(answer, f"{name}_reach")[judged].astype(float) for answer in (got, wanted))
+        finite = np.isfinite(theirs)
+        np.testing.assert_allclose(
+            mine[finite], theirs[finite], rtol=1e-6, atol=1e-25, err_msg=f"{name}_reach"
+        )
+
+
+def _is_small(record):
+    # The loops have no such thing as a score that is lost below all normal numbers.
+    plain = (
+        not record.get("styles")
+        and "nonfinite" not in record
+        and record.get("kv_heads")
+        and not record.get("flat")
+    )
+    return (
+        record["kind"] == "attention" and plain and record["len_q"] * record["len_k"] * record["heads"] < 2000
+    )
+
+
+def test_a_thousandth_is_found_and_made_small(monkeypatch):
+    """A weight that is dropped once in a while, in one case of many."""
+    real = fastattn.attention
+
+    def wrong(query, key, value, **options):
+        results = real(query, key, value, **options)
+        out = results[0] if isinstance(results, tuple) else results
+        if out.size and options.get("softcap") and np.isfinite(out.flat[-1].astype(float)):
+            out.flat[-1] = out.flat[-1] * 1.01 + 0.001
+        return results
+
+    monkeypatch.setattr(fastattn, "attention", wrong)
+    records = [
+        record
+        for record in (draw(seed, ["reference"]) for seed in range(300))
+        if record["kind"] == "attention"
+    ]
+    failing = [(record, found) for record in records if (found := manner_of(record)) is not None]
+    assert failing
+    record, (manner, _) = failing[0]
+    smaller = shrink(record, manner, lambda tried: (manner_of(tried) or (None,))[0], most=300)
+    assert "softcap" in smaller
+    assert len(json.dumps(smaller)) < len(json.dumps(record))
+    assert not smaller.get("places") and not smaller.get("mask")
+
+
+@pytest.mark.parametrize("seed", range(0, 600, 20))
+def test_a_few_cases(seed):
+    for number in range(seed, seed + 20):
+        record = draw(number, [*COMPILED, "reference"])
+        assert manner_of(record) is None, record

@@ -354,6 +354,14 @@ def overlap(case: Case, engine: Engine, results: dict[str, Array], natural: dict
     _all_same({"out": out}, results, "overlap")
 
 
+def upcast(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Arrays in the type of the computation give the same, of which a 16-bit result is rounded once."""
+    computed, result = case.dtypes
+    wide = _call(case, engine, results, **{name: x.astype(computed) for name, x in case.arrays.items()})
+    rounded = {name: x if name == "lse" else x.astype(result) for name, x in wide.items()}
+    _all_same(rounded, results, "upcast")
+
+
 def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
     """Other numbers in all that no query may read."""
     changed = {}
@@ -368,7 +376,7 @@ def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[
 
 _VARIANTS: dict[str, Callable[..., None]] = {
     "again": again, "threads": threads, "contiguous": contiguous, "item": item, "layout": layout,
-    "parts": parts, "out": out, "overlap": overlap, "poison": poison,
+    "parts": parts, "out": out, "overlap": overlap, "upcast": upcast, "poison": poison,
 }  # fmt: skip
 
 
@@ -549,10 +557,18 @@ def check_backward(record: Record, engine: Engine) -> None:
         **(options | more),
     )  # fmt: skip
     got = call(**threads)
-    others = call(num_threads=3)
-    for name in wrt:
-        same_bits(getattr(got, name), getattr(others, name), f"gradient threads {name}")
-    if case.L * case.S * case.H > 2000 and case.data % 8:
+    plain = {name: native(x) for name, x in options.items() if isinstance(x, np.ndarray)}
+    others = {
+        "threads": call(num_threads=3),
+        "contiguous": fastattn.attention_backward(
+            outs["grad_out"], *map(native, arrays), *map(native, results), grad_lse=outs["grad_lse"], wrt=wrt,
+            backend=engine.backend, **(options | plain),
+        ),
+    }  # fmt: skip
+    for what, gradients in others.items():
+        for name in wrt:
+            same_bits(getattr(got, name), getattr(gradients, name), f"gradient {what} {name}")
+    if case.L * case.S * case.H > 600 and case.data % 16:  # the loops take longer than all else
         return
     theirs = dict(options)
     if "mask" in theirs:

@@ -28,7 +28,7 @@ PLACES = (
 )  # fmt: skip
 OUT_PLACES = ("contiguous", "fortran", "reversed", "padded", "every_other", "last_axis_slow", "unaligned")
 #: What else must have the same bits as the call of a case.
-VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "overlap", "poison")
+VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "overlap", "upcast", "poison")
 #: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
 #: a second has.
 MOST_WORK = (60_000, 8, 200)

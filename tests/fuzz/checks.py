@@ -374,9 +374,25 @@ def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[
     _all_same(_call(case, engine, results, **changed), results, "poison")
 
 
+def written(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Other numbers in the same arrays are seen by the next call: the last variant, which changes the case."""
+    record = case.record | {"data": case.data + 1}
+    if isinstance(case.mask, np.ndarray):
+        record["mask"] = record["mask"] | {"data": record["mask"].get("data", 0) + 1}
+    other, copies = Case(record), {}
+    for name in ("query", "key", "value", "bias", "sinks", "mask", "key_lengths"):
+        mine, new = (its.arrays.get(name, its.options.get(name)) for its in (case, other))
+        if isinstance(mine, np.ndarray):
+            if mine.flags.writeable and 0 not in mine.strides:
+                mine[...] = new
+            copies[name] = native(mine)
+    _all_same(_call(case, engine, results), _call(case, engine, results, **copies), "written")
+
+
 _VARIANTS: dict[str, Callable[..., None]] = {
     "again": again, "threads": threads, "contiguous": contiguous, "item": item, "layout": layout,
     "parts": parts, "out": out, "overlap": overlap, "upcast": upcast, "poison": poison,
+    "written": written,
 }  # fmt: skip
 
 
@@ -446,6 +462,30 @@ def check_varlen(record: Record, engine: Engine) -> None:
     Expected(case).compare(results)
     for name, x in zip(("out", "lse"), call(num_threads=3), strict=True):
         same_bits(x, (got, lse)[name == "lse"], f"varlen threads {name}")
+
+
+def check_sdpa(record: Record, engine: Engine) -> None:
+    """PyTorch's function of that name, which is a translation."""
+    record = {
+        name: x
+        for name, x in record.items()
+        if name not in ("window", "key_lengths", "softcap", "sinks", "layout")
+    }
+    if record.get("causal") == "bottom_right":
+        record["causal"] = "top_left"
+    if record.get("mask") and record.get("bias"):
+        del record["mask"]
+    case = Case(record)
+    attn_mask = case.bias
+    if case.mask is not None:
+        attn_mask = case.allowed[0] if case.is_flat else case.allowed
+    got = fastattn.scaled_dot_product_attention(
+        *case.arrays.values(), attn_mask, 0.0, bool(case.causal), case.scale, enable_gqa=True
+    )
+    if engine.backend == "cython":
+        mask = {} if case.mask is None else {"mask": attn_mask}
+        same_bits(got, engine.attention(*case.arrays.values(), **(case.options | mask)), "sdpa")
+    Expected(case).compare(natural_results(case, {"out": got}))
 
 
 def check_merge(record: Record, engine: Engine) -> None:
@@ -594,6 +634,7 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "error": check_error,
     "varlen": check_varlen,
     "merge": check_merge,
+    "sdpa": check_sdpa,
     "stored": check_stored,
     "backward": check_backward,
     "cache": check_cache,

@@ -375,7 +375,7 @@ def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[
 
 
 def written(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
-    """Other numbers in the same arrays are seen by the next call: the last variant, which changes the case."""
+    """Other numbers in the same arrays are seen by the next call. The last variant: it changes the case."""
     record = case.record | {"data": case.data + 1}
     if isinstance(case.mask, np.ndarray):
         record["mask"] = record["mask"] | {"data": record["mask"].get("data", 0) + 1}

@@ -288,7 +288,9 @@ def _cache(r: Random, record: Record) -> None:
             record["keep_first"] = r.choice((1, 3, 20))
     steps: list[Record] = []
     for _ in range(r.randint(2, 9)):
-        do = r.choices(("append", "step", "attend", "truncate", "fork", "select"), (4, 4, 3, 1.5, 1, 0.7))[0]
+        do = r.choices(
+            ("append", "step", "attend", "truncate", "fork", "select", "refused"), (4, 4, 3, 1.5, 1, 0.7, 0.7)
+        )[0]
         steps.append({"do": do, "data": r.randrange(1 << 20), "n": r.choice((0, 1, 1, 2, 3, 17, 40))})
         if do == "append" and r.random() < 0.5:
             steps[-1]["ragged"] = True

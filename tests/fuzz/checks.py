@@ -515,12 +515,14 @@ def check_merge(record: Record, engine: Engine) -> None:
 def check_stored(record: Record, engine: Engine) -> None:
     """Quantised and paged keys and values have the bits of the arrays that they stand for."""
     record = {**record}
-    for name in ("places", "leads", "flat", "hidden", "nonfinite", "styles", "layout"):
+    for name in ("leads", "flat", "hidden", "nonfinite", "styles"):
         record.pop(name, None)
     record["lead"] = [max(1, n) for n in record.get("lead", ())][:1] or [1]
     stored, pages = record.get("stored", ["int8", "int8"]), record.get("pages", [0, 0])
     if {"float16", "bfloat16"} == set(stored):
         stored = ["int8", stored[1]]
+    if any(pages):
+        record.pop("layout", None)
     unit = lcm(*(max(1, page) for page in pages))
     record["len_k"] = -(-max(1, record["len_k"]) // unit) * unit
     if record.get("causal") == "true":
@@ -541,11 +543,18 @@ def check_stored(record: Record, engine: Engine) -> None:
         else:
             kept = x.astype(BFLOAT16 if storage == "bfloat16" else storage)
             plain = kept.astype(np.float32)
-        rows.append(into_pages(kept, page, case.data) if page else kept)
-        numbers_of.append(plain)
+        numbers_of.append(plain.swapaxes(-3, -2) if case.swapped else plain)
+        if page:
+            kept = into_pages(kept, page, case.data)
+            kept = fastattn.Paged(kept.pages, without_unread(case, kept.table, page))
+        elif storage == "int8":
+            kept = fastattn.Quantized(case.given(name, kept.data), case.given(name, kept.scale))
+        else:
+            kept = case.given(name, kept)
+        rows.append(kept)
     more = dict(case.options, return_lse=True, return_weights=True, num_threads=record.get("num_threads"))
-    wanted = engine.attention(case.naturals["query"], *numbers_of, **more)
-    got = engine.attention(case.naturals["query"], *rows, **more)
+    wanted = engine.attention(case.arrays["query"], *numbers_of, **more)
+    got = engine.attention(case.arrays["query"], *rows, **more)
     for name, x, y in zip(NAMES, got, wanted, strict=True):
         same_bits(x, y, f"stored {name}")
 
@@ -563,6 +572,14 @@ def into_pages(rows: Any, size: int, data: int) -> fastattn.Paged:
     )
     pages[table] = rows.reshape(batch, heads, n, size, columns).swapaxes(1, 2)
     return fastattn.Paged(pages, table)
+
+
+def without_unread(case: Case, table: Array, page: int) -> Array:
+    """The table of pages, with numbers of no page where all of the page is past the item's length."""
+    if case.key_lengths is None:
+        return table
+    lengths = np.broadcast_to(np.asarray(case.key_lengths), case.lead)[:, None].astype(np.int64)
+    return np.where(np.arange(table.shape[1]) * page < lengths, table, -(10**6))
 
 
 def check_backward(record: Record, engine: Engine) -> None:

@@ -35,6 +35,7 @@ class Progress:
     cases: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    ended_at: int | None = None  #: where another run goes on, if this one was interrupted
 
 
 class _Worker:
@@ -138,6 +139,8 @@ class Run:
                         if worker.seconds_at_one_case() > self.timeout:
                             worker.end_hanging()
                     show(self.progress)
+            except KeyboardInterrupt:
+                self.progress.ended_at = min((worker.block[0] for worker in busy), default=self.stop)
             finally:
                 for worker in workers:
                     worker.process.kill()

@@ -108,6 +108,8 @@ def summary(progress: Progress, seconds: float, what: str) -> int:
     print(f"{progress.cases} cases ({what}) in {seconds:.0f} s, {rate:.0f} per second; {failed} failed")
     if progress.counts:
         print(", ".join(f"{name}: {number}" for name, number in progress.counts.items()))
+    if progress.ended_at is not None:
+        print(f"interrupted; go on with --seed {progress.ended_at}")
     manners = Counter(failure["manner"] for failure in progress.failures)
     for manner, number in manners.most_common():
         print(f"\n{manner}: {number}")

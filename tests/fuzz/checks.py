@@ -354,6 +354,14 @@ def overlap(case: Case, engine: Engine, results: dict[str, Array], natural: dict
     _all_same({"out": out}, results, "overlap")
 
 
+def upcast(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Arrays in the type of the computation give the same, of which a 16-bit result is rounded once."""
+    computed, result = case.dtypes
+    wide = _call(case, engine, results, **{name: x.astype(computed) for name, x in case.arrays.items()})
+    rounded = {name: x if name == "lse" else x.astype(result) for name, x in wide.items()}
+    _all_same(rounded, results, "upcast")
+
+
 def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
     """Other numbers in all that no query may read."""
     changed = {}
@@ -366,9 +374,25 @@ def poison(case: Case, engine: Engine, results: dict[str, Array], natural: dict[
     _all_same(_call(case, engine, results, **changed), results, "poison")
 
 
+def written(case: Case, engine: Engine, results: dict[str, Array], natural: dict[str, Array]) -> None:
+    """Other numbers in the same arrays are seen by the next call. The last variant: it changes the case."""
+    record = case.record | {"data": case.data + 1}
+    if isinstance(case.mask, np.ndarray):
+        record["mask"] = record["mask"] | {"data": record["mask"].get("data", 0) + 1}
+    other, copies = Case(record), {}
+    for name in ("query", "key", "value", "bias", "sinks", "mask", "key_lengths"):
+        mine, new = (its.arrays.get(name, its.options.get(name)) for its in (case, other))
+        if isinstance(mine, np.ndarray):
+            if mine.flags.writeable and 0 not in mine.strides:
+                mine[...] = new
+            copies[name] = native(mine)
+    _all_same(_call(case, engine, results), _call(case, engine, results, **copies), "written")
+
+
 _VARIANTS: dict[str, Callable[..., None]] = {
     "again": again, "threads": threads, "contiguous": contiguous, "item": item, "layout": layout,
-    "parts": parts, "out": out, "overlap": overlap, "poison": poison,
+    "parts": parts, "out": out, "overlap": overlap, "upcast": upcast, "poison": poison,
+    "written": written,
 }  # fmt: skip
 
 
@@ -440,6 +464,30 @@ def check_varlen(record: Record, engine: Engine) -> None:
         same_bits(x, (got, lse)[name == "lse"], f"varlen threads {name}")
 
 
+def check_sdpa(record: Record, engine: Engine) -> None:
+    """PyTorch's function of that name, which is a translation."""
+    record = {
+        name: x
+        for name, x in record.items()
+        if name not in ("window", "key_lengths", "softcap", "sinks", "layout")
+    }
+    if record.get("causal") == "bottom_right":
+        record["causal"] = "top_left"
+    if record.get("mask") and record.get("bias"):
+        del record["mask"]
+    case = Case(record)
+    attn_mask = case.bias
+    if case.mask is not None:
+        attn_mask = case.allowed[0] if case.is_flat else case.allowed
+    got = fastattn.scaled_dot_product_attention(
+        *case.arrays.values(), attn_mask, 0.0, bool(case.causal), case.scale, enable_gqa=True
+    )
+    if engine.backend == "cython":
+        mask = {} if case.mask is None else {"mask": attn_mask}
+        same_bits(got, engine.attention(*case.arrays.values(), **(case.options | mask)), "sdpa")
+    Expected(case).compare(natural_results(case, {"out": got}))
+
+
 def check_merge(record: Record, engine: Engine) -> None:
     record = {**record}
     for name in ("nonfinite", "sinks", "dropout", "flat", "styles", "layout", "places"):
@@ -467,12 +515,14 @@ def check_merge(record: Record, engine: Engine) -> None:
 def check_stored(record: Record, engine: Engine) -> None:
     """Quantised and paged keys and values have the bits of the arrays that they stand for."""
     record = {**record}
-    for name in ("places", "leads", "flat", "hidden", "nonfinite", "styles", "layout"):
+    for name in ("leads", "flat", "hidden", "nonfinite", "styles"):
         record.pop(name, None)
     record["lead"] = [max(1, n) for n in record.get("lead", ())][:1] or [1]
     stored, pages = record.get("stored", ["int8", "int8"]), record.get("pages", [0, 0])
     if {"float16", "bfloat16"} == set(stored):
         stored = ["int8", stored[1]]
+    if any(pages):
+        record.pop("layout", None)
     unit = lcm(*(max(1, page) for page in pages))
     record["len_k"] = -(-max(1, record["len_k"]) // unit) * unit
     if record.get("causal") == "true":
@@ -493,11 +543,18 @@ def check_stored(record: Record, engine: Engine) -> None:
         else:
             kept = x.astype(BFLOAT16 if storage == "bfloat16" else storage)
             plain = kept.astype(np.float32)
-        rows.append(into_pages(kept, page, case.data) if page else kept)
-        numbers_of.append(plain)
+        numbers_of.append(plain.swapaxes(-3, -2) if case.swapped else plain)
+        if page:
+            kept = into_pages(kept, page, case.data)
+            kept = fastattn.Paged(kept.pages, without_unread(case, kept.table, page))
+        elif storage == "int8":
+            kept = fastattn.Quantized(case.given(name, kept.data), case.given(name, kept.scale))
+        else:
+            kept = case.given(name, kept)
+        rows.append(kept)
     more = dict(case.options, return_lse=True, return_weights=True, num_threads=record.get("num_threads"))
-    wanted = engine.attention(case.naturals["query"], *numbers_of, **more)
-    got = engine.attention(case.naturals["query"], *rows, **more)
+    wanted = engine.attention(case.arrays["query"], *numbers_of, **more)
+    got = engine.attention(case.arrays["query"], *rows, **more)
     for name, x, y in zip(NAMES, got, wanted, strict=True):
         same_bits(x, y, f"stored {name}")
 
@@ -515,6 +572,14 @@ def into_pages(rows: Any, size: int, data: int) -> fastattn.Paged:
     )
     pages[table] = rows.reshape(batch, heads, n, size, columns).swapaxes(1, 2)
     return fastattn.Paged(pages, table)
+
+
+def without_unread(case: Case, table: Array, page: int) -> Array:
+    """The table of pages, with numbers of no page where all of the page is past the item's length."""
+    if case.key_lengths is None:
+        return table
+    lengths = np.broadcast_to(np.asarray(case.key_lengths), case.lead)[:, None].astype(np.int64)
+    return np.where(np.arange(table.shape[1]) * page < lengths, table, -(10**6))
 
 
 def check_backward(record: Record, engine: Engine) -> None:
@@ -549,10 +614,18 @@ def check_backward(record: Record, engine: Engine) -> None:
         **(options | more),
     )  # fmt: skip
     got = call(**threads)
-    others = call(num_threads=3)
-    for name in wrt:
-        same_bits(getattr(got, name), getattr(others, name), f"gradient threads {name}")
-    if case.L * case.S * case.H > 2000 and case.data % 8:
+    plain = {name: native(x) for name, x in options.items() if isinstance(x, np.ndarray)}
+    others = {
+        "threads": call(num_threads=3),
+        "contiguous": fastattn.attention_backward(
+            outs["grad_out"], *map(native, arrays), *map(native, results), grad_lse=outs["grad_lse"], wrt=wrt,
+            backend=engine.backend, **(options | plain),
+        ),
+    }  # fmt: skip
+    for what, gradients in others.items():
+        for name in wrt:
+            same_bits(getattr(got, name), getattr(gradients, name), f"gradient {what} {name}")
+    if case.L * case.S * case.H > 600 and case.data % 16:  # the loops take longer than all else
         return
     theirs = dict(options)
     if "mask" in theirs:
@@ -578,6 +651,7 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "error": check_error,
     "varlen": check_varlen,
     "merge": check_merge,
+    "sdpa": check_sdpa,
     "stored": check_stored,
     "backward": check_backward,
     "cache": check_cache,

@@ -107,6 +107,8 @@ def check_history(record: Record, engine: Any) -> None:
             cache.truncate(new)
             for item, length in zip(model.items, new, strict=True):
                 item[:] = [rows[:, :length] for rows in item]
+        elif do == "refused":
+            _refused(record, model, cache, data, placed)
         elif do == "fork":
             others.append((model.copy(), cache.fork()))
         elif model.batch:
@@ -115,6 +117,36 @@ def check_history(record: Record, engine: Any) -> None:
             model, cache = model.copy(items), cache.select(items)
     for its, held in (*others, (model, cache)):
         _final(record, engine, its, held, placed, swapped)
+
+
+def _refused(record: Record, model: Model, cache: Any, data: int, placed: Any) -> None:
+    """What is refused changes nothing, which the rest of the history shows."""
+    from tests.fuzz.checks import REFUSALS, Failure
+
+    rows = [np.ones((model.batch, model.K, 2, dim), np.float32) for dim in model.dims]
+    wider = [placed(np.ones((*x.shape[:3], x.shape[3] + 1), np.float32)) for x in rows]
+    query = placed(_query(record, model, data, 2))
+    key, value = map(placed, rows)
+    calls = {
+        "append wider": lambda: cache.append(*wider),
+        "append a float mask of lengths": lambda: cache.append(key, value, lengths=[0.5] * model.batch),
+        "append more than there are": lambda: cache.append(key, value, lengths=[3] * model.batch),
+        "append complex": lambda: cache.append(key, value.astype(complex)),
+        "truncate to more": lambda: cache.truncate([n + 1 for n in model.lengths]),
+        "truncate below 0": lambda: cache.truncate([-1] * model.batch),
+        "step with a wide query": lambda: cache.step(wider[0], key, value),
+        "step with a scale of NaN": lambda: cache.step(query, key, value, scale=float("nan")),
+        "step with causal": lambda: cache.step(query, key, value, causal="left"),
+        "select an item that is not there": lambda: cache.select([model.batch]),
+    }
+    name = list(calls)[data % len(calls)]
+    if not model.batch:
+        return
+    try:
+        calls[name]()
+    except (*REFUSALS, IndexError):
+        return
+    raise Failure(f"not refused {name}", "no error")
 
 
 def _query(record: Record, model: Model, data: int, n: int) -> Array:

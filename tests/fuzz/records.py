@@ -28,7 +28,19 @@ PLACES = (
 )  # fmt: skip
 OUT_PLACES = ("contiguous", "fortran", "reversed", "padded", "every_other", "last_axis_slow", "unaligned")
 #: What else must have the same bits as the call of a case.
-VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "out", "overlap", "poison")
+VARIANTS = (
+    "again",
+    "threads",
+    "contiguous",
+    "item",
+    "layout",
+    "parts",
+    "out",
+    "overlap",
+    "upcast",
+    "poison",
+    "written",
+)
 #: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
 #: a second has.
 MOST_WORK = (60_000, 8, 200)
@@ -39,7 +51,8 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
     r = Random(seed)
     engine = _engine(r, engines)
     kind = r.choices(
-        ("attention", "backward", "varlen", "merge", "stored", "cache", "error"), (78, 3, 3, 3, 4, 2, 7)
+        ("attention", "backward", "varlen", "merge", "stored", "cache", "sdpa", "error"),
+        (77, 3, 3, 3, 4, 2, 1, 7),
     )[0]
     if engine == "numba" and kind in ("backward", "stored", "cache"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
@@ -275,7 +288,9 @@ def _cache(r: Random, record: Record) -> None:
             record["keep_first"] = r.choice((1, 3, 20))
     steps: list[Record] = []
     for _ in range(r.randint(2, 9)):
-        do = r.choices(("append", "step", "attend", "truncate", "fork", "select"), (4, 4, 3, 1.5, 1, 0.7))[0]
+        do = r.choices(
+            ("append", "step", "attend", "truncate", "fork", "select", "refused"), (4, 4, 3, 1.5, 1, 0.7, 0.7)
+        )[0]
         steps.append({"do": do, "data": r.randrange(1 << 20), "n": r.choice((0, 1, 1, 2, 3, 17, 40))})
         if do == "append" and r.random() < 0.5:
             steps[-1]["ragged"] = True

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.process import ROOT
 
 BLOCK = 250  # seeds that a worker is given at a time
 CRASHES_SHRUNK = 3
+STARTING = 300  # seconds that a worker has for its imports
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Progress:
     cases: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    ended_at: int | None = None  #: where another run goes on, if this one was interrupted
 
 
 class _Worker:
@@ -61,7 +64,7 @@ class _Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=self._run.root,
             env=self._run.environment, text=True, bufsize=1,
         )  # fmt: skip
-        self.moved, self._last = time.monotonic(), -1
+        self.moved, self._last, self.hangs = time.monotonic(), -1, False
         self.counts: Counter[str] = Counter()
 
     def give(self, block: tuple[int, int]) -> None:
@@ -77,11 +80,25 @@ class _Worker:
     def seconds_at_one_case(self) -> float:
         if self.seed != self._last:
             self._last, self.moved = self.seed, time.monotonic()
-        return time.monotonic() - self.moved
+        waited = time.monotonic() - self.moved
+        has_begun = self.block is not None and self.block[0] <= self._last < self.block[1]
+        return waited if has_begun else waited - STARTING
+
+    def end_hanging(self) -> None:
+        """Ends the process, which says where it is if it still can."""
+        if not self.hangs:
+            self.hangs = True
+            self.process.send_signal(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            self.process.kill()
 
     def last_errors(self) -> str:
         self.errors.seek(0)
-        return self.errors.read()[-3000:].decode(errors="replace").strip()
+        text = self.errors.read().decode(errors="replace").strip()
+        found = (text.find(sign) for sign in ("ERROR: ", "runtime error", "Fatal Python error"))
+        start = min((at for at in found if at >= 0), default=max(0, len(text) - 2000))
+        return text[start : start + 2000]
 
 
 class Run:
@@ -120,8 +137,10 @@ class Run:
                         self._read(key.data, blocks, busy, chosen)
                     for worker in list(busy):
                         if worker.seconds_at_one_case() > self.timeout:
-                            worker.process.send_signal(signal.SIGKILL)
+                            worker.end_hanging()
                     show(self.progress)
+            except KeyboardInterrupt:
+                self.progress.ended_at = min((worker.block[0] for worker in busy), default=self.stop)
             finally:
                 for worker in workers:
                     worker.process.kill()
@@ -164,7 +183,7 @@ class Run:
         seed, (first, stop) = worker.seed, worker.block
         if not first <= seed < stop:
             raise RuntimeError(f"a worker does not start:\n{worker.last_errors()}")
-        manner = "hangs" if status == -signal.SIGKILL else f"ended with {status}"
+        manner = "hangs" if worker.hangs else f"ended with {status}"
         record = draw(seed, self.engines)
         if manner != "hangs" and self.mode == "plain" and len(self.progress.failures) < CRASHES_SHRUNK:
             record = shrink(record, manner, self.alone, most=60)

@@ -6,6 +6,7 @@ failed, then one that says so. The seed at work stands in a file that both proce
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import mmap
 import os
@@ -67,6 +68,7 @@ class Reporter:
 
 
 def main(path: str, engine_names: list[str], mode: str) -> None:
+    faulthandler.enable()
     prepare()
     fail_mallocs = None
     if mode == "malloc":

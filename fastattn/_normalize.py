@@ -204,6 +204,48 @@ def normalize(
     )  # fmt: skip
 
 
+class Outline(NamedTuple):
+    """What is known of a call by the shapes and dtypes of its arrays, before they are there."""
+
+    sizes: Size
+    dtype: np.dtype  #: of the computation
+    result: np.dtype
+    flat: bool  #: two axes stand for one head
+    mask: masks.Mask | None
+    band: Band | None
+    scale: float
+    softcap: float | None
+
+
+@naming_shapes
+def outline(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    mask: masks.Mask | ArrayLike | None,
+    bias: np.ndarray | None,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    key_lengths: ArrayLike | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    layout: str,
+) -> Outline:
+    """What `normalize` checks, without room for results. Of an array that is not there yet one of its shape
+    and dtype takes the place, with strides of 0."""
+    inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
+    lead, H, L, S = inputs.sizes
+    band = _band(inputs, causal, window, key_lengths)
+    if mask is not None:
+        mask = as_mask(mask, inputs.flat)
+        mask._bind(Block(lead, H, L, S, whole=(L, S)))
+    _bias_of_scores(bias, inputs)
+    scale, softcap, _ = _numbers(inputs, scale, softcap, sinks)
+    return Outline(inputs.sizes, inputs.dtype, inputs.result, inputs.flat, mask, band, scale, softcap)
+
+
 @naming_shapes
 def normalize_backward(
     query: ArrayLike,

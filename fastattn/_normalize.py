@@ -204,19 +204,6 @@ def normalize(
     )  # fmt: skip
 
 
-class Outline(NamedTuple):
-    """What is known of a call by the shapes and dtypes of its arrays, before they are there."""
-
-    sizes: Size
-    dtype: np.dtype  #: of the computation
-    result: np.dtype
-    flat: bool  #: two axes stand for one head
-    mask: masks.Mask | None
-    band: Band | None
-    scale: float
-    softcap: float | None
-
-
 @naming_shapes
 def outline(
     query: np.ndarray,
@@ -232,9 +219,11 @@ def outline(
     softcap: float | None,
     sinks: ArrayLike | None,
     layout: str,
-) -> Outline:
-    """What `normalize` checks, without room for results. Of an array that is not there yet one of its shape
-    and dtype takes the place, with strides of 0."""
+) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
+    """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
+
+    An array of strides of 0, of the same shape and dtype, may take the place of one that is not there yet.
+    """
     inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
     lead, H, L, S = inputs.sizes
     band = _band(inputs, causal, window, key_lengths)
@@ -243,7 +232,7 @@ def outline(
         mask._bind(Block(lead, H, L, S, whole=(L, S)))
     _bias_of_scores(bias, inputs)
     scale, softcap, _ = _numbers(inputs, scale, softcap, sinks)
-    return Outline(inputs.sizes, inputs.dtype, inputs.result, inputs.flat, mask, band, scale, softcap)
+    return inputs, mask, band, scale, softcap
 
 
 @naming_shapes

@@ -253,15 +253,26 @@ class Mask:
         raise NotImplementedError
 
 
-class Part(NamedTuple):
+class Part:
     """A part of a problem along all of its axes; every slice has a start and a stop."""
 
-    lead: tuple[int, ...]  #: the leading batch axes of the problem
-    items: tuple[slice, ...]  #: of each of those
-    heads: slice
-    queries: slice
-    keys: slice
-    whole: tuple[int, int] | None  #: ``(L, S)`` of the problem, None where nobody said
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        items: tuple[slice, ...],
+        heads: slice,
+        queries: slice,
+        keys: slice,
+        whole: tuple[int, int] | None,
+    ) -> None:
+        self.lead = lead  #: the leading batch axes of the problem
+        self.items = items  #: of each of those
+        self.heads, self.queries, self.keys = heads, queries, keys
+        self.whole = whole  #: ``(L, S)`` of the problem, None where nobody said
+
+    def of_keys(self, keys: slice) -> Part:
+        """The same with other keys."""
+        return Part(self.lead, self.items, self.heads, self.queries, keys, self.whole)
 
     def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
         """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
@@ -761,7 +772,7 @@ class _Shifted(Mask):
             slice(cut.start + offset, cut.stop + offset)
             for cut, offset in ((part.queries, self._q_offset), (part.keys, self._k_offset))
         )
-        return self._mask._cut(part._replace(queries=queries, keys=keys, whole=self._whole))
+        return self._mask._cut(Part(part.lead, part.items, part.heads, queries, keys, self._whole))
 
     def _bind(self, block: Block) -> Node:
         part = Block(block.lead, block.H, block.L, block.S, self._q_offset, self._k_offset, self._whole)
@@ -911,7 +922,7 @@ def states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
     *lead, H, L = (cut.stop - cut.start for cut in (*part.items, part.heads, part.queries))
 
     def bound(cut: slice) -> Node:
-        return mask._cut(part._replace(keys=cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
+        return mask._cut(part.of_keys(cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
 
     if not keys:
         return []

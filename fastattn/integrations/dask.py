@@ -307,14 +307,15 @@ class _Call:
         for name, x in (main | results | options).items():
             if isinstance(x, da.Array) and any(map(isnan, x.shape)):
                 raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
-        known = outline(*map(_stand_in, main.values()), **{name: _stand_in(x) for name, x in options.items()})
+        stand_ins = {name: _stand_in(x) for name, x in options.items()}
+        known, known_mask, band, number, softcap = outline(*map(_stand_in, main.values()), **stand_ins)
         is_late = isinstance(options["key_lengths"], da.Array)
         self.token = tokenize(main, options, results, wrt)
         self.size, self.result, self.flat = known.sizes, known.result, known.flat
-        self.is_swapped = options["layout"] == "bshd" and not known.flat
+        self.is_swapped = known.swapped and not known.flat
         self.options = _Options(
-            known.scale, known.softcap, known.dtype, known.result != known.dtype, known.sizes[-2:],
-            known.band if is_late else None,
+            number, softcap, known.dtype, known.result != known.dtype, known.sizes[-2:],
+            band if is_late else None,
         )  # fmt: skip
         self._divide({name: self._inside(x) for name, x in main.items()})
         rows, value_dims = self.chunks, self.arrays["value"].chunks[-1]
@@ -335,7 +336,7 @@ class _Call:
                 raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
             x = x[None] if self.flat else x if grid is rows else self._inside(x)
             self.arrays[name] = _chunked(x, name, grid)
-        self._set_mask(None if isinstance(options["mask"], da.Array) else known.mask, known.band, is_late)
+        self._set_mask(None if "mask" in self.arrays else known_mask, band, is_late)
 
     def _inside(self, array: da.Array) -> da.Array:
         if self.flat:
@@ -452,7 +453,7 @@ class _Call:
         for n, keys, state in zip(present, slices, states_of_keys(mask, part, slices), strict=True):
             if state == EMPTY:
                 continue
-            allowed: Any = None if state == FULL else mask._cut(part._replace(keys=keys))
+            allowed: Any = None if state == FULL else mask._cut(part.of_keys(keys))
             if allowed is not None and not mask._is_frozen:  # it has an array, which goes to a worker once
                 name = (f"attention-mask-{self.token}", *place, n)
                 self.shared[name] = DataNode(name, allowed)

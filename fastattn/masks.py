@@ -27,6 +27,8 @@ import numpy as np
 
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, cut, host_array
 from fastattn._mask_map import (
+    EMPTY,
+    FULL,
     INDEX_EMPTY,
     INDEX_FULL,
     TILE_K,
@@ -38,6 +40,7 @@ from fastattn._mask_map import (
     Block,
     Cross,
     DenseArray,
+    Grid,
     Intervals,
     Mapped,
     MappedPart,
@@ -931,7 +934,17 @@ def states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
     if isinstance(node, Intervals):
         start, stop = node.start + first, node.stop + first
         return [interval_state(start, stop, cut.start, cut.stop) for cut in keys]
-    return [plane_state(bound(cut), L, cut.stop - cut.start) for cut in keys]
+    states = node.states(Grid(L, last - first))
+
+    def state_of(cut: slice) -> int:
+        """By the tiles that the block touches where they agree, else by its own."""
+        touched = states[..., (cut.start - first) // TILE_K : -((first - cut.stop) // TILE_K)]
+        for state in (EMPTY, FULL):
+            if (touched == state).all():
+                return state
+        return plane_state(bound(cut), L, cut.stop - cut.start)
+
+    return [state_of(cut) for cut in keys]
 
 
 def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:

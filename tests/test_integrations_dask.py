@@ -470,7 +470,7 @@ class TestSchedulers:
         expected = dask.compute(*lazy, scheduler="synchronous")
         with (
             distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, dashboard_address=None, processes=True
+                n_workers=workers, threads_per_worker=1, dashboard_address=":0", processes=True
             ) as cluster,
             distributed.Client(cluster) as client,
         ):

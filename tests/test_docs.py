@@ -156,6 +156,13 @@ def test_pytensor_op():
     verify_grad(lambda *x: attention(*x)[0].sum() * attention(*x)[1].sum(), arrays, rng=rng)
 
 
+def test_dask_page():
+    pytest.importorskip("dask")
+    namespace = {}
+    for block in blocks("python", DOCS / "dask.md"):
+        exec(compile(block, "dask.md", "exec"), namespace)
+
+
 def test_readme_names_the_two_commands():
     text = README.read_text()
     assert re.search(r'pip install (-e )?"?\.\[demo\]"?', text)

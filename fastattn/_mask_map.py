@@ -492,6 +492,32 @@ def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: In
     return MaskMap(np.broadcast_to(index, (*outer, *grid.shape)), bits[:count])
 
 
+def interval_state(start: np.ndarray, stop: np.ndarray, first: int, last: int) -> int:
+    """What intervals of keys, one per row, leave of the keys ``first..last`` of all rows."""
+    if not (np.maximum(start, first) < np.minimum(stop, last)).any():
+        return EMPTY
+    return FULL if ((start <= first) & (stop >= last)).all() else PARTIAL
+
+
+def plane_state(node: Node, L: int, S: int) -> int:
+    """What a node leaves of whole planes. Bits are computed until one is set, so that EMPTY is exact."""
+    if isinstance(node, Intervals):
+        return interval_state(node.start, node.stop, 0, S)
+    grid = Grid(L, S)
+    states = np.broadcast_to(node.states(grid), (*node.outer, *grid.shape))
+    if (states == states.flat[0]).all() and states.flat[0] != PARTIAL:
+        return int(states.flat[0])
+    if (states == FULL).any():
+        return PARTIAL
+    partial, first, n_tiles = np.flatnonzero(states == PARTIAL), 0, 1
+    while first < len(partial):
+        batch = TileBatch(partial[first : first + n_tiles], node.outer, grid)
+        if (node.words(batch) & batch.inside()).any():
+            return PARTIAL
+        first, n_tiles = first + n_tiles, BATCH_TILES
+    return EMPTY
+
+
 def intersect(intervals: list[Intervals], S: int) -> Intervals:
     start, stop = intervals[0].start, intervals[0].stop
     for other in intervals[1:]:

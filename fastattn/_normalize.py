@@ -205,6 +205,37 @@ def normalize(
 
 
 @naming_shapes
+def outline(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    mask: masks.Mask | ArrayLike | None,
+    bias: np.ndarray | None,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    key_lengths: ArrayLike | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: ArrayLike | None,
+    layout: str,
+) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
+    """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
+
+    An array of strides of 0, of the same shape and dtype, may take the place of one that is not there yet.
+    """
+    inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
+    lead, H, L, S = inputs.sizes
+    band = _band(inputs, causal, window, key_lengths)
+    if mask is not None:
+        mask = as_mask(mask, inputs.flat)
+        mask._bind(Block(lead, H, L, S, whole=(L, S)))
+    _bias_of_scores(bias, inputs)
+    scale, softcap, _ = _numbers(inputs, scale, softcap, sinks)
+    return inputs, mask, band, scale, softcap
+
+
+@naming_shapes
 def normalize_backward(
     query: ArrayLike,
     key: ArrayLike,

@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from math import prod
+from operator import and_
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, cut, host_array
 from fastattn._mask_map import (
+    EMPTY,
+    FULL,
     INDEX_EMPTY,
     INDEX_FULL,
+    TILE_K,
+    TILE_Q,
     UNBOUNDED,
     All,
     AnyOf,
@@ -34,6 +40,7 @@ from fastattn._mask_map import (
     Block,
     Cross,
     DenseArray,
+    Grid,
     Intervals,
     Mapped,
     MappedPart,
@@ -43,8 +50,10 @@ from fastattn._mask_map import (
     all_of,
     build_mask_map,
     intersect,
+    interval_state,
     intervals_of,
     make_intervals,
+    plane_state,
     segment_runs,
 )
 
@@ -224,6 +233,10 @@ class Mask:
             )
         return _Shifted(self, q_offset, k_offset, whole)
 
+    def _cut(self, part: Part) -> Mask:
+        """The mask of a part of a problem that this mask fits, with nothing of the other parts in it."""
+        return _Shifted(self, part.queries.start, part.keys.start, part.whole)
+
     def _is_aligned_to_end(self) -> bool:
         """Whether a block of a problem depends on the sizes of the problem."""
         return False
@@ -241,6 +254,35 @@ class Mask:
     def _bind(self, block: Block) -> Node:
         """The mask for a problem, or for a block of one; raises ValueError where it does not fit."""
         raise NotImplementedError
+
+
+class Part:
+    """A part of a problem along all of its axes; every slice has a start and a stop."""
+
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        items: tuple[slice, ...],
+        heads: slice,
+        queries: slice,
+        keys: slice,
+        whole: tuple[int, int] | None,
+    ) -> None:
+        self.lead = lead  #: the leading batch axes of the problem
+        self.items = items  #: of each of those
+        self.heads, self.queries, self.keys = heads, queries, keys
+        self.whole = whole  #: ``(L, S)`` of the problem, None where nobody said
+
+    def of_keys(self, keys: slice) -> Part:
+        """The same with other keys."""
+        return Part(self.lead, self.items, self.heads, self.queries, keys, self.whole)
+
+    def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
+        """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
+        problem."""
+        n_axes = array.ndim - more
+        own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
+        return array[tuple(slice(None) if n == 1 else cut for n, cut in own)]
 
 
 # The masks -----------------------------------------------------------------------------------------
@@ -303,6 +345,10 @@ class Causal(Mask):
                 )
         return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)
 
+    def _cut(self, part: Part) -> Mask:
+        own = self if self.offset is None else Causal(offset=part.of_items(self.offset))
+        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
+
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"
 
@@ -364,6 +410,10 @@ class KeyLengths(Mask):
             )
         return make_intervals(0, self.lengths[..., None] - block.k_start, block.S)
 
+    def _cut(self, part: Part) -> Mask:
+        own = KeyLengths(part.of_items(self.lengths))
+        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Segments(Mask):
@@ -417,6 +467,10 @@ class Segments(Mask):
         runs = segment_runs(q_ids, k_ids)
         return SameId(q_ids, k_ids) if runs is None else make_intervals(*runs, block.S)
 
+    def _cut(self, part: Part) -> Mask:
+        q_ids, k_ids = self.q_ids, self.q_ids if self.k_ids is None else self.k_ids
+        return Segments(part.of_items(q_ids, 1)[..., part.queries], part.of_items(k_ids, 1)[..., part.keys])
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PrefixLM(Mask):
@@ -442,6 +496,10 @@ class PrefixLM(Mask):
         _check_fit(self, self.prefix_lengths.shape, block.lead)
         stop = np.maximum(self.prefix_lengths[..., None], block.queries + (block.at_end + 1))
         return make_intervals(0, stop - block.k_start, block.S)
+
+    def _cut(self, part: Part) -> Mask:
+        own = PrefixLM(part.of_items(self.prefix_lengths))
+        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
 
     def _is_aligned_to_end(self) -> bool:
         return True
@@ -570,6 +628,14 @@ class Dense(Mask):
                 array = cut(array, axis, start, shape[axis])
         return DenseArray(broadcast_to(array, shape, "mask"))
 
+    def _cut(self, part: Part) -> Mask:
+        axes = (*part.items, part.heads, part.queries, part.keys)[-self.array.ndim :]
+        own = zip(self.array.strides, self.array.shape, axes, strict=False)
+        # One element stands for all of an axis that is broadcast, in a part of any size.
+        return Dense(
+            self.array[tuple(slice(0, 1) if not stride or n == 1 else cut for stride, n, cut in own)]
+        )
+
     def _whole(self, block: Block) -> tuple[int, int]:
         """``(L, S)`` of the problem that the array is for, in which the block has to lie."""
         ends = block.q_start + block.L, block.k_start + block.S
@@ -655,6 +721,23 @@ class BlockMask(Mask):
             return Mapped(mask_map)
         return MappedPart(mask_map, block.q_start, block.k_start)
 
+    def _cut(self, part: Part) -> Mask:
+        row, key = part.queries.start // TILE_Q, part.keys.start // TILE_K
+        stops = -(-part.queries.stop // TILE_Q), -(-part.keys.stop // TILE_K)
+        index = self.mask_map.index[:, :, row : stops[0], key : stops[1]]
+        if self.B != 1:
+            index = index.reshape(*part.lead, *index.shape[1:])[part.items].reshape(-1, *index.shape[1:])
+        if self.H != 1:
+            index = index[:, part.heads]
+        mixed = index >= 0
+        bits = self.mask_map.bits[index[mixed]]
+        index = index.copy()
+        index[mixed] = np.arange(len(bits))
+        L = min(self.L, stops[0] * TILE_Q) - row * TILE_Q
+        S = min(self.S, stops[1] * TILE_K) - key * TILE_K
+        own = BlockMask(MaskMap(index, bits), index.shape[0], index.shape[1], L, S)
+        return _Shifted(own, part.queries.start - row * TILE_Q, part.keys.start - key * TILE_K, None)
+
 
 class _Shifted(Mask):
     """What `Mask.shifted` gives for one that is not combined of others.
@@ -687,6 +770,13 @@ class _Shifted(Mask):
         k_offset = _position(self._k_offset + k_offset, "the sum of all k_offset")
         return _Shifted(self._mask, q_offset, k_offset, self._whole)
 
+    def _cut(self, part: Part) -> Mask:
+        queries, keys = (
+            slice(cut.start + offset, cut.stop + offset)
+            for cut, offset in ((part.queries, self._q_offset), (part.keys, self._k_offset))
+        )
+        return self._mask._cut(Part(part.lead, part.items, part.heads, queries, keys, self._whole))
+
     def _bind(self, block: Block) -> Node:
         part = Block(block.lead, block.H, block.L, block.S, self._q_offset, self._k_offset, self._whole)
         if self._whole is not None:
@@ -713,6 +803,9 @@ class _Combined(Mask):
 
     def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
         return type(self)(tuple(part._shift(q_offset, k_offset, whole) for part in self.parts), self.depth)
+
+    def _cut(self, part: Part) -> Mask:
+        return type(self)(tuple(mask._cut(part) for mask in self.parts), self.depth)
 
 
 class _And(_Combined):
@@ -808,6 +901,50 @@ def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band 
         reach = intersect(intervals, S) if intervals else None
         mask_map = build_mask_map(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, reach)
     return Lowered(key_start, key_stop, dense, mask_map)
+
+
+def of_band(band: Band, L: int, S: int) -> Mask | None:
+    """What `causal`, `window` and `key_lengths` allow as a mask, None where that is every key."""
+    offset = (S if band.lengths is None else band.lengths) - L if band.at_end else 0
+    parts: list[Mask] = []
+    if band.right != UNBOUNDED:
+        parts.append(Causal(offset=offset + band.right))
+    if band.left != UNBOUNDED:
+        parts.append(~Causal(offset=offset - band.left - 1))
+    if band.lengths is not None:
+        parts.append(KeyLengths(band.lengths))
+    return reduce(and_, parts) if parts else None
+
+
+def states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
+    """EMPTY, PARTIAL or FULL for each block of keys, over all items, heads and queries of a part.
+
+    EMPTY is exact; a block all of whose keys are allowed may be PARTIAL where the mask does not lower to
+    intervals.
+    """
+    *lead, H, L = (cut.stop - cut.start for cut in (*part.items, part.heads, part.queries))
+
+    def bound(cut: slice) -> Node:
+        return mask._cut(part.of_keys(cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
+
+    if not keys:
+        return []
+    first, last = keys[0].start, keys[-1].stop
+    node = bound(slice(first, last))
+    if isinstance(node, Intervals):
+        start, stop = node.start + first, node.stop + first
+        return [interval_state(start, stop, cut.start, cut.stop) for cut in keys]
+    states = node.states(Grid(L, last - first))
+
+    def state_of(cut: slice) -> int:
+        """By the tiles that the block touches where they agree, else by its own."""
+        touched = states[..., (cut.start - first) // TILE_K : -((first - cut.stop) // TILE_K)]
+        for state in (EMPTY, FULL):
+            if (touched == state).all():
+                return state
+        return plane_state(bound(cut), L, cut.stop - cut.start)
+
+    return [state_of(cut) for cut in keys]
 
 
 def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:

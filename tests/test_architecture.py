@@ -362,6 +362,8 @@ RAISES_ELSEWHERE = {
     "_mask_map.py: states": "a mask array on a GPU is not made tiles of",
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_options.py: check_options": "outputs that are not differentiated",
+    "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
+    "integrations/dask.py: attention_backward": "a gradient that chunks do not compute",
     "integrations/keras.py: install": "Keras computes elsewhere",
     "integrations/onnx.py: _run": "what the operators' texts forbid",
     "integrations/onnx.py: _bound": "the same of sizes",

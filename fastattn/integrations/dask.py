@@ -1,0 +1,593 @@
+"""`attention` on Dask arrays: lazy, one task for each block of queries and keys that the mask leaves.
+
+Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
+key length, ``D`` head_dim, ``E`` value head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, reduce
+from itertools import accumulate, pairwise, product
+from math import isnan
+from operator import and_
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+from dask.task_spec import DataNode, Task, TaskRef
+
+import fastattn
+from fastattn._arguments import as_array, check_key_lengths
+from fastattn._gradients import Gradients
+from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block
+from fastattn._normalize import outline
+from fastattn.masks import Dense, KeyLengths, Mask, Part, of_band, states_of_keys
+
+Chunks = tuple[tuple[int, ...], ...]
+Index = tuple[Any, ...]
+Key = Any  #: of a task
+Layer = dict[Key, Any]
+
+#: What gradients there are with respect to.
+DIFFERENTIABLE = ("query", "key", "value")
+
+
+def attention(
+    query: da.Array,
+    key: da.Array,
+    value: da.Array,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+) -> Any:
+    """`fastattn.attention` of Dask arrays, block by block and lazy.
+
+    Letters: ``...`` leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
+    key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : dask.array.Array, shape (..., H, L, D)
+        Shapes, dtypes and `layout` as in `fastattn.attention`. Its chunks are those of the result.
+    key : dask.array.Array, shape (..., K, S, D)
+    value : dask.array.Array, shape (..., K, S, E)
+    mask, bias : optional
+        As in `fastattn.attention`, or Dask arrays. Chunks of keys that a mask object or an array of NumPy
+        leaves to no query of a chunk get no task; a Dask array is not read for that.
+    causal, window, scale, softcap
+        As in `fastattn.attention`.
+    key_lengths : array_like of int or dask.array.Array, optional
+        NumPy's are read when the graph is built, so that there is no task for padding; Dask's in the tasks.
+    sinks : array_like or dask.array.Array, shape (H,), optional
+    layout : {"bhsd", "bshd"}, default "bhsd"
+    return_lse : bool, default False
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : dask.array.Array, shape (..., H, L, E)
+    lse : dask.array.Array, shape (..., H, L)
+        When asked for; the two are then a tuple.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `fastattn.attention`, when it is called; query, key or value that is no Dask array, and chunks
+        of unknown size. Dask `key_lengths` outside ``0..S`` are a ValueError when they are computed.
+
+    Notes
+    -----
+    Chunks: query, key and value get the chunks that they have in common along batch axes and lengths. Heads
+    are divided where those of key and value are and where whole groups of query heads are; D and E are in
+    one chunk. What has other chunks is rechunked. A task is `fastattn.attention` of one chunk of queries with
+    one of keys; the partial results, in float32 or float64, are merged two by two in the order of the keys by
+    `fastattn.merge_attention`. Results in 16 bits are rounded once, at the end.
+
+    Determinism: the bits of a result depend on the chunks, not on the scheduler, its workers or threads.
+
+    Memory: a task holds its chunks and one partial result. Nothing of size ``L * S``.
+
+    Dropout is not offered: the place of a weight among all decides whether it is dropped, and a chunk does
+    not know it.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from fastattn.integrations.dask import attention
+    >>> query, key, value = da.random.default_rng(0).standard_normal((3, 8, 1000, 64), chunks=(1, 4, 250, 64))
+    >>> out = attention(query, key, value, causal=True)
+    >>> out.chunks
+    ((4, 4), (250, 250, 250, 250), (64,))
+    >>> out[:, :1].compute().shape  # of the first chunk of queries: one task for each chunk of heads
+    (8, 1, 64)
+    """
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "key_lengths": key_lengths,
+        "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
+    }  # fmt: skip
+    call = _Call(query, key, value, options)
+    pieces, name = f"attention-piece-{call.token}", f"attention-merged-{call.token}"
+    layer: Layer = {}
+    ends: dict[Index, Key] = {}
+    for rows, blocks in call.rows():
+        sinks_of_row = call.ref("sinks", rows)
+        parts: list[Key] = []
+        for block in blocks:
+            # The sinks are in the first piece of a row and in no other.
+            own_sinks = None if parts else sinks_of_row
+            parts.append((pieces, *rows, block.keys))
+            layer[parts[-1]] = Task(
+                parts[-1], partial(_attend, call.options), *call.inputs(rows, block), own_sinks
+            )
+        if not parts:
+            parts.append((f"attention-no-keys-{call.token}", *rows))
+            layer[parts[0]] = Task(
+                parts[0], _no_keys, call.sizes(rows), call.value_dim, call.options.dtype, sinks_of_row
+            )
+        ends[rows] = _tree(layer, (name, *rows), parts, _merge)
+    layer |= call.shared
+    graph = HighLevelGraph.from_collections(name, layer, dependencies=list(call.arrays.values()))
+    chunks = (*call.chunks, (call.value_dim,))
+    at_end = {(*rows, 0): end for rows, end in ends.items()}
+    out = call.as_given(_array(graph, name, f"attention-{call.token}", at_end, 0, call.result, chunks))
+    if not return_lse:
+        return out
+    lse = _array(graph, name, f"attention-lse-{call.token}", ends, 1, call.options.dtype, call.chunks)
+    return out, lse[0] if call.flat else lse
+
+
+def attention_backward(
+    grad_out: da.Array,
+    query: da.Array,
+    key: da.Array,
+    value: da.Array,
+    out: da.Array,
+    lse: da.Array,
+    *,
+    grad_lse: da.Array | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+    wrt: Iterable[str] = DIFFERENTIABLE,
+) -> Gradients:
+    """`fastattn.attention_backward` of Dask arrays, by the chunks of the forward call, and lazy.
+
+    Letters as in `attention`.
+
+    Parameters
+    ----------
+    grad_out : dask.array.Array, shape (..., H, L, E)
+        The gradient with respect to `out`.
+    query, key, value : dask.array.Array
+        As in the forward call.
+    out : dask.array.Array, shape (..., H, L, E)
+        What `attention` returned.
+    lse : dask.array.Array, shape (..., H, L)
+        What it returned with ``return_lse=True``.
+    grad_lse : dask.array.Array, shape (..., H, L), optional
+        The gradient with respect to `lse`, where that is used as well.
+    mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout
+        As in the forward call.
+    wrt : iterable of str, default ("query", "key", "value")
+        Which gradients to compute, of these three.
+
+    Returns
+    -------
+    Gradients
+        A named tuple ``(query, key, value, bias, sinks)`` of Dask arrays, each of its argument's shape and
+        dtype, float64 for one of integers; None for what `wrt` does not name, and for bias and sinks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; a `grad_out`, `out`, `lse` or `grad_lse` of another shape; a name in `wrt` that is
+        none of the three.
+
+    Notes
+    -----
+    As `out` and `lse` are those over all keys, each chunk of queries and keys gives its share of the
+    gradients by itself. Shares are in float32 or float64 and are added two by two in the order of the
+    chunks, over items along which an argument is broadcast as well; 16-bit gradients are rounded once.
+
+    Determinism: as of `attention`.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from fastattn.integrations.dask import attention, attention_backward
+    >>> query, key, value = da.random.default_rng(0).standard_normal((3, 8, 90, 16), chunks=(1, 4, 30, 16))
+    >>> out, lse = attention(query, key, value, causal=True, return_lse=True)
+    >>> gradients = attention_backward(out, query, key, value, out, lse, causal=True)
+    >>> gradients.key.chunks
+    ((4, 4), (30, 30, 30), (16,))
+    """
+    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    for one in names:
+        if one not in DIFFERENTIABLE:
+            raise ValueError(f"wrt must name some of {', '.join(DIFFERENTIABLE)}, got {one!r}")
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "key_lengths": key_lengths,
+        "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
+    }  # fmt: skip
+    results = {"grad_out": grad_out, "out": out, "lse": lse, "grad_lse": grad_lse}
+    call = _Call(query, key, value, options, results, names)
+    pieces, name = f"attention-backward-{call.token}", f"attention-shares-{call.token}"
+    layer: Layer = {}
+    #: The shares of each chunk of an argument, in the order of items, heads, queries and keys.
+    found: dict[str, dict[Index, list[Key]]] = {one: {} for one in names}
+    for rows, blocks in call.rows():
+        of_row = [call.ref(one, rows) for one in results]
+        for block in blocks:
+            here = (pieces, *rows, block.keys)
+            function = partial(_differentiate, call.options, names)
+            layer[here] = Task(here, function, *call.inputs(rows, block), *of_row)
+            for number, one in enumerate(names):
+                share = (f"{name}-{one}", *rows, block.keys)
+                layer[share] = Task(share, _take, TaskRef(here), number, None)
+                found[one].setdefault(call.index(one, rows, block.keys), []).append(share)
+    ends: dict[str, dict[Index, Key]] = {}
+    for one in names:
+        ends[one] = {}
+        for index in np.ndindex(*call.arrays[one].numblocks):
+            parts = found[one].get(index, [])
+            if not parts:
+                parts.append((f"{name}-{one}-none", *index))
+                shape = tuple(sizes[n] for sizes, n in zip(call.arrays[one].chunks, index, strict=True))
+                layer[parts[0]] = Task(parts[0], np.zeros, shape, call.options.dtype)
+            ends[one][index] = _tree(layer, (f"{name}-{one}-sum", *index), parts, np.add)
+    layer |= call.shared
+    graph = HighLevelGraph.from_collections(name, layer, dependencies=list(call.arrays.values()))
+    gradients: dict[str, Any] = {}
+    for one in names:
+        array = call.arrays[one]
+        dtype = np.dtype(np.float64) if array.dtype.kind in "biu" else array.dtype.newbyteorder("=")
+        label = f"attention-gradient-{one}-{call.token}"
+        gradients[one] = call.as_given(_array(graph, name, label, ends[one], None, dtype, array.chunks))
+    return Gradients(*(gradients.get(one) for one in Gradients._fields))
+
+
+# A call as chunks ----------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """What all tasks of a call share."""
+
+    scale: float
+    softcap: float | None
+    dtype: np.dtype  #: of the computation
+    is_stored: bool  #: the result is in 16 bits, and partial results are not
+    whole: tuple[int, int]  #: L and S
+    band: Band | None  #: where `key_lengths` are not known before a task runs
+
+
+class _Block(NamedTuple):
+    """A chunk of keys that queries of a chunk may read."""
+
+    keys: int  #: which one
+    mask: Any  #: a mask, where to find one, or None
+
+
+class _Call:
+    """A call as ``(*lead, heads, length, dim)`` arrays that are divided alike.
+
+    An index of a row of chunks is ``(*items, heads, queries)``.
+    """
+
+    def __init__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        options: dict[str, Any],
+        results: dict[str, Any] | None = None,
+        wrt: tuple[str, ...] = (),
+    ) -> None:
+        results = {name: x for name, x in (results or {}).items() if x is not None}
+        main = {"query": query, "key": key, "value": value}
+        for name, x in (main | results).items():
+            if not isinstance(x, da.Array):
+                raise TypeError(f"{name} must be a dask.array.Array, got {type(x).__name__}")
+        for name, x in (main | results | options).items():
+            if isinstance(x, da.Array) and any(map(isnan, x.shape)):
+                raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
+        stand_ins = {name: _stand_in(x) for name, x in options.items()}
+        known, known_mask, band, number, softcap = outline(*map(_stand_in, main.values()), **stand_ins)
+        is_late = isinstance(options["key_lengths"], da.Array)
+        self.token = tokenize(main, options, results, wrt)
+        self.size, self.result, self.flat = known.sizes, known.result, known.flat
+        self.is_swapped = known.swapped and not known.flat
+        self.options = _Options(
+            number, softcap, known.dtype, known.result != known.dtype, known.sizes[-2:],
+            band if is_late else None,
+        )  # fmt: skip
+        self._divide({name: self._inside(x) for name, x in main.items()})
+        rows, value_dims = self.chunks, self.arrays["value"].chunks[-1]
+        grids = {
+            "mask": (*rows, self.keys),
+            "bias": (*rows, self.keys),
+            "key_lengths": rows[:-2],
+            "sinks": rows[-2:-1],
+        }
+        for name, grid in grids.items():
+            x = options[name]
+            if isinstance(x, da.Array) or (x is not None and name in ("bias", "sinks")):
+                self.arrays[name] = _chunked(x, name, grid)
+        for name, x in results.items():
+            grid = rows if name in ("lse", "grad_lse") else (*rows, value_dims)
+            expected = self.as_given_shape(tuple(map(sum, grid)), has_dim=grid is not rows)
+            if x.shape != expected:
+                raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+            x = x[None] if self.flat else x if grid is rows else self._inside(x)
+            self.arrays[name] = _chunked(x, name, grid)
+        self._set_mask(None if "mask" in self.arrays else known_mask, band, is_late)
+
+    def _inside(self, array: da.Array) -> da.Array:
+        if self.flat:
+            return array[None]
+        return array.swapaxes(-3, -2) if self.is_swapped else array
+
+    def as_given(self, array: da.Array) -> da.Array:
+        """An array of rows or keys as the caller has them."""
+        if self.flat:
+            return array[0]
+        return array.swapaxes(-3, -2) if self.is_swapped else array
+
+    def as_given_shape(self, shape: tuple[int, ...], has_dim: bool) -> tuple[int, ...]:
+        if self.flat:
+            return shape[1:]
+        if self.is_swapped and has_dim:
+            return (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        return shape
+
+    def _divide(self, main: dict[str, da.Array]) -> None:
+        """Gives query, key and value the chunks that they have in common."""
+        n_lead = len(self.size.lead)
+        axes = {"query": ("heads", "queries", "dim"), "key": ("kv_heads", "keys", "dim")}
+        axes["value"] = ("kv_heads", "keys", "value_dim")
+        pairs: list[Any] = []
+        for name, array in main.items():
+            pairs += [array.rechunk({-1: -1}), (*range(n_lead - array.ndim + 3, n_lead), *axes[name])]
+        chunks, _ = da.core.unify_chunks(*pairs, warn=False)
+        group = self.size.H // max(1, sum(chunks["kv_heads"]))
+        kv_heads, heads = _whole_groups(chunks["heads"], chunks["kv_heads"], group)
+        lead = tuple(chunks[axis] for axis in range(n_lead))
+        self.chunks: Chunks = (*lead, heads, chunks["queries"])
+        self.keys: tuple[int, ...] = chunks["keys"]
+        self._slices = [_slices(sizes) for sizes in self.chunks]
+        self._key_slices = _slices(self.keys)
+        self.value_dim = main["value"].shape[-1]
+        self.arrays: dict[str, Any] = {}
+        for name, array in main.items():
+            grid = self.chunks if name == "query" else (*lead, kv_heads, self.keys)
+            self.arrays[name] = _chunked(array, name, (*grid, array.shape[-1:]))
+
+    def _set_mask(self, mask: Mask | None, band: Band | None, is_late: bool) -> None:
+        """All that is known of the mask before the tasks run, and along which axes it varies."""
+        lead, H, L, S = self.size
+        if band is not None and is_late:
+            # The lengths are at most S: to the right of where S would end a row there is nothing.
+            band = band._replace(lengths=None, left=UNBOUNDED if band.at_end else band.left)
+        parts = [mask, None if band is None else of_band(band, L, S)]
+        present = [part for part in parts if part is not None]
+        self._mask = reduce(and_, present) if present else None
+        self._found: dict[Index, list[_Block]] = {}
+        self.shared: Layer = {}
+        if self._mask is not None:
+            outer = self._mask._bind(Block(lead, H, L, S, whole=(L, S))).outer
+            self._varies = [n != 1 for n in (1,) * (len(lead) + 1 - len(outer)) + tuple(outer)]
+
+    # What tasks need ----
+
+    def sizes(self, rows: Index) -> tuple[int, ...]:
+        return tuple(sizes[n] for sizes, n in zip(self.chunks, rows, strict=True))
+
+    def index(self, name: str, rows: Index, keys: int = 0) -> Index:
+        """The chunk of an array that queries of a chunk need, with keys of a chunk."""
+        *items, heads, _ = rows
+        index: Index
+        if name in ("query", "out", "grad_out"):
+            index = (*rows, 0)
+        elif name in ("key", "value"):
+            index = (*items, heads, keys, 0)
+        elif name in ("mask", "bias"):
+            index = (*rows, keys)
+        else:
+            index = {"key_lengths": tuple(items), "sinks": (heads,)}.get(name, rows)
+        n_blocks = self.arrays[name].numblocks
+        # Where there is one chunk it is that of all, or of one item that stands for all.
+        own = zip(index[len(index) - len(n_blocks) :], n_blocks, strict=True)
+        return tuple(0 if n == 1 else place for place, n in own)
+
+    def ref(self, name: str, rows: Index, keys: int = 0) -> TaskRef | None:
+        if name not in self.arrays:
+            return None
+        return TaskRef((self.arrays[name].name, *self.index(name, rows, keys)))
+
+    def inputs(self, rows: Index, block: _Block) -> tuple[Any, ...]:
+        """The arguments of `_attend` and `_differentiate` that they share."""
+        names = ("query", "key", "value", "mask", "bias", "key_lengths")
+        starts = None
+        if self.options.band is not None:
+            starts = (self._slices[-1][rows[-1]].start, self._key_slices[block.keys].start)
+        return (*(self.ref(name, rows, block.keys) for name in names), block.mask, starts)
+
+    def rows(self) -> Iterator[tuple[Index, list[_Block]]]:
+        """Every row of chunks, and the chunks of keys that it may read."""
+        for rows in product(*(range(len(sizes)) for sizes in self.chunks)):
+            yield rows, self._blocks(rows)
+
+    def _blocks(self, rows: Index) -> list[_Block]:
+        if 0 in self.sizes(rows):
+            return []
+        if self._mask is None:
+            return [_Block(n, None) for n, size in enumerate(self.keys) if size]
+        # Rows which the mask does not tell apart are looked at once.
+        place = (*(n if varies else 0 for n, varies in zip(rows, self._varies, strict=False)), rows[-1])
+        if place not in self._found:
+            self._found[place] = self._allowed_blocks(self._mask, rows, place)
+        return self._found[place]
+
+    def _allowed_blocks(self, mask: Mask, rows: Index, place: Index) -> list[_Block]:
+        *items, heads, queries = (own[n] for own, n in zip(self._slices, rows, strict=True))
+        part = Part(self.size.lead, tuple(items), heads, queries, slice(0, 0), self.options.whole)
+        present = [n for n, size in enumerate(self.keys) if size]
+        slices = [self._key_slices[n] for n in present]
+        blocks = []
+        for n, keys, state in zip(present, slices, states_of_keys(mask, part, slices), strict=True):
+            if state == EMPTY:
+                continue
+            allowed: Any = None if state == FULL else mask._cut(part.of_keys(keys))
+            if allowed is not None and not mask._is_frozen:  # it has an array, which goes to a worker once
+                name = (f"attention-mask-{self.token}", *place, n)
+                self.shared[name] = DataNode(name, allowed)
+                allowed = TaskRef(name)
+            blocks.append(_Block(n, allowed))
+        return blocks
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the same shape and dtype in the place of a Dask array."""
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape) if isinstance(x, da.Array) else x
+
+
+def _slices(sizes: tuple[int, ...]) -> list[slice]:
+    ends = list(accumulate(sizes, initial=0))
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _whole_groups(
+    heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Chunks of key/value heads and of query heads, divided where either are and no group is."""
+    ends = {*accumulate(kv_heads), *(end // group for end in accumulate(heads) if group and end % group == 0)}
+    sizes = tuple(np.diff(sorted({0, *ends})).tolist()) or (0,)
+    return sizes, tuple(n * group for n in sizes)
+
+
+def _chunked(array: Any, name: str, grid: Chunks) -> da.Array:
+    """An array that broadcasts to a grid of chunks, with its chunks."""
+    if not isinstance(array, da.Array):
+        array = as_array(array, name)
+    own = zip(array.shape, grid[len(grid) - array.ndim :], strict=True)
+    chunks = tuple(sizes if n == sum(sizes) else (n,) for n, sizes in own)
+    return array.rechunk(chunks) if isinstance(array, da.Array) else da.from_array(array, chunks)
+
+
+def _tree(layer: Layer, name: Index, parts: list[Key], function: Callable[..., Any]) -> Key:
+    """Combines neighbours until one is left, and returns where that is."""
+    level = 0
+    while len(parts) > 1:
+        combined: list[Key] = []
+        for number, (left, right) in enumerate(zip(parts[::2], parts[1::2], strict=False)):
+            combined.append((*name, level, number))
+            layer[combined[-1]] = Task(combined[-1], function, TaskRef(left), TaskRef(right))
+        parts = combined + parts[len(parts) - len(parts) % 2 :]
+        level += 1
+    return parts[0]
+
+
+def _array(
+    graph: HighLevelGraph,
+    below: str,
+    name: str,
+    ends: Mapping[Index, Key],
+    number: int | None,
+    dtype: np.dtype,
+    chunks: Chunks,
+) -> da.Array:
+    """The array whose chunks are what tasks of the layer `below` end in."""
+    layer = {
+        (name, *index): Task((name, *index), _take, TaskRef(end), number, dtype)
+        for index, end in ends.items()
+    }
+    layers: dict[str, Any] = {**graph.layers, name: layer}
+    dependencies = {**graph.dependencies, name: {below}}
+    return da.Array(HighLevelGraph(layers, dependencies), name, chunks, dtype=dtype)
+
+
+# Tasks ---------------------------------------------------------------------------------------------
+
+
+def _attend(options: _Options, query: Any, key: Any, value: Any, *others: Any) -> Any:
+    """Out and lse of one chunk of queries over one of keys."""
+    *shared_inputs, sinks = others
+    out = None
+    if options.is_stored:
+        lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        out = np.empty((*lead, *query.shape[-3:-1], value.shape[-1]), options.dtype)
+    shared = _shared_options(options, query, key, *shared_inputs)
+    return fastattn.attention(query, key, value, sinks=sinks, out=out, return_lse=True, **shared)
+
+
+def _differentiate(options: _Options, wrt: tuple[str, ...], *arrays: Any) -> tuple[np.ndarray, ...]:
+    """Shares of gradients, of the dtype of the computation, by one chunk of queries and one of keys."""
+    *inputs, grad_out, out, lse, grad_lse = arrays
+    query, key, value = (np.asarray(x).astype(options.dtype, copy=False) for x in inputs[:3])
+    shared = _shared_options(options, query, key, *inputs[3:])
+    gradients = fastattn.attention_backward(
+        grad_out, query, key, value, out, lse, grad_lse=grad_lse, wrt=wrt, **shared
+    )
+    return tuple(getattr(gradients, name) for name in wrt)
+
+
+def _shared_options(
+    options: _Options,
+    query: np.ndarray,
+    key: np.ndarray,
+    array: np.ndarray | None,
+    bias: np.ndarray | None,
+    key_lengths: np.ndarray | None,
+    mask: Mask | None,
+    starts: tuple[int, int] | None,
+) -> dict[str, Any]:
+    """The options of `fastattn.attention` for a chunk; `array` is one of the mask, `starts` its place."""
+    masks = [] if mask is None else [mask]
+    if array is not None:
+        masks.append(Dense(array))
+    if options.band is not None and starts is not None and key_lengths is not None:
+        lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+        lengths = check_key_lengths(key_lengths, lead, options.whole[1])
+        band = of_band(options.band._replace(lengths=lengths), *options.whole)
+        masks.append((KeyLengths(lengths) if band is None else band).shifted(*starts))
+    return {
+        "mask": reduce(and_, masks) if masks else None,
+        "bias": bias,
+        "scale": options.scale,
+        "softcap": options.softcap,
+    }
+
+
+def _no_keys(rows: tuple[int, ...], value_dim: int, dtype: np.dtype, sinks: np.ndarray | None) -> Any:
+    """Out and lse of queries that may read no key."""
+    lse = np.full(rows, -np.inf, dtype)
+    if sinks is not None:
+        lse[...] = sinks[:, None]
+    return np.zeros((*rows, value_dim), dtype), lse
+
+
+def _merge(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]) -> Any:
+    return fastattn.merge_attention(*zip(left, right, strict=True))
+
+
+def _take(result: Any, number: int | None, dtype: np.dtype | None) -> np.ndarray:
+    """One of a task's results, in this dtype."""
+    array: np.ndarray = result if number is None else result[number]
+    with np.errstate(over="ignore"):
+        return array if dtype is None else array.astype(dtype, copy=False)

@@ -20,6 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
+INCLUDE = Path("fastattn", "include")
 SOURCE = Path("fastattn", "backends", "cython")
 KERNELS = SOURCE / "kernels"
 PROBES = Path("fastattn", "bench", "probes")
@@ -131,10 +132,13 @@ setup(
                     *(str(SOURCE / name) for name in ("driver.pyx", "spread.c", "blas.c")),
                     str(KERNELS / "dispatch.c"),
                 ],
-                include_dirs=[np.get_include(), str(SOURCE), str(KERNELS)],
+                include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],
-                depends=sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
+                depends=[
+                    str(INCLUDE / "fastattn.h"),
+                    *sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
+                ],
             ),
             Extension(
                 "fastattn.bench.probes.driver",

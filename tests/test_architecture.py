@@ -97,6 +97,7 @@ LAYERS = [
     {"_rope"},
     {"_kernel_methods"},
     {"_linear"},
+    {"_capi"},
     {"layers"},
     {"_blas"},
     {"_info"},
@@ -329,11 +330,11 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
-#: of `rope`, of kernel methods, of features and of weights around attention, and those and the files of
-#: `KVCache`.
+#: of `rope`, of kernel methods, of features and of weights around attention, those and the files of
+#: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
-    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py", "_linear.py",
-    "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",
+    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_capi.py", "_kernel_methods.py",
+    "_linear.py", "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

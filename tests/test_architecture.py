@@ -364,6 +364,11 @@ RAISES_ELSEWHERE = {
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_options.py: check_options": "outputs that are not differentiated",
     "integrations/keras.py: install": "Keras computes elsewhere",
+    "integrations/numba.py: _check_types": "types that compiled code cannot hand to C",
+    "integrations/numba.py: _code_of_word": "the codes of the struct have no others",
+    "integrations/numba.py: _code_of_bool": "the struct knows no causal=True",
+    "integrations/numba.py: _finite": "the struct takes NaN for the default",
+    "integrations/numba.py: implementation": "the struct has each size once; or what the C entry said",
     "integrations/onnx.py: _run": "what the operators' texts forbid",
     "integrations/onnx.py: _bound": "the same of sizes",
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",

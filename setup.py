@@ -1,5 +1,5 @@
 """The compiled extensions: a Cython driver each, and an object for each instruction set: attention with its
-micro-kernels, and the benchmark's probes of the machine.
+micro-kernels, and the benchmark's probes of the machine. And XLA's way to the C entry, a file of C.
 
 Everything else about the package is in pyproject.toml. Where there is no C compiler the package installs
 without them and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
@@ -81,6 +81,9 @@ class BuildKernels(build_ext):
             self.extensions = []
 
     def build_extension(self, ext):
+        if ext.name not in PER_ISA:
+            super().build_extension(ext)
+            return
         isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
@@ -144,6 +147,13 @@ setup(
                 "fastattn.bench.probes.driver",
                 [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
                 depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c")],
+            ),
+            Extension(
+                "fastattn.integrations._xla",
+                ["fastattn/integrations/_xla.c"],
+                include_dirs=[str(INCLUDE)],
+                extra_compile_args=["-std=gnu11", "-g0"],
+                depends=[str(INCLUDE / "fastattn.h")],
             ),
         ]
     ),

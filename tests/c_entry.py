@@ -13,6 +13,37 @@ DTYPES = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4, "bool": 5, "i
 CAUSAL = {False: 0, "top_left": 1, "bottom_right": 2}
 ARRAYS = ("query", "key", "value", "out", "lse", "mask", "bias", "key_lengths", "sinks")
 
+RNG = np.random.default_rng(1)
+#: Of calls of 2 items, 4 heads, 17 queries and 33 keys.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": -0.3},
+    "scale_0": {"scale": 0.0},
+    "softcap": {"softcap": 2.0},
+    "top_left": {"causal": "top_left"},
+    "bottom_right": {"causal": "bottom_right"},
+    "window": {"window": (4, 2)},
+    "half_window": {"window": (None, 0), "causal": "top_left"},
+    "mask": {"mask": RNG.random((2, 4, 17, 33)) > 0.3},
+    "mask_of_keys": {"mask": RNG.random((2, 1, 1, 33)) > 0.3},
+    "bias": {"bias": RNG.standard_normal((1, 4, 17, 33)).astype("f4")},
+    "bias_in_16_bits": {"bias": RNG.standard_normal((2, 1, 17, 33)).astype("f2")},
+    "lengths": {"key_lengths": np.array([33, 9])},
+    "lengths_at_end": {"key_lengths": np.array([1, 0]), "causal": "bottom_right"},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype="f4")},
+    "all": {
+        "mask": RNG.random((2, 4, 17, 33)) > 0.3,
+        "bias": np.where(RNG.random((2, 4, 17, 33)) > 0.1, 0.5, -np.inf).astype("f4"),
+        "key_lengths": np.array([20, 31]),
+        "sinks": np.linspace(-1, 1, 4, dtype="f4"),
+        "causal": "bottom_right",
+        "window": (9, None),
+        "scale": 0.4,
+        "softcap": 3.0,
+        "num_threads": 1,
+    },
+}
+
 
 class Array(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("strides", ctypes.c_int64 * 4))

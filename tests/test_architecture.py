@@ -24,8 +24,9 @@ PACKAGE = ROOT / "fastattn"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 COMPILED_SOURCES = sorted(
     path
+    for folder in ("backends", "include", "integrations")
     for kind in ("*.pyx", "*.pxi", "*.c", "*.h")
-    for path in (PACKAGE / "backends").rglob(kind)
+    for path in (PACKAGE / folder).rglob(kind)
     if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not Cython's output
 )
 
@@ -102,7 +103,7 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
-    {"integrations._options"},
+    {"integrations._options", "integrations._xla"},
     {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},

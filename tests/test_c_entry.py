@@ -28,35 +28,7 @@ from tests.tolerances import assert_same_bits
 pytestmark = pytest.mark.skipif(
     bool(cython_cpu.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
 )
-RNG = np.random.default_rng(1)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scale": {"scale": -0.3},
-    "scale_0": {"scale": 0.0},
-    "softcap": {"softcap": 2.0},
-    "top_left": {"causal": "top_left"},
-    "bottom_right": {"causal": "bottom_right"},
-    "window": {"window": (4, 2)},
-    "half_window": {"window": (None, 0), "causal": "top_left"},
-    "mask": {"mask": RNG.random((2, 4, 17, 33)) > 0.3},
-    "mask_of_keys": {"mask": RNG.random((2, 1, 1, 33)) > 0.3},
-    "bias": {"bias": RNG.standard_normal((1, 4, 17, 33)).astype("f4")},
-    "bias_in_16_bits": {"bias": RNG.standard_normal((2, 1, 17, 33)).astype("f2")},
-    "lengths": {"key_lengths": np.array([33, 9])},
-    "lengths_at_end": {"key_lengths": np.array([1, 0]), "causal": "bottom_right"},
-    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype="f4")},
-    "all": {
-        "mask": RNG.random((2, 4, 17, 33)) > 0.3,
-        "bias": np.where(RNG.random((2, 4, 17, 33)) > 0.1, 0.5, -np.inf).astype("f4"),
-        "key_lengths": np.array([20, 31]),
-        "sinks": np.linspace(-1, 1, 4, dtype="f4"),
-        "causal": "bottom_right",
-        "window": (9, None),
-        "scale": 0.4,
-        "softcap": 3.0,
-        "num_threads": 1,
-    },
-}
+OPTIONS = c_entry.OPTIONS
 
 
 @pytest.fixture

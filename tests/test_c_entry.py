@@ -171,6 +171,52 @@ def test_numbers_and_addresses_are_checked_on_a_known_call() -> None:
     assert (code, message.split(";")[0]) == (_capi.VALUE_ERROR, "lse must not share memory with query")
 
 
+def test_arrays_side_by_side_do_not_overlap(asked: list[str]) -> None:
+    """Unless by their outermost bytes, where rows take turns: such a call is right, and is kept once."""
+    query, key, value = arrays_of(value_dim=16)
+    room = np.empty(2 * query.size + query.size // 16, "f4")
+    placed, out, lse = np.split(room, [query.size, 2 * query.size])
+    placed, out, lse = placed.reshape(query.shape), out.reshape(query.shape), lse.reshape(query.shape[:3])
+    placed[...] = query
+    for _ in range(3):
+        assert c_entry.attend(placed, key, value, out, lse=lse)[0] == _capi.OK
+    assert asked.count("solve") == 1
+    room = np.empty((*query.shape[:3], 2, 16), "f4")
+    room[..., 0, :] = query
+    asked.clear()
+    kept = _capi._driver().kept_count()
+    for _ in range(3):
+        assert c_entry.attend(room[..., 0, :], key, value, room[..., 1, :], lse=lse)[0] == _capi.OK
+        assert_same_bits(room[..., 1, :].copy(), fastattn.attention(query, key, value))
+    assert asked.count("solve") == 3
+    assert _capi._driver().kept_count() == min(kept + 1, 512)
+
+
+def test_a_bad_setting_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    arrays, out = arrays_of(len_q=203, len_k=223), np.empty((2, 4, 203, 12), "f4")
+    assert c_entry.attend(*arrays, out)[0] == _capi.OK
+    monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
+    _capi._driver().threads_changed()
+    if fastattn._host._num_threads is None:
+        code, message = c_entry.attend(*arrays, out)
+        assert (code, message.startswith("FASTATTN_NUM_THREADS must be")) == (_capi.VALUE_ERROR, True)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert c_entry.attend(*arrays, out)[0] == _capi.OK
+    asked.clear()
+    assert c_entry.attend(*arrays, out)[0] == _capi.OK
+    assert not asked
+
+
+def test_the_capsule() -> None:
+    """By PyCapsule_Import, as NumPy's own is found, and by the header."""
+    load = ctypes.pythonapi.PyCapsule_Import
+    load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+    assert load(b"fastattn._capi.attention", 0) == _capi.address()
+    with pytest.raises(AttributeError, match="no attribute 'attend'"):
+        _capi.attend  # noqa: B018
+
+
 def test_what_must_be_converted_is_not_kept(asked: list[str]) -> None:
     query, key, value = arrays_of()
     key = key.astype("f8")
@@ -424,7 +470,8 @@ holding = ctypes.PyDLL({str(library)!r}).on_thread
 assert c_entry.function()(ctypes.byref(call)) == 0
 small = c_entry.make_call(*(a[:, :, :4] for a in arrays), out[:, :, :4])
 assert c_entry.function()(ctypes.byref(small)) == 0
-assert holding(ctypes.c_void_p(_capi.address()), ctypes.byref(small), ctypes.c_long(100)) == 0
+for known in (small, call):
+    assert holding(ctypes.c_void_p(_capi.address()), ctypes.byref(known), ctypes.c_long(20)) == 0
 print("done")
 """
     assert python(code, timeout=60).split() == ["done"]

@@ -17,8 +17,8 @@
  *
  * GIL. A call whose sizes, strides, dtypes and options were seen before runs without the GIL, whether or not the
  * caller holds it. The first call of its kind, a call with an error, one with an `out` that may share memory with an
- * input, and a thread's first call on several threads take the GIL for a moment, by PyGILState_Ensure: so a thread that
- * waits for another's call must not hold the GIL meanwhile. The 512 kinds of calls last seen first are kept.
+ * input, and a thread's first large call with num_threads other than 1 take the GIL for a moment, by PyGILState_Ensure:
+ * so a thread that waits for another's call must not hold the GIL meanwhile. The 512 latest kinds of calls are kept.
  *
  * Threads. Calls from any number of threads at once are safe, on structs of their own; the work of one call is spread
  * over num_threads threads. A child of fork() may call, and runs on one thread; a fork by os.fork alone is foreseen.

@@ -337,6 +337,9 @@ PyMODINIT_FUNC PyInit__xla(void) {
     if (fastattn_import() != 0) return NULL;
     module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
+#ifdef Py_GIL_DISABLED
+    PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
     capsule = PyCapsule_New((void *)handle, "xla._CUSTOM_CALL_TARGET", NULL);
     if (capsule == NULL || PyModule_AddObjectRef(module, "handler", capsule) != 0) Py_CLEAR(module);
     Py_XDECREF(capsule);

@@ -21,7 +21,7 @@ from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset, strlen
+from libc.string cimport memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize

@@ -7,7 +7,7 @@
 
 from fastattn cimport (
     FASTATTN_ABI_ERROR, FASTATTN_ABI_VERSION, FASTATTN_CAPSULE, FASTATTN_FAILED, FASTATTN_NO_MEMORY, FASTATTN_OK,
-    fastattn_array, fastattn_call,
+    fastattn_array, fastattn_call, fastattn_itemsize,
 )
 
 cdef extern from *:
@@ -192,16 +192,17 @@ cdef inline void store_words(int64_t *shared, const int64_t *words, size_t n) no
 
 
 cdef int64_t allowed_threads(int64_t wanted) noexcept nogil:
-    """How many threads a call of this thread may have now, -1 where Python has to say what is wrong. Python is asked once,
-    and again when something changed."""
-    cdef int64_t settings = load_word(&thread_settings, ATOMIC_ACQUIRE)
-    if fastattn_allowed.settings != settings or fastattn_allowed.wanted != wanted:
-        if not Py_IsInitialized():
-            return -1
-        fastattn_allowed.allowed = ask_limit(wanted)
-        fastattn_allowed.wanted = wanted
-        fastattn_allowed.settings = settings
-    return fastattn_allowed.allowed
+    """How many threads a call of this thread may have now, -1 where Python has to say what is wrong. Python is asked once
+    where it may be several, and again when something changed."""
+    cdef int64_t settings = load_word(&thread_settings, ATOMIC_ACQUIRE), allowed
+    if wanted == 1:
+        return 1
+    if fastattn_allowed.settings == settings and fastattn_allowed.wanted == wanted:
+        return fastattn_allowed.allowed
+    allowed = ask_limit(wanted) if Py_IsInitialized() else -1
+    if allowed > 0:
+        fastattn_allowed.settings, fastattn_allowed.wanted, fastattn_allowed.allowed = settings, wanted, allowed
+    return allowed
 
 
 cdef int64_t ask_limit(int64_t wanted) noexcept with gil:
@@ -249,7 +250,7 @@ cdef Span span_of(const fastattn_call *call, int number) noexcept nogil:
             span.low += <size_t>step
         else:
             span.high += <size_t>step
-    span.high += 8  # no element is larger
+    span.high += <size_t>fastattn_itemsize(array.dtype)
     return span
 
 
@@ -372,16 +373,20 @@ def keep_call(size_t key_address, Prepared prepared, int for_threads):
     cdef const Record *record = <const Record *>prepared.record
     cdef const Job *job = &record.job
     cdef KeptCall *kept
-    cdef int64_t version
+    cdef int64_t version, slot, hashed = hash_of(key)
     if prepared.nbytes != sizeof(Record) or job.has_intervals or job.has_mask_map:
         return  # it holds arrays
     if key.abi_version != <int64_t><size_t>chosen[0] or job.kernels != <int64_t><size_t>chosen[job.itemsize == 8]:
         return  # another thread chose other kernels meanwhile
+    for slot in range(n_kept):
+        kept = kept_calls + slot
+        if kept.hashed == hashed and kept.for_threads == for_threads and memcmp(&kept.key, key, sizeof(fastattn_call)) == 0:
+            return  # it is kept, and Python had to decide all the same
     kept = kept_calls + next_kept
     version = kept.version
     store_word(&kept.version, version | 1, ATOMIC_RELAXED)
     fence(ATOMIC_RELEASE)
-    store_word(&kept.hashed, hash_of(key), ATOMIC_RELAXED)
+    store_word(&kept.hashed, hashed, ATOMIC_RELAXED)
     store_word(&kept.for_threads, for_threads, ATOMIC_RELAXED)
     store_word(&kept.num_threads, prepared.num_threads, ATOMIC_RELAXED)
     store_words(<int64_t *>&kept.key, <const int64_t *>key, sizeof(fastattn_call) // 8)

@@ -1,5 +1,5 @@
 """The compiled extensions: a Cython driver each, and an object for each instruction set: attention with its
-micro-kernels, and the benchmark's probes of the machine.
+micro-kernels, and the benchmark's probes of the machine. And XLA's way to the C entry, a file of C.
 
 Everything else about the package is in pyproject.toml. Where there is no C compiler the package installs
 without them and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
@@ -20,6 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
+INCLUDE = Path("fastattn", "include")
 SOURCE = Path("fastattn", "backends", "cython")
 KERNELS = SOURCE / "kernels"
 PROBES = Path("fastattn", "bench", "probes")
@@ -80,6 +81,9 @@ class BuildKernels(build_ext):
             self.extensions = []
 
     def build_extension(self, ext):
+        if ext.name not in PER_ISA:
+            super().build_extension(ext)
+            return
         isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
@@ -131,15 +135,25 @@ setup(
                     *(str(SOURCE / name) for name in ("driver.pyx", "spread.c", "blas.c")),
                     str(KERNELS / "dispatch.c"),
                 ],
-                include_dirs=[np.get_include(), str(SOURCE), str(KERNELS)],
+                include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 libraries=["m"],
-                depends=sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
+                depends=[
+                    str(INCLUDE / "fastattn.h"),
+                    *sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
+                ],
             ),
             Extension(
                 "fastattn.bench.probes.driver",
                 [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
                 depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c")],
+            ),
+            Extension(
+                "fastattn.integrations._xla",
+                ["fastattn/integrations/_xla.c"],
+                include_dirs=[str(INCLUDE)],
+                extra_compile_args=["-std=gnu11", "-g0"],
+                depends=[str(INCLUDE / "fastattn.h")],
             ),
         ]
     ),

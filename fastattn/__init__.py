@@ -43,6 +43,7 @@ The modules, each of which imports only what stands above it:
 ``_rope``            `rope` and `rope_tables`: rotary position embedding
 ``_kernel_methods``  `kernel_regression` and `kernel_logsumexp`: attention by distances
 ``_linear``          `linear_attention` and `random_features`: kernels in place of the softmax
+``_capi``            the C entry: one struct and one function, for C, Cython, Numba and XLA
 `fastattn.layers`    `MultiHeadAttention`: projections around `attention`, imported on its own
 ``integrations``     `attention` inside other libraries, each module imported on its own
 ``_blas``            NumPy's BLAS, and its products on this package's threads
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from fastattn import layers
     from fastattn._backward import attention_backward
     from fastattn._cache import KVCache
+    from fastattn._capi import get_include
     from fastattn._flex import create_block_mask, flex_attention
     from fastattn._gradients import Gradients
     from fastattn._info import show_config
@@ -107,6 +109,7 @@ __all__ = [
     "create_block_mask",
     "dropout_mask",
     "flex_attention",
+    "get_include",
     "get_num_threads",
     "kernel_logsumexp",
     "kernel_regression",
@@ -131,9 +134,11 @@ _ON_FIRST_USE = {
     "KVCache": "fastattn._cache",
     "LinearState": "fastattn._linear",
     "RandomFeatures": "fastattn._linear",
+    "_capi": "fastattn._capi",
     "attention_backward": "fastattn._backward",
     "create_block_mask": "fastattn._flex",
     "flex_attention": "fastattn._flex",
+    "get_include": "fastattn._capi",
     "kernel_logsumexp": "fastattn._kernel_methods",
     "kernel_regression": "fastattn._kernel_methods",
     "layers": "fastattn.layers",

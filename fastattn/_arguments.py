@@ -327,25 +327,29 @@ def check_sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray
         return np.ascontiguousarray(array, dtype)
 
 
-def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype) -> Any:
+def check_out(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype, computed: np.dtype, name: str = "out"
+) -> Any:
     """`out` as an array to write to, of the result's dtype or of that of the computation."""
-    if (array := as_device_array(out, "out")) is not None:
+    if (array := as_device_array(out, name)) is not None:
         out = array
     elif isinstance(out, np.ndarray):
         out = np.asarray(out)
     elif hasattr(out, "__dlpack__"):
         out = from_dlpack(out)
     else:
-        raise TypeError(f"out must be an ndarray, got {type(out).__name__}")
+        raise TypeError(f"{name} must be an ndarray, got {type(out).__name__}")
     if out.dtype != dtype and out.dtype != computed:
         wide = "" if computed == dtype else f", or {computed}"
-        raise TypeError(f"out must have the result's dtype {dtype}{wide}, got {out.dtype}")
+        raise TypeError(f"{name} must have the result's dtype {dtype}{wide}, got {out.dtype}")
     if out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+        raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
     if out.memory.readonly if isinstance(out, DeviceArray) else not out.flags.writeable:
-        raise ValueError("out must be writeable, got a read-only array")
+        raise ValueError(f"{name} must be writeable, got a read-only array")
     if _may_overlap_itself(out):
-        raise ValueError(f"out has elements that share memory: shape {out.shape} with strides {out.strides}")
+        raise ValueError(
+            f"{name} has elements that share memory: shape {out.shape} with strides {out.strides}"
+        )
     return out
 
 

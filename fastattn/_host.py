@@ -28,6 +28,9 @@ _OMP_LIST = r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*"
 
 _num_threads: int | None = None  # set by set_num_threads
 
+#: Called when calls may have another number of threads than before.
+on_threads_changed: list[Callable[[], object]] = []
+
 
 def available_cores() -> int:
     """Cores that this process may use: its affinity, no more than its cgroup's CPU quota."""
@@ -111,6 +114,13 @@ def set_num_threads(num_threads: int) -> None:
     """
     global _num_threads
     _num_threads = check_num_threads(num_threads, "num_threads")
+    threads_changed()
+
+
+def threads_changed() -> None:
+    """Tells those who remember how many threads a call may have."""
+    for changed in on_threads_changed:
+        changed()
 
 
 def get_num_threads() -> int:

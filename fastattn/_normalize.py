@@ -88,6 +88,16 @@ class Request(NamedTuple):
             results = (out, *results[1:])
         return results[0] if len(results) == 1 else results
 
+    def with_lse(self, lse: np.ndarray) -> Request:
+        """The same request, whose lse goes to the array `lse` of the caller."""
+        problem, own = self.problem, self.results[1]
+        check_out(lse, own.shape, own.dtype, own.dtype, "lse")
+        others = {name: getattr(problem, name) for name in ("query", "key", "value", "bias", "sinks")}
+        for name, array in (others | {"mask": problem.dense, "out": self.results[0]}).items():
+            if array is not None and overlap(lse, array):
+                raise ValueError(f"lse must not share memory with {name}")
+        return self._replace(problem=problem._replace(lse=lse), results=(self.results[0], lse))
+
 
 class _Inputs:
     """Query, key and value as ``(*lead, heads, length, dim)`` views, in the dtype of the computation or in 16

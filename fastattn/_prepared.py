@@ -102,18 +102,10 @@ def run(
     num_threads: int | None,
 ) -> None:
     """Solves the problem of a request on a backend, and keeps the call for others of its signature."""
-    problem = request.problem
-    if problem.device == "cpu" and not any(result.size for result in request.results):
-        return  # nothing to do, for any number of rows
-    threads = backend.thread_limit(_host.get_num_threads() if num_threads is None else num_threads)
-    prepared = backend.prepare(problem, threads)
-    if prepared is None:
-        backend.run(problem, threads)
+    found = run_once(request, () if signature is None else given, backend, num_threads)
+    if found is None:
         return
-    arrays = problem.arrays()
-    prepared.run(arrays, problem.score_mod)
-    if signature is None or not _reads_as_given(arrays, given, request):
-        return
+    prepared, threads = found
     call = _calls.get(signature)
     if call is None:
         call = PreparedCall(request, given, backend, num_threads, prepared.is_small)
@@ -123,7 +115,27 @@ def run(
             with suppress(RuntimeError):  # another thread keeps a call at the same time
                 _calls.pop(next(iter(_calls), None), None)
         _calls[signature] = call
-    call.by_threads[1 if call.is_small else threads] = prepared
+    call.by_threads[threads] = prepared
+
+
+def run_once(
+    request: Request, given: tuple[Any, ...], backend: Backend, num_threads: int | None
+) -> tuple[Prepared, int] | None:
+    """Solves the problem of a request on a backend. What it prepared and for how many threads, where other
+    calls of the same signature could use it: where it reads and writes the memory that was `given`."""
+    problem = request.problem
+    if problem.device == "cpu" and not any(result.size for result in request.results):
+        return None  # nothing to do, for any number of rows
+    threads = backend.thread_limit(_host.get_num_threads() if num_threads is None else num_threads)
+    prepared = backend.prepare(problem, threads)
+    if prepared is None:
+        backend.run(problem, threads)
+        return None
+    arrays = problem.arrays()
+    prepared.run(arrays, problem.score_mod)
+    if not given or not _reads_as_given(arrays, given, request):
+        return None
+    return prepared, 1 if prepared.is_small else threads
 
 
 def _reads_as_given(arrays: tuple[Any, ...], given: tuple[Any, ...], request: Request) -> bool:

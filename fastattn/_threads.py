@@ -201,6 +201,7 @@ def _set_limit(limit: int) -> None:
         _limits.pop(_thread.get_ident(), None)
     else:
         _limits[_thread.get_ident()] = wanted
+    _host.threads_changed()
 
 
 def _register(threadpoolctl: Any) -> None:
@@ -268,6 +269,7 @@ else:
 def _in_child() -> None:
     global _forked
     _forked = True
+    _host.threads_changed()
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,8 +24,9 @@ PACKAGE = ROOT / "fastattn"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 COMPILED_SOURCES = sorted(
     path
+    for folder in ("backends", "include", "integrations")
     for kind in ("*.pyx", "*.pxi", "*.c", "*.h")
-    for path in (PACKAGE / "backends").rglob(kind)
+    for path in (PACKAGE / folder).rglob(kind)
     if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not Cython's output
 )
 
@@ -97,11 +98,12 @@ LAYERS = [
     {"_rope"},
     {"_kernel_methods"},
     {"_linear"},
+    {"_capi"},
     {"layers"},
     {"_blas"},
     {"_info"},
     {""},
-    {"integrations._options"},
+    {"integrations._options", "integrations._xla"},
     {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},
@@ -329,11 +331,11 @@ def test_backends_name_no_mask():
 
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
-#: of `rope`, of kernel methods, of features and of weights around attention, and those and the files of
-#: `KVCache`.
+#: of `rope`, of kernel methods, of features and of weights around attention, those and the files of
+#: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
-    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_kernel_methods.py", "_linear.py",
-    "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",
+    "_arguments.py", "_cache.py", "_cache_files.py", "_cache_state.py", "_capi.py", "_kernel_methods.py",
+    "_linear.py", "_normalize.py", "_rope.py", "_storage.py", "layers.py", "masks.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
@@ -365,6 +367,11 @@ RAISES_ELSEWHERE = {
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
     "integrations/dask.py: attention_backward": "a gradient that chunks do not compute",
     "integrations/keras.py: install": "Keras computes elsewhere",
+    "integrations/numba.py: _check_types": "types that compiled code cannot hand to C",
+    "integrations/numba.py: _code_of_word": "the codes of the struct have no others",
+    "integrations/numba.py: _code_of_bool": "the struct knows no causal=True",
+    "integrations/numba.py: _finite": "the struct takes NaN for the default",
+    "integrations/numba.py: implementation": "the struct has each size once; or what the C entry said",
     "integrations/onnx.py: _run": "what the operators' texts forbid",
     "integrations/onnx.py: _bound": "the same of sizes",
     "integrations/onnx.py: _check_gate": "the same of gates",

@@ -1,4 +1,8 @@
-"""`attention` on JAX arrays of the CPU, under ``jit``, ``grad`` and ``vmap``: a callback into NumPy."""
+"""`attention` on JAX arrays of the CPU, under ``jit``, ``grad`` and ``vmap``.
+
+The forward pass is a custom call of XLA's, by the C entry. Gradients and mask objects are callbacks into
+NumPy, and so is all where JAX's interface is one that this package does not know.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,23 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
 import fastattn
 from fastattn._gradients import DIFFERENTIABLE
+from fastattn._normalize import normalize
+from fastattn._problem import Problem
 from fastattn.masks import Mask
+
+try:
+    import fastattn.integrations._xla as xla
+
+    jax.ffi.register_ffi_target("fastattn_attention", xla.handler, platform="cpu")
+    _has_custom_call = True
+except (ImportError, RuntimeError):  # no kernels, or a JAX of which the interface is another
+    _has_custom_call = False
 
 
 def attention(
@@ -32,7 +47,8 @@ def attention(
 
     Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend;
     `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``. Integers count as JAX's
-    default float. Its errors are raised inside the callback, so JAX wraps them. A second derivative is a
+    default float. What is wrong with shapes, dtypes and options is raised when the call is traced; what only
+    numbers show, as key lengths out of range, is raised by JAX when it runs. A second derivative is a
     NotImplementedError.
 
     Examples
@@ -116,8 +132,58 @@ def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
         jax.ShapeDtypeStruct(rows, jnp.promote_types(dtype, jnp.float32)),
     )
     found: tuple[jax.Array, jax.Array]
-    found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
+    if _has_custom_call and static.mask is None and jax.default_backend() == "cpu":
+        found = _custom_call(static, results, *arrays)
+    else:
+        found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
     return found
+
+
+def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
+    """The call by XLA: see ``_xla.c`` for its arguments."""
+    problem = _problem_of(static, *arrays)
+    query, key, value, bias, sinks, mask, key_lengths = arrays
+    ndim = len(results[0].shape)
+    given = {
+        "mask": None if mask is None else _with_axes(mask, ndim).astype(bool),
+        "bias": _with_axes(bias, ndim),
+        "key_lengths": _with_axes(_lengths(key_lengths), ndim - 3),
+        "sinks": None if sinks is None else _with_axes(sinks, ndim - 2).astype(problem.dtype),
+    }
+    left, right = static.window or (None, None)
+    call = jax.ffi.ffi_call("fastattn_attention", results, vmap_method="expand_dims")
+    return call(
+        *(_with_axes(x, ndim) for x in (query, key, value)),
+        *(x for x in given.values() if x is not None),
+        given=np.int64(sum((x is not None) << bit for bit, x in enumerate(given.values(), start=5))),
+        causal=np.int64({False: 0, True: 1, "top_left": 1, "bottom_right": 2}[static.causal]),
+        window_left=_bound(left),
+        window_right=_bound(right),
+        scale=np.float64(problem.scale),
+        softcap=np.float64(problem.softcap or 0.0),
+    )
+
+
+def _lengths(key_lengths: Any) -> Any:
+    """As the custom call takes them: it reads signed integers of 4 and 8 bytes."""
+    if key_lengths is None or key_lengths.dtype in (jnp.int32, jnp.int64):
+        return key_lengths
+    return key_lengths.astype(int)
+
+
+def _bound(bound: int | None) -> np.int64:
+    return np.int64(-1 if bound is None else min(int(bound), 2**62))
+
+
+def _problem_of(static: _Static, *arrays: Any) -> Problem:
+    """The call on zeros of these shapes and dtypes, for its options and for its errors."""
+    zeros: list[Any] = [
+        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
+    ]
+    query, key, value, bias, sinks, mask, key_lengths = zeros
+    missing = {"out": None, "layout": "bhsd", "return_lse": False, "return_weights": False}
+    options = _options(static, bias, sinks, mask, key_lengths) | missing
+    return normalize(query, key, value, **options).problem
 
 
 def _forward_saving(static: _Static, *primals: Any) -> tuple[jax.Array, Any]:

@@ -20,13 +20,14 @@ This file is the interface to Python: it selects the instruction set, and fills 
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, NAN, isfinite
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.pycapsule cimport PyCapsule_New
 
 import numpy as np
 
@@ -257,3 +258,6 @@ cdef class Prepared:
 
 cdef inline int64_t address_of(array):
     return 0 if array is None else <int64_t><size_t>cnp.PyArray_DATA(<cnp.ndarray>array)
+
+
+include "entry.pxi"      # the C entry

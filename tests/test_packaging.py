@@ -1,4 +1,4 @@
-"""The source distribution, what is compiled for a platform, and what an install gives without a C compiler."""
+"""The source distribution, what each platform gets compiled, and what an install gives without a compiler."""
 
 from __future__ import annotations
 

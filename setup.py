@@ -1,16 +1,18 @@
 """The compiled extensions: a Cython driver each, and an object for each instruction set: attention with its
 micro-kernels, and the benchmark's probes of the machine. And XLA's way to the C entry, a file of C.
 
-Everything else about the package is in pyproject.toml. Where there is no C compiler the package installs
+Everything else about the package is in pyproject.toml. One wheel is for CPython 3.11 and all later (abi3),
+other than free-threaded builds, which have no stable ABI. Where there is no C compiler the package installs
 without them and runs on its NumPy reference backend; FASTATTN_REQUIRE_EXTENSION=1 makes that an
 error, as it must be for a wheel.
 """
 
 import os
-import platform
 import sys
+import sysconfig
 import tempfile
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
@@ -56,7 +58,22 @@ FUSED = {
     "amx": [*X86["avx512"], "-mamx-tile", "-mamx-bf16"],
     "amx_model": [*X86["avx2"], "-O2", "-DFASTATTN_MODEL", "-Wno-psabi"],
 }
-ISA_FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+# By the machine that is built for. One that is not here has the portable kernels alone, and so has macOS's
+# universal2, which is two. WebAssembly has one kind of vectors, which no compiler uses unasked.
+ISA_FLAGS = {
+    "x86_64": X86,
+    "amd64": X86,
+    "aarch64": {"neon": []},
+    "arm64": {"neon": []},
+    "wasm32": {"portable": ["-msimd128"]},
+}
+
+# Windows: MSVC has no vector types, and gcc does not align vectors that it spills to the stack (bug 54412),
+# which leaves clang: that of the package ziglang, which comes without OpenMP, or CC.
+ZIG_TARGETS = {"win-amd64": "x86_64-windows-gnu", "win-arm64": "aarch64-windows-gnu"}
+
+IS_ABI3 = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+ABI_MACROS = [("Py_LIMITED_API", "0x030B0000")] if IS_ABI3 else []
 
 NO_COMPILER = """
 *************************************************************************************
@@ -71,6 +88,19 @@ fastattn: the compiled kernels were NOT built; only the slow NumPy backend will 
 class BuildKernels(build_ext):
     """Compiles an extension's source in `PER_ISA` for each instruction set, then the extension with them."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        if self.plat_name in ZIG_TARGETS and self.compiler is None:
+            self.compiler = "mingw32"  # setuptools' name for whatever takes gcc's options
+            if "CC" not in os.environ:
+                os.environ["CC"] = zig_cc(ZIG_TARGETS[self.plat_name])
+
+    def get_libraries(self, ext):
+        """Python's own on Windows: python3.dll for all versions."""
+        if self.plat_name in ZIG_TARGETS and ext.py_limited_api:
+            return [*ext.libraries, "python3"]
+        return super().get_libraries(ext)
+
     def run(self):
         try:
             super().run()
@@ -84,7 +114,7 @@ class BuildKernels(build_ext):
         if ext.name not in PER_ISA:
             super().build_extension(ext)
             return
-        isas = {**ISA_FLAGS.get(platform.machine(), {}), "portable": []}
+        isas = {"portable": [], **ISA_FLAGS.get(machine_of(self.plat_name), {})}
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
         for isa, flags in isas.items():
@@ -102,7 +132,7 @@ class BuildKernels(build_ext):
             [str(source)],
             output_dir=str(Path(self.build_temp) / isa),
             macros=[("FASTATTN_ISA", isa)],
-            extra_preargs=[*BUILD_FLAGS, "-fPIC", *flags],
+            extra_preargs=[*BUILD_FLAGS, *flags],
             depends=ext.depends,
         )
         ext.define_macros.append((f"FASTATTN_HAVE_{isa.upper()}", "1"))
@@ -126,7 +156,25 @@ class BuildKernels(build_ext):
         return candidates[-1]
 
 
+def machine_of(plat_name):
+    """The machine that is built for, not the one that builds: on macOS ARCHFLAGS says it where it is set."""
+    flags = os.environ.get("ARCHFLAGS", "").split()
+    machines = {arch for flag, arch in pairwise(flags) if flag == "-arch"}
+    if plat_name.startswith("macosx") and machines:
+        return machines.pop() if len(machines) == 1 else "universal2"
+    return plat_name.rpartition("-")[2].lower()
+
+
+def zig_cc(target):
+    """The command of the C compiler in the package ziglang."""
+    import ziglang
+
+    program = Path(ziglang.__file__).with_name("zig.exe" if os.name == "nt" else "zig")
+    return f'"{program.as_posix()}" cc -target {target}'
+
+
 setup(
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_ABI3 else {},
     ext_modules=cythonize(
         [
             Extension(
@@ -136,24 +184,29 @@ setup(
                     str(KERNELS / "dispatch.c"),
                 ],
                 include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
-                define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+                define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *ABI_MACROS],
                 libraries=["m"],
                 depends=[
                     str(INCLUDE / "fastattn.h"),
                     *sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
                 ],
+                py_limited_api=IS_ABI3,
             ),
             Extension(
                 "fastattn.bench.probes.driver",
                 [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
                 depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c")],
+                define_macros=[*ABI_MACROS],
+                py_limited_api=IS_ABI3,
             ),
             Extension(
                 "fastattn.integrations._xla",
                 ["fastattn/integrations/_xla.c"],
                 include_dirs=[str(INCLUDE)],
+                define_macros=[*ABI_MACROS],
                 extra_compile_args=["-std=gnu11", "-g0"],
                 depends=[str(INCLUDE / "fastattn.h")],
+                py_limited_api=IS_ABI3,
             ),
         ]
     ),

@@ -26,6 +26,8 @@ def show_config() -> None:
     """
     if reasons := _registry.load("cython").unavailable_reasons():
         print(f"NO COMPILED KERNELS: {'; '.join(reasons)}")
+    elif not _has_openmp():
+        print("ONE THREAD: the compiled kernels were built without OpenMP; more threads need a build with it")
     print(f"fastattn {__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     caches = ", ".join(f"{level} {size}" for level, size in _host.cache_sizes().items())
     quota = _host.cpu_quota()
@@ -53,6 +55,12 @@ def _isa() -> str:
 
     forced = " (FASTATTN_ISA)" if _host.forced_isa() else ""
     return f"{cython_cpu.isa()}{forced}, of {', '.join(cython_cpu.available_isas()) or 'none that is built'}"
+
+
+def _has_openmp() -> bool:
+    from fastattn.backends import cython_cpu
+
+    return cython_cpu.has_openmp()
 
 
 def _blas_lines() -> dict[str, str]:

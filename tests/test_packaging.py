@@ -1,4 +1,4 @@
-"""The source distribution, and what an install gives where there is no C compiler."""
+"""The source distribution, what each platform gets compiled, and what an install gives without a compiler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -23,6 +24,15 @@ pytestmark = pytest.mark.slow
 SOURCES = "fastattn/backends/cython"
 GENERATED = (SOURCES, "fastattn/bench/probes")  # the folders in which Cython writes a driver.c
 NO_COMPILER = shutil.which("false") or "/bin/false"
+IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+#: Writes down how it was called, and makes the file that it should make.
+FAKE_COMPILER = """#!/bin/sh
+echo "$@" >>"$COMMANDS"
+[ "$1" = -dumpmachine ] && exit
+while [ "$1" != -o ]; do shift; done
+: >"$2"
+"""
 
 
 def build(kind: str, tree: Path, into: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +88,7 @@ def without_compiler(
     done = build("wheel", unpacked, into, CC=NO_COMPILER)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = into.glob("*.whl")
+    assert IS_FREE_THREADED or "-cp311-abi3-" in wheel.name
     site = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(site)
     return done, site
@@ -108,6 +119,65 @@ class TestSourceDistribution:
             names = [Path(name) for name in archive.getnames()]
         assert not [name for name in names if name.suffix in (".so", ".o", ".pyc") or name.name == "driver.c"]
         assert not [name for name in names if "build" in name.parts]
+
+
+class TestTarget:
+    """What is compiled is for the machine that is built for, whatever machine builds."""
+
+    ISAS = (
+        ("linux-x86_64", "", {"portable", "avx2", "avx512", "amx", "amx_model"}),
+        ("linux-aarch64", "", {"portable", "neon"}),
+        ("linux-riscv64", "", {"portable"}),
+        ("macosx-11.0-arm64", "", {"portable", "neon"}),
+        ("macosx-11.0-universal2", "", {"portable"}),
+        ("macosx-11.0-universal2", "-arch arm64", {"portable", "neon"}),
+        ("macosx-11.0-arm64", "-arch x86_64 -arch arm64", {"portable"}),
+        ("win-arm64", "", {"portable", "neon"}),
+        ("emscripten-4.0.9-wasm32", "", {"portable"}),
+    )
+
+    @pytest.fixture
+    def commands(self, unpacked, tmp_path):
+        """The compiler's commands of a build for a platform."""
+        folder = tmp_path
+        compiler = folder / "cc"
+        compiler.write_text(FAKE_COMPILER)
+        compiler.chmod(0o755)
+
+        def build_for(platform: str, archflags: str) -> list[str]:
+            log = folder / f"{platform} {archflags}"
+            env = {
+                "CC": str(compiler), "COMMANDS": str(log), "ARCHFLAGS": archflags,
+                "_PYTHON_HOST_PLATFORM": platform, "FASTATTN_REQUIRE_EXTENSION": "1",
+            }  # fmt: skip
+            places = ("--build-lib", folder / "lib", "--build-temp", folder / "temp")
+            subprocess.run(
+                [sys.executable, "setup.py", "-q", "build_ext", "--force", *places],
+                cwd=unpacked, env=os.environ | env, check=True, capture_output=True, timeout=300,
+            )  # fmt: skip
+            return log.read_text().splitlines()
+
+        return build_for
+
+    @pytest.mark.parametrize(("platform", "archflags", "isas"), ISAS)
+    def test_instruction_sets(self, commands, platform, archflags, isas):
+        lines = commands(platform, archflags)
+        kernels = [line for line in lines if "kernels.c" in line or "fused.c" in line]
+        assert {re.search(r"-DFASTATTN_ISA=(\w+)", line)[1] for line in kernels} == isas
+        assert all(("-mavx512f" in line) == ("=avx512" in line or "=amx " in line) for line in kernels)
+        assert all(("-msimd128" in line) == platform.endswith("wasm32") for line in kernels)
+
+    @pytest.mark.skipif(IS_FREE_THREADED, reason="has no stable ABI")
+    @pytest.mark.parametrize("platform", ["linux-x86_64", "win-amd64"])
+    def test_the_stable_abi_of_the_oldest_python(self, commands, platform):
+        """Two extensions, and on Windows the library of all versions."""
+        lines = commands(platform, "")
+        drivers = [line for line in lines if "driver.c" in line]
+        assert len(drivers) == 2
+        assert all("-DPy_LIMITED_API=0x030B0000" in line for line in drivers)
+        links = [line for line in lines if "driver.abi3" in line]
+        assert len(links) == 2
+        assert all(("-lpython3" in line.split()) == (platform == "win-amd64") for line in links)
 
 
 class TestWithoutCompiler:

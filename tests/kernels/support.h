@@ -12,7 +12,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#elif !defined(__wasm__)
 #include <sys/mman.h>
+#endif
 
 #include "kernels.h"
 
@@ -31,6 +36,7 @@
 #define LOG2E 1.4426950408889634074
 #define LN2 0.69314718055994530942
 #define NUMBER "%.17g"
+#define FAR_AWAY ((ptrdiff_t)1 << (sizeof(ptrdiff_t) == 8 ? 40 : 30)) /* an address or a count that no test has memory for */
 
 static const fastattn_kernels *kernels;
 static int size, lanes; /* bytes of an element, query rows in a vector */
@@ -116,6 +122,21 @@ enum { SLOTS = 160, SLOT = 1 << 20, GUARD = 1 << 16 };
 static void *taken[SLOTS];
 static int n_taken;
 
+#if !defined(ASAN)
+/* A slot between forbidden pages, which WebAssembly has not. */
+static char *new_slot(void) {
+#if defined(__wasm__)
+    return aligned_alloc(64, SLOT);
+#elif defined(_WIN32)
+    char *map = VirtualAlloc(NULL, SLOT + 2 * GUARD, MEM_RESERVE, PAGE_NOACCESS);
+    return map ? VirtualAlloc(map + GUARD, SLOT, MEM_COMMIT, PAGE_READWRITE) : NULL;
+#else
+    char *map = mmap(NULL, SLOT + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return map == MAP_FAILED || mprotect(map + GUARD, SLOT, PROT_READ | PROT_WRITE) ? NULL : map + GUARD;
+#endif
+}
+#endif
+
 /* `bytes` bytes of 0xff (NaN), valid until release(). Without ASan they end at a forbidden page, as near as
  * `align` allows, or begin `shift` bytes behind one, by turns. */
 static char *take(ptrdiff_t bytes, ptrdiff_t align, ptrdiff_t shift) {
@@ -129,11 +150,7 @@ static char *take(ptrdiff_t bytes, ptrdiff_t align, ptrdiff_t shift) {
     at = (char *)taken[n_taken - 1] + shift;
 #else
     static int turn;
-    if (!taken[n_taken]) {
-        char *map = mmap(NULL, SLOT + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (map == MAP_FAILED || mprotect(map + GUARD, SLOT, PROT_READ | PROT_WRITE)) exit(1);
-        taken[n_taken] = map + GUARD;
-    }
+    if (!taken[n_taken] && !(taken[n_taken] = new_slot())) exit(1);
     at = (char *)taken[n_taken++] + (turn++ & 1 ? (SLOT - bytes) / align * align : shift);
 #endif
     return memset(at, 0xff, (size_t)bytes);

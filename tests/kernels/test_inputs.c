@@ -58,7 +58,7 @@ static void philox(uint64_t block[4], const uint64_t key[2], unsigned __int128 c
 /* That this is NumPy's stream is for the tests of the package; here, that any part of it is drawn as the whole is. */
 static void test_draw_words(void) {
     for (int run = 0; run < 60; run++) {
-        const ptrdiff_t wide = (ptrdiff_t)1 << 40, len_k = run % 3 ? 1 + below(2000) : wide - below(100);
+        const ptrdiff_t wide = FAR_AWAY, len_k = run % 3 ? 1 + below(2000) : wide - below(100);
         const ptrdiff_t n_keys = len_k < 200 ? 1 + below((int)len_k) : 1 + below(200);
         const ptrdiff_t key0 = run % 2 ? (len_k - n_keys) / 4 * 4 : (ptrdiff_t)(random_bits() % (uint64_t)(len_k - n_keys + 1));
         const ptrdiff_t ld = lanes * (1 + below(kernels->max_vectors));

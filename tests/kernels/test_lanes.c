@@ -94,7 +94,7 @@ static void check_score(ptrdiff_t n_keys, ptrdiff_t head_dim, int vectors, int l
     memcpy(want_top, top, (size_t)(ld * size));
     /* What is fetched is never read: no memory is there. */
     kernels->score(s, has_max ? top : NULL, q, ld, vectors, k.at, stops, head_dim, k.row, k.col,
-                   (const char *)((uintptr_t)1 << 40), below(200) - 100, below(3) * 100);
+                   (const char *)FAR_AWAY, below(200) - 100, below(3) * 100);
     for (ptrdiff_t j = 0; j < n_keys; j++) {
         memset(sums, 0, sizeof sums);
         for (ptrdiff_t d = 0; d < head_dim; d++) {

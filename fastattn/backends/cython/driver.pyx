@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-# cython: initializedcheck=False, freethreading_compatible=True
+# cython: initializedcheck=False, freethreading_compatible=True, binding=False
 """The driver: it knows tiles, masks and threads; the kernels below it know registers.
 
 Query rows are lanes. The query heads of one key/value head are rows of one list, row = i * group + g, so
@@ -14,7 +14,8 @@ its query block, the thread, or the other rows of the batch. Where a key/value h
 lanes run along keys and columns instead, and threads share the keys of one head.
 
 This file is the interface to Python: it selects the instruction set, and fills in and runs the record of a call
-(Job). The files that it includes hold the rest.
+(Job). The files that it includes hold the rest. Its functions are plain built-in ones (binding=False): with the stable
+ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the arguments first.
 """
 
 from cython.parallel cimport parallel, prange, threadid
@@ -25,7 +26,6 @@ from libc.string cimport memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.pycapsule cimport PyCapsule_New
 

@@ -240,7 +240,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
     is, and where anything is wrong. thread_limit() is asked where several threads may be faster than one."""
     cdef Rotation r
     cdef cnp.ndarray source, to, cosines, sines, copied
-    cdef int storage, real, overflow = 0, num_threads = 1
+    cdef int storage, real, overflow = 0, num_threads = 1, in_layout = layout_code(layout)
     cdef Py_ssize_t elements, i, size
     cdef int64_t rows, position
     if not (cnp.PyArray_CheckExact(x) and cnp.PyArray_CheckExact(cos) and cnp.PyArray_CheckExact(sin)):
@@ -250,8 +250,8 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
     sines = sin
     storage = stored_as(source)
     real = cnp.NPY_DOUBLE if cnp.PyArray_TYPE(source) == cnp.NPY_DOUBLE else cnp.NPY_FLOAT
-    if (storage < 0 or chosen[0] == NULL or source.ndim < 2 or type(layout) is not str
-            or not (layout == "bhsd" or layout == "bshd") or type(interleaved) is not bool or type(inverse) is not bool
+    if (storage < 0 or chosen[0] == NULL or source.ndim < 2 or in_layout < 0
+            or type(interleaved) is not bool or type(inverse) is not bool
             or source.strides[source.ndim - 1] != cnp.PyArray_ITEMSIZE(source)
             or cnp.PyArray_TYPE(cosines) != real or cnp.PyArray_TYPE(sines) != real
             or not (cnp.PyArray_ISCARRAY_RO(cosines) and cnp.PyArray_ISCARRAY_RO(sines))
@@ -264,7 +264,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
         to = out
     else:
         return None
-    elements = set_rows(&r, to, source, cosines, sines, layout == "bshd", storage)
+    elements = set_rows(&r, to, source, cosines, sines, in_layout == 1, storage)
     r.kind.interleaved = interleaved
     r.kind.inverse = inverse
     rows = cosines.shape[0]

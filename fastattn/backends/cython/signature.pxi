@@ -41,7 +41,7 @@ cdef inline bint put_real(Words *to, object number) except -1:
     cdef int overflow = 0
     cdef double real = 0
     if isinstance(number, float):
-        real = PyFloat_AS_DOUBLE(number)
+        real = number
     elif PyLong_CheckExact(number):
         real = <double>PyLong_AsLongLongAndOverflow(number, &overflow)
         if overflow or not -(<double>(1 << 30)) < real < <double>(1 << 30):
@@ -67,6 +67,13 @@ cdef inline bint put_count(Words *to, object count) except -1:
     return True
 
 
+cdef inline int layout_code(layout):
+    """0 for "bhsd", 1 for "bshd", -1 for anything else."""
+    if type(layout) is not str:
+        return -1
+    return 0 if layout == "bhsd" else 1 if layout == "bshd" else -1
+
+
 def signature(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
               return_lse, return_weights, num_threads, backend):
     """Bytes that are equal for calls which can share a prepared call, or None for a call with unusual arguments.
@@ -74,7 +81,7 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
     `function` is a number for each public function; `mask` and `key_lengths` are arrays or None here.
     """
     cdef Words to
-    cdef int axis
+    cdef int axis, in_layout = layout_code(layout)
     to.n = 0
     if causal is False:
         put(&to, 0)
@@ -86,9 +93,9 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
         put(&to, 3)
     else:
         return None
-    if type(layout) is not str or not (layout == "bhsd" or layout == "bshd"):
+    if in_layout < 0:
         return None
-    put(&to, (layout == "bshd") | <int64_t>bool(return_lse) << 1 | <int64_t>bool(return_weights) << 2)
+    put(&to, in_layout | <int64_t>bool(return_lse) << 1 | <int64_t>bool(return_weights) << 2)
     if backend is None:
         put(&to, 0)
     elif type(backend) is str and backend == "cython":

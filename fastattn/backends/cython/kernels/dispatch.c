@@ -2,6 +2,9 @@
 
 #include <string.h>
 
+#if !defined(__linux__)
+#undef FASTATTN_HAVE_AMX /* other systems have other ways of giving a process the tile unit */
+#endif
 #if defined(FASTATTN_HAVE_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>

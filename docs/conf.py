@@ -52,7 +52,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 autodoc_typehints = "none"  # types are in the docstrings
 autodoc_member_order = "bysource"
 # Of `fastattn.integrations`; a build needs none of them.
-autodoc_mock_imports = ["autograd", "jax", "keras", "onnx", "scipy", "sklearn", "torch", "transformers"]
+autodoc_mock_imports = [
+    "autograd", "jax", "keras", "llvmlite", "numba", "onnx", "scipy", "sklearn", "torch", "transformers",
+]  # fmt: skip
 autosummary_generate = False
 numpydoc_show_class_members = False
 suppress_warnings = ["ref.citation"]  # References of a docstring need not be cited in its text

@@ -249,20 +249,17 @@ def test_errors() -> None:
     query, key, value = arrays_of()
     out = np.full((2, 4, 17, 12), 7, "f4")
     wrong: list[tuple[tuple[np.ndarray, ...], dict[str, Any], int, str]] = [
-        ((query, key[..., :9], value, out), {"softcap": -1.0}, _capi.VALUE_ERROR, "softcap must be positive"),
+        ((query, key, value, out), {"softcap": -1.0}, _capi.VALUE_ERROR, "softcap must be positive"),
         ((query, key, value, out), {"scale": np.inf}, _capi.VALUE_ERROR, "scale must be"),
         ((query, key, value, out), {"window": (-2, 0)}, _capi.VALUE_ERROR, "window"),
         ((query, key, value, out), {"num_threads": -1}, _capi.VALUE_ERROR, "num_threads must be"),
         ((query[:, :3], key, value, out), {}, _capi.VALUE_ERROR, "the heads of query must be a multiple"),
         ((query, key, value, out.astype("f2")), {}, _capi.TYPE_ERROR, "out must have the result's dtype"),
-        ((query.astype("f2"), key, value, out), {"mask": out > 0}, _capi.OK, ""),
         ((query.astype(bool), key, value, out), {}, _capi.TYPE_ERROR, "query must have one of the float"),
         ((query, key, value, out), {"mask": query}, _capi.TYPE_ERROR, "mask must have dtype 5"),
-        ((query, key, value, out[:, :1].repeat(4, 1) * 0), {"lse": np.empty((2, 4, 17))}, 2, "lse must have"),
+        ((query, key, value, out), {"lse": np.empty((2, 4, 17))}, _capi.TYPE_ERROR, "lse must have"),
     ]
     for arrays, options, code, message in wrong:
-        if code == _capi.OK:
-            continue
         got, text = c_entry.attend(*arrays, **options)
         assert (got, text[: len(message)]) == (code, message)
     overlapping = np.lib.stride_tricks.as_strided(out, out.shape, (*out.strides[:2], 4, 4))
@@ -342,6 +339,26 @@ def test_many_threads_at_once() -> None:
             options = {"num_threads": 1 + turn % 2} if turn % 3 else {}
             assert c_entry.attend(*problems[number], out, **options) == (_capi.OK, "")
             assert_same_bits(out, wanted[number])
+        return 1
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(work, range(6))) == 6
+
+
+@pytest.mark.slow
+def test_calls_that_go_while_they_are_read() -> None:
+    """More kinds than are kept, on several threads: a record that is overwritten meanwhile is not used."""
+    query, key, value = arrays_of(len_q=6, len_k=6, lead=(1,))
+    scales = [(n + 1) / 64 for n in range(700)]
+    wanted = [fastattn.attention(query, key, value, scale=scale) for scale in scales]
+
+    def work(thread: int) -> int:
+        rng, function, out = np.random.default_rng(thread), c_entry.function(), np.empty_like(wanted[0])
+        calls = [c_entry.make_call(query, key, value, out, scale=scale) for scale in scales]
+        for turn in range(10_000):
+            number = int(rng.integers(700)) if thread % 2 else int(rng.integers(20)) + turn // 20
+            assert function(ctypes.byref(calls[number])) == _capi.OK
+            assert (out == wanted[number]).all()
         return 1
 
     with ThreadPoolExecutor(6) as pool:

@@ -51,13 +51,13 @@ cdef struct Record:
 
 cdef struct KeptCall:
     int64_t version      # odd while it is written
-    int64_t hashed       # of the key
     int64_t for_threads  # how many threads it may have; 0: one thread does it, however many there may be
     int64_t num_threads  # that it uses
     fastattn_call key
     Record record
 
 cdef KeptCall *kept_calls = NULL
+cdef int64_t kept_hashes[MAX_KEPT]  # of their keys, side by side, as all of them are read
 cdef int64_t n_kept = 0           # in use
 cdef int64_t next_kept = 0        # the oldest, once all are in use
 cdef int64_t thread_settings = 0  # counts changes of what `_capi.limit` depends on
@@ -151,9 +151,9 @@ cdef bint find_call(const fastattn_call *key, int64_t hashed, Record *record, in
     cdef int64_t slot, version, for_threads, allowed = 0
     cdef KeptCall *kept
     for slot in range(load_word(&n_kept, ATOMIC_ACQUIRE)):
-        kept = kept_calls + slot
-        if load_word(&kept.hashed, ATOMIC_RELAXED) != hashed:
+        if load_word(&kept_hashes[slot], ATOMIC_RELAXED) != hashed:
             continue
+        kept = kept_calls + slot
         version = load_word(&kept.version, ATOMIC_ACQUIRE)
         if version & 1 or not has_words(<int64_t *>&kept.key, <const int64_t *>key, sizeof(fastattn_call) // 8):
             continue
@@ -380,13 +380,14 @@ def keep_call(size_t key_address, Prepared prepared, int for_threads):
         return  # another thread chose other kernels meanwhile
     for slot in range(n_kept):
         kept = kept_calls + slot
-        if kept.hashed == hashed and kept.for_threads == for_threads and memcmp(&kept.key, key, sizeof(fastattn_call)) == 0:
+        if (kept_hashes[slot] == hashed and kept.for_threads == for_threads
+                and memcmp(&kept.key, key, sizeof(fastattn_call)) == 0):
             return  # it is kept, and Python had to decide all the same
     kept = kept_calls + next_kept
     version = kept.version
     store_word(&kept.version, version | 1, ATOMIC_RELAXED)
     fence(ATOMIC_RELEASE)
-    store_word(&kept.hashed, hashed, ATOMIC_RELAXED)
+    store_word(&kept_hashes[next_kept], hashed, ATOMIC_RELAXED)
     store_word(&kept.for_threads, for_threads, ATOMIC_RELAXED)
     store_word(&kept.num_threads, prepared.num_threads, ATOMIC_RELAXED)
     store_words(<int64_t *>&kept.key, <const int64_t *>key, sizeof(fastattn_call) // 8)

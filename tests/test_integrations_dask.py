@@ -177,6 +177,23 @@ class TestParity:
         results = attention(*lazy, layout="bshd", return_lse=True, **options)
         assert_attention(computed(results), *swapped, layout="bshd", **options)
 
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "wanted"),
+        [
+            ((1, 1, 1, 1), (2,), (2, 2)),
+            ((1, 3), (2,), (4,)),
+            ((4,), (1, 1), (2, 2)),
+            ((1, 3), (1, 1), (2, 2)),
+        ],
+    )
+    def test_heads_are_divided_between_groups(self, heads: Any, kv_heads: Any, wanted: Any) -> None:
+        arrays, _ = problem()
+        query = da.from_array(arrays[0], (2, heads, 3, -1))
+        key, value = (da.from_array(x, (2, kv_heads, 3, -1)) for x in arrays[1:])
+        results = attention(query, key, value, return_lse=True)
+        assert results[0].chunks[1] == results[1].chunks[1] == wanted
+        assert_attention(computed(results), *arrays)
+
     def test_axes_that_broadcast(self) -> None:
         query, key, value = random_arrays(lead=(2, 3), len_q=5, len_k=6)
         arrays = [query, key[:, :1], value[0]]

@@ -228,6 +228,13 @@ class TestParity:
             found = attention(*divided(*arrays), key_lengths=lengths).compute(scheduler="synchronous")
             np.testing.assert_array_equal(found, expected)
 
+    def test_nan_reaches_the_rows_that_read_it(self) -> None:
+        (query, key, value), _ = problem()
+        query[0, 1, 2], key[0, 0, 3], value[1, 1, 5, 0] = np.nan, np.nan, np.nan
+        results = computed(attention(*divided(query, key, value), causal="bottom_right", return_lse=True))
+        assert_attention(results, query, key, value, causal="bottom_right")
+        assert 0 < np.isnan(results[1]).sum() < results[1].size / 2
+
 
 class TestGradients:
     @pytest.mark.parametrize("name", OPTIONS)

@@ -216,8 +216,10 @@ class TestParity:
         arrays, _ = problem("sinks")
         query = da.from_array(arrays[0], ((0, 2), 4, (2, 0, 3), -1))
         key, value = (da.from_array(x, ((0, 2), 2, (0, 3, 4, 0), -1)) for x in arrays[1:])
-        results = attention(query, key, value, return_lse=True, causal="bottom_right")
-        assert_attention(computed(results), *arrays, causal="bottom_right")
+        for options in ({}, {"causal": "bottom_right"}):
+            results = attention(query, key, value, return_lse=True, **options)
+            assert tasks(results[0]) == 4
+            assert_attention(computed(results), *arrays, **options)
 
     def test_a_masked_key_is_never_seen(self) -> None:
         arrays, _ = problem()

@@ -177,6 +177,23 @@ class TestParity:
         results = attention(*lazy, layout="bshd", return_lse=True, **options)
         assert_attention(computed(results), *swapped, layout="bshd", **options)
 
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "wanted"),
+        [
+            ((1, 1, 1, 1), (2,), (2, 2)),
+            ((3, 1), (2,), (4,)),
+            ((4,), (1, 1), (2, 2)),
+            ((1, 3), (1, 1), (2, 2)),
+        ],
+    )
+    def test_heads_are_divided_between_groups(self, heads: Any, kv_heads: Any, wanted: Any) -> None:
+        arrays, _ = problem()
+        query = da.from_array(arrays[0], (2, heads, 3, -1))
+        key, value = (da.from_array(x, (2, kv_heads, 3, -1)) for x in arrays[1:])
+        results = attention(query, key, value, return_lse=True)
+        assert results[0].chunks[1] == results[1].chunks[1] == wanted
+        assert_attention(computed(results), *arrays)
+
     def test_axes_that_broadcast(self) -> None:
         query, key, value = random_arrays(lead=(2, 3), len_q=5, len_k=6)
         arrays = [query, key[:, :1], value[0]]
@@ -199,8 +216,10 @@ class TestParity:
         arrays, _ = problem("sinks")
         query = da.from_array(arrays[0], ((0, 2), 4, (2, 0, 3), -1))
         key, value = (da.from_array(x, ((0, 2), 2, (0, 3, 4, 0), -1)) for x in arrays[1:])
-        results = attention(query, key, value, return_lse=True, causal="bottom_right")
-        assert_attention(computed(results), *arrays, causal="bottom_right")
+        for options in ({}, {"causal": "bottom_right"}):
+            results = attention(query, key, value, return_lse=True, **options)
+            assert tasks(results[0]) == 4
+            assert_attention(computed(results), *arrays, **options)
 
     def test_a_masked_key_is_never_seen(self) -> None:
         arrays, _ = problem()
@@ -210,6 +229,13 @@ class TestParity:
         for lengths in (np.array([4, 4]), da.from_array(np.array([4, 4]), 1)):
             found = attention(*divided(*arrays), key_lengths=lengths).compute(scheduler="synchronous")
             np.testing.assert_array_equal(found, expected)
+
+    def test_nan_reaches_the_rows_that_read_it(self) -> None:
+        (query, key, value), _ = problem()
+        query[0, 1, 2], key[0, 0, 3], value[1, 1, 5, 0] = np.nan, np.nan, np.nan
+        results = computed(attention(*divided(query, key, value), causal="bottom_right", return_lse=True))
+        assert_attention(results, query, key, value, causal="bottom_right")
+        assert 0 < np.isnan(results[1]).sum() < results[1].size / 2
 
 
 class TestGradients:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._mask_map import TILE_K, TILE_Q
+from fastattn._mask_map import EMPTY, FULL, TILE_K, TILE_Q, UNBOUNDED, Band
 from fastattn.masks import (
     BlockMask,
     Causal,
@@ -125,6 +125,73 @@ def test_without_the_size_of_the_problem(mask):
     whole = np.broadcast_to(mask.materialize(1, 30, 30), (2, 1, 30, 30))
     got = mask.shifted(4, 9).materialize(1, 11, 13)
     np.testing.assert_array_equal(np.broadcast_to(got, (2, 1, 11, 13)), whole[..., 4:15, 9:22])
+
+
+class TestParts:
+    """A part of a problem along all axes, as `fastattn.integrations.dask` divides one."""
+
+    @staticmethod
+    def parts(whole, n_keys=3):
+        """Parts whose bounds are no tile's, with the slices of blocks of keys."""
+        len_q, len_k = whole
+        rows = [slice(0, len_q), slice(len_q // 3, len_q // 3 + 1), slice(len_q // 2, len_q)]
+        ends = np.linspace(0, len_k, n_keys + 1).astype(int).tolist()
+        blocks = [slice(*ends) for ends in pairwise(ends)]
+        for items, heads, queries in product([slice(0, 2), slice(1, 2)], [slice(0, 2), slice(1, 2)], rows):
+            yield masks.Part((BATCH,), (items,), heads, queries, slice(0, len_k), whole), blocks
+
+    @pytest.mark.parametrize("whole", [(9, 7), (200, 300)], ids=str)
+    @pytest.mark.parametrize("name", [*MASK_NAMES, "map_of_tiles"])
+    def test_every_mask(self, name, whole):
+        pair = mask_pair("and_of_or" if name == "map_of_tiles" else name, BATCH, HEADS, *whole)
+        mask = block_mask(pair.allowed) if name == "map_of_tiles" else pair.mask
+        allowed = spread(pair.allowed, *whole)
+        for part, blocks in self.parts(whole):
+            states = masks.states_of_keys(mask, part, blocks)
+            for keys, state in zip(blocks, states, strict=True):
+                wanted = allowed[part.items[0], part.heads, part.queries, keys]
+                got = masks.lower(
+                    mask._cut(part.of_keys(keys)), wanted.shape[:1], wanted.shape[1], *wanted.shape[2:]
+                )
+                np.testing.assert_array_equal(as_array(got, wanted.shape), wanted)
+                assert (state == EMPTY) == (not wanted.any())
+                assert state != FULL or wanted.all()
+
+    @pytest.mark.parametrize("name", INTERVAL_MASKS)
+    def test_intervals_are_known_to_be_full(self, name):
+        pair = mask_pair(name, BATCH, HEADS, 200, 300)
+        allowed = spread(pair.allowed, 200, 300)
+        for part, blocks in self.parts((200, 300), 30):
+            for keys, state in zip(blocks, masks.states_of_keys(pair.mask, part, blocks), strict=True):
+                wanted = allowed[part.items[0], part.heads, part.queries, keys]
+                assert (state == FULL) == wanted.all()
+
+    @pytest.mark.parametrize("at_end", [False, True])
+    @pytest.mark.parametrize("lengths", [None, [3, 9], [0, 1]])
+    def test_bands(self, lengths, at_end):
+        lengths = None if lengths is None else np.array(lengths)
+        for left, right in product([0, 1, 4, UNBOUNDED], repeat=2):
+            band = Band(left, right, at_end, lengths)
+            inside = band.intervals(7, 9)
+            key = np.arange(9)
+            wanted = (inside.start[..., None] <= key) & (key < inside.stop[..., None])
+            mask = masks.of_band(band, 7, 9)
+            got = np.ones((1, 7, 9), bool) if mask is None else mask.materialize(1, 7, 9)
+            np.testing.assert_array_equal(*np.broadcast_arrays(got[..., 0, :, :], wanted))
+
+
+def as_array(lowered, shape):
+    """What `masks.lower` gives as an array."""
+    allowed, key = np.ones(shape, bool), np.arange(shape[-1])
+    if lowered.key_start is not None:
+        inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])
+        allowed &= inside[:, None]
+    if lowered.dense is not None:
+        allowed &= lowered.dense != 0
+    if lowered.mask_map is not None:
+        for item in np.ndindex(*shape[:2]):
+            allowed[item] &= lowered.mask_map.rows(item, 0, shape[2], shape[3])
+    return allowed
 
 
 def test_offsets_beyond_int64_do_not_wrap_around():

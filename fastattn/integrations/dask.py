@@ -24,7 +24,7 @@ from fastattn._arguments import as_array, check_key_lengths
 from fastattn._gradients import Gradients
 from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block
 from fastattn._normalize import outline
-from fastattn.masks import Dense, KeyLengths, Mask, Part, of_band, states_of_keys
+from fastattn.masks import Dense, Mask, Part, of_band, states_of_keys
 
 Chunks = tuple[tuple[int, ...], ...]
 Index = tuple[Any, ...]
@@ -564,8 +564,9 @@ def _shared_options(
     if options.band is not None and starts is not None and key_lengths is not None:
         lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3])
         lengths = check_key_lengths(key_lengths, lead, options.whole[1])
-        band = of_band(options.band._replace(lengths=lengths), *options.whole)
-        masks.append((KeyLengths(lengths) if band is None else band).shifted(*starts))
+        known = of_band(options.band._replace(lengths=lengths), *options.whole)
+        if known is not None:
+            masks.append(known.shifted(*starts))
     return {
         "mask": reduce(and_, masks) if masks else None,
         "bias": bias,

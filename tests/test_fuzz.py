@@ -15,12 +15,14 @@ from tests.fuzz.build import Case
 from tests.fuzz.records import draw
 from tests.fuzz.shrink import shrink
 from tests.fuzz.worker import manner_of
+from tests.process import python
 
 CORPUS = [
     pytest.param(record, id=f"{path.stem}-{number}")
     for path in sorted((Path(__file__).parent / "fuzz" / "corpus").glob("*.json"))
     for number, record in enumerate(json.loads(path.read_text()))
 ]
+LONG = "--cases 40 --seed 7 --engines reference --processes 2"
 COMPILED = [name for name in checks.engines() if name not in ("numba", "reference")]
 
 
@@ -123,3 +125,11 @@ def test_a_few_cases(seed):
     for number in range(seed, seed + 20):
         record = draw(number, [*COMPILED, "reference"])
         assert manner_of(record) is None, record
+
+
+@pytest.mark.slow
+def test_the_long_mode():
+    pytest.importorskip("rich")
+    printed = python(f"import sys, tests.fuzz.__main__ as f; sys.exit(f.main({LONG!r}.split()))")
+    assert "40 cases (seeds 7 to 46 of reference)" in printed
+    assert "0 failed" in printed

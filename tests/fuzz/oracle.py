@@ -73,6 +73,7 @@ def attention(
     strength = max(1.0, abs(float(factor)))
     v_finite = np.isfinite(v)
     q0, k0 = (x if np.isfinite(x).all() else np.where(np.isfinite(x), x, 0) for x in (q, k))
+    k_infinite = np.isinf(k).astype(np.float32) if k0 is not k else None
     v0 = v if v_finite.all() else np.where(v_finite, v, 0)
     biggest_q, biggest_k, biggest_v = (float(np.abs(x).max(initial=0)) for x in (q0, k0, v0))
     # The scale is applied to the query, or to the score: each number on the way must fit.
@@ -99,6 +100,12 @@ def attention(
         if bias is not None:
             reached = reached + np.where(np.isfinite(added), np.abs(added), 0)
         unclear = (np.where(allowed, reached, 0) > largest).any(axis=-1)
+    if k_infinite is not None:
+        # A query that is nothing once it is scaled, times infinity, is NaN or not by the order of products.
+        nothing = ((q0 != 0) & (np.abs(q0) * min(1.0, abs(float(factor))) < tiny)).astype(np.float32)
+        meets = (nothing @ k_infinite.swapaxes(-1, -2)).reshape(*lead, H, L, S) > 0
+        rows = (meets & allowed).any(axis=-1)
+        unclear = rows if unclear is None else unclear | rows
     if biggest_k * tiny * D * strength > eps * eps:
         # Products and scaled queries below all normal numbers are lost, and each costs as much.
         lost = tiny * (np.abs(k0).sum(axis=-1) + D * strength) / eps

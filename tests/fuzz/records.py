@@ -72,7 +72,7 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
     if kind == "error":
         record["spoil"] = r.randrange(1 << 16)
     if kind == "attention":
-        record["variants"] = sorted({r.choice(VARIANTS) for _ in range(2)})
+        record["variants"] = sorted({r.choice(VARIANTS) for _ in range(r.choice((1, 1, 2)))})
     if kind == "varlen":
         record["documents"] = r.randint(1, 4)
     if kind == "merge":

@@ -7,6 +7,7 @@ failed, then one that says so. The seed at work stands in a file that both proce
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import mmap
 import os
@@ -49,6 +50,8 @@ def prepare() -> None:
     # As in tests/conftest.py: the fused sweep computes all that its kernels can, also where it is not faster.
     _schedule.FUSED_LEAST_GAIN = 0.0
     warnings.simplefilter("ignore")
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # cases leave little behind, and a search for it takes as long as a few
 
 
 class Reporter:

@@ -7,6 +7,7 @@ build; threads on cores, and the jobs of a BLAS on threads.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -85,3 +86,30 @@ def test_neon_under_qemu() -> None:
 def test_threads() -> None:
     require(COMPILER)
     assert re.findall(r"^(\w+): [1-9]\d* checks, 0 failed", printed("threads"), re.M) == ["spread", "blas"]
+
+
+class TestBuiltByZig:
+    """For other systems, by the package ziglang; what runs here is run."""
+
+    @pytest.fixture(autouse=True)
+    def _zig(self) -> None:
+        pytest.importorskip("ziglang")
+
+    def test_musl(self) -> None:
+        if not sys.platform.startswith("linux"):
+            pytest.skip("runs on Linux")
+        assert passed("musl") >= of_this_machine()
+
+    def test_windows_under_wine(self) -> None:
+        require(os.environ.get("WINE", "wine"))
+        if platform.machine() != "x86_64":
+            pytest.skip("wine runs programs of its own machine")
+        assert passed("windows") >= of_this_machine()
+
+    def test_macos_compiles(self) -> None:
+        linked = re.findall(r"^(\S+): compiled and linked$", printed("macos"), re.MULTILINE)
+        assert linked == ["aarch64-macos", "x86_64-macos"]
+
+    def test_webassembly(self) -> None:
+        pytest.importorskip("wasmtime")
+        assert passed("wasm") == both_types("portable")

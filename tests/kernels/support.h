@@ -15,6 +15,8 @@
 #if defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
+#undef near /* leftovers of 16 bits */
+#undef far
 #elif !defined(__wasm__)
 #include <sys/mman.h>
 #endif

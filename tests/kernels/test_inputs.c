@@ -7,7 +7,7 @@ static void test_mask_words(void) {
         for (int n = 1; n <= 100; n++)
             for (int kind = 0; kind < 5; kind++) {
                 const ptrdiff_t strides[] = {item, 2 * item, -item, 2 * item + 1, 0}, stride = strides[kind];
-                const ptrdiff_t ld = 1 + below(lanes * kernels->max_vectors), span = (n - 1) * labs(stride) + item;
+                const ptrdiff_t ld = 1 + below(lanes * kernels->max_vectors), span = (n - 1) * llabs(stride) + item;
                 uint32_t *words = random_words(n, ld), *before = random_words(n, ld);
                 const char **rows = (const char **)take(ld * (ptrdiff_t)sizeof *rows, 64, 0);
                 memcpy(before, words, (size_t)((n + 31) / 32 * ld * 4));
@@ -89,7 +89,7 @@ static void test_convert(void) {
         for (int kind = 0; kind < 12; kind++) {
             const int swapped = kind % 2, n = 5000;
             const ptrdiff_t stride = (kind / 2 % 2 ? -1 : 1) * (from + gaps[kind / 4]);
-            const ptrdiff_t span = (n - 1) * labs(stride) + from;
+            const ptrdiff_t span = (n - 1) * llabs(stride) + from;
             char *block = take(span, 1, kind % 5), *row = stride < 0 ? block + span - from : block;
             char *to = take((ptrdiff_t)n * size, 1, 0);
             double *want = malloc((size_t)n * sizeof *want);

@@ -93,7 +93,7 @@ static void test_unpack_rows(void) {
                           "n_cols %d, stride %td, row %d: " NUMBER " * " NUMBER " gave " NUMBER, n, strides[i], r, x,
                           get(factor, r), got);
                 }
-                const ptrdiff_t gap = labs(strides[i]);
+                const ptrdiff_t gap = llabs(strides[i]);
                 const unsigned char *lowest = (unsigned char *)element(&row[r], 0, strides[i] < 0 ? n - 1 : 0);
                 for (ptrdiff_t b = 0; b < (n - 1) * gap; b++)
                     CHECK(b % gap < size || lowest[b] == 0xff, "wrote between the elements, stride %td", strides[i]);

@@ -197,7 +197,7 @@ static void test_store_row_layouts(void) {
         for (int i = 0; i < COUNT(strides); i++)
             for (int n = 1; n <= 70; n++) {
                 Matrix row = matrix_of(1, n, 0, strides[i], 2, below(8));
-                const ptrdiff_t gap = labs(row.col);
+                const ptrdiff_t gap = llabs(row.col);
                 const unsigned char *lowest = (unsigned char *)element(&row, 0, row.col < 0 ? n - 1 : 0);
                 char *from = take((ptrdiff_t)n * size, 1, below(8));
                 for (int c = 0; c < n; c++) put(from, c, uniform(-9, 9));

@@ -5,7 +5,10 @@
 #include <stdint.h>
 
 #if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
 #include <windows.h>
+#undef near /* leftovers of 16 bits */
+#undef far
 #define fastattn_yield() SwitchToThread()
 #else
 #include <sched.h>

@@ -30,11 +30,31 @@ DECLARE(neon)
 
 #if defined(FASTATTN_HAVE_AVX2)
 #include <cpuid.h>
-/* gcc 10 and clang 17 do not know it by name. The system saves its registers where it does so for AVX2. */
-static int has_f16c(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+
+enum { EBX = 1, ECX = 2, YMM = 0x06, ZMM = 0xe6 };
+
+/* Whether CPUID has this bit, and the system saves these registers. The compilers' own __builtin_cpu_supports knows not
+ * all of these names (gcc 10, clang 17), or denies everything, for want of its part of the runtime library (zig). */
+static int has(unsigned leaf, int part, int bit, unsigned registers) {
+    unsigned found[4], saved, high;
+    if (!__get_cpuid(1, &found[0], &found[1], &found[2], &found[3]) || !(found[ECX] & bit_OSXSAVE)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if ((saved & registers) != registers) return 0;
+    return __get_cpuid_count(leaf, 0, &found[0], &found[1], &found[2], &found[3]) && found[part] >> bit & 1;
 }
+
+#define FEATURE(name, ...)                                                                                     \
+    static int has_##name(void) { return has(__VA_ARGS__); }
+
+FEATURE(fma, 1, ECX, 12, YMM)
+FEATURE(f16c, 1, ECX, 29, YMM)
+FEATURE(avx2, 7, EBX, 5, YMM)
+#if defined(FASTATTN_HAVE_AVX512)
+FEATURE(avx512f, 7, EBX, 16, ZMM)
+FEATURE(avx512dq, 7, EBX, 17, ZMM)
+FEATURE(avx512bw, 7, EBX, 30, ZMM)
+FEATURE(avx512vl, 7, EBX, 31, ZMM)
+#endif
 #endif
 
 #if defined(FASTATTN_HAVE_AMX) || defined(FASTATTN_HAVE_AMX_MODEL)
@@ -85,11 +105,10 @@ const fastattn_kernels *fastattn_find_kernels(const char *name, int itemsize) {
         return with_fused(model, "amx_model", "avx2", &fastattn_fused_amx_model, itemsize);
 #endif
 #if defined(FASTATTN_HAVE_AVX512)
-    ENTRY(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    ENTRY(avx512, has_avx512f() && has_avx512dq() && has_avx512bw() && has_avx512vl())
 #endif
 #if defined(FASTATTN_HAVE_AVX2)
-    ENTRY(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
+    ENTRY(avx2, has_avx2() && has_fma() && has_f16c())
 #endif
 #if defined(FASTATTN_HAVE_NEON)
     ENTRY(neon, 1)

@@ -218,6 +218,48 @@ def transformers() -> Pair:
     return Pair(lambda: run("sdpa"), lambda: run("fastattn"))
 
 
+def numba() -> Pair:
+    from numba import njit
+
+    import fastattn.integrations.numba as integration
+
+    attention = integration.attention
+    x = _normal(8, 1024, 64)
+
+    @njit
+    def theirs(x: Any) -> Any:
+        out = np.empty_like(x)
+        for h in range(len(x)):
+            scores = x[h] @ x[h].T / np.float32(np.sqrt(x.shape[2]))
+            for i in range(len(scores)):
+                weights = np.exp(scores[i, : i + 1] - scores[i, : i + 1].max())
+                scores[i, : i + 1] = weights / weights.sum()
+                scores[i, i + 1 :] = 0
+            out[h] = scores @ x[h]
+        return out
+
+    @njit
+    def ours(x: Any) -> Any:
+        return attention(x, x, x, True, None)
+
+    return Pair(lambda: theirs(x), lambda: ours(x))
+
+
+def dask() -> Pair:
+    import dask.array as da
+
+    from fastattn.integrations.dask import attention
+
+    x = da.from_array(_normal(8, 2048, 64), chunks=(4, 512, 64))
+    above = da.triu(da.ones((2048, 2048), chunks=(512, 512), dtype=bool), 1)
+    scores = da.einsum("hld,hsd->hls", x, x) / 8
+    scores = da.where(above, -np.inf, scores)
+    weights = da.exp(scores - scores.max(-1, keepdims=True))
+    theirs = da.einsum("hls,hsd->hld", weights / weights.sum(-1, keepdims=True), x).astype("float32")
+    ours = attention(x, x, x, causal=True)
+    return Pair(theirs.compute, ours.compute)
+
+
 class Row(NamedTuple):
     """A line of the table; module: of `fastattn.integrations`, whose lines are counted."""
 
@@ -238,6 +280,8 @@ ROWS = [
     Row(density_64, "the same, D 64", "scikit-learn", "sklearn"),
     Row(onnx, "Attention, 1,8,512,64 causal", "onnx's reference", "onnx"),
     Row(jax, "attention, 1,8,1024,64 causal", "jax.nn", "jax"),
+    Row(numba, "the same, 8,1024,64 in @njit", "the formula in @njit", "numba"),
+    Row(dask, "attention, 8,2048,64 causal, 2 x 4 chunks", "the formula on Dask", "dask"),
     Row(keras, "dot_product_attention, 1,8,512,64 causal", "Keras on NumPy", "keras"),
     Row(torch, "attention, 1,8,1024,64 causal", "PyTorch", "torch"),
     Row(transformers, "a LLaMA, 2 layers, 1000 tokens", 'transformers\' "sdpa"', "transformers"),

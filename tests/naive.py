@@ -255,6 +255,14 @@ def _plain_scores(parts: _Parts, scale: float | None, softcap: float | None, sco
     return _PlainScores(dtype, q, k, v, factor, capped, np.where(parts.allowed, scores, dtype(-np.inf)))
 
 
+def _added_up(left: Array, right: Array) -> Array:
+    """``left @ right``, a term after the other."""
+    total = np.zeros_like(left[..., :1] @ right[..., :1, :]) if left.shape[-1] else left @ right
+    for j in range(left.shape[-1]):
+        total = total + left[..., j, None] * right[..., None, j, :]
+    return total
+
+
 def formula(
     query: Any,
     key: Any,
@@ -272,8 +280,12 @@ def formula(
     dropout: float = 0.0,
     seed: int = 0,
     score_mod: Any = None,
+    in_order: bool = False,
 ) -> Baseline:
-    """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking."""
+    """What a NumPy user writes: whole score matrices in the arrays' own precision, no blocking.
+
+    `in_order`: the keys of a row are added one after the other, as a loop does it, not as BLAS does.
+    """
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
     plain = _plain_scores(parts, scale, softcap, score_mod)
@@ -285,14 +297,18 @@ def formula(
             top = np.maximum(top, sink)
         safe_top = np.where(np.isneginf(top), dtype(0), top)
         raised = np.exp(scores - safe_top)
-        total = raised.sum(axis=-1, keepdims=True)
+        total = (
+            _added_up(raised, np.ones((raised.shape[-1], 1), dtype))
+            if in_order
+            else raised.sum(-1)[..., None]
+        )
         if sinks is not None:
             total = total + np.exp(sink - safe_top)
         lse = (safe_top + np.log(total))[..., 0]
         keep, share_kept = kept_weights(raised.shape, dropout, seed)
         raised = raised * keep / dtype(share_kept)
         weights = np.where(total == 0, dtype(0), raised / total)
-        out = np.where(total == 0, dtype(0), (raised @ v) / total)
+        out = np.where(total == 0, dtype(0), (_added_up(raised, v) if in_order else raised @ v) / total)
     if parts.single_head:
         return Baseline(out[0], lse[0], weights[0])
     return Baseline(np.swapaxes(out, -3, -2) if layout == "bshd" else out, lse, weights)

@@ -120,8 +120,9 @@ def set_cores(cores):
 
 
 cdef extern from "blas.h":
+    ctypedef void *fastattn_blas_callback  # a function, that is handed on alone
     ctypedef struct fastattn_blas:
-        void (*set_callback)(void *) noexcept nogil
+        void (*set_callback)(fastattn_blas_callback) noexcept nogil
         int (*num_threads)() noexcept nogil
         void (*set_num_threads)(int) noexcept nogil
         int max_threads
@@ -140,7 +141,7 @@ def share_threads(size_t set_callback, size_t num_threads, size_t set_num_thread
     """Runs the products of the OpenBLAS with these functions on this extension's threads; see blas.h."""
     cdef fastattn_blas blas
     cdef int failed
-    blas.set_callback = <void (*)(void *) noexcept nogil><void *>set_callback
+    blas.set_callback = <void (*)(fastattn_blas_callback) noexcept nogil><void *>set_callback
     blas.num_threads = <int (*)() noexcept nogil><void *>num_threads
     blas.set_num_threads = <void (*)(int) noexcept nogil><void *>set_num_threads
     blas.max_threads = min(max_threads, <int>FASTATTN_BLAS_MAX_THREADS)

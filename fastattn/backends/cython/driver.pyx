@@ -121,7 +121,7 @@ def set_cores(cores):
 
 
 cdef extern from "blas.h":
-    ctypedef void *fastattn_blas_callback
+    ctypedef void *fastattn_blas_callback  # a function, that is handed on alone
     ctypedef struct fastattn_blas:
         void (*set_callback)(fastattn_blas_callback) noexcept nogil
         int (*num_threads)() noexcept nogil

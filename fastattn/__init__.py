@@ -19,6 +19,7 @@ The modules, each of which imports only what stands above it:
 ``_constants``       numbers that more than one place knows, or that were found by measuring
 ``_mask_map``        masks bound to a problem size: key intervals per row, or tiles with bits
 `fastattn.masks`     mask objects, which lower to those
+``_mask_parts``      what a mask leaves of the parts of a problem
 ``_storage``         `Paged`, `Quantized`, and how keys and values lie in memory
 ``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library

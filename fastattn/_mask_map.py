@@ -157,6 +157,35 @@ class Block:
         return np.arange(self.q_start, self.q_start + self.L)
 
 
+class Part:
+    """A part of a problem along all of its axes; every slice has a start and a stop."""
+
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        items: tuple[slice, ...],
+        heads: slice,
+        queries: slice,
+        keys: slice,
+        whole: tuple[int, int] | None,
+    ) -> None:
+        self.lead = lead  #: the leading batch axes of the problem
+        self.items = items  #: of each of those
+        self.heads, self.queries, self.keys = heads, queries, keys
+        self.whole = whole  #: ``(L, S)`` of the problem, None where nobody said
+
+    def of_keys(self, keys: slice) -> Part:
+        """The same with other keys."""
+        return Part(self.lead, self.items, self.heads, self.queries, keys, self.whole)
+
+    def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
+        """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
+        problem."""
+        n_axes = array.ndim - more
+        own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
+        return array[tuple(slice(None) if n == 1 else cut for n, cut in own)]
+
+
 class Grid:
     """The tiles of an ``(L, S)`` plane."""
 

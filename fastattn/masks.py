@@ -18,17 +18,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, fields
-from functools import reduce
 from math import prod
-from operator import and_
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, cut, host_array
 from fastattn._mask_map import (
-    EMPTY,
-    FULL,
     INDEX_EMPTY,
     INDEX_FULL,
     TILE_K,
@@ -40,20 +36,18 @@ from fastattn._mask_map import (
     Block,
     Cross,
     DenseArray,
-    Grid,
     Intervals,
     Mapped,
     MappedPart,
     MaskMap,
     Node,
+    Part,
     SameId,
     all_of,
     build_mask_map,
     intersect,
-    interval_state,
     intervals_of,
     make_intervals,
-    plane_state,
     segment_runs,
 )
 
@@ -254,35 +248,6 @@ class Mask:
     def _bind(self, block: Block) -> Node:
         """The mask for a problem, or for a block of one; raises ValueError where it does not fit."""
         raise NotImplementedError
-
-
-class Part:
-    """A part of a problem along all of its axes; every slice has a start and a stop."""
-
-    def __init__(
-        self,
-        lead: tuple[int, ...],
-        items: tuple[slice, ...],
-        heads: slice,
-        queries: slice,
-        keys: slice,
-        whole: tuple[int, int] | None,
-    ) -> None:
-        self.lead = lead  #: the leading batch axes of the problem
-        self.items = items  #: of each of those
-        self.heads, self.queries, self.keys = heads, queries, keys
-        self.whole = whole  #: ``(L, S)`` of the problem, None where nobody said
-
-    def of_keys(self, keys: slice) -> Part:
-        """The same with other keys."""
-        return Part(self.lead, self.items, self.heads, self.queries, keys, self.whole)
-
-    def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
-        """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
-        problem."""
-        n_axes = array.ndim - more
-        own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
-        return array[tuple(slice(None) if n == 1 else cut for n, cut in own)]
 
 
 # The masks -----------------------------------------------------------------------------------------
@@ -901,50 +866,6 @@ def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band 
         reach = intersect(intervals, S) if intervals else None
         mask_map = build_mask_map(others[0] if len(others) == 1 else All(others), (*lead, H), L, S, reach)
     return Lowered(key_start, key_stop, dense, mask_map)
-
-
-def of_band(band: Band, L: int, S: int) -> Mask | None:
-    """What `causal`, `window` and `key_lengths` allow as a mask, None where that is every key."""
-    offset = (S if band.lengths is None else band.lengths) - L if band.at_end else 0
-    parts: list[Mask] = []
-    if band.right != UNBOUNDED:
-        parts.append(Causal(offset=offset + band.right))
-    if band.left != UNBOUNDED:
-        parts.append(~Causal(offset=offset - band.left - 1))
-    if band.lengths is not None:
-        parts.append(KeyLengths(band.lengths))
-    return reduce(and_, parts) if parts else None
-
-
-def states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
-    """EMPTY, PARTIAL or FULL for each block of keys, over all items, heads and queries of a part.
-
-    EMPTY is exact; a block all of whose keys are allowed may be PARTIAL where the mask does not lower to
-    intervals.
-    """
-    *lead, H, L = (cut.stop - cut.start for cut in (*part.items, part.heads, part.queries))
-
-    def bound(cut: slice) -> Node:
-        return mask._cut(part.of_keys(cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
-
-    if not keys:
-        return []
-    first, last = keys[0].start, keys[-1].stop
-    node = bound(slice(first, last))
-    if isinstance(node, Intervals):
-        start, stop = node.start + first, node.stop + first
-        return [interval_state(start, stop, cut.start, cut.stop) for cut in keys]
-    states = node.states(Grid(L, last - first))
-
-    def state_of(cut: slice) -> int:
-        """By the tiles that the block touches where they agree, else by its own."""
-        touched = states[..., (cut.start - first) // TILE_K : -((first - cut.stop) // TILE_K)]
-        for state in (EMPTY, FULL):
-            if (touched == state).all():
-                return state
-        return plane_state(bound(cut), L, cut.stop - cut.start)
-
-    return [state_of(cut) for cut in keys]
 
 
 def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:

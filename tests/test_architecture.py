@@ -37,6 +37,7 @@ LAYERS = [
     {"_device"},
     {"_mask_map"},
     {"masks", "_storage"},
+    {"_mask_parts"},
     {"_options", "_hints", "_dropout"},
     {"_problem"},
     {"_gradients"},

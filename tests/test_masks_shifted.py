@@ -9,7 +9,8 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._mask_map import EMPTY, FULL, TILE_K, TILE_Q, UNBOUNDED, Band
+from fastattn._mask_map import EMPTY, FULL, TILE_K, TILE_Q, UNBOUNDED, Band, Part
+from fastattn._mask_parts import of_band, states_of_keys
 from fastattn.masks import (
     BlockMask,
     Causal,
@@ -138,7 +139,7 @@ class TestParts:
         ends = np.linspace(0, len_k, n_keys + 1).astype(int).tolist()
         blocks = [slice(*ends) for ends in pairwise(ends)]
         for items, heads, queries in product([slice(0, 2), slice(1, 2)], [slice(0, 2), slice(1, 2)], rows):
-            yield masks.Part((BATCH,), (items,), heads, queries, slice(0, len_k), whole), blocks
+            yield Part((BATCH,), (items,), heads, queries, slice(0, len_k), whole), blocks
 
     @pytest.mark.parametrize("whole", [(9, 7), (200, 300)], ids=str)
     @pytest.mark.parametrize("name", [*MASK_NAMES, "map_of_tiles"])
@@ -147,7 +148,7 @@ class TestParts:
         mask = block_mask(pair.allowed) if name == "map_of_tiles" else pair.mask
         allowed = spread(pair.allowed, *whole)
         for part, blocks in self.parts(whole):
-            states = masks.states_of_keys(mask, part, blocks)
+            states = states_of_keys(mask, part, blocks)
             for keys, state in zip(blocks, states, strict=True):
                 wanted = allowed[part.items[0], part.heads, part.queries, keys]
                 got = masks.lower(
@@ -162,7 +163,7 @@ class TestParts:
         pair = mask_pair(name, BATCH, HEADS, 200, 300)
         allowed = spread(pair.allowed, 200, 300)
         for part, blocks in self.parts((200, 300), 30):
-            for keys, state in zip(blocks, masks.states_of_keys(pair.mask, part, blocks), strict=True):
+            for keys, state in zip(blocks, states_of_keys(pair.mask, part, blocks), strict=True):
                 wanted = allowed[part.items[0], part.heads, part.queries, keys]
                 assert (state == FULL) == wanted.all()
 
@@ -175,7 +176,7 @@ class TestParts:
             inside = band.intervals(7, 9)
             key = np.arange(9)
             wanted = (inside.start[..., None] <= key) & (key < inside.stop[..., None])
-            mask = masks.of_band(band, 7, 9)
+            mask = of_band(band, 7, 9)
             got = np.ones((1, 7, 9), bool) if mask is None else mask.materialize(1, 7, 9)
             np.testing.assert_array_equal(*np.broadcast_arrays(got[..., 0, :, :], wanted))
 

@@ -22,9 +22,10 @@ from dask.task_spec import DataNode, Task, TaskRef
 import fastattn
 from fastattn._arguments import as_array, check_key_lengths
 from fastattn._gradients import Gradients
-from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block
+from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
+from fastattn._mask_parts import of_band, states_of_keys
 from fastattn._normalize import outline
-from fastattn.masks import Dense, Mask, Part, of_band, states_of_keys
+from fastattn.masks import Dense, Mask
 
 Chunks = tuple[tuple[int, ...], ...]
 Index = tuple[Any, ...]

@@ -16,8 +16,7 @@ import numpy as np
 
 import fastattn
 from fastattn._gradients import DIFFERENTIABLE
-from fastattn._normalize import normalize
-from fastattn._problem import Problem
+from fastattn._normalize import outline
 from fastattn.masks import Mask
 
 try:
@@ -141,14 +140,19 @@ def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
 
 def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
     """The call by XLA: see ``_xla.c`` for its arguments."""
-    problem = _problem_of(static, *arrays)
+    # Zeros of these shapes and dtypes, for the call's options and for its errors.
+    zeros: list[Any] = [
+        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
+    ]
+    options = _options(static, *zeros[3:])
+    inputs, _, _, scale, softcap = outline(*zeros[:3], layout="bhsd", **options)
     query, key, value, bias, sinks, mask, key_lengths = arrays
     ndim = len(results[0].shape)
     given = {
         "mask": None if mask is None else _with_axes(mask, ndim).astype(bool),
         "bias": _with_axes(bias, ndim),
         "key_lengths": _with_axes(_lengths(key_lengths), ndim - 3),
-        "sinks": None if sinks is None else _with_axes(sinks, ndim - 2).astype(problem.dtype),
+        "sinks": None if sinks is None else _with_axes(sinks, ndim - 2).astype(inputs.dtype),
     }
     left, right = static.window or (None, None)
     call = jax.ffi.ffi_call("fastattn_attention", results, vmap_method="expand_dims")
@@ -159,8 +163,8 @@ def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
         causal=np.int64({False: 0, True: 1, "top_left": 1, "bottom_right": 2}[static.causal]),
         window_left=_bound(left),
         window_right=_bound(right),
-        scale=np.float64(problem.scale),
-        softcap=np.float64(problem.softcap or 0.0),
+        scale=np.float64(scale),
+        softcap=np.float64(softcap or 0.0),
     )
 
 
@@ -173,17 +177,6 @@ def _lengths(key_lengths: Any) -> Any:
 
 def _bound(bound: int | None) -> np.int64:
     return np.int64(-1 if bound is None else min(int(bound), 2**62))
-
-
-def _problem_of(static: _Static, *arrays: Any) -> Problem:
-    """The call on zeros of these shapes and dtypes, for its options and for its errors."""
-    zeros: list[Any] = [
-        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
-    ]
-    query, key, value, bias, sinks, mask, key_lengths = zeros
-    missing = {"out": None, "layout": "bhsd", "return_lse": False, "return_weights": False}
-    options = _options(static, bias, sinks, mask, key_lengths) | missing
-    return normalize(query, key, value, **options).problem
 
 
 def _forward_saving(static: _Static, *primals: Any) -> tuple[jax.Array, Any]:

@@ -297,7 +297,7 @@ class Result(NamedTuple):
     warning: str | None
 
 
-def measure(make: Callable[[], Pair]) -> Result | str:
+def measure(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
     """Of one pair, in this process; or why not."""
     try:
         pair = make()
@@ -309,9 +309,9 @@ def measure(make: Callable[[], Pair]) -> Result | str:
     start = time.perf_counter()
     for call in pair[:2]:
         call()
-    rounds = int(SECONDS / (time.perf_counter() - start + 2 * SETTLE_SECONDS))
+    rounds = int(seconds / (time.perf_counter() - start + 2 * SETTLE_SECONDS))
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, rounds))
-    seconds: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     probes = CoreProbes()
     for number in range(rounds):
         probes.take()
@@ -319,17 +319,17 @@ def measure(make: Callable[[], Pair]) -> Result | str:
             time.sleep(SETTLE_SECONDS)
             start = time.perf_counter()
             pair[side]()
-            seconds[side].append(time.perf_counter() - start)
+            times[side].append(time.perf_counter() - start)
     probes.take()
-    ratio = median(theirs / ours for theirs, ours in zip(*seconds, strict=True))
-    return Result(*map(median, seconds), ratio, rounds, difference, probes.warning())
+    ratio = median(theirs / ours for theirs, ours in zip(*times, strict=True))
+    return Result(*map(median, times), ratio, rounds, difference, probes.warning())
 
 
-def measure_apart(make: Callable[[], Pair]) -> Result | str:
+def measure_apart(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
     """The same in a process of its own."""
     context = multiprocessing.get_context("spawn")  # a forked child of a process with threads has but one
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(measure, make).result()
+        return process.submit(measure, make, seconds).result()
 
 
 def lines_of_code(module: str) -> int:

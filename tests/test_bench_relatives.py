@@ -15,7 +15,6 @@ from benchmarks.relatives import Pair, Row, lines_of_code, measure, measure_apar
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(relatives, "SECONDS", 0.0)
     monkeypatch.setattr(relatives, "SETTLE_SECONDS", 0.0)
 
 
@@ -32,12 +31,12 @@ def of_a_missing_library() -> Pair:
 
 
 def test_a_pair():
-    found = measure(one)
+    found = measure(one, 0)
     assert found.difference == 0.5
     assert found.rounds == relatives.MIN_ROUNDS
     assert found.theirs > 0 and found.ours > 0 and found.ratio > 0
-    assert measure(one_by_a_better_formula).difference == 0
-    assert measure(of_a_missing_library) == "No module named 'missing'"
+    assert measure(one_by_a_better_formula, 0).difference == 0
+    assert measure(of_a_missing_library, 0) == "No module named 'missing'"
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_the_report(monkeypatch, capsys):
         Row(of_a_missing_library, "nothing", "all"),
     ]
     monkeypatch.setattr(relatives, "ROWS", rows)
-    monkeypatch.setattr(relatives, "measure_apart", measure)
+    monkeypatch.setattr(relatives, "measure_apart", lambda make: measure(make, 0))
     assert relatives.main([]) == 1
     said = capsys.readouterr().out
     assert "one is wrong" in said and "one_by_a_better_formula is wrong" not in said
@@ -78,7 +77,7 @@ def test_lines_of_code_are_without_text(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", relatives.ROWS, ids=lambda row: row.make.__name__)
 def test_each_row_is_right(row):
-    found = measure_apart(row.make)
+    found = measure_apart(row.make, 0)
     if isinstance(found, str):
         pytest.skip(found)
     assert found.difference < relatives.TOLERANCE

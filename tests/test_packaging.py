@@ -196,7 +196,8 @@ class TestWithoutCompiler:
         files = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
         package = {path for path in files if not path.parts[0].endswith(".dist-info")}
         assert {path.parts[0] for path in package} == {"fastattn"}
-        assert {path.suffix for path in package} == {".py", ".typed"}
+        others = {path.as_posix() for path in package if path.suffix != ".py"}
+        assert others == {"fastattn/py.typed", "fastattn/include/fastattn.h", "fastattn/__init__.pxd"}
 
     @pytest.mark.parametrize("backend", ["numba", "reference"])
     def test_attention_runs_on_another_backend(self, without_compiler, backend):

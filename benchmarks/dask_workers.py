@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
@@ -34,6 +34,31 @@ def make_inputs(heads: int, length: int, chunk: int, dim: int) -> list[Any]:
     return [rng.standard_normal(shape, dtype=np.float32, chunks=chunks) for _ in range(3)]
 
 
+def run(workers: int, args: argparse.Namespace) -> tuple[float, float, Any]:
+    """Seconds, those of CPU in the workers, and the last chunk of the result.
+
+    The cluster is the only one: idle workers take 3 % of a core each, and Dask's profiler more.
+    """
+    with (
+        dask.config.set({"distributed.worker.profile.enabled": False}),
+        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(workers)
+        inputs = client.persist(make_inputs(args.heads, args.length, args.chunk, args.dim))
+        wait(inputs)
+        # Every worker computes once, so that its imports are no part of the times.
+        small = [x[:, : 2 * args.chunk * workers] for x in inputs]
+        client.compute(attention(*small, window=(0, 0)).sum()).result()
+        busy = -sum(client.run(time.process_time).values())
+        start = time.perf_counter()
+        out = client.persist(attention(*inputs, causal=True))
+        wait(out)
+        seconds = time.perf_counter() - start
+        busy += sum(client.run(time.process_time).values())
+        return seconds, busy, client.compute(out[:, -args.chunk :]).result()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0].partition(": ")[2])
     parser.add_argument("--length", type=int, default=65536, help="queries and keys (65536)")
@@ -46,32 +71,13 @@ def main() -> int:
 
     times: dict[int, list[float]] = {workers: [] for workers in args.workers}
     cpu: dict[int, list[float]] = {workers: [] for workers in args.workers}
-    with ExitStack() as stack:
-        clients, inputs, results = {}, {}, {}
-        for workers in times:
-            cluster = stack.enter_context(
-                LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
-            )
-            client = clients[workers] = stack.enter_context(Client(cluster, set_as_default=False))
-            client.wait_for_workers(workers)
-            made = make_inputs(args.heads, args.length, args.chunk, args.dim)
-            inputs[workers] = client.persist(made)
-            # Every worker computes once, so that its imports are no part of the times.
-            small = [x[:, : 2 * args.chunk * workers] for x in inputs[workers]]
-            client.compute(attention(*small, window=(0, 0)).sum()).result()
-        for number in range(args.rounds):
-            order = args.workers[number % len(args.workers) :] + args.workers[: number % len(args.workers)]
-            for workers in order:
-                busy = -sum(clients[workers].run(time.process_time).values())
-                start = time.perf_counter()
-                out = clients[workers].persist(attention(*inputs[workers], causal=True))
-                with clients[workers].as_current():
-                    wait(out)
-                times[workers].append(time.perf_counter() - start)
-                cpu[workers].append(busy + sum(clients[workers].run(time.process_time).values()))
-                if number == 0:
-                    results[workers] = clients[workers].compute(out[:, -args.chunk :]).result()
-                del out
+    results: dict[int, Any] = {}
+    for number in range(args.rounds):
+        order = args.workers[number % len(args.workers) :] + args.workers[: number % len(args.workers)]
+        for workers in order:
+            seconds, of_cpu, results[workers] = run(workers, args)
+            times[workers].append(seconds)
+            cpu[workers].append(of_cpu)
     first = args.workers[0]
     flops = 2 * args.heads * args.length * (args.length + 1) * args.dim
     print(

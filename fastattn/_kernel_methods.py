@@ -96,14 +96,14 @@ def kernel_regression(
     beside the coordinates. Up to 32 bandwidths from the centre their rounding, in float64, is some 1e-13.
     Where observations lie further away each coordinate is cut in two: a multiple of a power of two such that
     its products and their sums are exact, and a rest, whose products are small. What is left of the rounding
-    is that of one coordinate in bandwidths.
+    is that of one coordinate in bandwidths, and that of the products of the rests.
 
     Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With R the distance
     from the centre and d that of the observations that matter, in bandwidths, the log density has an error
-    of the order ``eps * (1 + R * d + d**2)``, and so have the weights of `out`, relatively; where R is at
-    most 32, ``eps * (1 + R**2)``. (On the reference backend the order in which BLAS sums is not known, and
-    the error may be that for any R.) The mean of `x` is subtracted first, so that a shift common to points
-    and x changes nothing but the rounding of the arguments themselves.
+    of the order ``eps * (1 + R * d + d**2 + R**2 / 2**24)``, and so have the weights of `out`, relatively;
+    where R is at most 32, ``eps * (1 + R**2)``. (On the reference backend the order in which BLAS sums is not
+    known, and the error may be that for any R.) The mean of `x` is subtracted first, so that a shift common
+    to points and x changes nothing but the rounding of the arguments themselves.
 
     NaN in a point makes its row NaN, NaN in an observation all rows.
 

@@ -247,7 +247,8 @@ def _normalize(
     real = FLOAT64 if dtype == FLOAT64 else FLOAT32
     if not all(table.dtype == real and table.flags.carray for table in (cos, sin)):
         with np.errstate(over="ignore"):
-            cos, sin = (table[positions].reshape(-1, cos.shape[1]).astype(real) for table in (cos, sin))
+            shape = positions.size, cos.shape[1]
+            cos, sin = (table[positions].reshape(shape).astype(real) for table in (cos, sin))
         positions = np.arange(positions.size, dtype=np.int64).reshape(positions.shape)
     staged = None if _has_contiguous_rows(result) else np.empty(x.shape, dtype)
     filled = result if staged is None else staged

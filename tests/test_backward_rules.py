@@ -615,7 +615,7 @@ print(call(LENGTH))
 )
 
 
-def measure(engine, length=8192, options="{}", more=(), threads="1"):
+def measure(engine, length, options="{}", more=(), threads="1"):
     """The most memory in use during a call, beyond its arrays and its gradients."""
     code = MEASURE.replace("{length}", str(length)).replace("{options}", options)
     environment = engine.environment() | {"FASTATTN_NUM_THREADS": threads}
@@ -638,13 +638,14 @@ def measure(engine, length=8192, options="{}", more=(), threads="1"):
     ],
 )
 def test_memory_does_not_grow_with_the_scores(engine, options, more, threads):
-    """Those of 8192 queries and keys would take 256 MB."""
-    extra = measure(engine, options=options, more=more, threads=threads)
-    assert extra < 64 * 2**20, f"{extra / 2**20:.1f} MiB"
+    """Those of 8192 queries and keys would take 256 MB, those of 4096 a quarter of it."""
+    length, most = (4096, 24) if engine.isa == "amx_model" else (8192, 64)  # the model is slow
+    extra = measure(engine, length, options, more, threads)
+    assert extra < most * 2**20, f"{extra / 2**20:.1f} MiB"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_memory_of_a_moderate_length():
-    """The same in the default run: 64 MiB would be the scores of 4096 queries and keys."""
+    """The same in the default run."""
     extra = measure(Engine("cython"), 4096)
     assert extra < 24 * 2**20, f"{extra / 2**20:.1f} MiB"

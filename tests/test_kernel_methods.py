@@ -2,8 +2,8 @@
 
 Bounds: a coordinate in bandwidths is rounded some times on its way, which moves a score by ``eps * R * d``,
 with R the distance from the centre and d that of the observation; the exponent itself by ``eps * d**2``; and
-up to 32 bandwidths from the centre products are rounded as they are, ``eps * R**2``. `SLACK` roundings of
-each are allowed.
+up to 32 bandwidths from the centre products are rounded as they are, ``eps * R**2``. Further away they are
+products of R and the rest of a coordinate, at most ``R / 2**24``. `SLACK` roundings of each are allowed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def loops(points, x, y, bandwidth, weights=None, leave_one_out=False):
         out[i] = share @ y[others]
         reach = max(far, float(np.sqrt((((points[i] - middle) / h) ** 2).sum())))
         moved = 1 + np.abs(np.log(w[others])) + reach * np.sqrt(squares) + squares
-        moved = (moved + min(reach, 2 * _PLAIN_REACH) ** 2).astype(float)
+        moved = (moved + min(reach, 2 * _PLAIN_REACH) ** 2 + (reach / 2**12) ** 2).astype(float)
         lse_reach[i] = share @ moved + abs(lse[i]) + abs(density[i])
         out_reach[i] = (share * moved) @ np.abs(y[others]) + (share @ moved) * (share @ np.abs(y[others]))
     return Sums(out, lse, density, out_reach, lse_reach)
@@ -110,6 +110,13 @@ class TestAccuracy:
         """Bandwidths from beyond the data to far below it, near observations and between them."""
         points, x, y = problem(num_points, dim=dim)
         points[::2] = x[: len(points[::2])] + bandwidth * (points[::2] - x[: len(points[::2])])
+        assert_right(points, x, y, bandwidth)
+
+    @pytest.mark.parametrize("bandwidth", [1e-4, 1e-8, 1e-12])
+    def test_at_observations(self, bandwidth):
+        """Where the distance to the observation that matters is 0."""
+        points, x, y = problem()
+        points[:] = x[: len(points)]
         assert_right(points, x, y, bandwidth)
 
     @pytest.mark.parametrize("bandwidth", [0.5, 1e-4])

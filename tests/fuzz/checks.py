@@ -651,6 +651,19 @@ def check_cache(record: Record, engine: Engine) -> None:
     check_history(record, engine)
 
 
+def check_beside(record: Record, engine: Engine) -> None:
+    """`flex_attention`, `linear_attention`, `rope`, or sums of Gaussian kernels."""
+    from tests.fuzz import beside
+
+    checks = {
+        "flex": beside.check_flex,
+        "linear": beside.check_linear,
+        "rope": beside.check_rope,
+        "kernels": beside.check_kernels,
+    }
+    checks[record["kind"]](record, engine)
+
+
 _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "attention": check_attention,
     "error": check_error,
@@ -660,4 +673,8 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "stored": check_stored,
     "backward": check_backward,
     "cache": check_cache,
+    "flex": check_beside,
+    "linear": check_beside,
+    "rope": check_beside,
+    "kernels": check_beside,
 }

@@ -51,9 +51,10 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
     r = Random(seed)
     engine = _engine(r, engines)
     kind = r.choices(
-        ("attention", "backward", "varlen", "merge", "stored", "cache", "sdpa", "error"),
-        (77, 3, 3, 3, 4, 2, 1, 7),
-    )[0]
+        ("attention", "backward", "varlen", "merge", "stored", "cache", "sdpa", "error",
+         "flex", "linear", "rope", "kernels"),
+        (72, 3, 3, 3, 4, 2, 1, 7, 1, 2, 1.5, 0.5),
+    )[0]  # fmt: skip
     if engine == "numba" and kind in ("backward", "stored", "cache"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
     record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
@@ -67,6 +68,8 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
         return record
     _values(r, record)
     _options(r, record)
+    if kind in _BESIDE:
+        _BESIDE[kind](r, record)
     if kind in ("attention", "error"):
         _results(r, record)
     if kind == "error":
@@ -295,3 +298,74 @@ def _cache(r: Random, record: Record) -> None:
         if do == "append" and r.random() < 0.5:
             steps[-1]["ragged"] = True
     record["steps"] = steps
+
+
+# ---- what stands beside attention; each leaves out of a record what it has not
+
+
+def _without(record: Record, *names: str) -> None:
+    for name in names:
+        record.pop(name, None)
+
+
+def _flex(r: Random, record: Record) -> None:
+    _without(record, "dropout", "dropout_seed")
+    record["flex"] = {"score": r.random() < 0.7, "mask": r.random() < 0.6}
+    if "bias" not in record:
+        record["bias"] = {"axes": _axes(r, record), "dtype": r.choice(("float32", "float64"))}
+    # A function that adds -inf to NaN masks nothing, and one that is given -inf masks.
+    _without(record, "nonfinite", *(() if record["flex"]["mask"] else ("hidden",)))
+    for name in ("lse", "weights"):
+        if r.random() < 0.4:
+            record[f"return_{name}"] = True
+
+
+def _linear(r: Random, record: Record) -> None:
+    _without(record, "nonfinite", "hidden", "styles", "causal", "window", "scale", "softcap", "sinks", "bias",
+             "mask", "layout", "dropout", "dropout_seed")  # fmt: skip
+    record["linear"] = {"map": r.choice(("elu+1", "elu+1", "squares", "favor"))}
+    if record["linear"]["map"] != "elu+1":
+        record["head_dim"] = 16
+    if "spread" in record:
+        record["spread"] = min(record["spread"], 4.0)
+    record["heads"], record["kv_heads"] = max(1, record["heads"]), max(1, record["kv_heads"])
+    if r.random() < 0.5:
+        record["linear"]["causal"] = True
+        record["len_k"] = record["len_q"]
+
+
+def _rope(r: Random, record: Record) -> None:
+    _without(record, "causal", "window", "key_lengths", "scale", "softcap", "sinks", "bias", "mask", "hidden",
+             "dropout", "dropout_seed", "leads")  # fmt: skip
+    record["kv_heads"] = record["heads"]
+    most = record["head_dim"] // 2
+    record["rope"] = {
+        "pairs": r.choice((most, most, r.randint(0, most))),
+        "dtype": r.choice(("float32", "float64")),
+        "spare": r.choice((0, 0, 1, 50)),
+        "out": r.choice(OUT_PLACES),
+    }
+    for name in ("interleaved", "inverse"):
+        if r.random() < 0.4:
+            record["rope"][name] = True
+    if r.random() < 0.5:
+        record["rope"]["lead"] = [r.random() < 0.6 for _ in range(r.randint(0, len(record["lead"])))]
+
+
+def _kernels(r: Random, record: Record) -> None:
+    for name in ("len_q", "len_k", "value_dim"):
+        record[name] = max(1, record[name])
+    record["len_k"] = min(record["len_k"], 200)
+    record["len_q"] = min(record["len_q"], max(1, 2000 // record["len_k"]))
+    record["kernels"] = {"bandwidth": r.choice((30.0, 1.0, 0.3, 0.05, 1e-3, 1e-6))}
+    for name, values, chance in (
+        ("per_dim", (True,), 0.4), ("weights", (1, 20), 0.4), ("leave_one_out", (True,), 0.3),
+        ("shift", (5.0, -1e4, 1e8), 0.3), ("away", (0.0, 3.0, 100.0), 0.4),
+    ):  # fmt: skip
+        if r.random() < chance:
+            record["kernels"][name] = r.choice(values)
+    if "leave_one_out" in record["kernels"]:
+        record["len_k"] = min(record["len_k"], 40)
+
+
+_BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels}

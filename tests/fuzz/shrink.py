@@ -12,6 +12,7 @@ from tests.fuzz.records import Record
 _NEEDED = {
     "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
     "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
+    "flex", "linear", "rope", "kernels", "map", "pairs",
 }  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 
@@ -78,9 +79,9 @@ def _simpler(record: Record) -> Iterator[Record]:
         for key in record.get(name, {}):
             rest = {other: value for other, value in record[name].items() if other != key}
             yield record | {name: rest}
-    for name in ("bias", "sinks", "key_lengths", "out"):
+    for name in ("bias", "sinks", "key_lengths", "out", "flex", "linear", "rope", "kernels"):
         for key in record.get(name, {}):
-            if key not in ("axes", "place"):
+            if key not in _NEEDED and key != "place":
                 yield record | {name: {other: value for other, value in record[name].items() if other != key}}
     if record.get("window"):
         for at in range(2):
@@ -117,6 +118,8 @@ def _is_legal(record: Record) -> bool:
     if record.get("causal") == "true" and record["len_q"] != record["len_k"] and record["kind"] != "cache":
         return False
     if record.get("flat") and (record["heads"] != 1 or record["kv_heads"] != 1 or record["lead"]):
+        return False
+    if record.get("linear", {}).get("causal") and record["len_q"] != record["len_k"]:
         return False
     dtypes = record.get("dtypes", ())
     if any(style for style in record.get("styles", {}).values()) and {"int8", "int64"} & set(dtypes):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich import box
@@ -34,6 +34,8 @@ from fastattn._quiet import SETTLE_SECONDS, CoreProbes
 
 #: Seconds for one pair beside the first call of each, and bounds on its rounds.
 SECONDS, MIN_ROUNDS, MAX_ROUNDS = 8.0, 3, 25
+
+Found = TypeVar("Found")
 
 #: Largest difference allowed, relative to the largest number of the result.
 TOLERANCE = 1e-4
@@ -297,14 +299,31 @@ class Result(NamedTuple):
     warning: str | None
 
 
-def measure(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
-    """Of one pair, in this process; or why not."""
+def _made(make: Callable[[], Pair]) -> Pair | str:
+    """One pair, or why there is none."""
     try:
-        pair = make()
+        return make()
     except ImportError as error:
         return str(error)
+
+
+def _difference(pair: Pair) -> float:
     expected, got = np.asarray((pair.exact or pair.theirs)()), np.asarray(pair.ours())
-    difference = float(np.abs(got - expected).max() / np.abs(expected).max())
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def compare(make: Callable[[], Pair]) -> float | str:
+    """The difference of one pair's results, in this process; or why there is none."""
+    pair = _made(make)
+    return pair if isinstance(pair, str) else _difference(pair)
+
+
+def measure(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
+    """Results and times of one pair, in this process; or why there are none."""
+    pair = _made(make)
+    if isinstance(pair, str):
+        return pair
+    difference = _difference(pair)
     pair.theirs()
     start = time.perf_counter()
     for call in pair[:2]:
@@ -325,11 +344,11 @@ def measure(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
     return Result(*map(median, times), ratio, rounds, difference, probes.warning())
 
 
-def measure_apart(make: Callable[[], Pair], seconds: float = SECONDS) -> Result | str:
-    """The same in a process of its own."""
+def apart(work: Callable[[Callable[[], Pair]], Found], make: Callable[[], Pair]) -> Found:
+    """`measure` or `compare` in a process of its own."""
     context = multiprocessing.get_context("spawn")  # a forked child of a process with threads has but one
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(measure, make, seconds).result()
+        return process.submit(work, make).result()
 
 
 def lines_of_code(module: str) -> int:
@@ -363,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, row in zip(_names(), ROWS, strict=True):
         if options.only and name not in options.only:
             continue
-        found = measure_apart(row.make)
+        found = apart(measure, row.make)
         if isinstance(found, str):
             notes.append(f"{name} is left out: {found}")
             continue

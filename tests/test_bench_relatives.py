@@ -10,7 +10,7 @@ import fastattn
 pytest.importorskip("rich")
 
 from benchmarks import relatives
-from benchmarks.relatives import Pair, Row, lines_of_code, measure, measure_apart
+from benchmarks.relatives import Pair, Row, apart, compare, lines_of_code, measure
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,9 @@ def test_a_pair():
     assert found.rounds == relatives.MIN_ROUNDS
     assert found.theirs > 0 and found.ours > 0 and found.ratio > 0
     assert measure(one_by_a_better_formula, 0).difference == 0
-    assert measure(of_a_missing_library, 0) == "No module named 'missing'"
+    assert compare(one) == 0.5
+    for work in (compare, lambda make: measure(make, 0)):
+        assert work(of_a_missing_library) == "No module named 'missing'"
 
 
 @pytest.mark.slow
@@ -54,7 +56,7 @@ def test_the_report(monkeypatch, capsys):
         Row(of_a_missing_library, "nothing", "all"),
     ]
     monkeypatch.setattr(relatives, "ROWS", rows)
-    monkeypatch.setattr(relatives, "measure_apart", lambda make: measure(make, 0))
+    monkeypatch.setattr(relatives, "apart", lambda work, make: measure(make, 0))
     assert relatives.main([]) == 1
     said = capsys.readouterr().out
     assert "one is wrong" in said and "one_by_a_better_formula is wrong" not in said
@@ -77,7 +79,7 @@ def test_lines_of_code_are_without_text(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", relatives.ROWS, ids=lambda row: row.make.__name__)
 def test_each_row_is_right(row):
-    found = measure_apart(row.make, 0)
-    if isinstance(found, str):
-        pytest.skip(found)
-    assert found.difference < relatives.TOLERANCE
+    difference = apart(compare, row.make)
+    if isinstance(difference, str):
+        pytest.skip(difference)
+    assert difference < relatives.TOLERANCE

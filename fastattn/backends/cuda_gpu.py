@@ -55,8 +55,8 @@ def _missing() -> list[str]:
         return ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
     try:
         from numba import config, cuda
-    except ImportError as error:
-        return [f"numba-cuda does not load ({error})"]
+    except Exception as error:  # not ImportError alone, as in `reasons_no_compiler`
+        return [f"numba-cuda does not load ({type(error).__name__}: {error})"]
     if config.ENABLE_CUDASIM:
         return []
     if not cuda.is_available():

@@ -1,6 +1,7 @@
 """Exact attention on NumPy arrays, without storing the score matrix.
 
-The flow of a call; one whose signature is known goes from line 3 to line 9:
+The flow of a call; one whose signature is known goes from line 3 to line 9, and a small one of arrays alone
+is answered by ``_prepared.recall`` before line 2:
 
 1. ``_api.attention`` takes the caller's arguments;
 2. ``_prepared.signature_of`` makes one key of all that decides how they are worked on;

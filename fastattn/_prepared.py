@@ -6,6 +6,9 @@ depends on it and on sizes alone. What depends on numbers in arrays is done at e
 checked and copied, so that nobody changes them in between, and `out` must not overlap what is read. A call
 without a signature, made of lists or of arrays on a GPU, goes through `fastattn._normalize` each time, and so
 does one that is wrong.
+
+A small call of the Cython driver, on arrays alone, is kept a second time, in the driver: `recall` then goes
+from the arguments to the results without Python, which would take longer than the work.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
     from fastattn.backends._base import Backend, Prepared
 
 try:
+    from fastattn.backends.cython import driver as _driver
     from fastattn.backends.cython.driver import locate_pages as _locate_pages
+    from fastattn.backends.cython.driver import recall as recall
     from fastattn.backends.cython.driver import signature as _signature
 except ImportError:
+    from fastattn._signature import recall as recall
     from fastattn._signature import signature as _signature
 
-    _locate_pages = None
+    _driver = _locate_pages = None
 
 describe = _signature  #: of a call on arrays and options alone
 
@@ -116,6 +122,8 @@ def run(
                 _calls.pop(next(iter(_calls), None), None)
         _calls[signature] = call
     call.by_threads[threads] = prepared
+    if type(signature) is bytes and _driver is not None and type(prepared) is _driver.Prepared:
+        call.remember(signature, prepared)
 
 
 def run_once(
@@ -258,6 +266,30 @@ class PreparedCall:
         if lse is None:
             return result if weights is None else (result, weights)
         return (result, lse) if weights is None else (result, lse, weights)
+
+    def remember(self, signature: bytes, prepared: Any) -> None:
+        """Has a small call recalled from its signature alone, where nothing of it is left to Python."""
+        if not self.is_small or self._may_fail:
+            return
+        (out, result), computed = self._out, self._out[1]
+        lse = weights = None
+        if self._lse is not None:
+            lse, computed = self._lse
+        if self._weights is not None:
+            weights, _ = self._weights
+        held = (*self._held, self._bits)
+        with suppress(RuntimeError):
+            _driver.remember(
+                signature,
+                prepared,
+                out,
+                lse,
+                weights,
+                (result, computed),
+                held,
+                self._mask_is_bias,
+                MAX_CALLS,
+            )
 
     def on_rows(
         self, query: np.ndarray, parts: tuple[Any, ...], key_lengths: np.ndarray, sinks: np.ndarray | None

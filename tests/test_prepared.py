@@ -238,6 +238,12 @@ OPTIONS = {
     },
 }
 
+#: What is checked or looked up at each call, whatever it is.
+LEFT_TO_PYTHON = [
+    "lengths", "int32_lengths", "list_of_lengths", "one_length", "mask_object", "intervals", "dense_object",
+    "everything",
+]  # fmt: skip
+
 
 @pytest.fixture
 def no_general_path(monkeypatch):
@@ -477,6 +483,52 @@ def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
     kept = len(_prepared._calls)
     fastattn.attention(query, query[:, :4], query[:, :4], mask=masks.Segments(wide.q_ids, wide.q_ids[:4]))
     assert len(_prepared._calls) == kept
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in LEFT_TO_PYTHON])
+def test_small_calls_are_recalled(monkeypatch, name, layout):
+    """The next call runs compiled code alone, on what the arrays are by then, and makes new results."""
+    pytest.importorskip("fastattn.backends.cython.driver")
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    if layout == "bshd":
+        arrays = [np.ascontiguousarray(array.swapaxes(-3, -2)) for array in arrays]
+    attend = partial(fastattn.attention, *arrays, **OPTIONS[name], layout=layout, backend="cython")
+    monkeypatch.setattr(_prepared, "_calls", {})
+    first = results_of(attend())
+    general, wanted = [result.copy() for result in first], results_of(attend())
+    monkeypatch.setattr("fastattn._api.reuse", lambda *_: pytest.fail("this call was not recalled"))
+    second = results_of(attend())
+    for results in zip(second, general, wanted, first, strict=True):
+        got, *others = results
+        assert got.flags.c_contiguous and got.flags.writeable and got.flags.owndata
+        assert not any(np.may_share_memory(got, other) for other in others)
+        for other in others:
+            assert_same_bits(got, other)
+    arrays[1][:] *= 2
+    changed = results_of(attend())
+    assert not np.array_equal(changed[0], second[0])
+    monkeypatch.undo()
+    for got, expected in zip(changed, results_of(attend(num_threads=7)), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_the_oldest_small_call_is_forgotten():
+    pytest.importorskip("fastattn.backends.cython.driver")
+    arrays = random_arrays()
+
+    def recalled(number):
+        answer = _prepared.recall(
+            _prepared.ATTENTION, *arrays, None, None, False, None, None, 3.0 + number, None, None, "bhsd",
+            None, False, False, None, "cython",
+        )  # fmt: skip
+        return type(answer) is not bytes
+
+    for number in range(_prepared.MAX_CALLS + 1):
+        assert not recalled(number)
+        fastattn.attention(*arrays, scale=3.0 + number, backend="cython")
+        assert recalled(number)
+    assert not recalled(0) and recalled(1)
 
 
 def test_threads_are_determined_at_each_call(engine, monkeypatch):

@@ -223,23 +223,23 @@ cdef class Prepared:
     def __dealloc__(self):
         free(self.record)
 
-    def run(self, tuple arrays, score_mod=None):
-        """Fills the outputs among the arrays, which are those of `Problem.arrays`; score_mod, if any, reads what it
-        holds."""
-        cdef Job *job = <Job *>self.record
-        cdef char *partials = NULL
-        cdef bint failed
-        cdef int64_t outside
-        cdef object aux = None if self.loop is None else self.loop.words(score_mod)
-        if job.n_tasks == 0 or job.n_vectors == 0:
-            return
-        job = <Job *>malloc(self.nbytes)
+    cdef inline bint has_work(self):
+        cdef const Job *job = <const Job *>self.record
+        return job.n_tasks != 0 and job.n_vectors != 0
+
+    cdef Job *copy(self) except NULL:
+        """The record, for the addresses of one call; `solve` frees it."""
+        cdef Job *job = <Job *>malloc(self.nbytes)
         if job == NULL:
             raise MemoryError("no memory for the record of a call")
         memcpy(job, self.record, self.nbytes)
-        set_addresses(job, arrays)
-        if aux is not None:
-            job.aux = aux.buffer_info()[0]
+        return job
+
+    cdef int solve(self, Job *job, score_mod) except -1:
+        """Fills the outputs of a record with addresses."""
+        cdef char *partials = NULL
+        cdef bint failed
+        cdef int64_t outside
         with nogil:
             if job.n_splits > 1:
                 partials = new_partials(job)
@@ -255,6 +255,20 @@ cdef class Prepared:
             raise MemoryError("no memory for the tiles of a thread")
         if self.loop is not None:
             self.loop.check(outside, self.sizes, score_mod)
+        return 0
+
+    def run(self, tuple arrays, score_mod=None):
+        """Fills the outputs among the arrays, which are those of `Problem.arrays`; score_mod, if any, reads what it
+        holds."""
+        cdef Job *job
+        cdef object aux = None if self.loop is None else self.loop.words(score_mod)
+        if not self.has_work():
+            return
+        job = self.copy()
+        set_addresses(job, arrays)
+        if aux is not None:
+            job.aux = aux.buffer_info()[0]
+        self.solve(job, score_mod)
 
 
 cdef inline int64_t address_of(array):
@@ -262,3 +276,4 @@ cdef inline int64_t address_of(array):
 
 
 include "entry.pxi"      # the C entry
+include "recall.pxi"     # small calls that were made before

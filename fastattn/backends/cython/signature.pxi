@@ -80,6 +80,12 @@ def signature(int function, query, key, value, mask, bias, causal, window, key_l
 
     `function` is a number for each public function; `mask` and `key_lengths` are arrays or None here.
     """
+    return signature_of(function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
+                        out, return_lse, return_weights, num_threads, backend)
+
+
+cdef object signature_of(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
+                         layout, out, return_lse, return_weights, num_threads, backend):
     cdef Words to
     cdef int axis, in_layout = layout_code(layout)
     to.n = 0

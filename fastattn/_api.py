@@ -283,18 +283,22 @@ def attention(
     """
     if extra or unknown:
         refuse_arguments(attention, extra, unknown)
-    if isinstance(key_lengths, (list, tuple, int)):
+    if key_lengths is not None:
         key_lengths = counts(key_lengths)
-    signature = None  # of a call with dropout, as the next one has another seed
+    signature: Any = None  # of a call with dropout, as the next one has another seed
     if seed is None and type(dropout) is float and dropout == 0:
-        arguments = (
-            query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
-            return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
+        named = default_backend() if backend is None else backend
+        signature = recall(
+            ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
+            layout, out, return_lse, return_weights, num_threads, named,
         )  # fmt: skip
-        found = recall(ATTENTION, *arguments)
-        if found is not None and type(found) is not bytes:
-            return found
-        signature = found or signature_of(ATTENTION, *arguments)
+        if signature is None:
+            signature = signature_of(
+                ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
+                layout, out, return_lse, return_weights, num_threads, named,
+            )  # fmt: skip
+        elif type(signature) is not bytes:
+            return signature  # the results
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     if (results := reuse(signature, given)) is not None:
         return results
@@ -433,7 +437,7 @@ def scaled_dot_product_attention(
     >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (1, 4, 6, 8)
     """
-    signature = None
+    signature: Any = None
     given = (query, key, value, attn_mask, None, None, None, None)
     if dropout_p == 0 and is_causal in (False, True) and not isinstance(attn_mask, Mask):
         function = SDPA_GQA if enable_gqa else SDPA
@@ -441,10 +445,11 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, None, "top_left" if is_causal else False, None, None, scale, None,
             None, "bhsd", None, False, False, None, default_backend(),
         )  # fmt: skip
-        found = recall(function, *arguments)
-        if found is not None and type(found) is not bytes:
-            return found
-        signature = found or signature_of(function, *arguments)
+        signature = recall(function, *arguments)
+        if signature is None:
+            signature = signature_of(function, *arguments)
+        elif type(signature) is not bytes:
+            return signature  # the results
         if (results := reuse(signature, given)) is not None:
             return results
     request = normalize_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

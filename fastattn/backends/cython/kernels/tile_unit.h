@@ -24,7 +24,8 @@
 typedef float model_row __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t model_words __attribute__((vector_size(32), aligned(4), may_alias));
 
-static _Thread_local char model_tiles[8][TILE_NBYTES] __attribute__((aligned(64)));
+/* Not aligned to vectors: Windows aligns a thread's own memory to 16 bytes only, whatever is asked for. */
+static _Thread_local char model_tiles[8][TILE_NBYTES];
 
 static inline model_row model_fma(model_row x, model_row y, model_row sum) {
 #if defined(__FMA__)

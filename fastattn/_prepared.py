@@ -269,7 +269,8 @@ class PreparedCall:
 
     def remember(self, signature: bytes, prepared: Any) -> None:
         """Has a small call recalled from its signature alone, where nothing of it is left to Python."""
-        if not self.is_small or self._may_fail:
+        held = (*self._held, self._bits)
+        if not self.is_small or self._may_fail or any(array is not None for array in held):
             return
         (out, result), computed = self._out, self._out[1]
         lse = weights = None
@@ -277,19 +278,9 @@ class PreparedCall:
             lse, computed = self._lse
         if self._weights is not None:
             weights, _ = self._weights
-        held = (*self._held, self._bits)
-        with suppress(RuntimeError):
-            _driver.remember(
-                signature,
-                prepared,
-                out,
-                lse,
-                weights,
-                (result, computed),
-                held,
-                self._mask_is_bias,
-                MAX_CALLS,
-            )
+        _driver.remember(
+            signature, prepared, out, lse, weights, (result, computed), self._mask_is_bias, MAX_CALLS
+        )  # fmt: skip
 
     def on_rows(
         self, query: np.ndarray, parts: tuple[Any, ...], key_lengths: np.ndarray, sinks: np.ndarray | None

@@ -124,7 +124,7 @@ def check_linear(record: Record, engine: Engine) -> None:
             raise Failure("dtype out", f"{got.dtype}, expected {result}")
         within(
             what, got[None] if case.is_flat else got, exact[..., rows, :],
-            (4 * factor * reach[..., rows, :]).astype(float), None, computed,
+            (2 * factor * reach[..., rows, :]).astype(float), None, computed,
             lambda: [test_linear.formula(*wide, phi, dtype=computed, **options)[0][..., rows, :]],
         )  # fmt: skip
 

@@ -15,7 +15,6 @@ cdef class SmallCall:
     cdef Prepared prepared
     cdef Axes out, lse, weights
     cdef object result, computed    # dtypes: of out and weights, and of lse
-    cdef tuple held                 # key_start, key_stop, mask_index and mask bits
     cdef bint mask_is_bias          # it comes as a mask
 
 
@@ -34,8 +33,8 @@ cdef inline object new_array(const Axes *axes, object dtype):
     return fastattn_array_at(dtype, axes.n_axes, <cnp.npy_intp *>axes.length, NULL, NULL, 0)
 
 
-def remember(bytes signature, Prepared prepared, tuple out, tuple lse, tuple weights, tuple dtypes, tuple held,
-             bint mask_is_bias, Py_ssize_t most):
+def remember(bytes signature, Prepared prepared, tuple out, tuple lse, tuple weights, tuple dtypes, bint mask_is_bias,
+             Py_ssize_t most):
     """Keeps a prepared call for `recall`; of more than `most` the oldest is forgotten.
 
     Of the results it takes the shapes, None where one is not wanted, and two dtypes: that of out and weights, and lse's.
@@ -46,7 +45,6 @@ def remember(bytes signature, Prepared prepared, tuple out, tuple lse, tuple wei
     set_lengths(&call.lse, lse)
     set_lengths(&call.weights, weights)
     call.result, call.computed = dtypes
-    call.held = held
     call.mask_is_bias = mask_is_bias
     if len(small_calls) >= most:
         small_calls.pop(next(iter(small_calls), None), None)
@@ -69,10 +67,6 @@ cdef object answer(SmallCall call, query, key, value, mask, bias, sinks):
         job.weights.data = address_of(weights)
         job.bias.data = address_of(mask if call.mask_is_bias else bias)
         job.dense.data = 0 if call.mask_is_bias else address_of(mask)
-        job.key_start.data = address_of(call.held[0])
-        job.key_stop.data = address_of(call.held[1])
-        job.mask_index.data = address_of(call.held[2])
-        job.mask_bits = address_of(call.held[3])
         job.sinks = address_of(sinks)
         prepared.solve(job, None)
     if lse is None:

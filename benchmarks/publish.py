@@ -1,14 +1,17 @@
-"""Publish a result: ``python -m benchmarks.publish [RESULTS.json [--note TEXT]] [--check]``.
+"""Publish a result: ``python -m benchmarks.publish [RESULTS.json --machine NAME [--note TEXT]] [--check]``.
 
-One file is kept, `benchmarks/results/latest.json`. The README's speed section and the pictures beside that
-file are written from it and from nothing else; ``--check`` tells whether they still say what it says. With
-RESULTS.json, what ``python -m fastattn bench --json RESULTS.json`` wrote becomes the kept file first.
+The newest result of each machine is kept, in a file of its own in `benchmarks/results`. The README's speed
+section and the pictures beside those files are written from them and from nothing else: whole from the newest,
+and a column from each of the others. ``--check`` tells whether they still say what the files say. With
+RESULTS.json, what ``python -m fastattn bench --json RESULTS.json`` wrote becomes the file of the machine NAME
+first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +26,8 @@ from fastattn.bench.report import time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: The kept file and the folder of the pictures, and the file that holds the section, below the root.
-RESULTS, README = Path("benchmarks/results/latest.json"), Path("README.md")
+#: The folder of the kept files and the pictures, and the file that holds the section, below the root.
+RESULTS, README = Path("benchmarks/results"), Path("README.md")
 
 #: What is between these lines in the README is written here.
 BEGIN = "<!-- Speed: written by python -m benchmarks.publish; changes belong there. -->"
@@ -124,9 +127,26 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def section(document: Mapping[str, Any], drawn: Sequence[Picture]) -> str:
-    """The README's speed section, from `BEGIN` to `END`."""
-    rows = [_row(name, document["cases"][name]) for name in TELLING if name in document["cases"]]
+def file_of(document: Mapping[str, Any]) -> Path:
+    """Where the result of a machine of this name is kept, below the root."""
+    words = re.findall("[a-z0-9]+", document["machine"]["name"].lower())
+    return RESULTS / f"{'-'.join(words)}.json"
+
+
+def kept(root: Path) -> list[dict[str, Any]]:
+    """The kept results, the newest first."""
+    documents = [json.loads(path.read_text("utf-8")) for path in (root / RESULTS).glob("*.json")]
+    return sorted(documents, key=lambda document: document["date"], reverse=True)
+
+
+def section(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]) -> str:
+    """The README's speed section, from `BEGIN` to `END`; `documents` are the kept ones, the newest first."""
+    newest, *others = documents
+    rows = [
+        (*_row(name, newest["cases"][name]), *(_best_ratio(other["cases"].get(name)) for other in others))
+        for name in TELLING
+        if name in newest["cases"]
+    ]
     header = (
         "case",
         "B,H,L,S,D",
@@ -135,15 +155,16 @@ def section(document: Mapping[str, Any], drawn: Sequence[Picture]) -> str:
         "fastest peer / ours",
         "PyTorch / ours",
         "of the limit",
+        *(f"{other['machine']['name']}: fastest peer / ours" for other in others),
     )
     table = [header, ("---",) * len(header), *rows]
-    folder = RESULTS.parent
     return "\n\n".join(
         (
             BEGIN,
-            _provenance(document),
+            f"{_provenance(newest)}:",
             "\n".join(f"| {' | '.join(row)} |" for row in table),
-            *(f"![{picture.title}]({folder / picture.name}.png)" for picture in drawn),
+            *(f"{_provenance(other)}." for other in others),
+            *(f"![{picture.title}]({RESULTS / picture.name}.png)" for picture in drawn),
             END,
         )
     )
@@ -152,7 +173,10 @@ def section(document: Mapping[str, Any], drawn: Sequence[Picture]) -> str:
 def _provenance(document: Mapping[str, Any]) -> str:
     """Where, when and with what, in one sentence."""
     machine, cases = document["machine"], document["cases"]
-    where = f"{machine['cpu']}, {_count(document['threads'], 'thread')} on {_count(machine['cores'], 'core')}"
+    where = (
+        f"{machine['name']} ({machine['cpu']}), "
+        f"{_count(document['threads'], 'thread')} on {_count(machine['cores'], 'core')}"
+    )
     versions = ", ".join(
         f"{name} {version.split('-')[0]}"
         for name, version in document["versions"].items()
@@ -161,9 +185,10 @@ def _provenance(document: Mapping[str, Any]) -> str:
     rounds = [run["rounds"] for run in cases.values()]
     fewest = "" if min(rounds) == max(rounds) else f"{min(rounds)} to "
     medians = f"Medians of {fewest}{_count(max(rounds), 'interleaved round')}"
-    figures = f"some of {_count(len(cases), 'case')}, all in [{RESULTS.name}]({RESULTS})"
+    file = file_of(document)
+    figures = f"some of {_count(len(cases), 'case')}, all in [{file.name}]({file})"
     note = f"**{document['note']}** " if "note" in document else ""
-    return f"{note}{where}, {document['date'][:10]}; {versions}. {medians}; {figures}:"
+    return f"{note}{where}, {document['date'][:10]}; {versions}. {medians}; {figures}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -172,7 +197,7 @@ def _count(number: int, noun: str) -> str:
 
 def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
     summary = run["summary"]
-    seconds, best, limit = summary["seconds"], summary["best"], summary.get("limit")
+    seconds, limit = summary["seconds"], summary.get("limit")
     share = "-"
     if limit and limit["share"]:
         share = f"{100 * limit['share']['median']:.0f} %" + (" (memory)" if limit["kind"] == "memory" else "")
@@ -181,10 +206,15 @@ def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
         run["case"]["shape"],
         run["case"]["options"],
         time_text(seconds[OURS[0]]) if OURS[0] in seconds else "-",
-        f"{_ratio(summary, best)} ({best})" if best else "-",
+        _best_ratio(run),
         _ratio(summary, "torch"),
         share,
     )
+
+
+def _best_ratio(run: Mapping[str, Any] | None) -> str:
+    best = run and run["summary"]["best"]
+    return f"{_ratio(run['summary'], best)} ({best})" if run and best else "-"
 
 
 def _ratio(summary: Mapping[str, Any], library: str) -> str:
@@ -207,43 +237,49 @@ def replaced(text: str, new: str) -> str:
     return f"{before}{new}{after}"
 
 
-def publish(root: Path, document: Mapping[str, Any]) -> list[Path]:
+def publish(root: Path, document: Mapping[str, Any] | None = None) -> list[Path]:
     """Keep `document` below `root`, and write the section and the pictures; the files that were written."""
-    folder = (root / RESULTS).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    (root / RESULTS).write_text(as_text(document), encoding="utf-8")
-    readme = root / README
-    readme.write_text(replaced(readme.read_text("utf-8"), section(document, pictures(document))), "utf-8")
-    paths = draw_all(document, folder)
-    for stale in set(folder.glob("*.png")) - set(paths):
+    (root / RESULTS).mkdir(parents=True, exist_ok=True)
+    paths = []
+    if document is not None:
+        paths.append(root / file_of(document))
+        paths[0].write_text(as_text(document), encoding="utf-8")
+    documents, readme = kept(root), root / README
+    drawn = pictures(documents[0])
+    readme.write_text(replaced(readme.read_text("utf-8"), section(documents, drawn)), "utf-8")
+    images = draw_all(documents[0], root / RESULTS)
+    for stale in set((root / RESULTS).glob("*.png")) - set(images):
         stale.unlink()
-    return [root / RESULTS, readme, *paths]
+    return [*paths, readme, *images]
 
 
 def disagreements(root: Path) -> Iterator[str]:
     """What below `root` does not say what the kept file says."""
-    document = json.loads((root / RESULTS).read_text("utf-8"))
-    for name, run in document["cases"].items():
-        if name not in CASES:
-            yield f"{RESULTS}: there is no case {name} any more"
-        elif (run["case"]["shape"], run["case"]["options"]) != (CASES[name].shape, CASES[name].options):
-            yield f"{RESULTS}: the case {name} is another one now"
-    drawn = pictures(document)
+    documents = kept(root)
+    for document in documents:
+        file = file_of(document)
+        if not (root / file).exists():
+            yield f"{file}: is kept under another name"
+        for name, run in document["cases"].items():
+            if name not in CASES:
+                yield f"{file}: there is no case {name} any more"
+            elif (run["case"]["shape"], run["case"]["options"]) != (CASES[name].shape, CASES[name].options):
+                yield f"{file}: the case {name} is another one now"
+    drawn = pictures(documents[0])
     text = (root / README).read_text("utf-8")
-    if replaced(text, section(document, drawn)) != text:
+    if replaced(text, section(documents, drawn)) != text:
         yield f"{README}: the speed section"
-    folder = RESULTS.parent
     wanted = {f"{picture.name}.png" for picture in drawn}
-    there = {path.name for path in (root / folder).glob("*.png")}
+    there = {path.name for path in (root / RESULTS).glob("*.png")}
     for name in sorted(wanted | there):
         if name not in there:
-            yield f"{folder / name}: is missing"
+            yield f"{RESULTS / name}: is missing"
         elif name not in wanted:
-            yield f"{folder / name}: the results have no such picture"
+            yield f"{RESULTS / name}: the results have no such picture"
         else:
-            with Image.open(root / folder / name) as image:
-                if image.info.get(DIGEST_KEY) != digest(document):
-                    yield f"{folder / name}: was drawn from other results"
+            with Image.open(root / RESULTS / name) as image:
+                if image.info.get(DIGEST_KEY) != digest(documents[0]):
+                    yield f"{RESULTS / name}: was drawn from other results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,22 +291,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if anything disagrees"
     )
+    parser.add_argument("--machine", metavar="NAME", help="what RESULTS.json was measured on, such as Zen 5")
     parser.add_argument("--note", help="what a reader of RESULTS.json has to know: kept with it, shown first")
     options = parser.parse_args(argv)
     if options.check and options.results is not None:
         parser.error("--check compares what is published; it takes no RESULTS.json")
-    if options.note is not None and options.results is None:
-        parser.error("--note is about RESULTS.json, which is not given")
+    if options.results is None and (options.note is not None or options.machine is not None):
+        parser.error("--machine and --note are about RESULTS.json, which is not given")
+    if options.results is not None and not options.machine:
+        parser.error("--machine NAME says what RESULTS.json was measured on; a result of that name is replaced")
     if options.check:
         found = list(disagreements(ROOT))
         print("\n".join(found) if found else "README and pictures say what the results say.")
         return 1 if found else 0
-    document = json.loads((options.results or ROOT / RESULTS).read_text("utf-8"))
-    if not document["cases"]:
-        parser.error("the result has no case that was timed")
-    if options.note is not None:
-        document["note"] = options.note
-    for path in publish(ROOT, compact(document)):
+    document = None
+    if options.results is not None:
+        measured = json.loads(options.results.read_text("utf-8"))
+        if not measured["cases"]:
+            parser.error("the result has no case that was timed")
+        measured["machine"]["name"] = options.machine
+        if options.note is not None:
+            measured["note"] = options.note
+        document = compact(measured)
+    for path in publish(ROOT, document):
         print(path.relative_to(ROOT))
     return 0
 

@@ -47,7 +47,13 @@ def make_document(
     rng = np.random.default_rng(0)
     document: dict[str, Any] = {
         "date": "2026-11-21T14:43:43+00:00",
-        "machine": {"cpu": "A made-up CPU", "cores": 2, "architecture": "x86_64", "system": "Linux"},
+        "machine": {
+            "name": "Made up",
+            "cpu": "A made-up CPU",
+            "cores": 2,
+            "architecture": "x86_64",
+            "system": "Linux",
+        },
         "versions": {"python": "3.11.7"} | {name: "1.0.0+cpu" for name in names},
         "threads": 2,
         "limits": {

@@ -25,6 +25,7 @@ from benchmarks.publish import (
     as_text,
     compact,
     disagreements,
+    kept,
     main,
     publish,
     replaced,
@@ -38,6 +39,9 @@ from fastattn.bench.records import LibraryRun
 from tests.bench_results import make_document
 from tests.bench_runs import case_run
 from tests.process import ROOT
+
+#: Where the made-up results are kept.
+FILE = RESULTS / "made-up.json"
 
 #: Some of the catalogue and a curve: enough for every picture but the roofline of all.
 SOME = [*map(CASES.__getitem__, ("square-512-64", "bert-batch", "llama-decode")), CASES["head-dim-16"]]
@@ -99,7 +103,7 @@ def test_publishing_leaves_the_rest_of_the_readme_alone(published: Path) -> None
     assert text.startswith("# Title\n\nBefore.\n\n")
     assert text.endswith("\n\nAfter.\n")
     assert "last year" not in text
-    publish(published, json.loads((published / RESULTS).read_text()))
+    publish(published)
     assert (published / README).read_text() == text
 
 
@@ -109,28 +113,28 @@ def edit_readme(root: Path) -> None:
 
 
 def edit_results(root: Path) -> None:
-    path = root / RESULTS
+    path = root / FILE
     document = json.loads(path.read_text())
     document["cases"]["bert-batch"]["summary"]["seconds"]["fastattn"] *= 1.01
     path.write_text(json.dumps(document))
 
 
 def rename_case(root: Path) -> None:
-    path = root / RESULTS
+    path = root / FILE
     path.write_text(path.read_text().replace('"bert-batch"', '"bart-batch"'))
 
 
 def change_case(root: Path) -> None:
-    path = root / RESULTS
+    path = root / FILE
     path.write_text(path.read_text().replace("32,12,128,128,64", "32,12,128,128,65"))
 
 
 def lose_picture(root: Path) -> None:
-    (root / RESULTS).with_name("ratios.png").unlink()
+    (root / RESULTS / "ratios.png").unlink()
 
 
 def add_picture(root: Path) -> None:
-    (root / RESULTS).with_name("extra.png").write_bytes((root / RESULTS).with_name("ratios.png").read_bytes())
+    (root / RESULTS / "extra.png").write_bytes((root / RESULTS / "ratios.png").read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,7 @@ def test_a_disagreement_is_named(change: Callable[[Path], None], named: list[str
     for text in named:
         assert text in found
     # Publishing again makes it good, but cannot bring a case back.
-    publish(published, json.loads((published / RESULTS).read_text()))
+    publish(published)
     left = [text for text in disagreements(published) if "case" not in text]
     assert left == []
 
@@ -190,7 +194,7 @@ def test_what_is_kept_is_what_was_measured() -> None:
 
 def rows(document: dict[str, Any]) -> dict[str, list[str]]:
     """The cells of the table by the name of the case."""
-    text = section(document, [])
+    text = section([document], [])
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {row[0].strip("`"): row[1:] for row in cells}
 
@@ -222,19 +226,60 @@ def test_the_table_says_what_it_lacks() -> None:
     assert found["bert-batch"][-3:] == ["-", "-", "-"]
 
 
+def test_another_machine_has_a_column() -> None:
+    newest, other = make_document(SOME), make_document(SOME[:2])
+    other["machine"]["name"] = "Older (2 cores)"
+    other["date"] = "2025-01-01T00:00:00+00:00"
+    other["cases"]["bert-batch"]["summary"] |= {"best": "jax", "ratios": {"jax": {"median": 1.234}}}
+    text = section([newest, other], [])
+    assert "| of the limit | Older (2 cores): fastest peer / ours |" in text
+    assert "Older (2 cores) (A made-up CPU), 2 threads on 2 cores, 2025-01-01" in text
+    assert "all in [older-2-cores.json](benchmarks/results/older-2-cores.json)." in text
+    columns = {line.split("`")[1]: line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| `")}
+    assert (columns["bert-batch"], columns["llama-decode"]) == ("1.23 (jax) |", "- |")
+
+
+def test_results_of_other_machines_stay(published: Path) -> None:
+    old = (published / FILE).read_text()
+    newest = compact(make_document(SOME[:2]))
+    newest["machine"]["name"], newest["date"] = "Next", "2027-01-01T00:00:00+00:00"
+    publish(published, newest)
+    assert (published / FILE).read_text() == old
+    assert [document["machine"]["name"] for document in kept(published)] == ["Next", "Made up"]
+    assert list(disagreements(published)) == []
+    (published / RESULTS / "next.json").rename(published / RESULTS / "last.json")
+    assert list(disagreements(published)) == ["benchmarks/results/next.json: is kept under another name"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["new.json"], "--machine NAME says what"),
+        (["--machine", "Zen 5"], "about RESULTS.json, which is not given"),
+        (["new.json", "--check"], "--check compares"),
+    ],
+)
+def test_arguments_that_say_too_little_or_too_much(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_every_picture_is_in_the_section_with_a_text_for_who_cannot_see_it(published: Path) -> None:
     text = (published / README).read_text()
     shown = re.findall(r"!\[([^\]]{20,})\]\(([^)]+)\)", text)
     assert sorted(target for _, target in shown) == sorted(
-        str(path.relative_to(published)) for path in (published / RESULTS).parent.glob("*.png")
+        str(path.relative_to(published)) for path in (published / RESULTS).glob("*.png")
     )
 
 
 def test_a_note_comes_first() -> None:
     document = make_document(SOME) | {"note": "The clock was not steady."}
-    text = section(compact(document), [])
+    text = section([compact(document)], [])
     assert text.split("\n")[2].startswith(
-        "**The clock was not steady.** A made-up CPU, 2 threads on 2 cores, 2026-11-21"
+        "**The clock was not steady.** Made up (A made-up CPU), 2 threads on 2 cores, 2026-11-21"
     )
 
 

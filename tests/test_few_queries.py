@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._constants import BLOCK_K, FEW_ROWS
+from fastattn._constants import BLOCK_K, FEW_ROWS, UNCACHED_NBYTES
 from fastattn._schedule import Target, make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
@@ -387,6 +387,27 @@ def test_as_many_rows_as_lanes(engine):
         alone = engine.everything(query[:, head : head + 1], key, value)
         for got, wanted in zip(alone, together, strict=True):
             assert_same_bits(got, wanted[:, head : head + 1])
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 200), (80, 64)], ids="{0[0]},{0[1]}".format)
+@pytest.mark.parametrize("dtype", ["float16", *FLOATS])
+def test_rows_of_keys_from_memory(engine, dims, dtype):
+    """Keys and values too large for a cache are prefetched, in another order for few rows than for more: each row has
+    the bits that it has alone, and of 16-bit keys those of their float32 array."""
+    if engine.backend != "cython":
+        pytest.skip("only its kernels prefetch")
+    len_k = UNCACHED_NBYTES // (2 * min(dims)) + 77
+    query, key, value = random_arrays(
+        heads=6, kv_heads=1, len_q=1, len_k=len_k, head_dim=dims[0], value_dim=dims[1], dtype=dtype
+    )
+    query = query.astype(np.result_type(query, np.float32))
+    assert 0 not in make_schedule(problem_of(query, key, value), Target(16, 3, 8), 2).prefetch_rows
+    alone = [engine.attention(query[head : head + 1], key, value) for head in range(6)]
+    for heads in (slice(0, 2), slice(1, 4), slice(0, 4), slice(1, 6)):
+        assert_same_bits(engine.attention(query[heads], key, value), np.concatenate(alone[heads]))
+    upcast = [array.astype(query.dtype) for array in (key, value)]
+    assert_same_bits(engine.attention(query[:4], *upcast), np.concatenate(alone[:4]))
+    assert_attention(engine.everything(query[5:], *upcast), query[5:], *upcast)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

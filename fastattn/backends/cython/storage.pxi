@@ -36,6 +36,12 @@ cdef inline char *scale_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
     return rows.scale + rows.scale_table[key // rows.page_size] + key % rows.page_size * rows.scale_row
 
 
+cdef inline Py_ssize_t stored_nbytes(const Job *job, const HeadRows *rows, Py_ssize_t n_cols) noexcept nogil:
+    """Bytes of n_cols elements as they are stored."""
+    cdef int64_t storage = rows.storage & STORAGE
+    return n_cols * (job.itemsize if storage == FASTATTN_REAL else 1 if storage == FASTATTN_INT8 else 2)
+
+
 cdef inline Py_ssize_t run_of(const HeadRows *rows, Py_ssize_t key, Py_ssize_t n) noexcept nogil:
     """How many of n rows from `key` on are one stride apart."""
     return n if rows.page_size == 0 else min(n, rows.page_size - key % rows.page_size)

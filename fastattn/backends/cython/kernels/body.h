@@ -182,24 +182,25 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
             BODY(1, unit, i);                                                                                  \
     } while (0)
 
-/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`; `prefetch` may be NULL. */
+/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`. */
 static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
                                 const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
-                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, const prefetched_rows *prefetch) {
+                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, prefetched_rows ahead) {
     const int is_unit = k_col == sizeof(REAL);
+    const prefetched_rows none = {.nbytes = 0};
     int first = 0;
     s += j * ld;
     k += j * k_row;
     /* All lanes for a few keys before the next keys, so that those keys stay in L1. */
-#define TILE(R, V, k_col, i)                                                                                   \
+#define TILE(R, V, k_col, i, ahead)                                                                            \
     NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
-                     k_col, is_first)
-#define FULL(V, unit, i) TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i)
-#define PAIR(V, unit, i) TILE(2, V, k_col, i)
-#define SINGLE(V, unit, i) TILE(1, V, k_col, i)
+                     k_col, is_first, ahead)
+#define FULL(V, unit, i)                                                                                       \
+    TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i, i == first ? prefetched_from(ahead, j) : none)
+#define PAIR(V, unit, i) TILE(2, V, k_col, i, none)
+#define SINGLE(V, unit, i) TILE(1, V, k_col, i, none)
     for (; j + SCORE_ROWS <= stop; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
         while (stops[first] <= j) first++;
-        if (prefetch) prefetch_rows(prefetch, j, SCORE_ROWS);
         if (is_unit)
             EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
         else
@@ -217,14 +218,14 @@ static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld,
  * stopped. */
 static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
                                     ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
-                                    int is_first, const prefetched_rows *prefetch) {
+                                    int is_first, prefetched_rows ahead) {
     const int is_unit = k_col == sizeof(REAL);
     s += j * ld;
     k += j * k_row;
     for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
-        if (prefetch) prefetch_rows(prefetch, j, NARROW_ROWS);
 #define TILE(V, k_col)                                                                                         \
-    NAME(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first)
+    NAME(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first,                  \
+                            prefetched_from(ahead, j))
         if (n_vectors == 1 && is_unit)
             TILE(1, (ptrdiff_t)sizeof(REAL));
         else if (n_vectors == 1)
@@ -241,22 +242,21 @@ static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t
 static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                         const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                         const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
-    const prefetched_rows rows = {prefetch, prefetch_row, prefetch_nbytes};
     const ptrdiff_t n_keys = stops[n_vectors - 1];
     for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
         const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
         for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
             const int is_last = head_dim - start <= SCORE_COLUMNS;
             const ptrdiff_t n_cols = is_last ? head_dim - start : SCORE_COLUMNS;
-            const prefetched_rows *const prefetched = start == 0 && prefetch_nbytes > 0 ? &rows : NULL;
+            const prefetched_rows ahead = {prefetch, prefetch_row, start == 0 ? prefetch_nbytes : 0};
             const REAL *const columns = (const REAL *)q + start * ld;
             REAL *const top = is_last ? tile_max : NULL;
             ptrdiff_t from = j;
             if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
                 from = NAME(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
-                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, prefetched);
+                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, ahead);
             NAME(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
-                                k_col, start == 0, prefetched);
+                                k_col, start == 0, ahead);
         }
     }
 }

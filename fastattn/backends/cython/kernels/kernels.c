@@ -175,17 +175,27 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
     return to;
 }
 
+/* Rows to prefetch, of nbytes each; 0: none. */
 typedef struct {
     const char *at;
     ptrdiff_t row, nbytes;
 } prefetched_rows;
 
-/* Prefetches n rows from the j-th on into L2: L1 has no room for a tile of them. Few at a time, as a core has few
- * outstanding loads; and not inline, to keep the registers for the caller's loop. */
-static __attribute__((noinline)) void prefetch_rows(const prefetched_rows *rows, ptrdiff_t j, ptrdiff_t n) {
-    const char *row = rows->at + j * rows->row;
-    for (; n > 0; n--, row += rows->row)
-        for (ptrdiff_t at = 0; at < rows->nbytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+/* Prefetches the next cache line of each of n rows into L2: L1 has no room for a tile of them. A line of each row at a
+ * time, between the products, as a core has few outstanding loads: the products wait for them where all lines of 8 rows
+ * are prefetched at once, which takes 1.05 to 1.1 times as long at 32 query rows and keys from memory (2 cores of Zen 5,
+ * 2026-11-25, interleaved A/B). */
+INLINE void prefetch_line(const int n, prefetched_rows *rows) {
+#pragma GCC unroll 8
+    for (int r = 0; r < n; r++) __builtin_prefetch(rows->at + r * rows->row, 0, 2);
+    rows->at += 64;
+    rows->nbytes -= 64;
+}
+
+/* `rows` from the j-th on. */
+INLINE prefetched_rows prefetched_from(prefetched_rows rows, ptrdiff_t j) {
+    rows.at += j * rows.row;
+    return rows;
 }
 
 #define REAL float

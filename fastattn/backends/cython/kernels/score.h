@@ -4,14 +4,17 @@
 #define PREFETCH_DISTANCE (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)
 
 /* R keys by V vectors of lanes, over n_cols columns, added to s unless is_first. Row r of K starts at k + r * k_row.
+ * R of the rows `ahead` are prefetched meanwhile.
  *
  * Each score is a sum of partial sums over SCORE_CHAIN columns, or SCORE_REST where fewer are left: short chains round
  * less, and most of the error of attention comes from here. */
 INLINE void NAME(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first) {
+                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
+                             prefetched_rows ahead) {
     VEC total[ROWS][SCORE_VECTORS] = {};
     for (ptrdiff_t left = n_cols; left > 0;) {
         VEC sum[ROWS][SCORE_VECTORS] = {};
+        if (ahead.nbytes > 0) prefetch_line(R, &ahead);
         if (left >= SCORE_CHAIN) {
             /* Later rows, into L1: they are read column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
@@ -32,6 +35,7 @@ INLINE void NAME(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max, 
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
     }
+    while (ahead.nbytes > 0) prefetch_line(R, &ahead);
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
         VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};

@@ -1,8 +1,8 @@
 """Publish a result: ``python -m benchmarks.publish [RESULTS.json --machine NAME [--note TEXT]] [--check]``.
 
 The newest result of each machine is kept, in a file of its own in `benchmarks/results`. The README's speed
-section and the pictures beside those files are written from them and from nothing else: whole from the newest,
-and a column from each of the others. ``--check`` tells whether they still say what the files say. With
+section and the pictures beside those files are written from them and from nothing else: the whole of the
+newest, and a column for each of the others. ``--check`` tells whether they still say what the files say. With
 RESULTS.json, what ``python -m fastattn bench --json RESULTS.json`` wrote becomes the file of the machine NAME
 first.
 """
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.results is None and (options.note is not None or options.machine is not None):
         parser.error("--machine and --note are about RESULTS.json, which is not given")
     if options.results is not None and not options.machine:
-        parser.error("--machine NAME says what RESULTS.json was measured on; a result of that name is replaced")
+        parser.error("--machine NAME says what RESULTS.json was measured on")
     if options.check:
         found = list(disagreements(ROOT))
         print("\n".join(found) if found else "README and pictures say what the results say.")

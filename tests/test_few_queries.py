@@ -392,8 +392,8 @@ def test_as_many_rows_as_lanes(engine):
 @pytest.mark.parametrize("dims", [(128, 128), (64, 200), (80, 64)], ids="{0[0]},{0[1]}".format)
 @pytest.mark.parametrize("dtype", ["float16", *FLOATS])
 def test_rows_of_keys_from_memory(engine, dims, dtype):
-    """Keys and values too large for a cache are prefetched, in another order for few rows than for more: each row has
-    the bits that it has alone, and of 16-bit keys those of their float32 array."""
+    """Keys and values too large for a cache are prefetched, in another order for few rows than for more: each
+    row has the bits that it has alone, and of 16-bit keys those of their float32 array."""
     if engine.backend != "cython":
         pytest.skip("only its kernels prefetch")
     len_k = UNCACHED_NBYTES // (2 * min(dims)) + 77

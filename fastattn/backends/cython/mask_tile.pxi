@@ -192,9 +192,9 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
 
     Sets w.part_stops to the vectors' stops within these keys. Keys and values that are new to the thread are copied
-    first, if the call has copies. Values that are not packed are prefetched: `accumulate` reads them column by
-    column, and `load_rows` converts them, faster than memory delivers them. That takes 9 % off a batch of heads of
-    128 keys: 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
+    first, if the call has copies. Values that are not packed, nor in small pages, are prefetched: `accumulate` reads
+    them column by column, and `load_rows` converts them, faster than memory delivers them. That takes 9 % off a batch
+    of heads of 128 keys: 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
     """
     cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n, at = 0
     cdef Py_ssize_t key_row = job.head_dim * job.itemsize, key_col = job.itemsize

@@ -183,8 +183,8 @@ typedef struct {
 
 /* Prefetches the next cache line of each of n rows into L2: L1 has no room for a tile of them. A line of each row at a
  * time, between the products, as a core has few outstanding loads: the products wait for them where all lines of 8 rows
- * are prefetched at once, which takes 1.05 to 1.1 times as long at 32 query rows and keys from memory (2 cores of Zen 5,
- * 2026-11-25, interleaved A/B). */
+ * are prefetched at once, which takes 1.04 to 1.1 times as long at 20 and 32 query rows and keys from memory (2 cores of Zen
+ * 5, 2026-11-25, interleaved A/B). */
 INLINE void prefetch_line(const int n, prefetched_rows *rows) {
 #pragma GCC unroll 8
     for (int r = 0; r < n; r++) __builtin_prefetch(rows->at + r * rows->row, 0, 2);

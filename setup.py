@@ -33,7 +33,7 @@ PER_ISA = {
     "fastattn.bench.probes.driver": PROBES / "probes.c",
 }
 
-WITH_FUSED = {"fastattn.backends.cython.driver"}
+WITH_EXTENDED = {"fastattn.backends.cython.driver"}
 
 # No -ffast-math: -inf and NaN are data here. The flags about maths only drop errno and the FP status bits.
 # Python's own -fwrapv costs `score` up to 4 %: addresses that might wrap around are computed one by one.
@@ -53,10 +53,13 @@ X86 = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
-# Fused kernels on Intel's tile unit, and the same on a model of it in C, for tests.
-FUSED = {
-    "amx": [*X86["avx512"], "-mamx-tile", "-mamx-bf16"],
-    "amx_model": [*X86["avx2"], "-O2", "-DFASTATTN_MODEL", "-Wno-psabi"],
+# Instruction sets with kernels of their own beside those of the vectors, on Intel's tile unit and for pairs
+# of bfloat16, each with its source; and the same on models of their instructions in C, for tests.
+EXTENDED = {
+    "amx": ("fused.c", [*X86["avx512"], "-mamx-tile", "-mamx-bf16"]),
+    "avx512_bf16": ("pairs.c", [*X86["avx512"], "-mavx512bf16"]),
+    "amx_model": ("fused.c", [*X86["avx2"], "-O2", "-DFASTATTN_MODEL", "-Wno-psabi"]),
+    "bf16_model": ("pairs.c", [*X86["avx2"], "-DFASTATTN_MODEL", "-Wno-psabi"]),
 }
 # By the machine that is built for. One that is not here has the portable kernels alone, and so has macOS's
 # universal2, which is two. WebAssembly has one kind of vectors, which no compiler uses unasked.
@@ -119,11 +122,11 @@ class BuildKernels(build_ext):
         ext.extra_link_args += self.openmp
         for isa, flags in isas.items():
             self.add_object(ext, PER_ISA[ext.name], isa, flags)
-        if ext.name in WITH_FUSED and "avx512" in isas:
-            for isa, flags in FUSED.items():
+        if ext.name in WITH_EXTENDED and "avx512" in isas:
+            for isa, (source, flags) in EXTENDED.items():
                 try:
-                    self.add_object(ext, KERNELS / "fused.c", isa, flags)
-                except CompileError:  # the compiler does not know the tile unit: gcc before 11
+                    self.add_object(ext, KERNELS / source, isa, flags)
+                except CompileError:  # the compiler does not know its instructions: gcc before 11, or 10
                     continue
         super().build_extension(ext)
 

@@ -46,12 +46,15 @@ EXP2_COEFFICIENTS = {
 #: Those that kernels exist for, best first.
 VECTOR_ISAS = ("avx512", "avx2", "neon", "portable")
 
-#: Those with fused kernels for float32 on a tile unit, and whose kernels they have otherwise. `amx_model`
-#: runs the source of `amx` on a model of the tile unit in C, for tests.
+#: Those with other kernels for some problems, and whose kernels they have otherwise: fused ones for float32
+#: on a tile unit, and those of pairs of bfloat16, which `amx` has, too, where the CPU does. The models run
+#: the source of `amx` and of `avx512_bf16` on models of their instructions in C, for tests.
 FUSED_ISAS = {"amx": "avx512", "amx_model": "avx2"}
+PAIRS_ISAS = {"avx512_bf16": "avx512", "bf16_model": "avx2"}
+EXTENDED_ISAS = FUSED_ISAS | PAIRS_ISAS
 
 #: All that can be chosen, best first.
-ISAS = ("amx", *VECTOR_ISAS, "amx_model")
+ISAS = ("amx", "avx512_bf16", *VECTOR_ISAS, "amx_model", "bf16_model")
 
 #: CPU features that each of the first needs; an AArch64 always has NEON.
 CPU_FEATURES: dict[str, tuple[str, ...]] = {
@@ -63,7 +66,7 @@ CPU_FEATURES: dict[str, tuple[str, ...]] = {
 
 
 #: The registers of each instruction set, and the register tiles that fill them. The measurements are in
-#: ``backends/cython/kernels/kernels.c``, the meanings in `Target` of the Numba backend.
+#: ``backends/cython/kernels/blocking.h``, the meanings in `Target` of the Numba backend.
 REGISTER_BLOCKING = {
     "avx512": {
         "vector_bytes": 64, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 16, "score_rows": 4,
@@ -83,7 +86,7 @@ REGISTER_BLOCKING = {
     },
 }  # fmt: skip
 
-# Block sizes and prefetch distances of the kernels; the measurements are in ``kernels.c``.
+# Block sizes and prefetch distances of the kernels; the measurements are in ``blocking.h``.
 KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
 SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
 SCORE_COLUMNS = 128

@@ -46,8 +46,8 @@ from fastattn._constants import (
     SWEEP_WEIGHT,
     UNCACHED_NBYTES,
 )
-from fastattn._problem import AnyProblem, Problem, Sizes
-from fastattn._storage import REAL, Rows, storage_code
+from fastattn._problem import AnyProblem, Problem
+from fastattn._storage import BFLOAT16, REAL, Rows, storage_code
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
 
@@ -59,10 +59,11 @@ class Target(NamedTuple):
     max_vectors: int  #: vectors of lanes in a query block at most
     panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
     has_fused: bool = False  #: whether there are kernels of the fused sweep, see `_fuses`
+    has_pairs: bool = False  #: and those of pairs of bfloat16, see `_uses_pairs`
 
 
 class Schedule(NamedTuple):
-    """How a call is divided. `uses_split_kv` and `block_k` decide the order of summation: they depend on the
+    """How a call is divided. The paths and `block_k` decide the order of summation: they depend on the
     problem alone, not on threads; the other fields change no bit of a result."""
 
     num_threads: int
@@ -77,13 +78,14 @@ class Schedule(NamedTuple):
     n_splits: int  #: split-KV: tasks that share a key/value head
     copies_keys: bool  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool  #: each thread packs the values of a head into panels
-    converts_keys: bool  #: keys in 16 bits are converted tile by tile, not copied
+    converts_keys: bool  #: keys are converted, or pairs are copied, tile by tile
     converts_values: bool  #: values in 16 bits likewise
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
     query_factor: float  #: this and the others are those of `score_factors`
     score_root: float
     softcap: float
     exponent_factor: float
+    uses_pairs: bool = False  #: the path: the sweep with scores of pairs
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
     task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
     task_heads: int = 0
@@ -119,18 +121,42 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small, factors)
     n_blocks = -(-n_vectors // target.max_vectors)
-    copies_keys = packs_values = False
+    uses_pairs = target.has_pairs and _uses_pairs(problem, exact_factors(factors, is_natural))
+    if uses_pairs:
+        factors = exact_factors(factors, is_natural)
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
+    if uses_pairs:
+        converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
+    copies_keys = packs_values = False
     if n_blocks > 1:
         # Query blocks that one thread computes per copy that it makes.
-        copies_keys, packs_values = _copies(
-            problem, sizes, target, min(n_blocks, heads * n_blocks // num_threads)
-        )
+        blocks = min(n_blocks, heads * n_blocks // num_threads)
+        copies_keys = _copies_keys(problem, blocks, uses_pairs)
+        packs_values = _packs_values(problem, target, blocks)
     return Schedule(
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
         converts_keys and not copies_keys, converts_values and not packs_values, (0, 0), *factors,
+        uses_pairs=uses_pairs,
     )  # fmt: skip
+
+
+def _uses_pairs(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
+    """Whether scores are computed from pairs of bfloat16 numbers, where there are kernels for it. This
+    decides the order of summation: it depends on the problem alone."""
+    query, root, softcap, exponent = factors
+    head_dim = problem.sizes.head_dim
+    return (
+        all(storage_code(x) == BFLOAT16 for x in (problem.query, problem.key, problem.value))
+        and head_dim > 0
+        and head_dim % 2 == 0
+        # A power of two keeps the numbers of the query as they are.
+        and abs(math.frexp(query)[0]) == 0.5
+        # Of products below 2^-126 the kernels keep nothing: see ``pairs.h``.
+        and root == 1
+        and exponent <= FUSED_FACTOR
+        and softcap <= FUSED_FACTOR
+    )
 
 
 def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
@@ -231,19 +257,27 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     )  # fmt: skip
 
 
-def _copies(problem: Problem, sizes: Sizes, target: Target, blocks: int) -> tuple[bool, bool]:
-    """Whether a thread copies the keys of a head, and packs its values, for so many query blocks."""
-    itemsize, len_k = problem.dtype.itemsize, sizes.len_k
-    value_nbytes = len_k * _up(sizes.value_dim, target.panel_columns) * itemsize
+def _copies_keys(problem: Problem, blocks: int, uses_pairs: bool) -> bool:
+    """Whether a thread copies the keys of a head for so many query blocks: to the type of the computation, or
+    pairs as they are."""
+    sizes, converts = problem.sizes, _is_stored(problem.key) and not uses_pairs
+    itemsize = problem.key.itemsize if uses_pairs else problem.dtype.itemsize
+    return (
+        (converts or _has_gaps(problem.key))
+        and blocks >= (STORED_BLOCKS if converts else COPY_BLOCKS)
+        and sizes.len_k * sizes.head_dim * itemsize <= COPY_NBYTES
+    )
+
+
+def _packs_values(problem: Problem, target: Target, blocks: int) -> bool:
+    """Whether a thread packs the values of a head for so many query blocks."""
+    sizes = problem.sizes
+    nbytes = sizes.len_k * _up(sizes.value_dim, target.panel_columns) * problem.dtype.itemsize
     if _is_stored(problem.value):
-        pack_blocks = STORED_BLOCKS
+        least = STORED_BLOCKS
     else:
-        pack_blocks = GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS
-    packs_values = blocks >= pack_blocks and value_nbytes <= COPY_NBYTES
-    copy_blocks = STORED_BLOCKS if _is_stored(problem.key) else COPY_BLOCKS
-    gains = _is_stored(problem.key) or _has_gaps(problem.key)
-    copies_keys = gains and blocks >= copy_blocks and len_k * sizes.head_dim * itemsize <= COPY_NBYTES
-    return copies_keys, packs_values
+        least = GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS
+    return blocks >= least and nbytes <= COPY_NBYTES
 
 
 def _is_stored(array: np.ndarray | Rows) -> bool:
@@ -340,6 +374,18 @@ def score_factors(
         return mantissa, 1.0, cap, math.ldexp(1.0, power)
     root = min(max((power + 1) // 2, 1 - largest), largest)
     return math.ldexp(mantissa, power % -2), math.ldexp(1.0, root), cap, exponent
+
+
+def exact_factors(
+    factors: tuple[float, float, float, float], is_natural: bool
+) -> tuple[float, float, float, float]:
+    """The factors of `score_factors` with a power of two for the query, which multiplies its numbers without
+    rounding. The exponent takes the rest, unless a soft-cap or natural units need it in the scores."""
+    query, root, softcap, exponent = factors
+    if is_natural or softcap or query == 0:
+        return factors
+    power = math.copysign(math.ldexp(1.0, math.frexp(query)[1] - 1), query)
+    return power, root, softcap, exponent * (query / power)
 
 
 def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:

@@ -27,8 +27,8 @@ def defines(code: str) -> dict[str, str]:
 
 
 def blocks() -> dict[str, dict[str, str]]:
-    """The defines of kernels.c for each instruction set, and those for all."""
-    code = source(KERNELS / "kernels.c")
+    """The defines of blocking.h for each instruction set, and those for all."""
+    code = source(KERNELS / "blocking.h")
     chain = code[code.index("#if defined(__AVX512F__)") :]
     chain, rest = chain.split("\n#endif", 1)
     parts = re.split(r"^#(?:if|elif|else)(?: defined\((\w+)\))?$", chain, flags=re.MULTILINE)[1:]
@@ -53,7 +53,7 @@ def test_tiles_of_each_instruction_set():
         assert number(table, "SCORE_KEYS") == constants.SCORE_KEYS
         for name in ("PREFETCH_KEYS", "PREFETCH_VALUES", "PREFETCH_PACKED"):
             assert number(table, name) == getattr(constants, name)
-        if isa != "portable":  # kernels.c says why it has others there
+        if isa != "portable":  # blocking.h says why it has others there
             assert number(table, "SCORE_COLUMNS") == constants.SCORE_COLUMNS
             assert number(table, "EXP2_KEYS") == constants.EXP2_KEYS
     shared = defines(source(KERNELS / "kernels.h"))
@@ -84,9 +84,11 @@ def test_instruction_sets_are_built_and_detected():
         assert tuple(tested) == features
         flags = re.search(rf'"{isa}": \[(.*?)\]', setup)
         assert {f"-m{name}" for name in features} <= set(re.findall(r"-m\w+", flags[1] if flags else ""))
-    for isa, vectors in constants.FUSED_ISAS.items():
-        assert f'"{isa}", "{vectors}", ' in dispatch
-        assert f'"{isa}": [*X86["{vectors}"], ' in setup
+    extended = dict(re.findall(r'^    EXTENDED\((\w+), [^"]*"(\w+)", ', dispatch, re.MULTILINE))
+    assert extended == constants.EXTENDED_ISAS
+    for isa, vectors in extended.items():
+        source_file = "fused.c" if isa in constants.FUSED_ISAS else "pairs.c"
+        assert f'"{isa}": ("{source_file}", [*X86["{vectors}"], ' in setup
 
 
 def test_sizes_of_the_fused_sweep():

@@ -15,7 +15,7 @@ from tests import cases, naive
 from tests.cases import Case
 from tests.conftest import FLOAT32_FIRST, computes_gradients
 from tests.test_backward import check
-from tests.tolerances import assert_attention, assert_same_bits
+from tests.tolerances import assert_attention, assert_same_bits, computes_as_upcast
 
 #: What drops weights is what computes gradients.
 drops_weights = computes_gradients
@@ -174,9 +174,13 @@ def test_one_head_without_an_axis_is_the_same_head_with_one(engine):
 def test_16_bits(engine, dtype):
     arrays = tuple(array.astype(dtype) for array in MEDIUM.arrays())
     upcast = tuple(array.astype(np.float32) for array in arrays)
-    out, lse = engine.attention(*upcast, return_lse=True, **DROP)
-    stored = engine.attention(*arrays, **DROP)
+    expected = engine.attention(*upcast, **DROP)
+    out, stored = np.empty_like(expected), engine.attention(*arrays, **DROP)
+    _, lse = engine.attention(*arrays, out=out, return_lse=True, **DROP)
     assert_same_bits(stored, out.astype(dtype))
+    if computes_as_upcast(engine.isa, dtype):
+        assert_same_bits(out, expected)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     grad_out = np.random.default_rng(0).standard_normal(out.shape).astype(dtype)
     got = engine.backward(grad_out, *arrays, stored, lse, **DROP)
     wanted = engine.backward(*(x.astype(np.float32) for x in (grad_out, *arrays, stored)), lse, **DROP)

@@ -51,9 +51,9 @@ def both_types(*isas: str) -> set[tuple[str, str]]:
 
 
 def of_this_machine() -> set[tuple[str, str]]:
-    """What the tests of all kernels must have checked here; the fused kernels are of float32 alone."""
-    fused = {isa for isa in ISAS if isa in _constants.FUSED_ISAS}
-    return both_types("portable", *ISAS) - {(isa, "float64") for isa in fused}
+    """What the tests of all kernels must have checked here; those of pairs and tiles are of float32."""
+    extended = {isa for isa in ISAS if isa in _constants.EXTENDED_ISAS}
+    return both_types("portable", *ISAS) - {(isa, "float64") for isa in extended}
 
 
 def require(*tools: str) -> None:

@@ -126,7 +126,7 @@ class TestTarget:
     """What is compiled is for the machine that is built for, whatever machine builds."""
 
     ISAS = (
-        ("linux-x86_64", "", {"portable", "avx2", "avx512", "amx", "amx_model"}),
+        ("linux-x86_64", "", {"portable", "avx2", "avx512", "amx", "avx512_bf16", "amx_model", "bf16_model"}),
         ("linux-aarch64", "", {"portable", "neon"}),
         ("linux-riscv64", "", {"portable"}),
         ("macosx-11.0-arm64", "", {"portable", "neon"}),
@@ -163,7 +163,7 @@ class TestTarget:
     @pytest.mark.parametrize(("platform", "archflags", "isas"), ISAS)
     def test_instruction_sets(self, commands, platform, archflags, isas):
         lines = commands(platform, archflags)
-        kernels = [line for line in lines if "kernels.c" in line or "fused.c" in line]
+        kernels = [line for line in lines if re.search(r"(kernels|fused|pairs)\.c", line)]
         assert {re.search(r"-DFASTATTN_ISA=(\w+)", line)[1] for line in kernels} == isas
         assert all(("-mavx512f" in line) == ("=avx512" in line or "=amx " in line) for line in kernels)
         assert all(("-msimd128" in line) == platform.endswith("wasm32") for line in kernels)

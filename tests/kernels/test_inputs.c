@@ -110,18 +110,31 @@ static void test_convert(void) {
         }
 }
 
-/* A copy without gaps, of rows in any layout. */
+static void check_copy(const Matrix *from) {
+    char *to = take(from->rows * from->cols * from->nbytes, from->nbytes, 0);
+    fastattn_copy_rows(to, from->at, from->row, from->col, from->nbytes, from->rows, from->cols);
+    for (ptrdiff_t r = 0; r < from->rows; r++)
+        for (ptrdiff_t c = 0; c < from->cols; c++, to += from->nbytes)
+            CHECK(memcmp(to, element(from, r, c), (size_t)from->nbytes) == 0, "%td bytes, %td by %td, strides %td, %td: (%td, %td)",
+                  from->nbytes, from->rows, from->cols, from->row, from->col, r, c);
+    release();
+}
+
+/* A copy without gaps, of rows in any layout, also of 16 bits. */
 static void test_copy_rows(void) {
-    for (int rows = 1; rows <= 20; rows++)
+    const ptrdiff_t cols_16[] = {2, -2, 3, 14};
+    for (int rows = 1; rows <= 20; rows++) {
         for (int layout = 0; layout < LAYOUTS; layout++) {
-            const int cols = 1 + below(70);
-            const Matrix from = integer_matrix(rows, cols, layout);
-            char *to = take((ptrdiff_t)rows * cols * size, size, 0);
-            fastattn_copy_rows(to, from.at, from.row, from.col, size, rows, cols);
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < cols; c++)
-                    CHECK(get(to, r * cols + c) == entry(&from, r, c), "%d rows, %d columns, layout %d: row %d, column %d",
-                          rows, cols, layout, r, c);
-            release();
+            const Matrix from = integer_matrix(rows, 1 + below(70), layout);
+            check_copy(&from);
         }
+        for (int i = 0; i < COUNT(cols_16); i++) {
+            const int n_cols = 1 + below(70);
+            const Matrix from = matrix_of(rows, n_cols, n_cols * cols_16[i] + below(3), cols_16[i], 2, below(8));
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < n_cols; c++) memset(element(&from, r, c), below(256), 2);
+            seal(&from);
+            check_copy(&from);
+        }
+    }
 }

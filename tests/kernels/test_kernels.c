@@ -20,6 +20,7 @@
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
+#include "test_pairs.c"
 
 static void test_peaks(void) {
     const fastattn_probes *probes = fastattn_find_probes(kernels->isa);
@@ -104,17 +105,19 @@ int main(int argc, char **argv) {
                 continue;
             }
             const long checks_before = checks, failures_before = failures;
-            const int is_fused = strcmp(kernels->isa, kernels->vectors) != 0;
+            const int is_extended = strcmp(kernels->isa, kernels->vectors) != 0;
             lanes = kernels->lanes;
             unit = size == 4 ? 0x1p-24L : 0x1p-53L;
             current = "table";
             CHECK(strcmp(kernels->isa, argv[i]) == 0, "the table of %s calls itself %s", argv[i], kernels->isa);
             CHECK(!fastattn_find_kernels("none", size), "a table for an ISA that does not exist");
-            CHECK(!kernels->fused == !(is_fused && size == 4), "fused kernels in the wrong table");
-            if (is_fused && size == 8) continue;
+            CHECK((kernels->fused || kernels->pairs) == (is_extended && size == 4), "other kernels in the wrong table");
+            if (is_extended && size == 8) continue;
             if (lanes * kernels->max_vectors > 64) return printf("no room for %d vectors\n", kernels->max_vectors), 1;
-            /* The others of its kernels are those of another table. */
-            (is_fused ? test_fused : test_table)(errors, sizeof errors);
+            /* The rest of its kernels are those of another table. */
+            if (!is_extended) test_table(errors, sizeof errors);
+            if (kernels->pairs) test_pairs(errors, sizeof errors);
+            if (kernels->fused) test_fused(errors, sizeof errors);
             printf("%s float%d: %ld checks, %ld failed; largest error: %s\n", argv[i], size * 8,
                    checks - checks_before, failures - failures_before, errors);
         }

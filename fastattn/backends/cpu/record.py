@@ -47,6 +47,7 @@ SCRATCH = (
     "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows", "drop_words",
     "drop_rows",
     "query_groups", "weight_groups", "key_groups", "score_tiles", "other_scores", "kept_words",  # fused sweep
+    "query_pairs", "other_max",  # pairs; "other_scores", too
 )  # fmt: skip
 
 COUNTS = (
@@ -74,7 +75,7 @@ COUNTS = (
     "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
     # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
     # block's accumulators.
-    "uses_fused",
+    "uses_pairs", "uses_fused",
     "scores_on_tiles",  # gradients: scores of the fused kernels
     "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
     "tile_groups", "tile_nbytes", "acc_nbytes",
@@ -198,6 +199,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["converts_keys"] = schedule.converts_keys
     fields["converts_values"] = schedule.converts_values
     fields["split_tiles"] = schedule.split_tiles
+    fields["uses_pairs"] = schedule.uses_pairs
     fields["scores_on_tiles"] = schedule.scores_on_tiles
     stored = {fields["key_storage"], fields["value_storage"]}
     fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
@@ -277,10 +279,8 @@ def _lay_out(
             value_copy = tile * value_dim
     else:
         query, acc = head_dim * line, panels * target.panel_columns * line
-        if schedule.copies_keys:
-            key_copy = fields["len_k"] * head_dim * itemsize
-        elif schedule.converts_keys:
-            key_copy = tile * head_dim
+        copied_keys = fields["len_k"] if schedule.copies_keys else block_k * schedule.converts_keys
+        key_copy = copied_keys * head_dim * (problem.key.itemsize if schedule.uses_pairs else itemsize)
         if schedule.packs_values:
             value_copy = panels * fields["panel"]
         elif schedule.converts_values or fields["value_page_size"]:
@@ -308,6 +308,9 @@ def _lay_out(
     nbytes += (0,) * (len(SCRATCH) - len(nbytes))
     if schedule.uses_fused:
         larger = _fused_tiles(fields, schedule) | larger
+    if schedule.uses_pairs:
+        other = {"query_pairs": query // 2, "other_scores": block_k * line, "other_max": line}
+        larger = other | {"staged": max(staged, tile * head_dim)} | larger
     if larger:
         nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()
     at = 0

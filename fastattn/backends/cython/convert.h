@@ -33,7 +33,7 @@ static inline void fastattn_convert_row(char *to, int to_size, const char *from,
     }
 }
 
-/* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (4 or 8), i < n_rows, c < n_cols. Later
+/* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (2, 4 or 8), i < n_rows, c < n_cols. Later
  * rows are prefetched: they may be too far apart for the hardware prefetcher. */
 static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row, ptrdiff_t col, ptrdiff_t itemsize,
                                       ptrdiff_t n_rows, ptrdiff_t n_cols) {
@@ -43,6 +43,8 @@ static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row,
         if (col == itemsize) {
             for (ptrdiff_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + PREFETCH_ROWS * row + at);
             memcpy(to, from, (size_t)nbytes);
+        } else if (itemsize == 2) {
+            for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 2, from + c * col, 2);
         } else if (itemsize == 4) {
             for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 4, from + c * col, 4);
         } else {

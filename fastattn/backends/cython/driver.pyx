@@ -95,7 +95,7 @@ def chosen_vectors():
 def target(Py_ssize_t itemsize):
     """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL
+    return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL, kernels.pairs != NULL
 
 
 def tile_operations(int num_threads, long steps):

@@ -114,16 +114,6 @@ cdef inline void select_block(const Job *job, Scratch *w, Py_ssize_t number) noe
     w.row_h = <Py_ssize_t *>(base + job.to_row_h) + lanes
 
 
-cdef void pack_block(const Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The packed queries of a block, in w.query."""
-    cdef Py_ssize_t lane
-    cdef char *item_rows = at_item(job, &job.query, block.item)
-    for lane in range(block.ld):
-        w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
-    kernels_of(job).pack(w.query, block.ld, query_rows(job, w, block.ld),
-                         job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
-
-
 cdef inline char *query_groups_of(const Job *job, Scratch *w, Py_ssize_t number) noexcept nogil:
     return w.query_groups + number * groups_in(job.head_dim) * GROUP_NBYTES
 
@@ -230,12 +220,9 @@ cdef void correct_scores(const Job *job, Scratch *w, const Task *task, Unit *uni
     cdef float *to
     cdef const float *other = <const float *>w.other_scores
     cdef float *top = unit.work.tile_max
-    pack_block(job, w, block)
-    load_rows(job, w.staged, &block.key, unit.key0, unit.work.n_keys, job.head_dim)
     for j in range(block.n_vectors):
         w.part_stops[j] = unit.work.n_keys
-    kernels_of(job).score(w.other_scores, NULL, w.query, block.ld, block.n_vectors, w.staged, w.part_stops,
-                          job.head_dim, job.head_dim * job.itemsize, job.itemsize, NULL, 0, 0)
+    score_in_float(job, w, block, NULL, unit.key0, unit.work.n_keys)
     memcpy(top, w.empty, FUSED_LANES * sizeof(float))
     for j in range(unit.work.n_keys):
         to = unit.work.scores + j * FUSED_LANES

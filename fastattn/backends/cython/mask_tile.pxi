@@ -4,6 +4,9 @@ cdef extern from "convert.h" nogil:
     void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
     void fastattn_copy_rows(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t)
 
+ctypedef void (*Score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t, Py_ssize_t,
+                       Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
+
 cdef uint32_t ALL_BITS = 0xffffffff
 
 
@@ -165,7 +168,7 @@ cdef inline void copy_rows(const Job *job, Scratch *w, const Block *block, Py_ss
     cdef Py_ssize_t n_rows
     cdef char *panels
     if job.copies_keys:
-        load_rows(job, block.keys + start * job.head_dim * job.itemsize, &block.key, start, stop - start, job.head_dim)
+        load_scored_keys(job, block.keys + start * key_nbytes(job), &block.key, start, stop - start)
     while job.packs_values and start < stop:
         panels = <char *>block.values.at + start * block.values.row
         if job.value_storage:
@@ -187,6 +190,38 @@ cdef inline void find_part_stops(const Scratch *w, const Block *block, Py_ssize_
         w.part_stops[j] = min(max(w.stops[j] - first, 0), n_keys)
 
 
+cdef inline void score_in_float(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key,
+                                Py_ssize_t n_keys) noexcept nogil:
+    """w.other_scores become those of the kernels of the compute type, of the keys from `key` on, as far as w.part_stops
+    says. For few queries and keys: both are packed and converted each time."""
+    pack_block(job, w, block)
+    load_rows(job, w.staged, &block.key, key, n_keys, job.head_dim)
+    kernels_of(job).score(w.other_scores, tile_max, w.query, block.ld, block.n_vectors, w.staged, w.part_stops,
+                          job.head_dim, job.head_dim * job.itemsize, job.itemsize, NULL, 0, 0)
+
+
+cdef void find_other_scores(const Job *job, Scratch *w, const Block *block, const char *tile_max, Py_ssize_t key,
+                            Py_ssize_t n_keys) noexcept nogil:
+    """w.other_scores and w.other_max, for lanes without pairs, before those of the others are computed."""
+    if tile_max != NULL:
+        memcpy(w.other_max, tile_max, block.ld * job.itemsize)
+    score_in_float(job, w, block, NULL if tile_max == NULL else w.other_max, key, n_keys)
+
+
+cdef void take_other_scores(const Job *job, const Scratch *w, const Block *block, char *scores, char *tile_max,
+                            Py_ssize_t n_keys) noexcept nogil:
+    """Copies the scores of lanes without pairs to where those of the others are."""
+    cdef Py_ssize_t lane, j, at
+    for lane in range(block.ld):
+        if not block.other_lanes >> lane & 1:
+            continue
+        for j in range(n_keys):
+            at = (j * block.ld + lane) * job.itemsize
+            memcpy(scores + at, w.other_scores + at, job.itemsize)
+        if tile_max != NULL:
+            memcpy(tile_max + lane * job.itemsize, w.other_max + lane * job.itemsize, job.itemsize)
+
+
 cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0,
                             Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
     """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
@@ -197,8 +232,11 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     of heads of 128 keys: 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
     """
     cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n, at = 0
-    cdef Py_ssize_t key_row = job.head_dim * job.itemsize, key_col = job.itemsize
+    cdef Py_ssize_t key_row = key_nbytes(job), key_col = job.itemsize
     cdef bint in_place = not job.copies_keys and not job.converts_keys
+    cdef Score score = kernels_of(job).pairs.score if job.uses_pairs else kernels_of(job).score
+    cdef const char *queries = w.query_pairs if job.uses_pairs else w.query
+    cdef char *scores
     cdef const char *keys
     cdef const char *values = NULL
     find_part_stops(w, block, first, n_keys)
@@ -210,7 +248,7 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
             prefetch_nbytes = stored_nbytes(job, &block.value, job.value_dim)
     if in_place:
         key_row = block.key.row
-        key_col = block.key.col
+        key_col = PAIR_NBYTES if job.uses_pairs else block.key.col
     while at < n_keys:
         n = n_keys - at
         if in_place:
@@ -225,9 +263,13 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
         if n < n_keys:
             find_part_stops(w, block, first + at, n)
         if w.part_stops[block.n_vectors - 1] > 0:
-            kernels_of(job).score(w.scores + (first + at) * block.ld * job.itemsize, tile_max, w.query, block.ld,
-                                  block.n_vectors, keys, w.part_stops, job.head_dim, key_row, key_col, values,
-                                  block.value.row, prefetch_nbytes)
+            scores = w.scores + (first + at) * block.ld * job.itemsize
+            if job.uses_pairs and block.other_lanes:
+                find_other_scores(job, w, block, tile_max, start + at, n)
+            score(scores, tile_max, queries, block.ld, block.n_vectors, keys, w.part_stops, key_columns(job), key_row,
+                  key_col, values, block.value.row, prefetch_nbytes)
+            if job.uses_pairs and block.other_lanes:
+                take_other_scores(job, w, block, scores, tile_max, n)
         at += n
     if n < n_keys:
         find_part_stops(w, block, first, n_keys)
@@ -300,7 +342,7 @@ cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     if job.converts_keys:
-        load_rows(job, w.key_copy, &block.key, key0, n_keys, job.head_dim)
+        load_scored_keys(job, w.key_copy, &block.key, key0, n_keys)
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     adjusted_scores(job, w, block, state, key0, 0, plain)

@@ -36,6 +36,12 @@ cdef extern from "fused.h" nogil:
         void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
         double (*peak)(long) noexcept nogil
 
+cdef extern from "pairs.h" nogil:
+    ctypedef struct fastattn_pairs:
+        uint64_t (*pack)(void *, Py_ssize_t, const char *const *, Py_ssize_t, float) noexcept nogil
+        void (*score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t,
+                      Py_ssize_t, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
+
 cdef extern from "kernels.h" nogil:
     enum: KEY_CHUNK "FASTATTN_KEY_CHUNK"
     enum: FASTATTN_REAL
@@ -59,6 +65,7 @@ cdef extern from "kernels.h" nogil:
         const char *isa
         const char *vectors
         const fastattn_fused *fused
+        const fastattn_pairs *pairs
         int lanes
         int max_vectors
         int panel_cols
@@ -125,6 +132,7 @@ cdef enum:
 cdef enum:
     WORD = 32
     PREFETCH_STEP = 16       # rows in pages at which the prefetch distance may change, as kernels require
+    PAIR_NBYTES = 4          # of two adjacent columns of a key, in 16 bits each
     KEY_STEP = 4             # a block's keys start at a multiple of this, as `first_chunk` of the kernels requires
     N_VIEWS = 18
     PREFETCH_PER_COLUMN = 8     # bytes at each address that `accumulate` is sure to prefetch, per column of value
@@ -176,7 +184,7 @@ cdef struct Job:
     int64_t copies_keys, packs_values, converts_keys, converts_values, panel
     int64_t key_prefetch, value_prefetch
     int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
-    int64_t uses_fused, scores_on_tiles, n_parts, tile_groups, tile_nbytes, acc_nbytes
+    int64_t uses_pairs, uses_fused, scores_on_tiles, n_parts, tile_groups, tile_nbytes, acc_nbytes
     int64_t partials, left
     int64_t failed
     int64_t scratch_nbytes
@@ -185,6 +193,7 @@ cdef struct Job:
     int64_t to_stops, to_part_stops, to_row_i, to_row_h, to_converted, to_clean, to_key_copy, to_value_copy, to_staged, to_staged_rows
     int64_t to_drop_words, to_drop_rows
     int64_t to_query_groups, to_weight_groups, to_key_groups, to_score_tiles, to_other_scores, to_kept_words
+    int64_t to_query_pairs, to_other_max
     double query_factor, score_root, softcap, exponent_factor, kept_share
     View query, key, value, out, lse, weights, bias, dense, key_start, key_stop, mask_index, key_lengths
     View key_scale, value_scale, key_table, value_table, key_scale_table, value_scale_table
@@ -238,7 +247,9 @@ cdef struct Scratch:
     char *weight_groups  # of two tiles of weights
     char *key_groups     # of the keys and values of some key tiles
     char *score_tiles    # two tiles of scores
-    char *other_scores   # a tile of scores by the other kernels
+    char *query_pairs    # the packed queries as pairs, see kernels/pairs.h
+    char *other_scores   # a tile of scores by the other kernels, and the largest of each lane
+    char *other_max
     uint32_t *kept_words  # which keys of three units each lane may attend
     HeadRows seen_key    # the head last worked on, and the range of its rows seen
     HeadRows seen_value
@@ -258,6 +269,7 @@ cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t item, ld, n_rows
     int n_vectors
+    uint64_t other_lanes     # those whose queries have no pairs
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
     Py_ssize_t hole_start, hole_stop  # no lane may attend the keys inside: those between kept first keys and windows
@@ -382,7 +394,9 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     w.weight_groups = base + job.to_weight_groups
     w.key_groups = base + job.to_key_groups
     w.score_tiles = base + job.to_score_tiles
+    w.query_pairs = base + job.to_query_pairs
     w.other_scores = base + job.to_other_scores
+    w.other_max = base + job.to_other_max
     w.kept_words = <uint32_t *>(base + job.to_kept_words)
     memset(&w.seen_key, 0, sizeof(HeadRows))
     memset(&w.seen_value, 0, sizeof(HeadRows))

@@ -42,6 +42,16 @@ cdef inline Py_ssize_t stored_nbytes(const Job *job, const HeadRows *rows, Py_ss
     return n_cols * (job.itemsize if storage == FASTATTN_REAL else 1 if storage == FASTATTN_INT8 else 2)
 
 
+cdef inline Py_ssize_t key_columns(const Job *job) noexcept nogil:
+    """What the columns of a key are to `score`."""
+    return job.head_dim // 2 if job.uses_pairs else job.head_dim
+
+
+cdef inline Py_ssize_t key_nbytes(const Job *job) noexcept nogil:
+    """Bytes of a key without gaps, as it is scored."""
+    return key_columns(job) * job.itemsize
+
+
 cdef inline Py_ssize_t run_of(const HeadRows *rows, Py_ssize_t key, Py_ssize_t n) noexcept nogil:
     """How many of n rows from `key` on are one stride apart."""
     return n if rows.page_size == 0 else min(n, rows.page_size - key % rows.page_size)
@@ -109,6 +119,21 @@ cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ss
         to += n * n_cols * job.itemsize
         key += n
         n_rows -= n
+
+
+cdef inline void load_scored_keys(const Job *job, char *to, const HeadRows *rows, Py_ssize_t key,
+                           Py_ssize_t n_keys) noexcept nogil:
+    """Keys as they are scored, contiguous: in the compute type, or as pairs of what is stored."""
+    cdef Py_ssize_t n
+    if not job.uses_pairs:
+        load_rows(job, to, rows, key, n_keys, job.head_dim)
+        return
+    while n_keys > 0:
+        n = run_of(rows, key, n_keys)
+        fastattn_copy_rows(to, row_at(rows, key), rows.row, rows.col, PAIR_NBYTES // 2, n, job.head_dim)
+        to += n * key_nbytes(job)
+        key += n
+        n_keys -= n
 
 
 cdef inline const char *const *rows_to_read(const Job *job, Scratch *w, Py_ssize_t col, int64_t storage,

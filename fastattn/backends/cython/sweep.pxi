@@ -214,6 +214,35 @@ cdef inline bint write_out(const Job *job, Scratch *w, const Block *block) noexc
     return nan
 
 
+cdef void find_query_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """Where the block's queries lie, in w.rows."""
+    cdef Py_ssize_t lane
+    cdef char *item_rows = at_item(job, &job.query, block.item)
+    for lane in range(block.ld):
+        w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
+
+
+cdef void pack_block(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """The packed queries of a block, in w.query."""
+    find_query_rows(job, w, block)
+    kernels_of(job).pack(w.query, block.ld, query_rows(job, w, block.ld),
+                         job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
+
+
+cdef void pack_pairs(const Job *job, Scratch *w, Block *block) noexcept nogil:
+    """The pairs of a block's queries, in w.query_pairs."""
+    cdef Py_ssize_t lane, nbytes = job.head_dim * (PAIR_NBYTES // 2)
+    cdef char **rows = w.rows
+    find_query_rows(job, w, block)
+    if job.query.col != PAIR_NBYTES // 2:
+        rows = w.staged_rows
+        for lane in range(block.ld):
+            rows[lane] = w.staged + lane * nbytes
+            fastattn_copy_rows(rows[lane], w.rows[lane], 0, job.query.col, PAIR_NBYTES // 2, 1, job.head_dim)
+    block.other_lanes = kernels_of(job).pairs.pack(w.query_pairs, block.ld, <const char *const *>rows,
+                                                   job.head_dim // 2, <float>job.query_factor)
+
+
 cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """One query block of one key/value head of one batch item, from its queries to its outputs."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
@@ -227,11 +256,10 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     block.n_rows = rows.n_rows
     find_block(job, w, &block, item, rows.kv, rows.first_row)
     find_head(job, w, &block)
-    item_rows = at_item(job, &job.query, item)
-    for lane in range(block.ld):
-        w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
-    kernels.pack(w.query, block.ld, query_rows(job, w, block.ld), job.itemsize if job.query_storage else job.query.col,
-                 job.head_dim, job.query_factor)
+    if job.uses_pairs:
+        pack_pairs(job, w, &block)
+    else:
+        pack_block(job, w, &block)
     item_rows = at_item(job, &job.out, item)
     for lane in range(block.ld):
         w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)

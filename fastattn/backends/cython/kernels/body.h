@@ -4,7 +4,6 @@
 
 #include "storage.h"
 
-#define LINE ((int)(64 / sizeof(REAL))) /* elements of a cache line */
 #define PANEL_ROW ((ptrdiff_t)(TILE_ROWS * sizeof(REAL)))
 
 /* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
@@ -114,13 +113,6 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
     return any != 0;
 }
 
-#define SCORE_TILE score_tile
-#define ROWS SCORE_ROWS
-#include "score.h"
-#define SCORE_TILE score_narrow_tile
-#define ROWS NARROW_ROWS
-#include "score.h"
-
 /* One register tile of `accumulate`: R columns of V by V vectors of lanes. Partial sums run over KEY_CHUNK
  * keys each, as short chains round less. is_packed: the rows of values are contiguous, and prefetched by the
  * hardware. */
@@ -170,96 +162,9 @@ INLINE void NAME(accumulate_tile)(const int R, const int V, const int is_packed,
     } while (start < stops[V - 1]);
 }
 
-/* Splits the vectors of a block from `first` on into groups of `width` vectors, 2 or 3, as a register tile has; the
- * last may have fewer. BODY(V, unit, i) runs the group of V vectors from the i-th. */
-#define EACH_GROUP(BODY, width, unit, first)                                                                   \
-    do {                                                                                                       \
-        int i = first;                                                                                         \
-        for (; n_vectors - i >= width; i += width) BODY(width, unit, i);                                       \
-        if (width == 3 && n_vectors - i == 2)                                                                  \
-            BODY(2, unit, i);                                                                                  \
-        else if (n_vectors - i == 1)                                                                           \
-            BODY(1, unit, i);                                                                                  \
-    } while (0)
-
-/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`. */
-static void NAME(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
-                                const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
-                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, prefetched_rows ahead) {
-    const int is_unit = k_col == sizeof(REAL);
-    const prefetched_rows none = {.nbytes = 0};
-    int first = 0;
-    s += j * ld;
-    k += j * k_row;
-    /* All lanes for a few keys before the next keys, so that those keys stay in L1. */
-#define TILE(R, V, k_col, i, ahead)                                                                            \
-    NAME(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
-                     k_col, is_first, ahead)
-#define FULL(V, unit, i)                                                                                       \
-    TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i, i == first ? prefetched_from(ahead, j) : none)
-#define PAIR(V, unit, i) TILE(2, V, k_col, i, none)
-#define SINGLE(V, unit, i) TILE(1, V, k_col, i, none)
-    for (; j + SCORE_ROWS <= stop; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
-        while (stops[first] <= j) first++;
-        if (is_unit)
-            EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
-        else
-            EACH_GROUP(FULL, SCORE_VECTORS, 0, first);
-    }
-    for (; j + 2 <= stop; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, SCORE_VECTORS, 0, first);
-    if (j < stop) EACH_GROUP(SINGLE, SCORE_VECTORS, 0, first);
-#undef TILE
-#undef FULL
-#undef PAIR
-#undef SINGLE
-}
-
-/* `score_columns` for blocks of one or two vectors and the keys that both have, NARROW_ROWS at a time. Returns where it
- * stopped. */
-static ptrdiff_t NAME(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
-                                    ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
-                                    int is_first, prefetched_rows ahead) {
-    const int is_unit = k_col == sizeof(REAL);
-    s += j * ld;
-    k += j * k_row;
-    for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
-#define TILE(V, k_col)                                                                                         \
-    NAME(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first,                  \
-                            prefetched_from(ahead, j))
-        if (n_vectors == 1 && is_unit)
-            TILE(1, (ptrdiff_t)sizeof(REAL));
-        else if (n_vectors == 1)
-            TILE(1, k_col);
-        else if (is_unit)
-            TILE(2, (ptrdiff_t)sizeof(REAL));
-        else
-            TILE(2, k_col);
-#undef TILE
-    }
-    return j;
-}
-
-static void NAME(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
-    const ptrdiff_t n_keys = stops[n_vectors - 1];
-    for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
-        const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
-        for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
-            const int is_last = head_dim - start <= SCORE_COLUMNS;
-            const ptrdiff_t n_cols = is_last ? head_dim - start : SCORE_COLUMNS;
-            const prefetched_rows ahead = {prefetch, prefetch_row, start == 0 ? prefetch_nbytes : 0};
-            const REAL *const columns = (const REAL *)q + start * ld;
-            REAL *const top = is_last ? tile_max : NULL;
-            ptrdiff_t from = j;
-            if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
-                from = NAME(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
-                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, ahead);
-            NAME(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
-                                k_col, start == 0, ahead);
-        }
-    }
-}
+#define SCORE(name) NAME(name)
+#include "score.h"
+#undef SCORE
 
 static void NAME(pack_values)(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,
                               ptrdiff_t n_keys, ptrdiff_t value_dim) {
@@ -586,7 +491,6 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
 #undef SWAP_BLOCKS
 #undef LINE
 #undef PANEL_ROW
-#undef EACH_GROUP
 #undef LANES
 #undef LANE_INT
 #undef MANTISSA_BITS

@@ -31,46 +31,60 @@ DECLARE(neon)
 #if defined(FASTATTN_HAVE_AVX2)
 #include <cpuid.h>
 
-enum { EBX = 1, ECX = 2, YMM = 0x06, ZMM = 0xe6 };
+enum { EAX, EBX, ECX, YMM = 0x06, ZMM = 0xe6 };
 
 /* Whether CPUID has this bit, and the system saves these registers. The compilers' own __builtin_cpu_supports knows not
  * all of these names (gcc 10, clang 17), or denies everything, for want of its part of the runtime library (zig). */
-static int has(unsigned leaf, int part, int bit, unsigned registers) {
+static int has(unsigned leaf, unsigned subleaf, int part, int bit, unsigned registers) {
     unsigned found[4], saved, high;
     if (!__get_cpuid(1, &found[0], &found[1], &found[2], &found[3]) || !(found[ECX] & bit_OSXSAVE)) return 0;
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if ((saved & registers) != registers) return 0;
-    return __get_cpuid_count(leaf, 0, &found[0], &found[1], &found[2], &found[3]) && found[part] >> bit & 1;
+    return __get_cpuid_count(leaf, subleaf, &found[0], &found[1], &found[2], &found[3]) && found[part] >> bit & 1;
 }
 
 #define FEATURE(name, ...)                                                                                     \
     static int has_##name(void) { return has(__VA_ARGS__); }
 
-FEATURE(fma, 1, ECX, 12, YMM)
-FEATURE(f16c, 1, ECX, 29, YMM)
-FEATURE(avx2, 7, EBX, 5, YMM)
+FEATURE(fma, 1, 0, ECX, 12, YMM)
+FEATURE(f16c, 1, 0, ECX, 29, YMM)
+FEATURE(avx2, 7, 0, EBX, 5, YMM)
 #if defined(FASTATTN_HAVE_AVX512)
-FEATURE(avx512f, 7, EBX, 16, ZMM)
-FEATURE(avx512dq, 7, EBX, 17, ZMM)
-FEATURE(avx512bw, 7, EBX, 30, ZMM)
-FEATURE(avx512vl, 7, EBX, 31, ZMM)
+FEATURE(avx512f, 7, 0, EBX, 16, ZMM)
+FEATURE(avx512dq, 7, 0, EBX, 17, ZMM)
+FEATURE(avx512bw, 7, 0, EBX, 30, ZMM)
+FEATURE(avx512vl, 7, 0, EBX, 31, ZMM)
+#if defined(FASTATTN_HAVE_AVX512_BF16)
+FEATURE(avx512_bf16, 7, 1, EAX, 5, ZMM)
+#endif
 #endif
 #endif
 
-#if defined(FASTATTN_HAVE_AMX) || defined(FASTATTN_HAVE_AMX_MODEL)
-/* The kernels of another instruction set, with fused ones for float32. */
-static const fastattn_kernels *with_fused(fastattn_kernels own[2], const char *isa, const char *vectors,
-                                          const fastattn_fused *fused, int itemsize) {
-    const fastattn_kernels *const base = fastattn_find_kernels(vectors, itemsize);
-    fastattn_kernels *const to = &own[itemsize == 8];
-    if (!base || !fused) return NULL;
-    /* Always the same bytes, should two threads write them at once. */
-    *to = *base;
-    to->isa = isa;
-    to->fused = itemsize == 4 ? fused : NULL;
-    return to;
+/* The kernels of an instruction set that has those of `vectors`, and others beside them for float32. */
+typedef struct {
+    const char *isa, *vectors;
+    const fastattn_fused *fused;
+    const fastattn_pairs *pairs;
+} extended_isa;
+
+static const fastattn_kernels *find_extended(fastattn_kernels own[2], extended_isa extended, int itemsize) {
+    const fastattn_kernels *const base = fastattn_find_kernels(extended.vectors, itemsize);
+    if (!base) return NULL;
+    fastattn_kernels all = *base;
+    all.isa = extended.isa;
+    if (itemsize == 4) {
+        all.fused = extended.fused;
+        all.pairs = extended.pairs;
+    }
+    own[itemsize == 8] = all; /* always the same bytes, should two threads write them at once */
+    return &own[itemsize == 8];
 }
-#endif
+
+#define EXTENDED(name_of_isa, supported, ...)                                                                  \
+    if (strcmp(name, #name_of_isa) == 0) {                                                                     \
+        static fastattn_kernels own[2];                                                                        \
+        return supported ? find_extended(own, (extended_isa){#name_of_isa, __VA_ARGS__}, itemsize) : NULL;     \
+    }
 
 #if defined(FASTATTN_HAVE_AMX)
 extern const fastattn_fused fastattn_fused_amx;
@@ -89,20 +103,31 @@ static int may_use_tiles(void) {
 }
 #endif
 
+#if defined(FASTATTN_HAVE_AVX512_BF16)
+extern const fastattn_pairs fastattn_pairs_avx512_bf16;
+#define PAIRS_OF_AVX512 (has_avx512_bf16() ? &fastattn_pairs_avx512_bf16 : NULL)
+#else
+#define PAIRS_OF_AVX512 NULL
+#endif
 #if defined(FASTATTN_HAVE_AMX_MODEL)
 extern const fastattn_fused fastattn_fused_amx_model;
+#endif
+#if defined(FASTATTN_HAVE_BF16_MODEL)
+extern const fastattn_pairs fastattn_pairs_bf16_model;
 #endif
 
 const fastattn_kernels *fastattn_find_kernels(const char *name, int itemsize) {
 #if defined(FASTATTN_HAVE_AMX)
-    static fastattn_kernels amx[2];
-    if (strcmp(name, "amx") == 0)
-        return with_fused(amx, "amx", "avx512", may_use_tiles() ? &fastattn_fused_amx : NULL, itemsize);
+    EXTENDED(amx, may_use_tiles(), "avx512", &fastattn_fused_amx, PAIRS_OF_AVX512)
+#endif
+#if defined(FASTATTN_HAVE_AVX512_BF16)
+    EXTENDED(avx512_bf16, has_avx512_bf16(), "avx512", NULL, PAIRS_OF_AVX512)
 #endif
 #if defined(FASTATTN_HAVE_AMX_MODEL)
-    static fastattn_kernels model[2];
-    if (strcmp(name, "amx_model") == 0)
-        return with_fused(model, "amx_model", "avx2", &fastattn_fused_amx_model, itemsize);
+    EXTENDED(amx_model, 1, "avx2", &fastattn_fused_amx_model, NULL)
+#endif
+#if defined(FASTATTN_HAVE_BF16_MODEL)
+    EXTENDED(bf16_model, 1, "avx2", NULL, &fastattn_pairs_bf16_model)
 #endif
 #if defined(FASTATTN_HAVE_AVX512)
     ENTRY(avx512, has_avx512f() && has_avx512dq() && has_avx512bw() && has_avx512vl())

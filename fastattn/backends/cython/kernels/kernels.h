@@ -22,6 +22,7 @@
 #include <stdint.h>
 
 #include "fused.h"
+#include "pairs.h"
 
 /* Keys of one partial sum. The first partial sum of a call has `first_chunk` keys, a multiple of 4, so that partial
  * sums cover the same keys wherever a call starts. */
@@ -70,8 +71,9 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    const char *vectors; /* the instruction set of all kernels here; its name where it is not that of `fused` */
+    const char *vectors; /* the instruction set of all kernels here but those of `fused` and `pairs` */
     const fastattn_fused *fused; /* NULL: it has none */
+    const fastattn_pairs *pairs; /* likewise */
     int lanes;       /* query rows in one vector */
     int max_vectors; /* vectors in a query block, at most: block_q <= lanes * max_vectors */
     int panel_cols;  /* columns of the values in one panel, the last maybe fewer */

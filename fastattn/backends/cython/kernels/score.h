@@ -1,55 +1,88 @@
-/* SCORE_TILE, the register tile of `score` with at most ROWS keys. Included by body.h only, once for each ROWS: where
- * one function has an array of sums for NARROW_ROWS, gcc 12 makes the usual tile of three vectors 3 % slower. */
+/* `score` of kernels.h. Included once for each kind of products: SCORE_STEP adds those of one column, or of one pair of
+ * them, to the sums, and SCORE(name) is the name of a function. */
 
-#define PREFETCH_DISTANCE (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)
+#define SCORE_TILE score_tile
+#define ROWS SCORE_ROWS
+#include "score_tile.h"
+#define SCORE_TILE score_narrow_tile
+#define ROWS NARROW_ROWS
+#include "score_tile.h"
 
-/* R keys by V vectors of lanes, over n_cols columns, added to s unless is_first. Row r of K starts at k + r * k_row.
- * R of the rows `ahead` are prefetched meanwhile.
- *
- * Each score is a sum of partial sums over SCORE_CHAIN columns, or SCORE_REST where fewer are left: short chains round
- * less, and most of the error of attention comes from here. */
-INLINE void NAME(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
-                             prefetched_rows ahead) {
-    VEC total[ROWS][SCORE_VECTORS] = {};
-    for (ptrdiff_t left = n_cols; left > 0;) {
-        VEC sum[ROWS][SCORE_VECTORS] = {};
-        if (ahead.nbytes > 0) prefetch_line(R, &ahead);
-        if (left >= SCORE_CHAIN) {
-            /* Later rows, into L1: they are read column by column, which no hardware prefetcher follows. */
-#pragma GCC unroll 8
-            for (int d = 0; d < SCORE_CHAIN; d += LINE)
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-                    __builtin_prefetch(k + (PREFETCH_DISTANCE + r) * k_row + d * k_col, 0, 3);
-#pragma GCC unroll 16
-            for (int d = 0; d < SCORE_CHAIN; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= SCORE_CHAIN;
-        } else {
-            const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
-            for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= rest;
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
+/* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`. */
+static void SCORE(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                                const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
+                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, prefetched_rows ahead) {
+    const int is_unit = k_col == sizeof(REAL);
+    const prefetched_rows none = {.nbytes = 0};
+    int first = 0;
+    s += j * ld;
+    k += j * k_row;
+    /* All lanes for a few keys before the next keys, so that those keys stay in L1. */
+#define TILE(R, V, k_col, i, ahead)                                                                            \
+    SCORE(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
+                     k_col, is_first, ahead)
+#define FULL(V, unit, i)                                                                                       \
+    TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i, i == first ? prefetched_from(ahead, j) : none)
+#define PAIR(V, unit, i) TILE(2, V, k_col, i, none)
+#define SINGLE(V, unit, i) TILE(1, V, k_col, i, none)
+    for (; j + SCORE_ROWS <= stop; j += SCORE_ROWS, s += SCORE_ROWS * ld, k += SCORE_ROWS * k_row) {
+        while (stops[first] <= j) first++;
+        if (is_unit)
+            EACH_GROUP(FULL, SCORE_VECTORS, 1, first);
+        else
+            EACH_GROUP(FULL, SCORE_VECTORS, 0, first);
     }
-    while (ahead.nbytes > 0) prefetch_line(R, &ahead);
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v++) {
-        VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            REAL *const to = s + r * ld + v * LANES;
-            if (!is_first) total[r][v] += NAME(load)(to);
-            NAME(store)(to, total[r][v]);
-            top = NAME(max)(top, total[r][v]);
-        }
-        if (tile_max) NAME(store)(tile_max + v * LANES, top);
-    }
+    for (; j + 2 <= stop; j += 2, s += 2 * ld, k += 2 * k_row) EACH_GROUP(PAIR, SCORE_VECTORS, 0, first);
+    if (j < stop) EACH_GROUP(SINGLE, SCORE_VECTORS, 0, first);
+#undef TILE
+#undef FULL
+#undef PAIR
+#undef SINGLE
 }
 
-#undef SCORE_TILE
-#undef ROWS
-#undef PREFETCH_DISTANCE
+/* `score_columns` for blocks of one or two vectors and the keys that both have, NARROW_ROWS at a time. Returns where it
+ * stopped. */
+static ptrdiff_t SCORE(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                                    ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
+                                    int is_first, prefetched_rows ahead) {
+    const int is_unit = k_col == sizeof(REAL);
+    s += j * ld;
+    k += j * k_row;
+    for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
+#define TILE(V, k_col)                                                                                         \
+    SCORE(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first,                  \
+                            prefetched_from(ahead, j))
+        if (n_vectors == 1 && is_unit)
+            TILE(1, (ptrdiff_t)sizeof(REAL));
+        else if (n_vectors == 1)
+            TILE(1, k_col);
+        else if (is_unit)
+            TILE(2, (ptrdiff_t)sizeof(REAL));
+        else
+            TILE(2, k_col);
+#undef TILE
+    }
+    return j;
+}
+
+static void SCORE(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                        const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
+    const ptrdiff_t n_keys = stops[n_vectors - 1];
+    for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
+        const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
+        for (ptrdiff_t start = 0; start < head_dim; start += SCORE_COLUMNS) {
+            const int is_last = head_dim - start <= SCORE_COLUMNS;
+            const ptrdiff_t n_cols = is_last ? head_dim - start : SCORE_COLUMNS;
+            const prefetched_rows ahead = {prefetch, prefetch_row, start == 0 ? prefetch_nbytes : 0};
+            const REAL *const columns = (const REAL *)q + start * ld;
+            REAL *const top = is_last ? tile_max : NULL;
+            ptrdiff_t from = j;
+            if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
+                from = SCORE(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
+                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, ahead);
+            SCORE(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
+                                k_col, start == 0, ahead);
+        }
+    }
+}

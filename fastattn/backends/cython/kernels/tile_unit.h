@@ -15,41 +15,10 @@
 
 #if defined(FASTATTN_MODEL)
 
-#if defined(__FMA__)
-#include <immintrin.h>
-#endif
-
-/* Half of a row: the vectors of AVX2. */
-#define MODEL_LANES 8
-typedef float model_row __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint32_t model_words __attribute__((vector_size(32), aligned(4), may_alias));
+#include "bfloat16_model.h"
 
 /* Not aligned to vectors: Windows aligns a thread's own memory to 16 bytes only, whatever is asked for. */
 static _Thread_local char model_tiles[8][TILE_NBYTES];
-
-static inline model_row model_fma(model_row x, model_row y, model_row sum) {
-#if defined(__FMA__)
-    return (model_row)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
-#else
-    for (int n = 0; n < MODEL_LANES; n++) sum[n] = __builtin_fmaf(x[n], y[n], sum[n]);
-    return sum;
-#endif
-}
-
-/* The unit takes denormal operands, products and sums as 0; inf and NaN as they are. */
-static inline model_row model_flush(model_row x) {
-    const model_words bits = (model_words)x, is_normal = (model_words)((bits & 0x7f800000u) != 0);
-    return (model_row)(bits & (is_normal | 0x80000000u));
-}
-
-/* x * y + sum, rounded once, and 0 where it would be denormal if exponents had no end: what rounds to 24 bits below
- * 2^-126 is 0, also where its nearest float32 is 2^-126. That is decided at 2^64 times the number, where there are no
- * denormal numbers; what overflows there is not small. */
-static inline model_row model_multiply_add(model_row x, model_row y, model_row sum) {
-    const model_row scaled = model_fma(x * 0x1p64f, y, sum * 0x1p64f);
-    const model_words is_normal = (model_words)(((model_words)scaled & 0x7fffffffu) >= 0x20800000u); /* 2^(64 - 126) */
-    return (model_row)((model_words)model_fma(x, y, sum) & (is_normal | 0x80000000u));
-}
 
 /* Two chains of 16 fused multiply-adds from 0, of the even and of the odd elements; their sum is added to the tile. */
 static __attribute__((noinline)) void model_product(int sum, int left, int right) {
@@ -57,16 +26,16 @@ static __attribute__((noinline)) void model_product(int sum, int left, int right
         model_row low[TILE_SIDE], high[TILE_SIDE];
         for (int k = 0; k < TILE_SIDE; k++) {
             const model_words b = *(const model_words *)(model_tiles[right] + k * 64 + half * 4);
-            low[k] = model_flush((model_row)(b << 16));
-            high[k] = model_flush((model_row)(b & 0xffff0000u));
+            low[k] = model_low(b);
+            high[k] = model_high(b);
         }
         for (int m = 0; m < TILE_SIDE; m++) {
             const uint32_t *const a = (const uint32_t *)model_tiles[left] + m * TILE_SIDE;
             model_row even = {}, odd = {};
             for (int k = 0; k < TILE_SIDE; k++) {
                 const model_words word = a[k] | (model_words){};
-                even = model_multiply_add(model_flush((model_row)(word << 16)), low[k], even);
-                odd = model_multiply_add(model_flush((model_row)(word & 0xffff0000u)), high[k], odd);
+                even = model_multiply_add(model_low(word), low[k], even);
+                odd = model_multiply_add(model_high(word), high[k], odd);
             }
             model_row *const row = (model_row *)(model_tiles[sum] + m * 64 + half * 4);
             *row = model_flush(model_flush(*row) + model_flush(even + odd));

@@ -6,6 +6,7 @@
  */
 
 #define LANES ((int)(VECTOR_BYTES / sizeof(REAL)))
+#define LINE ((int)(64 / sizeof(REAL))) /* elements of a cache line */
 
 #if REAL_BITS == 32
 typedef int32_t NAME(lane_int);

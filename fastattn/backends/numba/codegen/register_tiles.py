@@ -34,7 +34,7 @@ LINE_BYTES = 64
 #: Frozen into the compiled code as plain numbers.
 SCORE_ROWS, SCORE_VECTORS, SCORE_CHAIN = TARGET.score_rows, TARGET.score_vectors, TARGET.score_chain
 TILE_ROWS, TILE_VECTORS = TARGET.tile_rows, TARGET.tile_vectors
-#: Register tiles of one or two vectors have more keys, to hide latencies; see ``kernels.c``.
+#: Register tiles of one or two vectors have more keys, to hide latencies; see ``blocking.h``.
 NARROW_ROWS = 2 * SCORE_ROWS
 LAST_ROWS = SCORE_ROWS // 2  #: keys in a register tile of `score` for the last keys
 WIDE_ROWS = TARGET.wide_rows  #: columns of the values in a register tile of one vector

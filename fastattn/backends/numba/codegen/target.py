@@ -10,7 +10,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from fastattn import _host
-from fastattn._constants import CPU_FEATURES, FUSED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
+from fastattn._constants import CPU_FEATURES, EXTENDED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
 
 
 class Target(NamedTuple):
@@ -45,7 +45,7 @@ def choose() -> str:
     usable = usable_isas()
     forced = _host.forced_isa()
     if forced is not None:
-        forced = FUSED_ISAS.get(forced, forced)
+        forced = EXTENDED_ISAS.get(forced, forced)
     if forced is not None and forced not in usable:
         raise ValueError(f"instruction set {forced!r} is not available here; available: {usable}")
     return forced or usable[0]

@@ -1,0 +1,55 @@
+/* SCORE_TILE, the register tile of `score` with at most ROWS keys. Included by body.h only, once for each ROWS: where
+ * one function has an array of sums for NARROW_ROWS, gcc 12 makes the usual tile of three vectors 3 % slower. */
+
+#define PREFETCH_DISTANCE (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)
+
+/* R keys by V vectors of lanes, over n_cols columns, added to s unless is_first. Row r of K starts at k + r * k_row.
+ * R of the rows `ahead` are prefetched meanwhile.
+ *
+ * Each score is a sum of partial sums over SCORE_CHAIN columns, or SCORE_REST where fewer are left: short chains round
+ * less, and most of the error of attention comes from here. */
+INLINE void SCORE(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
+                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
+                             prefetched_rows ahead) {
+    VEC total[ROWS][SCORE_VECTORS] = {};
+    for (ptrdiff_t left = n_cols; left > 0;) {
+        VEC sum[ROWS][SCORE_VECTORS] = {};
+        if (ahead.nbytes > 0) prefetch_line(R, &ahead);
+        if (left >= SCORE_CHAIN) {
+            /* Later rows, into L1: they are read column by column, which no hardware prefetcher follows. */
+#pragma GCC unroll 8
+            for (int d = 0; d < SCORE_CHAIN; d += LINE)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+                    __builtin_prefetch(k + (PREFETCH_DISTANCE + r) * k_row + d * k_col, 0, 3);
+#pragma GCC unroll 16
+            for (int d = 0; d < SCORE_CHAIN; d++, k += k_col, q += ld) SCORE_STEP(sum);
+            left -= SCORE_CHAIN;
+        } else {
+            const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
+            for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
+            left -= rest;
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
+    }
+    while (ahead.nbytes > 0) prefetch_line(R, &ahead);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+        VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            REAL *const to = s + r * ld + v * LANES;
+            if (!is_first) total[r][v] += NAME(load)(to);
+            NAME(store)(to, total[r][v]);
+            top = NAME(max)(top, total[r][v]);
+        }
+        if (tile_max) NAME(store)(tile_max + v * LANES, top);
+    }
+}
+
+#undef SCORE_TILE
+#undef ROWS
+#undef PREFETCH_DISTANCE

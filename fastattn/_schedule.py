@@ -131,8 +131,9 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if n_blocks > 1:
         # Query blocks that one thread computes per copy that it makes.
         blocks = min(n_blocks, heads * n_blocks // num_threads)
-        copies_keys = _copies_keys(problem, blocks, uses_pairs)
-        packs_values = _packs_values(problem, target, blocks)
+        key_nbytes = _key_copy_nbytes(problem, blocks, uses_pairs)
+        copies_keys = key_nbytes > 0
+        packs_values = _packs_values(problem, target, blocks, 2 * COPY_NBYTES - key_nbytes)
     return Schedule(
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
@@ -150,10 +151,9 @@ def _uses_pairs(problem: Problem, factors: tuple[float, float, float, float]) ->
         all(storage_code(x) == BFLOAT16 for x in (problem.query, problem.key, problem.value))
         and head_dim > 0
         and head_dim % 2 == 0
-        # A power of two keeps the numbers of the query as they are.
-        and abs(math.frexp(query)[0]) == 0.5
+        and query != 0
         # Of products below 2^-126 the kernels keep nothing: see ``pairs.h``.
-        and root == 1
+        and 1 <= root <= FUSED_FACTOR
         and exponent <= FUSED_FACTOR
         and softcap <= FUSED_FACTOR
     )
@@ -257,27 +257,26 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     )  # fmt: skip
 
 
-def _copies_keys(problem: Problem, blocks: int, uses_pairs: bool) -> bool:
-    """Whether a thread copies the keys of a head for so many query blocks: to the type of the computation, or
-    pairs as they are."""
+def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
+    """Bytes of a thread's copy of the keys of a head, for so many query blocks; 0 where it makes none. The
+    copy is of the type of the computation, or of pairs as they are."""
     sizes, converts = problem.sizes, _is_stored(problem.key) and not uses_pairs
     itemsize = problem.key.itemsize if uses_pairs else problem.dtype.itemsize
-    return (
-        (converts or _has_gaps(problem.key))
-        and blocks >= (STORED_BLOCKS if converts else COPY_BLOCKS)
-        and sizes.len_k * sizes.head_dim * itemsize <= COPY_NBYTES
-    )
+    nbytes = sizes.len_k * sizes.head_dim * itemsize
+    gains = converts or _has_gaps(problem.key)
+    is_worth = gains and blocks >= (STORED_BLOCKS if converts else COPY_BLOCKS) and nbytes <= COPY_NBYTES
+    return nbytes if is_worth else 0
 
 
-def _packs_values(problem: Problem, target: Target, blocks: int) -> bool:
-    """Whether a thread packs the values of a head for so many query blocks."""
+def _packs_values(problem: Problem, target: Target, blocks: int, most: int) -> bool:
+    """Whether a thread packs the values of a head for so many query blocks, into at most so many bytes."""
     sizes = problem.sizes
     nbytes = sizes.len_k * _up(sizes.value_dim, target.panel_columns) * problem.dtype.itemsize
     if _is_stored(problem.value):
         least = STORED_BLOCKS
     else:
         least = GAP_BLOCKS if _has_gaps(problem.value) else COPY_BLOCKS
-    return blocks >= least and nbytes <= COPY_NBYTES
+    return blocks >= least and nbytes <= most
 
 
 def _is_stored(array: np.ndarray | Rows) -> bool:
@@ -380,12 +379,16 @@ def exact_factors(
     factors: tuple[float, float, float, float], is_natural: bool
 ) -> tuple[float, float, float, float]:
     """The factors of `score_factors` with a power of two for the query, which multiplies its numbers without
-    rounding. The exponent takes the rest, unless a soft-cap or natural units need it in the scores."""
+    rounding. The exponent takes the rest, or the scores do, in two factors, where they are natural or have a
+    soft-cap."""
     query, root, softcap, exponent = factors
-    if is_natural or softcap or query == 0:
+    mantissa, power = math.frexp(query)
+    if abs(mantissa) in (0, 0.5):
         return factors
-    power = math.copysign(math.ldexp(1.0, math.frexp(query)[1] - 1), query)
-    return power, root, softcap, exponent * (query / power)
+    exact = math.copysign(math.ldexp(1.0, power - 1), query)
+    if is_natural or softcap:
+        return exact, root * math.sqrt(query / exact), softcap, exponent
+    return exact, root, softcap, exponent * (query / exact)
 
 
 def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:

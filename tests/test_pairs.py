@@ -93,6 +93,14 @@ def test_scores_of_unlike_factors(engine, of_query, of_key, masked):
     assert_right(solve(engine, query, key, value, **options), query, key, value, **options)
 
 
+def test_the_largest_score_of_a_query_without_pairs(engine):
+    """Denormal keys, that pairs take as 0, and scores that overflow unless the largest is subtracted."""
+    query, key, value = (array.astype(np.float32) for array in arrays_of(11))
+    query, key = np.ldexp(query, 125).astype(BFLOAT16), np.ldexp(key, -128).astype(BFLOAT16)
+    value = value.astype(BFLOAT16)
+    assert_right(solve(engine, query, key, value, scale=1000.0), query, key, value, scale=1000.0)
+
+
 def test_bits_depend_on_the_row_and_its_keys_alone(engine):
     """Not on the other rows, heads and items, one of them without pairs, on threads, strides or pages."""
     query, key, value = arrays_of(7, lead=(2,), heads=4, kv_heads=2, len_q=LEN_Q)

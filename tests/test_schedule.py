@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from fastattn import _schedule
 from fastattn._constants import FUSED_ROWS, LOG2E
-from fastattn._schedule import Target, make_backward_schedule, make_schedule, score_factors
+from fastattn._schedule import Target, exact_factors, make_backward_schedule, make_schedule, score_factors
 from tests.cases import problem_of, random_arrays
 
+BFLOAT16 = ml_dtypes.bfloat16
 SCALES = (0.0, 1e-300, 1e-30, 1 / 16, 0.5, 0.7, 1.0, 1.5, 100.0, 1e20, 3e38, 1e300, 1.7e308)
 SOFTCAPS = (None, 1e-300, 1e-37, 0.5, 30.0, 1e9, 3e38, 1e300, 1.7e308)
 
@@ -55,6 +57,71 @@ def test_usual_factors_go_into_the_query(itemsize):
         assert score_factors(scale, None, itemsize, False)[1] == 1
     for scale in (1.0, -1.0, 1e-9):
         assert score_factors(scale, None, itemsize, True)[1] == 1
+
+
+@pytest.mark.parametrize("is_natural", [False, True])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("scale", [0.0, 0.125, -0.125, 80**-0.5, -(80**-0.5), 1.0, 3.7, 1e-30, 1e30])
+def test_exact_factors(scale, softcap, is_natural):
+    """The query's becomes a power of two; the exponent takes the rest, or the scores where they must."""
+    factors = score_factors(scale, softcap, 4, is_natural)
+    query, root, cap, exponent = exact_factors(factors, is_natural)
+    assert cap == factors[2]
+    assert (exponent if is_natural or softcap else root) == factors[3 if is_natural or softcap else 1]
+    assert abs(np.frexp(query)[0]) == (0.5 if scale else 0)
+    assert abs(query) <= abs(factors[0]) and np.sign(query) == np.sign(scale)
+    product, wanted = (x[0] * (x[1] * x[1] * x[3]) for x in ((query, root, cap, exponent), factors))
+    np.testing.assert_allclose(product, wanted, rtol=1e-15)
+
+
+class TestPairs:
+    """Which calls have scores of pairs of bfloat16, and what they copy."""
+
+    @staticmethod
+    def schedule(len_q=100, len_k=300, head_dim=64, dtypes=(BFLOAT16,) * 3, has_pairs=True, **options):
+        arrays = random_arrays(heads=1, len_q=len_q, len_k=len_k, head_dim=head_dim)
+        arrays = [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+        return make_schedule(problem_of(*arrays, **options), Target(16, 3, 8, False, has_pairs), 1)
+
+    @pytest.mark.parametrize(
+        ("expected", "options"),
+        [
+            (True, {}),
+            (True, {"causal": "bottom_right"}),
+            (True, {"head_dim": 30}),
+            (True, {"scale": -0.3}),
+            (True, {"bias": np.zeros(300, np.float32)}),
+            (False, {"has_pairs": False}),
+            (False, {"len_q": 5}),
+            (False, {"head_dim": 31}),
+            (True, {"head_dim": 30, "bias": np.zeros(300, np.float32)}),
+            (True, {"softcap": 30.0}),
+            (False, {"scale": 0.0}),
+            (False, {"scale": 1e30}),
+            (False, {"dtypes": (np.float32, BFLOAT16, BFLOAT16)}),
+            (False, {"dtypes": (BFLOAT16, BFLOAT16, np.float32)}),
+            (False, {"dtypes": (np.float16,) * 3}),
+        ],
+    )
+    def test_which_calls(self, expected, options):
+        schedule = self.schedule(**options)
+        assert schedule.uses_pairs == expected
+        if expected:
+            assert not schedule.converts_keys and not schedule.copies_keys
+
+    def test_values_may_take_the_room_of_keys(self):
+        """Two copies of 1 MB, or one of 2."""
+        sizes = {"len_q": 200, "head_dim": 64}
+        for len_k, pairs, expected in [
+            (4096, False, (True, True)),
+            (4097, False, (False, True)),
+            (8192, False, (False, True)),
+            (8193, False, (False, False)),
+            (8192, True, (False, True)),
+            (8193, True, (False, False)),
+        ]:
+            schedule = self.schedule(len_k=len_k, has_pairs=pairs, **sizes)
+            assert (schedule.copies_keys, schedule.packs_values) == expected
 
 
 class TestFused:

@@ -227,8 +227,8 @@ def attention(
     give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
     then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
     and the bits of a result that is not in 16 bits are those of the call on upcast arrays; but where all of
-    query, key and value are bfloat16 and the CPU multiplies it (``avx512_bf16``), its products, which are
-    exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they stand
+    query, key and value are bfloat16 and the CPU multiplies it (``avx512_bf16``, ``amx``), its products, which
+    are exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they stand
     for.
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,

@@ -85,6 +85,7 @@ class Schedule(NamedTuple):
     score_root: float
     softcap: float
     exponent_factor: float
+    keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
     task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
@@ -101,8 +102,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         num_threads = 1
     block_k = BLOCK_K if len_k > BLOCK_K else max(WORD, _up(len_k, WORD))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
-    is_natural = needs_natural_scores(problem)
-    factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, is_natural)
+    factors = factors_of(problem)
     if rows <= FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
@@ -119,11 +119,11 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             prefetch_rows, *factors,
         )  # fmt: skip
     if target.has_fused and _fuses(problem, factors):
-        return _fused_schedule(problem, target, num_threads, small, factors)
+        return _fused_schedule(problem, target, num_threads, small)
     n_blocks = -(-n_vectors // target.max_vectors)
-    uses_pairs = target.has_pairs and _uses_pairs(problem, exact_factors(factors, is_natural))
+    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
-        factors = exact_factors(factors, is_natural)
+        factors = exact_factors(problem)
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
@@ -138,21 +138,19 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         min(num_threads, heads * n_blocks), small, False, block_k, n_vectors, n_blocks,
         -(-n_vectors // n_blocks) * lanes, heads * n_blocks, 1, 1, copies_keys, packs_values,
         converts_keys and not copies_keys, converts_values and not packs_values, (0, 0), *factors,
-        uses_pairs=uses_pairs,
+        keeps_query=uses_pairs, uses_pairs=uses_pairs,
     )  # fmt: skip
 
 
-def _uses_pairs(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
-    """Whether scores are computed from pairs of bfloat16 numbers, where there are kernels for it. This
-    decides the order of summation: it depends on the problem alone."""
-    query, root, softcap, exponent = factors
-    head_dim = problem.sizes.head_dim
+def _keeps_query(problem: Problem) -> bool:
+    """Whether a problem is in bfloat16 throughout, and `exact_factors` keep its query so. Its products are
+    exact then; this decides the order of their summation: it depends on the problem alone."""
+    query, root, softcap, exponent = exact_factors(problem)
     return (
         all(storage_code(x) == BFLOAT16 for x in (problem.query, problem.key, problem.value))
-        and head_dim > 0
-        and head_dim % 2 == 0
+        and problem.sizes.head_dim > 0
         and query != 0
-        # Of products below 2^-126 the kernels keep nothing: see ``pairs.h``.
+        # Of products below 2^-126 the kernels keep nothing: see ``pairs.h`` and ``fused.h``.
         and 1 <= root <= FUSED_FACTOR
         and exponent <= FUSED_FACTOR
         and softcap <= FUSED_FACTOR
@@ -201,9 +199,10 @@ def _fused_schedule(
     target: Target,
     num_threads: int,
     small: bool,
-    factors: tuple[float, float, float, float],
 ) -> Schedule:
     """The schedule of the fused sweep: its tasks are consecutive query blocks of all heads."""
+    keeps_query = _keeps_query(problem)
+    factors = exact_factors(problem) if keeps_query else factors_of(problem)
     sizes = problem.sizes
     n_blocks = -(-sizes.rows // FUSED_LANES)  # of a head
     all_blocks = sizes.heads * n_blocks
@@ -224,17 +223,18 @@ def _fused_schedule(
     return Schedule(
         min(num_threads, n_tasks), small, False, BLOCK_K, n_blocks * FUSED_LANES // target.lanes, n_blocks,
         FUSED_LANES, n_tasks, 1, 1, False, False, converts_keys, False, (0, 0), *factors,
-        uses_fused=True, task_blocks=task_blocks, task_heads=task_heads,
+        keeps_query=keeps_query, uses_fused=True, task_blocks=task_blocks, task_heads=task_heads,
     )  # fmt: skip
 
 
 def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
     sizes = problem.sizes
-    factors = score_factors(
-        problem.scale, problem.softcap, problem.dtype.itemsize, needs_natural_scores(problem)
-    )
+    factors = factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
+    keeps_query = scores_on_tiles and _keeps_query(problem)
+    if keeps_query:
+        factors = exact_factors(problem)
     heads, lanes = sizes.heads, FUSED_LANES if scores_on_tiles else target.lanes
     small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
     # Query blocks of about the same size; the tiles of large ones have rows of a length that kernels know.
@@ -253,7 +253,7 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     return Schedule(
         1 if small else min(num_threads, n_tasks), small, False, block_k, block_q // target.lanes, n_blocks,
         max_lanes, n_tasks, task_tiles, 1, False, False, False, False, (0, 0), *factors,
-        scores_on_tiles=scores_on_tiles,
+        keeps_query=keeps_query, scores_on_tiles=scores_on_tiles,
     )  # fmt: skip
 
 
@@ -375,18 +375,21 @@ def score_factors(
     return math.ldexp(mantissa, power % -2), math.ldexp(1.0, root), cap, exponent
 
 
-def exact_factors(
-    factors: tuple[float, float, float, float], is_natural: bool
-) -> tuple[float, float, float, float]:
-    """The factors of `score_factors` with a power of two for the query, which multiplies its numbers without
-    rounding. The exponent takes the rest, or the scores do, in two factors, where they are natural or have a
-    soft-cap."""
-    query, root, softcap, exponent = factors
+def factors_of(problem: AnyProblem) -> tuple[float, float, float, float]:
+    """The `score_factors` of a problem."""
+    is_natural = needs_natural_scores(problem)
+    return score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, is_natural)
+
+
+def exact_factors(problem: AnyProblem) -> tuple[float, float, float, float]:
+    """The same with a power of two for the query, which multiplies its numbers without rounding. The exponent
+    takes the rest, or the scores do, in two factors, where they are natural or have a soft-cap."""
+    query, root, softcap, exponent = factors_of(problem)
     mantissa, power = math.frexp(query)
     if abs(mantissa) in (0, 0.5):
-        return factors
+        return query, root, softcap, exponent
     exact = math.copysign(math.ldexp(1.0, power - 1), query)
-    if is_natural or softcap:
+    if needs_natural_scores(problem) or softcap:
         return exact, root * math.sqrt(query / exact), softcap, exponent
     return exact, root, softcap, exponent * (query / exact)
 

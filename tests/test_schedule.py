@@ -10,7 +10,14 @@ import pytest
 
 from fastattn import _schedule
 from fastattn._constants import FUSED_ROWS, LOG2E
-from fastattn._schedule import Target, exact_factors, make_backward_schedule, make_schedule, score_factors
+from fastattn._schedule import (
+    Target,
+    exact_factors,
+    factors_of,
+    make_backward_schedule,
+    make_schedule,
+    score_factors,
+)
 from tests.cases import problem_of, random_arrays
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -64,18 +71,19 @@ def test_usual_factors_go_into_the_query(itemsize):
 @pytest.mark.parametrize("scale", [0.0, 0.125, -0.125, 80**-0.5, -(80**-0.5), 1.0, 3.7, 1e-30, 1e30])
 def test_exact_factors(scale, softcap, is_natural):
     """The query's becomes a power of two; the exponent takes the rest, or the scores where they must."""
-    factors = score_factors(scale, softcap, 4, is_natural)
-    query, root, cap, exponent = exact_factors(factors, is_natural)
-    assert cap == factors[2]
-    assert (exponent if is_natural or softcap else root) == factors[3 if is_natural or softcap else 1]
+    sinks = np.zeros(2, np.float32) if is_natural else None
+    problem = problem_of(*random_arrays(), scale=scale, softcap=softcap, sinks=sinks)
+    (query, root, cap, exponent), wanted = exact_factors(problem), factors_of(problem)
+    assert cap == wanted[2]
+    assert (exponent == wanted[3]) if is_natural or softcap else (root == wanted[1])
     assert abs(np.frexp(query)[0]) == (0.5 if scale else 0)
-    assert abs(query) <= abs(factors[0]) and np.sign(query) == np.sign(scale)
-    product, wanted = (x[0] * (x[1] * x[1] * x[3]) for x in ((query, root, cap, exponent), factors))
-    np.testing.assert_allclose(product, wanted, rtol=1e-15)
+    assert abs(query) <= abs(wanted[0]) and np.sign(query) == np.sign(scale)
+    product = query * (root * root * exponent)
+    np.testing.assert_allclose(product, wanted[0] * (wanted[1] * wanted[1] * wanted[3]), rtol=1e-15)
 
 
 class TestPairs:
-    """Which calls have scores of pairs of bfloat16, and what they copy."""
+    """Which calls have scores of bfloat16 by bfloat16, and what they copy."""
 
     @staticmethod
     def schedule(len_q=100, len_k=300, head_dim=64, dtypes=(BFLOAT16,) * 3, has_pairs=True, **options):

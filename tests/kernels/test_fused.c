@@ -18,6 +18,7 @@ static struct {
 static int groups_in(int n) { return (n + OF_GROUP - 1) / OF_GROUP; }
 static char *groups_for(int n, int n_parts) { return take((ptrdiff_t)n * n_parts * PART_NBYTES, 64, 0); }
 static int any_parts(void) { return below(3) ? 3 : 1; }
+static int any_query_parts(int n_parts) { return n_parts == 1 && below(2) ? 1 : 3; }
 
 static float float_of(uint32_t bits) {
     float x;
@@ -204,10 +205,10 @@ static void check_other_scores(const fastattn_unit *u, const float *k, int head_
     float *const scores = tile(padded, ld);
     fastattn_unit other = *u;
     kernels->fused->begin();
-    kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, n_keys, head_dim);
+    kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, u->query_parts, n_keys, head_dim);
     kernels->fused->end();
     if (u->n_parts == 1) {
-        other.n_parts = 3;
+        other.n_parts = other.query_parts = 3;
         other.key = key_groups(k, 3, n_keys, head_dim);
     }
     other.scores = tile(padded, BLOCK_LANES);
@@ -225,11 +226,11 @@ static void check_other_scores(const fastattn_unit *u, const float *k, int head_
 }
 
 static void check_scores(int n_keys, int head_dim, int powers) {
-    const int padded = groups_in(n_keys) * OF_GROUP, n_parts = any_parts();
-    const float *const q = random_floats(head_dim * BLOCK_LANES, 3, powers);
+    const int padded = groups_in(n_keys) * OF_GROUP, n_parts = any_parts(), query_parts = any_query_parts(n_parts);
+    const float *const q = random_floats(head_dim * BLOCK_LANES, query_parts, powers);
     const float *const k = random_floats(n_keys * head_dim, n_parts, powers);
     fastattn_unit u = {.query = query_groups(q, head_dim), .key = key_groups(k, n_parts, n_keys, head_dim),
-                       .n_parts = n_parts, .n_keys = n_keys};
+                       .n_parts = n_parts, .query_parts = query_parts, .n_keys = n_keys};
     float top[BLOCK_LANES];
     u.plain = below(groups_in(n_keys) + 1) * OF_GROUP;
     u.plain_stop = below(2) ? n_keys : u.plain + below((padded - (int)u.plain) / OF_GROUP + 1) * OF_GROUP;
@@ -280,6 +281,7 @@ static fastattn_unit scores_to_weigh(int n_keys) {
     fastattn_unit u = {.n_parts = any_parts(), .n_keys = n_keys, .scores = tile(padded, BLOCK_LANES),
                        .weights = groups_for(groups_in(n_keys), 3), .row_max = tile(1, BLOCK_LANES),
                        .row_sum = tile(1, BLOCK_LANES)};
+    u.query_parts = any_query_parts(u.n_parts);
     for (int lane = 0; lane < BLOCK_LANES; lane++) {
         const int kind = lane % 4, only = below(n_keys);
         const double spread = lane % 5 ? 8 : 200;
@@ -379,7 +381,7 @@ static void check_sums(int n_keys, int value_dim, int is_first) {
     float *const acc = tile(value_dim, BLOCK_LANES), old[MOST_COLUMNS * BLOCK_LANES];
     float p[TILE_KEYS][BLOCK_LANES] = {};
     fastattn_unit u = {.value = value_groups(v, n_parts, rows, value_dim, tile_groups) + first * n_parts * PART_NBYTES,
-                       .n_parts = n_parts, .tile_groups = tile_groups, .n_keys = n_keys, .acc = acc,
+                       .n_parts = n_parts, .query_parts = any_query_parts(n_parts), .tile_groups = tile_groups, .n_keys = n_keys, .acc = acc,
                        .is_first = is_first, .weights = weights}, other;
     for (int j = 0; j < n_groups * OF_GROUP; j++)
         for (int lane = 0; lane < BLOCK_LANES; lane++) {
@@ -397,7 +399,7 @@ static void check_sums(int n_keys, int value_dim, int is_first) {
     for (int i = 0; !is_first && i < value_dim * BLOCK_LANES; i++) acc[i] = (float)uniform(-100, 100);
     memcpy(old, acc, (size_t)(value_dim * BLOCK_LANES) * 4);
     other = u;
-    other.n_parts = 3;
+    other.n_parts = other.query_parts = 3;
     other.value = value_groups(v, 3, rows, value_dim, tile_groups) + first * GROUP_NBYTES;
     other.acc = memcpy(tile(value_dim, BLOCK_LANES), acc, (size_t)(value_dim * BLOCK_LANES) * 4);
     step(NULL, NULL, &u, 1, value_dim, 1);
@@ -428,7 +430,7 @@ static void test_sums(void) {
 enum { MOST_BLOCKS = 3, MOST_KEYS = 600 };
 
 typedef struct {
-    int n_blocks, n_parts, len_k, head_dim, value_dim;
+    int n_blocks, n_parts, query_parts, len_k, head_dim, value_dim;
     float factor;
     float *q, *k, *v;      /* q[block][d][lane], k[j][d], v[j][e] */
     unsigned char *masked; /* [block][lane][j] */
@@ -494,6 +496,7 @@ static void start_unit(const Fused *f, fastattn_unit *u, int t, int block, int k
     u->key = work.keys[key_tile] + group * groups_in(f->head_dim) * f->n_parts * PART_NBYTES;
     u->value = work.values[key_tile] + group * f->n_parts * PART_NBYTES;
     u->n_parts = f->n_parts;
+    u->query_parts = f->query_parts;
     u->tile_groups = TILE_KEYS / OF_GROUP;
     u->n_keys = stop - key0;
     u->row_max = work.row_max[block], u->row_sum = work.row_sum[block], u->acc = work.acc[block];
@@ -547,8 +550,9 @@ static unsigned char *no_masks(ptrdiff_t n) { return (unsigned char *)memset(tak
 
 static Fused fused_problem(int n_blocks, int len_k, int head_dim, int value_dim, int masks) {
     const float factors[] = {1, (float)LOG2E};
-    Fused f = {n_blocks, any_parts(), len_k, head_dim, value_dim, factors[below(2)], .high = len_k};
-    f.q = random_floats(n_blocks * head_dim * BLOCK_LANES, 3, 0);
+    const int n_parts = any_parts();
+    Fused f = {n_blocks, n_parts, any_query_parts(n_parts), len_k, head_dim, value_dim, factors[below(2)], .high = len_k};
+    f.q = random_floats(n_blocks * head_dim * BLOCK_LANES, f.query_parts, 0);
     f.k = random_floats(len_k * head_dim, f.n_parts, 0), f.v = random_floats(len_k * value_dim, f.n_parts, 0);
     f.masked = no_masks(n_blocks * BLOCK_LANES * len_k);
     for (int row = 0; row < n_blocks * BLOCK_LANES; row++) {
@@ -654,7 +658,7 @@ static void test_fused_independence(void) {
             }
         attend_fused(&f, &fused_results[0]);
         Fused other = f;
-        other.q = random_floats(head_dim * BLOCK_LANES, 3, 0);
+        other.q = random_floats(head_dim * BLOCK_LANES, f.query_parts, 0);
         other.masked = no_masks(BLOCK_LANES * len_k);
         other.k = (float *)memcpy(take(len_k * head_dim * 4, 4, 0), f.k, (size_t)(len_k * head_dim) * 4);
         other.v = (float *)memcpy(take(len_k * value_dim * 4, 4, 0), f.v, (size_t)(len_k * value_dim) * 4);
@@ -743,7 +747,7 @@ static void test_model(void) {
             fill_edges(q, n_groups, 1);
         }
         for (int i = 0; i < 2; i++) {
-            u[i] = (fastattn_unit){.query = q, .key = key, .n_parts = 3, .n_keys = n_keys,
+            u[i] = (fastattn_unit){.query = q, .key = key, .n_parts = 3, .query_parts = 3, .n_keys = n_keys,
                                    .scores = tile(n_keys, BLOCK_LANES)};
             tables[i]->fused->begin();
             tables[i]->fused->step(&u[i], NULL, NULL, n_groups * OF_GROUP, 1, 1);

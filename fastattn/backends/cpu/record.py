@@ -78,6 +78,7 @@ COUNTS = (
     "uses_pairs", "uses_fused",
     "scores_on_tiles",  # gradients: scores of the fused kernels
     "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
+    "query_parts",  # likewise; 1 only where n_parts is
     "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
     "failed",  # no thread could allocate its scratch memory
@@ -203,6 +204,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["scores_on_tiles"] = schedule.scores_on_tiles
     stored = {fields["key_storage"], fields["value_storage"]}
     fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
+    fields["query_parts"] = 1 if schedule.keeps_query else 3
     if schedule.uses_split_kv:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_key_tiles"] = n_key_tiles

@@ -189,6 +189,7 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
     unit.work.key = tile.key + first * key_groups_nbytes(job)
     unit.work.value = tile.value + first * PART_NBYTES * job.n_parts
     unit.work.n_parts = <int>job.n_parts
+    unit.work.query_parts = <int>job.query_parts
     unit.work.tile_groups = job.tile_groups
     unit.work.n_keys = n_keys
     unit.work.row_max = <float *>w.row_max

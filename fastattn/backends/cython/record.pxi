@@ -12,7 +12,7 @@ cdef extern from "fused.h" nogil:
         const char *query
         const char *key
         const char *value
-        int n_parts
+        int n_parts, query_parts
         Py_ssize_t tile_groups, n_keys, plain, plain_stop
         float *row_max
         float *row_sum
@@ -32,7 +32,7 @@ cdef extern from "fused.h" nogil:
         uint32_t (*split_keys)(char *, int, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         uint32_t (*split_values)(char *, int, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                                  Py_ssize_t) noexcept nogil
-        void (*score)(float *, Py_ssize_t, const char *, const char *, int, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*score)(float *, Py_ssize_t, const char *, const char *, int, int, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
         double (*peak)(long) noexcept nogil
 
@@ -184,7 +184,7 @@ cdef struct Job:
     int64_t copies_keys, packs_values, converts_keys, converts_values, panel
     int64_t key_prefetch, value_prefetch
     int64_t split_tiles, n_splits, n_key_tiles, n_partials, partial_nbytes
-    int64_t uses_pairs, uses_fused, scores_on_tiles, n_parts, tile_groups, tile_nbytes, acc_nbytes
+    int64_t uses_pairs, uses_fused, scores_on_tiles, n_parts, query_parts, tile_groups, tile_nbytes, acc_nbytes
     int64_t partials, left
     int64_t failed
     int64_t scratch_nbytes

@@ -273,6 +273,7 @@ INLINE void NAME(weigh_when_due)(const int scaled, const int drops, NAME(weighin
 /* One product of the tile unit: 32 rows by 32 lanes, over n_groups groups of 32. */
 typedef struct {
     const char *left, *right;
+    int right_parts; /* 3; or 1: the others are 0, and so are those on the left */
     float *to;
     ptrdiff_t ld; /* of the rows at `to` */
     ptrdiff_t n_groups;
@@ -311,12 +312,14 @@ typedef struct {
         TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
         NAME(weigh_when_due)(scaled, drops, w);                                                                \
     } while (0)
-#define TURNS(n_parts) ((n_parts) == 3 ? 6 : 3) /* for each group */
+#define TURNS(n_parts, right_parts) ((n_parts) == 3 ? 6 : (right_parts)) /* for each group */
 
 /* The operands of a job's first turn: low parts on the left with high ones on the right, or the only ones with middle
- * ones. */
-#define FIRST_LEFT(job) ((job)->left + (n_parts == 3 ? 2 * PART : 0))
-#define FIRST_RIGHT(job) ((job)->right + (n_parts == 3 ? 0 : PART))
+ * ones; where there is one on each side, those of the last group. */
+#define LAST(job, of_one) ((job)->right_parts == 3 ? 0 : ((job)->n_groups - 1) * (of_one))
+#define FIRST_LEFT(job) ((job)->left + (n_parts == 3 ? 2 * PART : LAST(job, PART)))
+#define FIRST_RIGHT(job)                                                                                       \
+    ((job)->right + (n_parts == 3 ? 0 : (job)->right_parts == 3 ? PART : LAST(job, FASTATTN_GROUP_NBYTES)))
 
 INLINE void NAME(load_first)(const int n_parts, const NAME(job) *job) {
     TILE_LOAD(4, FIRST_LEFT(job));
@@ -327,14 +330,14 @@ INLINE void NAME(load_first)(const int n_parts, const NAME(job) *job) {
 
 /* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
  * those of the high parts. */
-INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops, const NAME(job) *job,
-                           const NAME(job) *next, NAME(weighing) *w) {
+INLINE void NAME(multiply)(const int n_parts, const int right_parts, const int scaled, const int drops,
+                           const NAME(job) *job, const NAME(job) *next, NAME(weighing) *w) {
     const char *left = job->left, *right = job->right;
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    for (ptrdiff_t i = 1;; i++, left += n_parts * PART, right += FASTATTN_GROUP_NBYTES) {
+    for (ptrdiff_t i = 1; right_parts == 3; i++, left += n_parts * PART, right += FASTATTN_GROUP_NBYTES) {
         if (n_parts == 3) {
             TURN_LEFT(left + PART);
             TURN_RIGHT(right + PART);
@@ -347,7 +350,10 @@ INLINE void NAME(multiply)(const int n_parts, const int scaled, const int drops,
         else
             TURN_BOTH(left + n_parts * PART, right + FASTATTN_GROUP_NBYTES + PART);
     }
-    TURN_RIGHT(right);
+    if (right_parts == 3)
+        TURN_RIGHT(right);
+    else
+        left = FIRST_LEFT(job), right = FIRST_RIGHT(job);
     for (ptrdiff_t i = 1; i < job->n_groups; i++) {
         left -= n_parts * PART;
         right -= FASTATTN_GROUP_NBYTES;
@@ -412,16 +418,17 @@ OUTLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *
     w->n = (unit->n_keys + GROUP_ROWS - 1) / GROUP_ROWS * TILE_SIDE;
 }
 
-INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops, fastattn_unit *scored,
-                           fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim, ptrdiff_t value_dim,
-                           float factor) {
+INLINE void NAME(run_step)(const int n_parts, const int query_parts, const int scaled, const int drops,
+                           fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
+                           ptrdiff_t value_dim, float factor) {
     const ptrdiff_t key_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     const ptrdiff_t n_added = added ? (value_dim + GROUP_ROWS - 1) / GROUP_ROWS : 0;
     const ptrdiff_t n_scored = scored ? (scored->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
     const ptrdiff_t added_groups = added ? (added->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
     const ptrdiff_t n_jobs = n_added + n_scored;
     float change[2][GROUP_ROWS * LD] __attribute__((aligned(64)));
-    NAME(weighing) weighing = {.n_turns = TURNS(n_parts) * (n_added * added_groups + n_scored * key_groups)};
+    NAME(weighing) weighing = {.n_turns = TURNS(n_parts, 3) * n_added * added_groups
+                                        + TURNS(n_parts, query_parts) * n_scored * key_groups};
     NAME(weighing) *const w = &weighing;
     VEC top[2] = {};
     if (scored) {
@@ -435,9 +442,9 @@ INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops,
     /* The i-th product of the step: columns of the accumulators, then groups of keys. */
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
-         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights,               \
+         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights, 3,            \
                        change[(i) % 2], LD, added_groups}                                                      \
-         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query,             \
+         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query, query_parts, \
                        scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
     /* What the vector units do with it, one product later. */
 #define AFTER(i)                                                                                               \
@@ -455,7 +462,10 @@ INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops,
         NAME(load_first)(n_parts, &job);
         for (ptrdiff_t i = 0; i < n_jobs; i++) {
             const NAME(job) next = i + 1 < n_jobs ? JOB(i + 1) : job;
-            NAME(multiply)(n_parts, scaled, drops, &job, &next, w);
+            if (query_parts == 1 && i >= n_added)
+                NAME(multiply)(n_parts, 1, scaled, drops, &job, &next, w);
+            else
+                NAME(multiply)(n_parts, 3, scaled, drops, &job, &next, w);
             TILE_FENCE();
             if (i > 0) AFTER(i - 1);
             job = next;
@@ -478,55 +488,59 @@ INLINE void NAME(run_step)(const int n_parts, const int scaled, const int drops,
         }
 }
 
-#define STEP(name, n_parts, scaled, drops)                                                                     \
+#define STEP(name, n_parts, query_parts, scaled, drops)                                                        \
     static __attribute__((noinline)) void NAME(name)(fastattn_unit *scored, fastattn_unit *weighted,           \
                                                      fastattn_unit *added, ptrdiff_t head_dim,                 \
                                                      ptrdiff_t value_dim, float factor) {                      \
-        NAME(run_step)(n_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor);          \
+        NAME(run_step)(n_parts, query_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor); \
     }
-STEP(plain_step, 3, 0, 0)
-STEP(scaled_step, 3, 1, 0)
-STEP(dropping_step, 3, 1, 1)
-STEP(plain_step_1, 1, 0, 0)
-STEP(scaled_step_1, 1, 1, 0)
-STEP(dropping_step_1, 1, 1, 1)
+/* By the parts of keys and values, and of queries. */
+STEP(plain_step_33, 3, 3, 0, 0)
+STEP(scaled_step_33, 3, 3, 1, 0)
+STEP(dropping_step_33, 3, 3, 1, 1)
+STEP(plain_step_13, 1, 3, 0, 0)
+STEP(scaled_step_13, 1, 3, 1, 0)
+STEP(dropping_step_13, 1, 3, 1, 1)
+STEP(scaled_step_11, 1, 1, 1, 0)
+STEP(dropping_step_11, 1, 1, 1, 1)
 #undef STEP
 
 static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
                        ptrdiff_t value_dim, float exponent_factor) {
-    const int n_parts = (scored ? scored : weighted ? weighted : added)->n_parts;
+    const fastattn_unit *const any = scored ? scored : weighted ? weighted : added;
     const int drops = weighted && weighted->drop_words, scaled = exponent_factor != 1;
-    (n_parts == 1 ? drops    ? NAME(dropping_step_1)
-                    : scaled ? NAME(scaled_step_1)
-                             : NAME(plain_step_1)
-     : drops      ? NAME(dropping_step)
-     : scaled     ? NAME(scaled_step)
-                  : NAME(plain_step))(scored, weighted, added, head_dim, value_dim, exponent_factor);
+#define CHOOSE(parts, otherwise) (drops ? NAME(dropping_step_##parts) : scaled ? NAME(scaled_step_##parts) : otherwise)
+    (any->n_parts == 3       ? CHOOSE(33, NAME(plain_step_33))
+     : any->query_parts == 3 ? CHOOSE(13, NAME(plain_step_13))
+                             : CHOOSE(11, NAME(scaled_step_11)))(scored, weighted, added, head_dim, value_dim, exponent_factor);
+#undef CHOOSE
 }
 
-INLINE void NAME(score_keys)(const int n_parts, float *scores, ptrdiff_t ld, const char *query, const char *key,
-                             ptrdiff_t n_keys, ptrdiff_t head_dim) {
+INLINE void NAME(score_keys)(const int n_parts, const int query_parts, float *scores, ptrdiff_t ld, const char *query,
+                             const char *key, ptrdiff_t n_keys, ptrdiff_t head_dim) {
     const ptrdiff_t n_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     NAME(weighing) none = {.n_turns = 1};
-    NAME(job) job = {key, query, scores, ld, n_groups};
+    NAME(job) job = {key, query, query_parts, scores, ld, n_groups};
     TILE_FENCE();
     NAME(load_first)(n_parts, &job);
     for (ptrdiff_t j = 0; j < n_keys; j += GROUP_ROWS) {
         NAME(job) next = job;
         next.left += j + GROUP_ROWS < n_keys ? n_groups * n_parts * PART : 0;
         next.to += GROUP_ROWS * ld;
-        NAME(multiply)(n_parts, 0, 0, &job, &next, &none);
+        NAME(multiply)(n_parts, query_parts, 0, 0, &job, &next, &none);
         job = next;
     }
     TILE_FENCE();
 }
 
-static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
-                        ptrdiff_t head_dim) {
-    if (n_parts == 1)
-        NAME(score_keys)(1, scores, ld, query, key, n_keys, head_dim);
+static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, int query_parts,
+                        ptrdiff_t n_keys, ptrdiff_t head_dim) {
+    if (n_parts == 3)
+        NAME(score_keys)(3, 3, scores, ld, query, key, n_keys, head_dim);
+    else if (query_parts == 3)
+        NAME(score_keys)(1, 3, scores, ld, query, key, n_keys, head_dim);
     else
-        NAME(score_keys)(3, scores, ld, query, key, n_keys, head_dim);
+        NAME(score_keys)(1, 1, scores, ld, query, key, n_keys, head_dim);
 }
 
 static double NAME(peak)(long steps) {

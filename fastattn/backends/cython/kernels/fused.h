@@ -14,7 +14,8 @@
  * on the middle one, so that the time of a step is about the longer of the two.
  *
  * Operands are stored as groups of 32 by 32 elements: 3 parts of 2 tiles each. Keys and values that are bfloat16 in
- * memory have 1 part, `n_parts`, as the others would be 0: half of the products, and the same bits. The groups of
+ * memory have 1 part, `n_parts`, as the others would be 0: half of the products, and the same bits. Where the packed
+ * queries are bfloat16, too, products with their other parts are left out likewise, `query_parts`. The groups of
  * queries and of 32 keys are in the order of the columns; those of the values of a key tile, FASTATTN_FUSED_KEYS keys
  * or fewer, are 32 columns after 32 columns, each with the groups of all keys. Everything that these kernels work on
  * is 64-byte aligned, except the rows of the caller.
@@ -38,6 +39,7 @@
 typedef struct {
     const char *query, *key, *value; /* groups: the first of the query block, of the unit's keys, and of their values */
     int n_parts;                     /* of the groups of keys and values: 3 or 1 */
+    int query_parts;                 /* of those of queries that are not 0: 3; or 1, if n_parts is 1 */
     ptrdiff_t tile_groups;           /* of 32 keys that the key tile has for each 32 columns of values */
     ptrdiff_t n_keys;
     /* `step` finds the largest of the scores plain .. plain_stop - 1, multiples of 32 but for n_keys, in tile_max; the
@@ -73,8 +75,8 @@ typedef struct {
                              ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group);
 
     /* The scores of `step` alone, scores[j * ld + lane], for n_keys keys rounded up to a multiple of 32. */
-    void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
-                  ptrdiff_t head_dim);
+    void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, int query_parts,
+                  ptrdiff_t n_keys, ptrdiff_t head_dim);
 
     /* One step of the pipeline; each of the three may be NULL, and they are consecutive units. */
     void (*step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,

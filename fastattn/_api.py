@@ -226,10 +226,10 @@ def attention(
     16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
     give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
     then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
-    and the bits of a result that is not in 16 bits are those of the call on upcast arrays; but where all of
-    query, key and value are bfloat16 and the CPU multiplies it (``avx512_bf16``, ``amx``), its products, which
-    are exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they stand
-    for.
+    and the bits of a result that is not in 16 bits are those of the call on upcast arrays; but where query,
+    key and value all are bfloat16 and the CPU multiplies it (``avx512_bf16``, ``amx``), its products, which
+    are exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they
+    stand for.
 
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few

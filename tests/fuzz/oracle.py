@@ -162,7 +162,7 @@ def attention(
     out_reach, weights_reach = mean(moved, magnitude), moved
     lse_reach = np.where(read, 1 + wander, 0) + np.where(np.isfinite(lse), np.abs(lse), 0)
 
-    # A weight below all normal numbers is 0 in kernels, before dropout: at most as much of each value is lost.
+    # A weight below all normal numbers is 0 in kernels, before dropout: at most as much of a value is lost.
     lost = tiny / (ROUNDINGS * eps * share_kept)
     weights_reach = weights_reach + lost
     out_reach = out_reach + np.repeat(magnitude.sum(axis=-2)[..., None, :] * lost, group, axis=-3)

@@ -59,7 +59,7 @@ class Target(NamedTuple):
     max_vectors: int  #: vectors of lanes in a query block at most
     panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
     has_fused: bool = False  #: whether there are kernels of the fused sweep, see `_fuses`
-    has_pairs: bool = False  #: and those of pairs of bfloat16, see `_uses_pairs`
+    has_pairs: bool = False  #: and those of pairs of bfloat16, see `_keeps_query`
 
 
 class Schedule(NamedTuple):
@@ -121,11 +121,10 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small)
     n_blocks = -(-n_vectors // target.max_vectors)
+    converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
         factors = exact_factors(problem)
-    converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
-    if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     copies_keys = packs_values = False
     if n_blocks > 1:
@@ -145,10 +144,11 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
 def _keeps_query(problem: Problem) -> bool:
     """Whether a problem is in bfloat16 throughout, and `exact_factors` keep its query so. Its products are
     exact then; this decides the order of their summation: it depends on the problem alone."""
+    if any(storage_code(x) != BFLOAT16 for x in (problem.query, problem.key, problem.value)):
+        return False
     query, root, softcap, exponent = exact_factors(problem)
     return (
-        all(storage_code(x) == BFLOAT16 for x in (problem.query, problem.key, problem.value))
-        and problem.sizes.head_dim > 0
+        problem.sizes.head_dim > 0
         and query != 0
         # Of products below 2^-126 the kernels keep nothing: see ``pairs.h`` and ``fused.h``.
         and 1 <= root <= FUSED_FACTOR

@@ -122,7 +122,7 @@ cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ss
 
 
 cdef inline void load_scored_keys(const Job *job, char *to, const HeadRows *rows, Py_ssize_t key,
-                           Py_ssize_t n_keys) noexcept nogil:
+                                  Py_ssize_t n_keys) noexcept nogil:
     """Keys as they are scored, contiguous: in the compute type, or as pairs of what is stored."""
     cdef Py_ssize_t n
     if not job.uses_pairs:

@@ -78,7 +78,7 @@ class Schedule(NamedTuple):
     n_splits: int  #: split-KV: tasks that share a key/value head
     copies_keys: bool  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool  #: each thread packs the values of a head into panels
-    converts_keys: bool  #: keys are converted, or pairs are copied, tile by tile
+    converts_keys: bool  #: keys are converted, or copied as pairs, tile by tile
     converts_values: bool  #: values in 16 bits likewise
     prefetch_rows: tuple[int, int]  #: split-KV: prefetch distance in rows of keys and of values; 0: none
     query_factor: float  #: this and the others are those of `score_factors`
@@ -151,9 +151,8 @@ def _keeps_query(problem: Problem) -> bool:
         problem.sizes.head_dim > 0
         and query != 0
         # Of products below 2^-126 the kernels keep nothing: see ``pairs.h`` and ``fused.h``.
-        and 1 <= root <= FUSED_FACTOR
-        and exponent <= FUSED_FACTOR
-        and softcap <= FUSED_FACTOR
+        and root >= 1
+        and root * root * exponent * max(1.0, softcap) <= FUSED_FACTOR
     )
 
 
@@ -383,7 +382,8 @@ def factors_of(problem: AnyProblem) -> tuple[float, float, float, float]:
 
 def exact_factors(problem: AnyProblem) -> tuple[float, float, float, float]:
     """The same with a power of two for the query, which multiplies its numbers without rounding. The exponent
-    takes the rest, or the scores do, in two factors, where they are natural or have a soft-cap."""
+    takes the rest; or the root does, which is then no power of two and rounds scores twice, where scores are
+    natural or have a soft-cap."""
     query, root, softcap, exponent = factors_of(problem)
     mantissa, power = math.frexp(query)
     if abs(mantissa) in (0, 0.5):

@@ -65,14 +65,18 @@ def test_any_head_dim(engine, head_dim):
 @pytest.mark.parametrize(
     "number", [2.0**59, 2.0**63, 2.0**100, -3e30, 2.0**-124, 1e-38, 1e-40, np.inf, -np.inf, np.nan]
 )
-def test_a_number_that_has_no_pairs(engine, which, number):
+@pytest.mark.parametrize("name", ["plain", "bias", "mask"])
+def test_a_number_that_has_no_pairs(engine, which, number, name):
     """Its scores are those of the kernels of float32; all other rows keep their bits."""
     query, key, value = arrays_of(4)
-    before = solve(engine, query, key, value)
+    rng = np.random.default_rng(12)
+    bias, mask = rng.standard_normal((LEN_Q, LEN_K)).astype(np.float32), rng.random((LEN_Q, LEN_K)) < 0.8
+    options = {"plain": {}, "bias": {"bias": bias}, "mask": {"mask": mask}}[name]
+    before = solve(engine, query, key, value, **options)
     {"query": query, "key": key}[which][1, 41, 5] = number
-    got = solve(engine, query, key, value)
+    got = solve(engine, query, key, value, **options)
     with np.errstate(all="ignore"):
-        assert_right(got, query, key, value)
+        assert_right(got, query, key, value, **options)
     if which == "query":
         others = np.ones((2, LEN_Q), bool)
         others[1, 41] = False
@@ -103,15 +107,17 @@ def test_the_largest_score_of_a_query_without_pairs(engine):
 
 def test_bits_depend_on_the_row_and_its_keys_alone(engine):
     """Not on the other rows, heads and items, one of them without pairs, on threads, strides or pages."""
-    query, key, value = arrays_of(7, lead=(2,), heads=4, kv_heads=2, len_q=LEN_Q)
+    query, key, value = arrays_of(7, lead=(2,), heads=4, kv_heads=2, len_q=LEN_Q, len_k=320)
     query[:, :, 77] = np.nan
     together = solve(engine, query, key, value, causal="bottom_right", num_threads=3)
     strided = [np.asfortranarray(array) for array in (query, key, value)]
     paged = []
-    for array in (key, value):
-        pages = array.reshape(2, 2, 10, 30, 24).swapaxes(1, 2).reshape(20, 2, 30, 24)
-        paged.append(fastattn.Paged(np.ascontiguousarray(pages), np.arange(20).reshape(2, 10)))
-    for given in ((query, key, value), strided, (query, *paged)):
+    for size in (40, 64):  # copied, and read in place
+        for array in (key, value):
+            pages = array.reshape(2, 2, -1, size, 24).swapaxes(1, 2).reshape(-1, 2, size, 24)
+            table = np.arange(len(pages)).reshape(2, -1)
+            paged.append(fastattn.Paged(np.ascontiguousarray(pages), table))
+    for given in ((query, key, value), strided, (query, *paged[:2]), (query, *paged[2:])):
         again = solve(engine, *given, causal="bottom_right", num_threads=1)
         for got, wanted in zip(again, together, strict=True):
             assert_same_bits(got, wanted)

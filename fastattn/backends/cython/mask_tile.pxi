@@ -202,7 +202,7 @@ cdef inline void score_in_float(const Job *job, Scratch *w, const Block *block, 
 
 cdef void find_other_scores(const Job *job, Scratch *w, const Block *block, const char *tile_max, Py_ssize_t key,
                             Py_ssize_t n_keys) noexcept nogil:
-    """w.other_scores and w.other_max, for lanes without pairs, before those of the others are computed."""
+    """w.other_scores and w.other_max, for the block's other_lanes, before the scores of pairs are computed."""
     if tile_max != NULL:
         memcpy(w.other_max, tile_max, block.ld * job.itemsize)
     score_in_float(job, w, block, NULL if tile_max == NULL else w.other_max, key, n_keys)
@@ -210,7 +210,7 @@ cdef void find_other_scores(const Job *job, Scratch *w, const Block *block, cons
 
 cdef void take_other_scores(const Job *job, const Scratch *w, const Block *block, char *scores, char *tile_max,
                             Py_ssize_t n_keys) noexcept nogil:
-    """Copies the scores of lanes without pairs to where those of the others are."""
+    """Copies the scores of the block's other_lanes to where those of pairs are."""
     cdef Py_ssize_t lane, j, at
     for lane in range(block.ld):
         if not block.other_lanes >> lane & 1:

@@ -269,7 +269,7 @@ cdef struct Block:
     # The query rows of one task, and where its batch item starts in each array.
     Py_ssize_t item, ld, n_rows
     int n_vectors
-    uint64_t other_lanes     # those whose queries have no pairs
+    uint64_t other_lanes     # those whose scores come from the kernels of float32
     Py_ssize_t low, high     # no lane attends a key outside; low is a multiple of KEY_STEP
     Py_ssize_t all_start, all_stop  # every lane's interval allows the keys inside
     Py_ssize_t hole_start, hole_stop  # no lane may attend the keys inside: those between kept first keys and windows

@@ -1,7 +1,7 @@
 /* The probes for one ISA: one object for each that setup.py builds (FASTATTN_ISA names it, the compiler's -m flags
  * enable it).
  *
- * SUMS are as many as the register tile of `accumulate` holds in backends/cython/kernels/kernels.c: enough to keep
+ * SUMS are as many as the register tile of `accumulate` holds in backends/cython/kernels/blocking.h: enough to keep
  * the multiply-adds' pipes full, and what attention itself can have in flight.
  */
 

@@ -15,7 +15,7 @@
 #define LARGEST_BITS 0x5d800000 /* 2^60: a denormal key times less changes no weight */
 #define LEAST_BITS 0x00800000   /* 2^-126 */
 
-/* number * factor; is_other becomes nonzero where its scores are not to be computed here. */
+/* number * factor; is_other becomes nonzero in the lanes whose scores the kernels of float32 are to compute. */
 INLINE IVEC scaled(VEC number, VEC factor, IVEC *is_other) {
     const IVEC product = (IVEC)(number * factor), size = product & INT32_MAX;
     *is_other |= (size >= LARGEST_BITS) | ((size < LEAST_BITS) & (size != 0));

@@ -1,5 +1,5 @@
 /* The contract of the kernels of pairs: scores of bfloat16 queries and keys, for instruction sets that multiply two pairs
- * of bfloat16 numbers at a time (VDPBF16PS), which are twice as many products as in float32.
+ * of bfloat16 numbers at a time (VDPBF16PS): twice as many products as in float32.
  *
  * A pair is a word of two adjacent columns, the first in its lower half, as they lie in memory: keys are read in place,
  * and there is a query tile of pairs, tile[pair * ld + lane]. The products are exact and their sums float32's, which
@@ -16,7 +16,7 @@
 
 typedef struct {
     /* tile[p][lane] = the p-th pair of rows[lane], each number times a power of two; `rows` has ld <= 64 pointers. Bit
-     * `lane` of the result is set where a product is nonfinite, from 2^60 on, or denormal. */
+     * `lane` of the result is set where a product is nonfinite, 2^60 or more, or denormal. */
     uint64_t (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_pairs, float factor);
 
     /* As `score`, where columns are pairs. */

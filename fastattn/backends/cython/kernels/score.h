@@ -1,5 +1,5 @@
-/* `score` of kernels.h. Included once for each kind of products: SCORE_STEP adds those of one column, or of one pair of
- * them, to the sums, and SCORE(name) is the name of a function. */
+/* `score` of kernels.h. Included once for each kind of products: SCORE_STEP adds those of one column to the sums, and
+ * SCORE(name) is the name of a function. To pairs.c a pair is a column, whose chains are of twice as many products. */
 
 #define SCORE_TILE score_tile
 #define ROWS SCORE_ROWS

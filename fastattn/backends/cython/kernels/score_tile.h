@@ -1,4 +1,4 @@
-/* SCORE_TILE, the register tile of `score` with at most ROWS keys. Included by body.h only, once for each ROWS: where
+/* SCORE_TILE, the register tile of `score` with at most ROWS keys. Included by score.h only, once for each ROWS: where
  * one function has an array of sums for NARROW_ROWS, gcc 12 makes the usual tile of three vectors 3 % slower. */
 
 #define PREFETCH_DISTANCE (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)

@@ -1,6 +1,6 @@
 /* One vector of REAL: the few operations the kernels need, in gcc/clang vector types.
  *
- * Included once per dtype by kernels.c, after REAL, REAL_BITS and NAME() are defined. VECTOR_BYTES is the
+ * Included once per dtype by each source of kernels, after REAL, REAL_BITS and NAME() are defined. VECTOR_BYTES is the
  * register width of the ISA this object is built for. Only what compiles badly from vector types (max with a
  * known NaN rule, the test of a mask bit) has intrinsics beside the portable code.
  */

@@ -162,10 +162,9 @@ def attention(
     out_reach, weights_reach = mean(moved, magnitude), moved
     lse_reach = np.where(read, 1 + wander, 0) + np.where(np.isfinite(lse), np.abs(lse), 0)
 
-    # A weight below all normal numbers is 0 in kernels, before dropout: at most as much of a value is lost.
-    lost = tiny / (ROUNDINGS * eps * share_kept)
-    weights_reach = weights_reach + lost
-    out_reach = out_reach + np.repeat(magnitude.sum(axis=-2)[..., None, :] * lost, group, axis=-3)
+    # A weight below all normal numbers is 0 in kernels: at most as much of each value is lost.
+    lost = magnitude.sum(axis=-2)[..., None, :] * (tiny / (ROUNDINGS * eps * share_kept))
+    out_reach = out_reach + np.repeat(lost, group, axis=-3)
     unclear_out: Array | None = None
     if biggest_v * max(S, 1) / share_kept > largest:
         summed = mean(np.where(np.isfinite(raised) & allowed, raised, 0), magnitude) / share_kept

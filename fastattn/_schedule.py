@@ -231,9 +231,6 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     sizes = problem.sizes
     factors = factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
-    keeps_query = scores_on_tiles and _keeps_query(problem)
-    if keeps_query:
-        factors = exact_factors(problem)
     heads, lanes = sizes.heads, FUSED_LANES if scores_on_tiles else target.lanes
     small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < SMALL_WORK
     # Query blocks of about the same size; the tiles of large ones have rows of a length that kernels know.
@@ -252,7 +249,7 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
     return Schedule(
         1 if small else min(num_threads, n_tasks), small, False, block_k, block_q // target.lanes, n_blocks,
         max_lanes, n_tasks, task_tiles, 1, False, False, False, False, (0, 0), *factors,
-        keeps_query=keeps_query, scores_on_tiles=scores_on_tiles,
+        scores_on_tiles=scores_on_tiles,
     )  # fmt: skip
 
 

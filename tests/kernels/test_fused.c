@@ -205,7 +205,7 @@ static void check_other_scores(const fastattn_unit *u, const float *k, int head_
     float *const scores = tile(padded, ld);
     fastattn_unit other = *u;
     kernels->fused->begin();
-    kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, u->query_parts, n_keys, head_dim);
+    kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, n_keys, head_dim);
     kernels->fused->end();
     if (u->n_parts == 1) {
         other.n_parts = other.query_parts = 3;

@@ -323,8 +323,8 @@ cdef void score_on_tiles(const Job *job, const Gradients *g, Scratch *w, Tiles *
     for i in range(groups_in(block.n_rows)):
         fused_of(job).score(scores + i * FUSED_LANES, block.ld,
                             t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES,
-                            t.key_groups + first // GROUP_KEYS * key_groups_nbytes(job), <int>job.n_parts, <int>job.query_parts,
-                            tile.n_keys, job.head_dim)
+                            t.key_groups + first // GROUP_KEYS * key_groups_nbytes(job), <int>job.n_parts, tile.n_keys,
+                            job.head_dim)
         flags |= t.query_flags[i]
     for i in range(first // GROUP_KEYS, groups_in(first + tile.n_keys)):
         flags |= t.key_flags[i]

@@ -32,7 +32,7 @@ cdef extern from "fused.h" nogil:
         uint32_t (*split_keys)(char *, int, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t) noexcept nogil
         uint32_t (*split_values)(char *, int, Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t,
                                  Py_ssize_t) noexcept nogil
-        void (*score)(float *, Py_ssize_t, const char *, const char *, int, int, Py_ssize_t, Py_ssize_t) noexcept nogil
+        void (*score)(float *, Py_ssize_t, const char *, const char *, int, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*step)(fastattn_unit *, fastattn_unit *, fastattn_unit *, Py_ssize_t, Py_ssize_t, float) noexcept nogil
         double (*peak)(long) noexcept nogil
 

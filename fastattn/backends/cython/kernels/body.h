@@ -22,10 +22,7 @@
 INLINE void NAME(pack_block)(const int n, REAL *dst, ptrdiff_t ld, const char *const *rows, size_t at, VEC high,
                              VEC low) {
     VEC x[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        x[i] = n == LANES ? NAME(load)(rows[i] + at) : NAME(load_partial)(rows[i] + at, n);
-    NAME(transpose)(x);
+    NAME(load_columns)(n, x, rows, at);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
         if (i < n) NAME(store)(dst + i * ld, NAME(multiply_exactly)(x[i], high, low));

@@ -516,31 +516,29 @@ static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_
 #undef CHOOSE
 }
 
-INLINE void NAME(score_keys)(const int n_parts, const int query_parts, float *scores, ptrdiff_t ld, const char *query,
-                             const char *key, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+INLINE void NAME(score_keys)(const int n_parts, float *scores, ptrdiff_t ld, const char *query, const char *key,
+                             ptrdiff_t n_keys, ptrdiff_t head_dim) {
     const ptrdiff_t n_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
     NAME(weighing) none = {.n_turns = 1};
-    NAME(job) job = {key, query, query_parts, scores, ld, n_groups};
+    NAME(job) job = {key, query, 3, scores, ld, n_groups};
     TILE_FENCE();
     NAME(load_first)(n_parts, &job);
     for (ptrdiff_t j = 0; j < n_keys; j += GROUP_ROWS) {
         NAME(job) next = job;
         next.left += j + GROUP_ROWS < n_keys ? n_groups * n_parts * PART : 0;
         next.to += GROUP_ROWS * ld;
-        NAME(multiply)(n_parts, query_parts, 0, 0, &job, &next, &none);
+        NAME(multiply)(n_parts, 3, 0, 0, &job, &next, &none);
         job = next;
     }
     TILE_FENCE();
 }
 
-static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, int query_parts,
-                        ptrdiff_t n_keys, ptrdiff_t head_dim) {
-    if (n_parts == 3)
-        NAME(score_keys)(3, 3, scores, ld, query, key, n_keys, head_dim);
-    else if (query_parts == 3)
-        NAME(score_keys)(1, 3, scores, ld, query, key, n_keys, head_dim);
+static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
+                        ptrdiff_t head_dim) {
+    if (n_parts == 1)
+        NAME(score_keys)(1, scores, ld, query, key, n_keys, head_dim);
     else
-        NAME(score_keys)(1, 1, scores, ld, query, key, n_keys, head_dim);
+        NAME(score_keys)(3, scores, ld, query, key, n_keys, head_dim);
 }
 
 static double NAME(peak)(long steps) {

@@ -75,8 +75,8 @@ typedef struct {
                              ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group);
 
     /* The scores of `step` alone, scores[j * ld + lane], for n_keys keys rounded up to a multiple of 32. */
-    void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, int query_parts,
-                  ptrdiff_t n_keys, ptrdiff_t head_dim);
+    void (*score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
+                  ptrdiff_t head_dim);
 
     /* One step of the pipeline; each of the three may be NULL, and they are consecutive units. */
     void (*step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,

@@ -25,10 +25,7 @@ INLINE IVEC scaled(VEC number, VEC factor, IVEC *is_other) {
 INLINE void pack_block(const int n, float *to, ptrdiff_t ld, const char *const *rows, size_t at, VEC factor,
                        IVEC *is_other) {
     VEC x[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        x[i] = n == LANES ? NAME(load)(rows[i] + at) : NAME(load_partial)(rows[i] + at, n);
-    NAME(transpose)(x);
+    NAME(load_columns)(n, x, rows, at);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         if (i >= n) break;

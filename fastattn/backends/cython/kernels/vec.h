@@ -235,3 +235,11 @@ INLINE void NAME(transpose)(VEC x[LANES]) {
 #endif
     SWAP_BLOCKS(x, 1)
 }
+
+/* Columns of n <= LANES elements of LANES rows, from the byte `at` of each on. */
+INLINE void NAME(load_columns)(const int n, VEC x[LANES], const char *const *rows, size_t at) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = n == LANES ? NAME(load)(rows[i] + at) : NAME(load_partial)(rows[i] + at, n);
+    NAME(transpose)(x);
+}

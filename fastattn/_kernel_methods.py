@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._api import attention
 from fastattn._arguments import as_array, as_dtype, check_number_dtype, promote
+from fastattn._constants import SCORE_COLUMNS
 from fastattn._device import host_array
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._storage import REAL, storage_of
@@ -347,8 +348,14 @@ class _Points(NamedTuple):
 
 
 def _exact_columns(dim: int) -> int:
-    """How many columns the exact products of cut coordinates take; the last ones are 0."""
-    return -(-(dim + 2) // _CHAIN) * _CHAIN
+    """How many columns the exact products of cut coordinates take; the last ones are 0.
+
+    The kernels sum chains of columns into the sum of SCORE_COLUMNS of them, and those into the whole. Chains
+    that follow exact ones may hold rounded terms, as those cancel first; but what is exact in a later sum
+    cancels in the whole only, and there must be nothing else in that sum.
+    """
+    run = _CHAIN if dim + 2 <= SCORE_COLUMNS else SCORE_COLUMNS
+    return -(-(dim + 2) // run) * run
 
 
 def _attend(

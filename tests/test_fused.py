@@ -36,6 +36,11 @@ SPARSE = {
     "causal": {"causal": "bottom_right"},
     "window": {"window": (300, 0)},
     "far tiles": {"mask": np.arange(TILES * BLOCK_K + 17) // BLOCK_K % 2 == 0},
+    # A head's tile may not take the place of one that a unit in the pipeline still reads.
+    **{
+        f"tiles {tiles}": {"mask": np.isin(np.arange(TILES * BLOCK_K + 17) // BLOCK_K, tiles)}
+        for tiles in ((0, 3), (1, 4), (0, 1, 4), (0, 2, 5), (0, 3, 4), (0, 5))
+    },
     "one key of each tile": {"mask": np.arange(TILES * BLOCK_K + 17) % BLOCK_K == 77},
     "first keys": {"mask": masks.Window(40, 0) | masks.GlobalTokens([0])},
     "ends within a group": {"key_lengths": 2 * BLOCK_K + FUSED_LANES + 7},

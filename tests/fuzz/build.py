@@ -318,7 +318,13 @@ class Case:
             full = full[-2:]
         axes = node["axes"][-len(full) :] if node["axes"] else []
         shape = tuple(n if has else 1 for n, has in zip(full[len(full) - len(axes) :], axes, strict=True))
-        chance = numbers(_UNIFORM, node.get("data", 0), 40, shape) < node["share"]
+        rows, keys = node.get("block", (1, 1))  # that share an element
+        *outer, n_rows, n_keys = (1, 1, *shape)[-max(2, len(shape)) :]
+        cells = (*outer, -(-n_rows // rows), -(-n_keys // keys))
+        chance = numbers(_UNIFORM, node.get("data", 0), 40, cells) < node["share"]
+        if cells != (*outer, n_rows, n_keys):
+            chance = chance.repeat(rows, -2)[..., :n_rows, :].repeat(keys, -1)[..., :n_keys]
+        chance = chance.reshape(shape)
         dtype = np.dtype(node.get("dtype", "bool"))
         array = chance if dtype.kind == "b" else chance * dtype.type(3 if dtype.itemsize == 1 else 256)
         return self._of_item(array)

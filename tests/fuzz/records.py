@@ -21,6 +21,9 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 #: Below, at and above the sizes of vectors, register tiles and key tiles.
 LENGTHS = (0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 LONG = (127, 128, 129, 191, 193, 255, 256, 257, 320, 513)
+#: Several query blocks over many key tiles, of which a mask leaves out any.
+SOME_BLOCKS = (33, 64, 65, 100)
+MANY_TILES = (700, 1023, 1025, 1500, 2050)
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65)
 PLACES = (
     "fortran", "reversed", "padded", "every_other", "last_axis_slow", "heads_inside", "unaligned",
@@ -107,13 +110,18 @@ def _sizes(r: Random, record: Record) -> None:
     record["len_k"] = (
         record["len_q"] if r.random() < 0.2 else r.choice(LONG if r.random() < 0.06 else LENGTHS)
     )
-    if record["len_q"] <= 2 and r.random() < 0.1:
-        record["len_k"] = r.choice((700, 1023, 1025, 2050))
+    goes_far = r.random() < 0.004
+    if goes_far:
+        record["len_q"] = r.choice(SOME_BLOCKS)
+    if goes_far or (record["len_q"] <= 2 and r.random() < 0.1):
+        record["len_k"] = r.choice(MANY_TILES)
     record["head_dim"] = r.choice(DIMS) if r.random() < 0.98 else r.choice((96, 128, 129, 256))
     record["value_dim"] = record["head_dim"]
     if r.random() < 0.4:
         record["value_dim"] = r.choice((0, *DIMS)) if r.random() < 0.98 else r.choice((96, 128, 130))
     most = MOST_WORK[0] * (1 if r.random() < 0.9 else MOST_WORK[1] if r.random() < 0.95 else MOST_WORK[2])
+    if goes_far:
+        most = MOST_WORK[0] * MOST_WORK[2]
     lead = record["lead"]
     while _work(record) > most:
         if max(lead, default=0) > 1:
@@ -200,7 +208,7 @@ def _options(r: Random, record: Record) -> None:
             "dtype": r.choices(FLOATS, (4, 4, 1, 0 if record["engine"] == "numba" else 1))[0],
             "style": r.choices(("normal", "masks", "lowest", "large", "nan", "inf"), (6, 6, 1, 1, 1, 1))[0],
         }
-    if r.random() < 0.4:
+    if r.random() < (0.9 if record["len_k"] >= min(MANY_TILES) else 0.4):
         record["mask"] = _mask(r, record, depth=r.choices((0, 1, 2), (6, 3, 1))[0])
     if r.random() < 0.3 and not record.get("flat"):
         record["layout"] = "bshd"
@@ -238,6 +246,9 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
     ]
     if S:
         kinds.append("global")
+    goes_far = record["len_k"] >= min(MANY_TILES)
+    if goes_far:
+        kinds += ["array", "dense"] * 3
     node: Record = {"kind": r.choice(kinds), "data": r.randrange(1 << 20)}
     if r.random() < 0.5:
         node["per_item"] = r.choice(("all", "last", "first"))
@@ -245,6 +256,8 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
         node["axes"] = _axes(r, record)
         node["dtype"] = r.choice(("bool", "bool", "int8", "int64", "uint16"))
         node["share"] = r.choice((0.0, 0.05, 0.5, 0.9, 1.0))
+        if r.random() < (0.8 if goes_far else 0.1):
+            node["block"] = [r.choice((1, 8, 16, 32, 100)), r.choice((1, 32, 64, 128, 256))]
     if node["kind"] in ("causal", "window"):
         node["align"] = r.choice(("top_left", "bottom_right"))
     if node["kind"] == "window":

@@ -33,6 +33,12 @@ cdef struct TileGroups:
     uint32_t value_flags[TILE_GROUPS]   # those with a value that is not in the group
 
 
+cdef struct HeadTiles:
+    # The key tiles of a head that a unit of the pipeline may be of: the last ones, whichever they are.
+    TileGroups tiles[HEAD_TILES]
+    int newest
+
+
 cdef struct Cursor:
     # The next unit to look at: all blocks of a key tile before the next.
     Py_ssize_t key_tile, block
@@ -43,7 +49,7 @@ cdef struct Task:
     Block blocks[MAX_TASK_BLOCKS]
     uint32_t query_flags[MAX_TASK_BLOCKS]   # lanes with a number that has no parts
     bint is_started[MAX_TASK_BLOCKS]
-    TileGroups tiles[MAX_TASK_BLOCKS * HEAD_TILES]   # those of each head in turn
+    HeadTiles heads[MAX_TASK_BLOCKS]
     Cursor next
     Unit units[IN_PIPELINE]
 
@@ -73,13 +79,16 @@ cdef inline const char *contiguous_rows(const Job *job, Scratch *w, const HeadRo
     return w.staged
 
 
-cdef TileGroups *split_keys(const Job *job, Scratch *w, Task *task, const Block *block, Py_ssize_t head, Py_ssize_t key0,
+cdef TileGroups *split_keys(const Job *job, Scratch *w, HeadTiles *held, const Block *block, Py_ssize_t key0,
                             Py_ssize_t stop) noexcept nogil:
-    """The key tile of key0, with the groups of keys and values from key0 to `stop`. `head`: of those of the task."""
+    """The key tile of key0, with the groups of keys and values from key0 to `stop`."""
     cdef Py_ssize_t number = key0 // FUSED_KEYS, key = key0, n, g, row
-    cdef TileGroups *tile = &task.tiles[head * HEAD_TILES + number % HEAD_TILES]
+    cdef TileGroups *tile = &held.tiles[held.newest]
     cdef const char *at
     if tile.tile != number:
+        # Masks skip tiles, so their numbers say nothing about which of those held is the oldest.
+        held.newest = (held.newest + 1) % HEAD_TILES
+        tile = &held.tiles[held.newest]
         tile.tile = number
         memset(tile.n_keys, 0, sizeof(tile.n_keys))
     for g in range(key0 % FUSED_KEYS // GROUP_KEYS, TILE_GROUPS):
@@ -160,7 +169,7 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
     cdef Cursor *at = &task.next
     cdef Block *block
     cdef const TileGroups *tile
-    cdef Py_ssize_t start, number, key0, n_keys, first, g
+    cdef Py_ssize_t start, number, head, key0, n_keys, first, g
     while at.key_tile * FUSED_KEYS < job.len_k:
         start = at.key_tile * FUSED_KEYS
         number = at.block
@@ -179,8 +188,8 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
             break
     else:
         return False
-    tile = split_keys(job, w, task, block,
-                      (task.first_block + number) // job.n_blocks - task.first_block // job.n_blocks, key0, key0 + n_keys)
+    head = (task.first_block + number) // job.n_blocks - task.first_block // job.n_blocks
+    tile = split_keys(job, w, &task.heads[head], block, key0, key0 + n_keys)
     first = (key0 - start) // GROUP_KEYS
     unit.block = number
     unit.key0 = key0
@@ -376,6 +385,7 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
     """Some query blocks, from their queries to their outputs."""
     cdef Task room
     cdef Task *task = &room
+    cdef TileGroups *tile
     cdef Py_ssize_t n_blocks = job.batch * job.num_kv_heads * job.n_blocks, i, n_heads
     # The last blocks of a head first: under a causal mask they take longest.
     number = job.n_tasks - 1 - number
@@ -385,9 +395,12 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
         start_block(job, w, task, i)
     n_heads = (task.first_block + task.n_blocks - 1) // job.n_blocks - task.first_block // job.n_blocks + 1
     for i in range(n_heads * HEAD_TILES):
-        task.tiles[i].tile = -1
-        task.tiles[i].key = w.key_groups + i * job.tile_nbytes
-        task.tiles[i].value = task.tiles[i].key + job.tile_groups * key_groups_nbytes(job)
+        tile = &task.heads[i // HEAD_TILES].tiles[i % HEAD_TILES]
+        tile.tile = -1
+        tile.key = w.key_groups + i * job.tile_nbytes
+        tile.value = tile.key + job.tile_groups * key_groups_nbytes(job)
+    for i in range(n_heads):
+        task.heads[i].newest = 0
     memset(&task.next, 0, sizeof(Cursor))
     run_units(job, w, task)
     for i in range(task.n_blocks):

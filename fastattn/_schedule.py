@@ -146,21 +146,21 @@ def _keeps_query(problem: Problem) -> bool:
     exact then; this decides the order of their summation: it depends on the problem alone."""
     if any(storage_code(x) != BFLOAT16 for x in (problem.query, problem.key, problem.value)):
         return False
-    query, root, softcap, exponent = exact_factors(problem)
-    return (
-        problem.sizes.head_dim > 0
-        and query != 0
-        # Of products below 2^-126 the kernels keep nothing: see ``pairs.h`` and ``fused.h``.
-        and root >= 1
-        and root * root * exponent * max(1.0, softcap) <= FUSED_FACTOR
-    )
+    factors = exact_factors(problem)
+    return problem.sizes.head_dim > 0 and factors[0] != 0 and _loses_nothing(factors)
+
+
+def _loses_nothing(factors: tuple[float, float, float, float]) -> bool:
+    """Whether products below 2^-126 change no weight: of those the tile unit and pairs keep nothing, see
+    ``fused.h`` and ``pairs.h``."""
+    _, root, softcap, exponent = factors
+    return root >= 1 and root * root * exponent * max(1.0, softcap) <= FUSED_FACTOR
 
 
 def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool:
     """Whether a problem, for which the kernels have a fused sweep, uses it. This decides the order of
     summation: it depends on the problem alone."""
     sizes, band = problem.sizes, problem.band
-    _, root, softcap, exponent = factors
     # Where items have lengths, those of the others must not decide.
     has_lengths = band is not None and band.lengths is not None
     len_k = sizes.rows if has_lengths else sizes.len_k
@@ -170,10 +170,7 @@ def _fuses(problem: Problem, factors: tuple[float, float, float, float]) -> bool
         and sizes.len_k > 0
         and 0 < sizes.value_dim <= FUSED_COLUMNS
         and sizes.head_dim <= FUSED_COLUMNS
-        # Of products below 2^-126 the tile unit keeps nothing: see `fused.c`.
-        and 1 <= root <= FUSED_FACTOR
-        and exponent <= FUSED_FACTOR
-        and softcap <= FUSED_FACTOR
+        and _loses_nothing(factors)
         and _fused_gain(problem, len_k) >= FUSED_LEAST_GAIN
     )
 

@@ -170,6 +170,21 @@ class TestFused:
     def test_where_it_is_faster(self, expected, sizes, options):
         assert self.uses_fused(*sizes, **options) == expected
 
+    @pytest.mark.parametrize(
+        ("scale", "softcap", "expected"),
+        [
+            (2.0**10, None, True),
+            (2.0**17, None, False),
+            (45000.0, 45000.0, True),
+            (45000 * 2.0**4, 45000.0, False),
+            (50 * 2.0**6, 50.0, True),
+            (50 * 2.0**31, 50.0, False),
+        ],
+    )
+    def test_what_scores_are_multiplied_by(self, scale, softcap, expected):
+        """The tile unit takes small products as 0: the factors together, not each, must not raise them."""
+        assert self.uses_fused(300, 300, 64, scale=scale, softcap=softcap) == expected
+
     @pytest.mark.parametrize(("len_q", "expected"), [(70, False), (500, True)])
     @pytest.mark.parametrize("causal", [False, "bottom_right"])
     def test_the_keys_of_the_longest_item(self, len_q, expected, causal):

@@ -758,6 +758,18 @@ static void test_model(void) {
                   i / BLOCK_LANES, i % BLOCK_LANES, (double)u[0].scores[i], (double)u[1].scores[i], other);
         release();
     }
+    /* What the vector units do beside it, and how both are interleaved. */
+    for (int nth = 0; nth < 12; nth++) {
+        Fused f = fused_problem(1 + nth % MOST_BLOCKS, 1 + below(MOST_KEYS), 1 + below(100), 1 + below(100), nth % 4);
+        for (int i = 0; i < 2; i++) {
+            kernels = tables[i];
+            attend_fused(&f, &fused_results[i]);
+        }
+        kernels = tables[0];
+        for (int block = 0; block < f.n_blocks; block++)
+            for (int lane = 0; lane < BLOCK_LANES; lane++) check_lane(&f, block, lane, lane, other);
+        release();
+    }
 }
 
 /* The work of so many steps: each 16 products of tiles, of which six make one of float32. */

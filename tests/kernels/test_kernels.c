@@ -11,6 +11,13 @@
 
 #include "probes.h"
 
+#if defined(FASTATTN_HAVE_AMX) && defined(__linux__)
+#include "tile_emulator.h"
+#define EMULATED_AMX emulated_amx()
+#else
+#define EMULATED_AMX NULL
+#endif
+
 #include "test_lanes.c"
 #include "test_rows.c"
 #include "test_storage.c"
@@ -100,6 +107,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++)
         for (size = 4; size <= 8; size += 4) {
             kernels = fastattn_find_kernels(argv[i], size);
+            if (!kernels && size == 4 && strcmp(argv[i], "amx") == 0) kernels = EMULATED_AMX;
             if (!kernels) {
                 printf("%s float%d: skipped, this CPU does not have it\n", argv[i], size * 8);
                 continue;

@@ -60,9 +60,16 @@ INLINE VEC NAME(upper)(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
 /* Rounded to 8 bits, half away from 0: what is left has its sign and one bit less. */
 INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((IVEC)x + 0x8000) & HIGH_HALF); }
 
-/* Lane i: the bfloat16 of a in the lower half, that of b in the upper one; both are cut off. */
+/* Lane i: the bfloat16 of a in the lower half, that of b in the upper one; both are cut off. On hardware by one shuffle:
+ * shifts share a port with multiply-adds, which have but that one while the tile unit works. */
 INLINE IVEC NAME(pair)(VEC a, VEC b) {
+#if defined(__AVX512BW__)
+    const __mmask64 lower_halves = 0x3333333333333333;
+    const __m512i from_upper = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
+    return (IVEC)_mm512_mask_shuffle_epi8((__m512i)b, lower_halves, (__m512i)a, from_upper);
+#else
     return (IVEC)(((NAME(words))a >> 16) | ((NAME(words))b & (uint32_t)HIGH_HALF));
+#endif
 }
 
 /* The parts of pairs (a, b), which are finite, in the tile row at `to`. */

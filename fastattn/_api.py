@@ -234,7 +234,8 @@ def attention(
     Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
     on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
     query rows (`L * H / K` of at most 8, or fewer than fill a vector, or of a group just as many), whose
-    keys are summed up as a tree.
+    keys are summed up as a tree; with ``amx`` also on whether sizes, `causal` and `window` make its tile unit
+    worth while.
 
     On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the
     host does not wait. `key_lengths` and mask objects are read on the host. Bits may differ from the CPU's.

@@ -112,7 +112,7 @@ def attention_backward(
     gradients are rounded once.
 
     Determinism: the bits do not depend on the number of threads, on other items of the batch, on layout or
-    strides.
+    strides. They may depend on the instruction set, with ``amx`` as those of `attention` do.
 
     Memory: nothing of size ``L * S``, unless the bias has it.
 

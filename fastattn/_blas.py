@@ -129,7 +129,9 @@ def share_threads_with_blas(enable: bool = True) -> bool:
     TypeError
         `enable` is not a bool.
 
-    Notes ----- It applies to the whole process, and to OpenBLAS's routines of level 1 to 3; factorisations in
+    Notes
+    -----
+    It applies to the whole process, and to OpenBLAS's routines of level 1 to 3; factorisations in
     `numpy.linalg` may use OpenBLAS's own threads. The number of threads of a product is still OpenBLAS's
     (OPENBLAS_NUM_THREADS, threadpoolctl), and so are its bits. Products of several Python threads run one
     after another, as OpenBLAS's do anyway.

@@ -118,8 +118,8 @@ class KVCache:
     `select` share pages until one of them writes. `keep_first` with a `window` is StreamingLLM's pattern
     [2]_, except that positions are absolute: rotate keys before `append`, and do not rotate again.
 
-    The same tokens give the same bits, however they were appended, truncated, forked, paged or loaded, and
-    whatever the other items hold. Nothing past an item's length is ever read.
+    The same queries over the same tokens give the same bits, however those were appended, truncated, forked,
+    paged or loaded, and whatever the other items hold. Nothing past an item's length is ever read.
 
     16-bit storage rounds each number once, to nearest even. int8 has one float32 scale for each 64 elements
     of a row, see `Quantized`: an error of at most 1/254 of the largest magnitude of the 64.

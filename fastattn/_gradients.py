@@ -49,10 +49,11 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class Gradients(NamedTuple):
     """Gradients with respect to the arguments of `attention`; None for what was not asked for.
 
-    What `attention_backward` returns has each argument's shape and dtype, float64 for one of integers, and
-    is C-contiguous. A backend's are those of a `Problem`, with all leading axes and of its dtype; of the bias
-    they have `Backward.bias_shape`, and may be float64, as those of the sinks are.
+    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
     """
+
+    # What a backend returns is of a `Problem`, with all leading axes and of its dtype; of the bias it has
+    # `Backward.bias_shape`, and may be float64, as that of the sinks is.
 
     query: np.ndarray | None
     key: np.ndarray | None

@@ -24,10 +24,8 @@ def show_config() -> None:
     >>> fastattn.show_config()  # doctest: +ELLIPSIS
     fastattn ...
     """
-    if reasons := _registry.load("cython").unavailable_reasons():
-        print(f"NO COMPILED KERNELS: {'; '.join(reasons)}")
-    elif not _has_openmp():
-        print("ONE THREAD: the compiled kernels were built without OpenMP; more threads need a build with it")
+    if shortcoming := _or_error(_shortcoming):
+        print(shortcoming)
     print(f"fastattn {__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     caches = ", ".join(f"{level} {size}" for level, size in _host.cache_sizes().items())
     quota = _host.cpu_quota()
@@ -35,12 +33,20 @@ def show_config() -> None:
     print(f"isa       {_or_error(_isa)}")
     print(f"cores     {_host.available_cores()} usable, CPU quota {'none' if quota is None else quota}")
     print(f"threads   {_or_error(_num_threads)}")
-    for label, text in _blas_lines().items():
-        print(f"{label:<9} {text}")
+    print(f"blas      {_or_error(_blas_line)}")
+    print(f"  sharing {_or_error(_sharing)}")
     preferred = f"the first of {', '.join(_registry.PREFERRED)} that can take a problem"
     print(f"backend   {_or_error(_registry.requested) or preferred}")
     for name in _registry.MODULES:
         print(f"  {name:<11} {_or_error(partial(_usable, name))}")
+
+
+def _shortcoming() -> str:
+    if reasons := _registry.load("cython").unavailable_reasons():
+        return f"NO COMPILED KERNELS: {'; '.join(reasons)}"
+    if not _has_openmp():
+        return "ONE THREAD: the compiled kernels were built without OpenMP; more threads need a build with it"
+    return ""
 
 
 def _num_threads() -> str:
@@ -54,7 +60,9 @@ def _isa() -> str:
     from fastattn.backends import cython_cpu
 
     forced = " (FASTATTN_ISA)" if _host.forced_isa() else ""
-    return f"{cython_cpu.isa()}{forced}, of {', '.join(cython_cpu.available_isas()) or 'none that is built'}"
+    if not (available := cython_cpu.available_isas()):
+        return "none: no kernels were built"
+    return f"{cython_cpu.isa()}{forced}, of {', '.join(available)}"
 
 
 def _has_openmp() -> bool:
@@ -63,23 +71,26 @@ def _has_openmp() -> bool:
     return cython_cpu.has_openmp()
 
 
-def _blas_lines() -> dict[str, str]:
-    """Which BLAS NumPy has, and whether its threads and fastattn's are in each other's way."""
+def _blas_line() -> str:
+    """Which BLAS NumPy has, and how its threads may be in the way of fastattn's."""
     blas = _blas.numpy_blas()
     threads = "" if blas.num_threads is None else f", {blas.num_threads} threads"
-    timeout = blas.timeout
-    if timeout is not None and blas.num_threads != 1 and not _blas.is_shared():
-        threads += f", idle ones spin for 2**{timeout} clock ticks after a product (OPENBLAS_THREAD_TIMEOUT)"
-    reason = blas.reason_not_shared()
+    if blas.timeout is not None and blas.num_threads != 1 and not _blas.is_shared():
+        ticks = f"2**{blas.timeout} clock ticks"
+        threads += f", idle ones spin for {ticks} after a product (OPENBLAS_THREAD_TIMEOUT)"
+    return f"{blas.name}{threads}"
+
+
+def _sharing() -> str:
+    blas = _blas.numpy_blas()
     if _blas.is_shared():
-        shared = "products run on fastattn's threads"
-    elif reason is not None:
-        shared = f"not possible: {reason}"
-    else:
-        shared = "possible, by fastattn.share_threads_with_blas()"
-        if timeout is not None and timeout > _BRIEF_TIMEOUT:
-            shared += f"; OPENBLAS_THREAD_TIMEOUT={_BRIEF_TIMEOUT} in the environment would help as well"
-    return {"blas": f"{blas.name}{threads}", "  sharing": shared}
+        return "products run on fastattn's threads"
+    if (reason := blas.reason_not_shared()) is not None:
+        return f"not possible: {reason}"
+    possible = "possible, by fastattn.share_threads_with_blas()"
+    if blas.timeout is not None and blas.timeout > _BRIEF_TIMEOUT:
+        possible += f"; OPENBLAS_THREAD_TIMEOUT={_BRIEF_TIMEOUT} in the environment would help as well"
+    return possible
 
 
 def _usable(name: str) -> str:

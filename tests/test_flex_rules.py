@@ -20,6 +20,7 @@ from tests.flex_gallery import (
     indices,
     options_of,
 )
+from tests.process import python
 from tests.tolerances import assert_answer, assert_same_bits
 
 pytest.importorskip("numba")
@@ -96,6 +97,32 @@ class TestRules:
         np.testing.assert_allclose(out[:, :, others], plain[:, :, others], rtol=1e-12, atol=1e-13)
         masked = fastattn.flex_attention(*given, score_mod=broken, block_mask=masks.Dense(np.arange(S) != 7))
         assert np.isfinite(masked).all()
+
+    @pytest.mark.slow
+    def test_first_calls_of_many_threads(self):
+        """All compile at once, and Numba's own state is one for all."""
+        code = """
+import sys, threading
+import numpy as np
+import fastattn
+sys.setswitchinterval(1e-5)
+x, bias, mask = np.ones((1, 2, 9, 8)), np.zeros((9, 9)), np.ones((9, 9), bool)
+options = {"score_mod": lambda score, b, h, i, j, t: score + t[i, j], "aux": (bias,)}, {
+    "mask_mod": lambda b, h, i, j, t: t[i, j], "aux": (mask,)}
+together, failed = threading.Barrier(8), []
+def work(i):
+    together.wait()
+    try:
+        fastattn.flex_attention(x, x, x, **options[i % 2])
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(failed)
+"""
+        for _ in range(4):
+            assert python(code).strip() == "[]"
 
     def test_with_the_other_options(self):
         rng = np.random.default_rng(3)

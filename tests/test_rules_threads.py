@@ -107,6 +107,9 @@ except (ValueError, fastattn.BackendError) as error:
     message = python(code, env={"FASTATTN_ISA": "mmx"})
     for word in ("FASTATTN_ISA", "mmx", "portable"):
         assert word in message
+    lines = python("import fastattn; fastattn.show_config()", env={"FASTATTN_ISA": "mmx"}).splitlines()
+    assert any(line.startswith("isa       error: FASTATTN_ISA") for line in lines)
+    assert lines[-1].startswith("  cuda"), "the other lines are there"
 
 
 @linux_only

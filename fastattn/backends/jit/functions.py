@@ -20,6 +20,7 @@ from numba import types
 
 from fastattn import _host
 from fastattn._problem import Mod
+from fastattn._threads import no_fork
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import has_loop, identify
@@ -74,9 +75,10 @@ class Loop:
         def compiled() -> Machine:
             kinds = tuple(map(kind_of, values))
             checks_indices = _host.checks_indices()
-            made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
-            known = small_counts(values) if has_loop(mod.function) else {}
-            return write(made, kinds, dtype, known)
+            with no_fork:  # before Numba's lock, as where a compilation imports something
+                made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
+                known = small_counts(values) if has_loop(mod.function) else {}
+                return write(made, kinds, dtype, known)
 
         self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)
@@ -124,7 +126,8 @@ def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dty
     less."""
     captured = identify(function).captured
     all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
-    _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
+    with no_fork:
+        _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
 
 
 def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:

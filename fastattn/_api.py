@@ -442,7 +442,9 @@ def scaled_dot_product_attention(
     """
     signature: Any = None
     given = (query, key, value, attn_mask, None, None, None, None)
-    if dropout_p == 0 and is_causal in (False, True) and not isinstance(attn_mask, Mask):
+    # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
+    is_plain = type(is_causal) is bool and type(dropout_p) in (float, int) and dropout_p == 0
+    if is_plain and not isinstance(attn_mask, Mask):
         function = SDPA_GQA if enable_gqa else SDPA
         arguments = (
             query, key, value, attn_mask, None, "top_left" if is_causal else False, None, None, scale, None,

@@ -229,7 +229,7 @@ def as_bias(bias: ArrayLike) -> np.ndarray:
 
 
 def is_bias_dtype(dtype: np.dtype) -> bool:
-    return (dtype.kind == "f" and dtype.itemsize <= 8) or storage_of(dtype) != REAL
+    return (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL  # no float8
 
 
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:

@@ -273,3 +273,11 @@ def test_backends_that_read_none_say_so():
         fastattn.attention(half.astype(np.float32), half, half, backend="numba")
     with pytest.raises(fastattn.BackendError, match="query is bfloat16"):
         fastattn.attention(*[half.astype(BFLOAT16)] * 3, backend="numba")
+
+
+def test_a_bias_of_8_bits_is_refused():
+    """Kernels would read it as numbers of 32 or 64 bits, past its end."""
+    x = np.ones((1, 2, 6, 8), np.float32)
+    for name in ("float8_e5m2", "float8_e4m3fn"):
+        with pytest.raises(TypeError, match="bias must be a float16"):
+            fastattn.attention(x, x, x, bias=np.zeros(6, getattr(ml_dtypes, name)))

@@ -27,10 +27,10 @@ The modules, each of which imports only what stands above it:
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_dropout``         which weights dropout keeps
 ``_gradients``       `Backward`: the same of a call for gradients
-``_arguments``       what each argument may be, and the error that says what it is instead
-``_normalize``       the caller's arguments to a `Problem`; the two alone raise on them
 ``_host``            cores, CPU, caches and environment variables
 ``_threads``         how many threads a call may have, whoever asks for how many; forks
+``_arguments``       what each argument may be, and the error that says what it is instead
+``_normalize``       the caller's arguments to a `Problem`; the two alone raise on them
 ``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_registry``        the order of preference among backends, imported when they are first needed

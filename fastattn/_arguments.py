@@ -19,6 +19,7 @@ from fastattn import masks
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, from_dlpack, on_host, place
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
+from fastattn._threads import no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +40,8 @@ def refuse_arguments(
     function: Callable[..., Any], extra: tuple[Any, ...], unknown: dict[str, Any]
 ) -> NoReturn:
     """Raises on arguments that a public function does not have."""
-    from fastattn._hints import refusal  # what only a message needs is no part of an import
+    with no_fork:
+        from fastattn._hints import refusal  # what only a message needs is no part of an import
 
     raise TypeError(refusal(function, extra, unknown))
 
@@ -289,7 +291,8 @@ def check_dropout(
     checked = check_seed(seed)
     if not threshold:
         return None
-    from fastattn._dropout import Dropout  # no part of an import of the package
+    with no_fork:
+        from fastattn._dropout import Dropout  # no part of an import of the package
 
     return Dropout(threshold, checked)
 

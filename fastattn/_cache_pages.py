@@ -180,7 +180,7 @@ class PagePool:
     def _release(self, numbers: np.ndarray) -> None:
         numbers = numbers[numbers != NO_PAGE]
         np.subtract.at(self._holders, numbers, 1)
-        self._free += np.unique(numbers[self._holders[numbers] == 0]).tolist()
+        self._free += sorted(set(numbers[self._holders[numbers] == 0].tolist()))  # np.unique imports numpy.ma
 
 
 def _cast(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

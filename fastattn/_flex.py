@@ -25,6 +25,7 @@ from fastattn._prepared import FLEX, counts, reuse, signature_of
 from fastattn._problem import Mod
 from fastattn._registry import BackendError
 from fastattn._threads import no_fork
+from fastattn.backends.cpu.functions import reasons_no_compiler
 from fastattn.masks import BlockMask, Mask, describe
 
 if TYPE_CHECKING:
@@ -357,8 +358,6 @@ class _FunctionMask(Mask):
 def _evaluate(mod: Mod, sizes: Sequence[int], num_threads: int) -> MaskMap:
     """The function's mask map; one plane for all items or heads where it does not read their index."""
     B, H = sizes[:2]
-    from fastattn.backends.cpu.functions import reasons_no_compiler
-
     if reasons := reasons_no_compiler():
         raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
     planes = [n if _reads(mod.function, place) else min(n, 1) for place, n in enumerate((B, H))]
@@ -371,8 +370,6 @@ def _evaluate(mod: Mod, sizes: Sequence[int], num_threads: int) -> MaskMap:
 @cache
 def _compiler() -> Any:
     """The module that compiles functions of the caller's, None where Numba is not there to do it."""
-    from fastattn.backends.cpu.functions import reasons_no_compiler
-
     if reasons_no_compiler():
         return None
     with no_fork:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
+from fastattn._threads import no_fork
 
 if TYPE_CHECKING:
     from fastattn._problem import Problem
@@ -35,7 +36,8 @@ def load(name: str) -> Backend:
     """The backend `name`, imported on first use."""
     backend = _loaded.get(name)
     if backend is None:
-        backend = _loaded[name] = import_module(MODULES[name]).backend
+        with no_fork:
+            backend = _loaded[name] = import_module(MODULES[name]).backend
     return backend
 
 

@@ -46,11 +46,10 @@ class _NoFork:
         self._watches = False  # whether the fork hooks are registered
 
     def __enter__(self) -> None:
+        if not self._watches:
+            self._watch()
         self.let_forks_pass()
         self._lock.acquire()
-        if not self._watches:
-            self._watches = True
-            self._watch()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -69,10 +68,14 @@ class _NoFork:
         """Registers the fork hooks, on the first use of this lock."""
         import logging  # noqa: F401  # whose own hooks must be added first, to run after ours
 
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(
-                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork
-            )
+        with self._lock:
+            if not self._watches and hasattr(os, "register_at_fork"):
+                os.register_at_fork(
+                    before=self._before_fork,
+                    after_in_parent=self._after_fork,
+                    after_in_child=self._after_fork,
+                )
+            self._watches = True
 
     def _before_fork(self) -> None:
         self._gate.acquire()
@@ -81,6 +84,11 @@ class _NoFork:
             acquire()
             self._held.append(release)
         self._is_held = True
+
+    def free_in_child(self) -> None:
+        """Makes the locks anew where this fork did not hold them: it came before the hooks."""
+        if not self._is_held:
+            self._lock, self._gate = _thread.RLock(), _thread.RLock()
 
     def _after_fork(self) -> None:
         if not self._is_held:  # these hooks were registered during the fork
@@ -269,6 +277,7 @@ else:
 def _in_child() -> None:
     global _forked
     _forked = True
+    no_fork.free_in_child()
     _host.threads_changed()
 
 

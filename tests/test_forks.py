@@ -21,7 +21,8 @@ import fastattn
 x = np.random.default_rng(0).standard_normal((1, 2, 100, 16)).astype(np.float32)
 
 def make(factor):
-    return lambda score, b, h, q, k: score * factor
+    # Code of its own: what is read from outside would be no reason to compile again.
+    return eval(f"lambda score, b, h, q, k: score * {{factor}}")
 
 def flex(factor):
     fastattn.flex_attention(x, x, x, score_mod=make(factor))
@@ -102,6 +103,80 @@ def test_while_numba_is_imported(pause):
         pause=pause,
         child='fastattn.attention(x, x, x, backend="numba")',
     )
+
+
+FIRST_CALLS = {
+    "attention": "fastattn.attention(x, x, x)",
+    "reference": 'fastattn.attention(x, x, x, backend="reference")',
+    "numba": 'fastattn.attention(x, x, x, backend="numba")',
+    "dropout": "fastattn.attention(x, x, x, dropout=0.5, seed=0)",
+    "gradients": "fastattn.attention_backward(x, x, x, x, x, x[..., 0])",
+    "score_mod": "fastattn.flex_attention(x, x, x, score_mod=lambda score, b, h, q, k: score * 0.5)",
+    "mask_mod": "fastattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 9, 9)",
+    "cache": "fastattn.KVCache(1, 2, 16).append(x, x)",
+    "rope": "fastattn.rope(x, *fastattn.rope_tables(100, 16))",
+    "linear": "fastattn.linear_attention(abs(x), abs(x), x)",
+    "refusal": """
+try:
+    fastattn.attention(x, x, x, attn_mask=None)
+except TypeError:
+    pass
+""",
+}
+
+
+BY_NUMBA = ("numba", "score_mod", "mask_mod")  # which imports some hundred modules
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_NUMBA)) for name in FIRST_CALLS]
+)
+def test_during_each_import_of_a_first_call(name):
+    """The lock of a module that a thread imports would stay held in the child."""
+    if name in BY_NUMBA:
+        pytest.importorskip("numba")
+    code = f"""
+import logging  # the one module that is imported before a fork can wait
+import os, signal, sys, threading, time
+import numpy as np
+import fastattn
+
+x = np.random.default_rng(0).standard_normal((1, 2, 100, 16)).astype(np.float32)
+importing = threading.Event()
+finished = []
+
+def call():
+    exec({FIRST_CALLS[name]!r}, globals())
+
+def work():
+    call()
+    finished.append(True)
+    importing.set()
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is worker and not name.startswith(("numba.", "llvmlite.")):
+            importing.set()
+            time.sleep(0.05)  # in which the fork below begins
+
+sys.meta_path.insert(0, Finder())
+worker = threading.Thread(target=work)
+worker.start()
+children = []
+while not finished:
+    importing.wait()
+    importing.clear()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # ends a child that hangs
+        call()
+        os._exit(0)
+    children.append(pid)
+worker.join()
+print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+    statuses = python(code, env={"PYTHONWARNINGS": "ignore", "NUMBA_NUM_THREADS": "2"}, timeout=300).split()
+    assert set(statuses) == {"0"}, statuses
 
 
 def test_a_fork_waits_for_no_other_lock():

@@ -52,7 +52,7 @@ def _missing() -> list[str]:
             _driver()
         except ImportError as error:
             return [f"numba does not load ({error})"]
-    reason = reason_no_pool()
+        reason = reason_no_pool()
     return [] if reason is None else [reason]
 
 

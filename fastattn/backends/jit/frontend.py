@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import compiler, ir
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.core.inline_closurecall import InlineWorker, callee_ir_validator
 from numba.core.ir_utils import guard
@@ -54,7 +53,6 @@ class _Task(NamedTuple):
     has_weak_literals: bool
 
 
-@global_compiler_lock  # Numba reads its registries by generators that all compilations share
 def typed(
     call: Callable[..., Any],
     arguments: Sequence[Any],

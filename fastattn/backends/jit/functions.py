@@ -20,8 +20,8 @@ from numba import types
 
 from fastattn import _host
 from fastattn._problem import Mod
-from fastattn._threads import no_fork
 from fastattn.backends.jit import messages
+from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import has_loop, identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
@@ -75,7 +75,7 @@ class Loop:
         def compiled() -> Machine:
             kinds = tuple(map(kind_of, values))
             checks_indices = _host.checks_indices()
-            with no_fork:  # before Numba's lock, as where a compilation imports something
+            with compiling():
                 made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
                 known = small_counts(values) if has_loop(mod.function) else {}
                 return write(made, kinds, dtype, known)
@@ -126,7 +126,7 @@ def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dty
     less."""
     captured = identify(function).captured
     all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
-    with no_fork:
+    with compiling():
         _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
@@ -138,7 +137,6 @@ class Loop:
         return self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
 
 
-@global_compiler_lock
 def _compiled(
     write: Callable[[Loop], None],
     names: Sequence[str],

@@ -66,8 +66,11 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
     if wanted == 1:
         run(1)
         return
-    before = numba.get_num_threads()  # starts the pool where it has not been
-    _has_started = True
+    if not _has_started:
+        with _threads.no_fork:
+            numba.get_num_threads()  # starts the pool
+        _has_started = True
+    before = numba.get_num_threads()
     if before != wanted:
         numba.set_num_threads(wanted)
     try:

@@ -23,14 +23,11 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import ffi as llvm
 from numba import types
-from numba.core import event as numba_events
 from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
-from fastattn import _threads
+from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.numba.codegen.cache import cached
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 from fastattn.backends.numba.layout import BLOCK, JOB
@@ -45,34 +42,8 @@ Function = Callable[..., Any]
 
 _logger = logging.getLogger("fastattn")
 _compiling = threading.RLock()
-_llvm_lock: Any = getattr(llvm.lib, "_lock", None)  # llvmlite has no public name for it
 _makers: dict[str, Callable[[Any], Function]] = {}  # of each function, given a zero of the dtype
 _callees: dict[str, frozenset[str]] = {}  # of each function, names that include all functions that it calls
-
-
-class _LetForksPass(numba_events.Listener):
-    """Lets forks pass also before compilations that other packages start."""
-
-    def on_start(self, event: Any) -> None:
-        if not global_compiler_lock.is_locked():  # by this thread
-            _threads.no_fork.let_forks_pass()
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-def _stop_compilers() -> None:
-    """Waits until no thread compiles: a forked child then inherits neither a held lock of Numba's or
-    llvmlite's nor their half-built state."""
-    global_compiler_lock.acquire()
-    if _llvm_lock is not None:
-        _llvm_lock.__enter__()
-
-
-def _let_compilers_go_on() -> None:
-    if _llvm_lock is not None:
-        _llvm_lock.__exit__(None, None, None)
-    global_compiler_lock.release()
 
 
 def _new_lock() -> None:
@@ -81,8 +52,6 @@ def _new_lock() -> None:
     _compiling = threading.RLock()
 
 
-numba_events.register("numba:compiler_lock", _LetForksPass())
-_threads.no_fork.hold_at_fork(_stop_compilers, _let_compilers_go_on)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
@@ -204,7 +173,7 @@ class Table:
 def compile_function(function: Function) -> CFunc:
     """The function with an address that C can call, kept on disk."""
     signature = _signature(function)
-    with _threads.no_fork:
+    with compiling():
         compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS)))
         compiled.compile()
     return compiled

@@ -201,9 +201,9 @@ def attention(
                 size = sizes[: chosen.size]
                 top = logits.max()
                 raised = np.exp(logits - top)
-                total = raised.sum()
-                share = raised / total
-                lse[here] = top + np.log(total)
+                share = raised / raised.sum()
+                *others, largest = np.sort(raised)  # NaN is the largest
+                lse[here] = top + np.log1p(sum(others) + (largest - 1))  # exact where the sum is near 1
                 weight = share[: chosen.size] * keep[here][read] / share_kept
                 out[here] = weight @ values
                 weights[here][read] = weight

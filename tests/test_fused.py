@@ -39,7 +39,7 @@ SPARSE = {
     # A head's tile may not take the place of one that a unit in the pipeline still reads.
     **{
         f"tiles {tiles}": {"mask": np.isin(np.arange(TILES * BLOCK_K + 17) // BLOCK_K, tiles)}
-        for tiles in ((0, 3), (1, 4), (0, 1, 4), (0, 2, 5), (0, 3, 4), (0, 5))
+        for tiles in ((0, 3), (1, 4), (0, 1, 4), (0, 2, 5), (0, 3, 4))
     },
     "one key of each tile": {"mask": np.arange(TILES * BLOCK_K + 17) % BLOCK_K == 77},
     "first keys": {"mask": masks.Window(40, 0) | masks.GlobalTokens([0])},

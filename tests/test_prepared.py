@@ -294,6 +294,17 @@ def test_scaled_dot_product_attention_is_prepared(no_general_path, options, oper
     assert_same_bits(fastattn.scaled_dot_product_attention(*arrays, given, **options), expected)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"is_causal": 1}, {"is_causal": 1.0}, {"dropout_p": False}, {"dropout_p": 0j}], ids=str
+)
+def test_a_repeated_call_is_judged_as_the_first(wrong):
+    x = np.ones((1, 2, 6, 8), np.float32)
+    for name, equal in (("is_causal", True), ("dropout_p", 0.0)):
+        fastattn.scaled_dot_product_attention(x, x, x, **({name: equal} if name in wrong else {}))
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        fastattn.scaled_dot_product_attention(x, x, x, **wrong)
+
+
 def test_varlen_attention_is_prepared_for_its_lengths(no_general_path):
     query, key, value = (array.swapaxes(0, 1) for array in random_arrays(heads=3, len_q=L, len_k=L))
     calls = [([0, 5, 12], None), (np.array([0, 3, 12]), None), ([0, 5, 12], [0, 6, 12])]

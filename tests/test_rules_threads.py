@@ -96,15 +96,6 @@ for text in {texts}:
         assert repr(text) in message
 
 
-def test_a_call_is_judged_as_the_first_one():
-    x = np.ones((1, 2, 6, 8), np.float32)
-    for _ in range(3):
-        fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
-    for wrong in ({"is_causal": 1}, {"is_causal": 1.0}, {"dropout_p": False}, {"dropout_p": 0j}):
-        with pytest.raises(TypeError):
-            fastattn.scaled_dot_product_attention(x, x, x, **wrong)
-
-
 def test_bad_isa_in_the_environment_lists_the_names():
     code = """
 import numpy as np, fastattn

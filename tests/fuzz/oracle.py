@@ -121,13 +121,13 @@ def attention(
     read = allowed.any(axis=-1)
     base = np.where(read & (top != -np.inf), top, 0)
     raised = np.exp(scores - base[..., None])
-    total = raised.sum(axis=-1)
-    of_sink: Any = 0
-    if sink is not None:
-        of_sink = np.exp(sink - base)
-        total = total + of_sink
+    of_sink: Any = 0 if sink is None else np.exp(sink - base)
+    total = raised.sum(axis=-1) + of_sink
     share = raised / np.where(total == 0, 1, total)[..., None]
-    lse = base + np.log(total)
+    # Exact, too, where the sum is near 1: its largest term, which is 1, is left out.
+    terms = np.concatenate([raised, np.broadcast_to(of_sink, base.shape)[..., None]], axis=-1)
+    terms.partition(S, axis=-1)  # NaN is the largest
+    lse = base + np.log1p(terms[..., :S].sum(axis=-1) + (terms[..., S] - 1))
     lse = np.where(read, lse, -np.inf if sink is None else sink)
     share = np.where(allowed, share, 0)
     all_lost = read & (scores == -np.inf).all(axis=-1)  # allowed keys of score -inf: 0 / 0

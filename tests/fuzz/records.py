@@ -151,6 +151,10 @@ def _work(record: Record) -> int:
     )  # fmt: skip
 
 
+def _goes_far(record: Record) -> bool:
+    return record["len_k"] >= min(MANY_TILES)
+
+
 def _values(r: Random, record: Record) -> None:
     dtype = r.choices(FLOATS, (50, 25, 13, 12))[0]
     if record["engine"] == "numba" and dtype in ("float16", "bfloat16"):
@@ -208,7 +212,7 @@ def _options(r: Random, record: Record) -> None:
             "dtype": r.choices(FLOATS, (4, 4, 1, 0 if record["engine"] == "numba" else 1))[0],
             "style": r.choices(("normal", "masks", "lowest", "large", "nan", "inf"), (6, 6, 1, 1, 1, 1))[0],
         }
-    if r.random() < (0.9 if record["len_k"] >= min(MANY_TILES) else 0.4):
+    if r.random() < (0.9 if _goes_far(record) else 0.4):
         record["mask"] = _mask(r, record, depth=r.choices((0, 1, 2), (6, 3, 1))[0])
     if r.random() < 0.3 and not record.get("flat"):
         record["layout"] = "bshd"
@@ -246,8 +250,7 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
     ]
     if S:
         kinds.append("global")
-    goes_far = record["len_k"] >= min(MANY_TILES)
-    if goes_far:
+    if _goes_far(record):
         kinds += ["array", "dense"] * 3
     node: Record = {"kind": r.choice(kinds), "data": r.randrange(1 << 20)}
     if r.random() < 0.5:
@@ -256,7 +259,7 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
         node["axes"] = _axes(r, record)
         node["dtype"] = r.choice(("bool", "bool", "int8", "int64", "uint16"))
         node["share"] = r.choice((0.0, 0.05, 0.5, 0.9, 1.0))
-        if r.random() < (0.8 if goes_far else 0.1):
+        if r.random() < (0.8 if _goes_far(record) else 0.1):
             node["block"] = [r.choice((1, 8, 16, 32, 100)), r.choice((1, 32, 64, 128, 256))]
     if node["kind"] in ("causal", "window"):
         node["align"] = r.choice(("top_left", "bottom_right"))

@@ -443,7 +443,8 @@ def scaled_dot_product_attention(
     signature: Any = None
     given = (query, key, value, attn_mask, None, None, None, None)
     # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
-    is_plain = type(is_causal) is bool and type(dropout_p) in (float, int) and dropout_p == 0
+    has_flags = type(is_causal) is type(enable_gqa) is bool
+    is_plain = has_flags and type(dropout_p) in (float, int) and dropout_p == 0
     if is_plain and not isinstance(attn_mask, Mask):
         function = SDPA_GQA if enable_gqa else SDPA
         arguments = (
@@ -574,10 +575,11 @@ def varlen_attention(
     if extra or unknown:
         refuse_arguments(varlen_attention, extra, unknown)
     cu_seqlens_q = counts(cu_seqlens_q)
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else counts(cu_seqlens_k)
+    cu_seqlens_k = None if cu_seqlens_k is None else counts(cu_seqlens_k)
     signature = None
-    if type(cu_seqlens_q) is type(cu_seqlens_k) is np.ndarray and cu_seqlens_q.size <= _MAX_DOCUMENTS:
-        starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, cu_seqlens_k))
+    starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    if type(cu_seqlens_q) is type(starts_k) is np.ndarray and cu_seqlens_q.size <= _MAX_DOCUMENTS:
+        starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, starts_k))
         signature = signature_of(
             VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
             return_lse, False, num_threads, default_backend() if backend is None else backend, more=starts,

@@ -247,15 +247,21 @@ def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat:
 
 
 def is_swapped(layout: str) -> bool:
-    if layout not in ("bhsd", "bshd"):
+    if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
     return layout == "bshd"
+
+
+def check_bool(value: Any, name: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return bool(value)
 
 
 def as_number(value: Any, name: str, kind: str = "a number") -> float:
     """`value` as a float, inf where it is an integer beyond all floats."""
     try:
-        if isinstance(value, (str, bytes, bool, np.bool_)) or np.ndim(value):
+        if isinstance(value, (str, bytes, bool, np.bool_, np.complexfloating)) or np.ndim(value):
             raise TypeError
         return float(value)
     except TypeError:
@@ -382,6 +388,9 @@ def as_pieces(
     outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
 ) -> tuple[list[tuple[Any, Any]], np.dtype, np.dtype]:
     """The arguments of `merge_attention` as pairs, and the dtypes of its results."""
+    for given, name in ((outs, "outs"), (lses, "lses")):
+        if not hasattr(given, "__getitem__"):
+            raise TypeError(f"{name} must be a sequence of arrays, got {given!r}")
     pieces = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
     sums = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
     if not pieces or len(pieces) != len(sums):

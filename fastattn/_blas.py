@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn import _host, _threads
+from fastattn._arguments import check_bool
 
 #: Prefixes and suffixes of OpenBLAS's functions, which depend on how it was built.
 _AFFIXES = [(prefix, suffix) for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")]
@@ -154,8 +155,7 @@ def share_threads_with_blas(enable: bool = True) -> bool:
     >>> fastattn.share_threads_with_blas(False)
     True
     """
-    if not isinstance(enable, (bool, np.bool_)):
-        raise TypeError(f"enable must be a bool, got {enable!r}")
+    check_bool(enable, "enable")
     if not enable:
         if is_shared():
             _driver().stop_sharing_threads()

@@ -597,7 +597,7 @@ class KVCache:
         if settings.window is not None:
             window = self._within(window, query.shape[2 if settings.layout == "bhsd" else 1])
         views, described = self._views, None
-        is_plain = mask is None and bias is None and not return_weights
+        is_plain = mask is None and bias is None and return_weights is False
         if is_plain and out is None:
             described = describe(
                 ATTENTION, query, None, None, None, None, rule, window, lengths, scale, softcap, sinks,

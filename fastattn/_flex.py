@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dis import get_instructions
@@ -26,7 +25,7 @@ from fastattn._problem import Mod
 from fastattn._registry import BackendError
 from fastattn._threads import no_fork
 from fastattn.backends.cpu.functions import reasons_no_compiler
-from fastattn.masks import BlockMask, Mask, describe
+from fastattn.masks import BlockMask, Mask, describe, whole_number
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -484,14 +483,4 @@ def _described(value: Any) -> str:
 
 
 def _size(n: Any, name: str) -> int:
-    if n is None and name in "BH":
-        return 1
-    try:
-        if isinstance(n, (bool, np.bool_)):
-            raise TypeError
-        size = operator.index(n)
-    except TypeError:
-        raise TypeError(f"{name} must be a non-negative integer, got {n!r}") from None
-    if size < 0:
-        raise ValueError(f"{name} must be a non-negative integer, got {n!r}")
-    return size
+    return 1 if n is None and name in "BH" else whole_number(n, name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._api import attention
-from fastattn._arguments import as_array, as_dtype, check_number_dtype, promote
+from fastattn._arguments import as_array, as_dtype, check_bool, check_number_dtype, promote
 from fastattn._constants import SCORE_COLUMNS
 from fastattn._device import host_array
 from fastattn._problem import FLOAT32, FLOAT64
@@ -140,9 +140,8 @@ def kernel_regression(
     >>> int(np.argmin(errors))
     1
     """
-    for name, flag in (("leave_one_out", leave_one_out), ("return_log_density", return_log_density)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    check_bool(leave_one_out, "leave_one_out")
+    check_bool(return_log_density, "return_log_density")
     points, x, y = _numbers(points, "points"), _numbers(x, "x"), _numbers(y, "y")
     try:
         h = _check_points(points, x, bandwidth)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from fastattn._arguments import as_array, check_key_lengths, check_number_dtype, check_seed
+from fastattn._arguments import as_array, check_bool, check_key_lengths, check_number_dtype, check_seed
 from fastattn._cache_state import count
 from fastattn._device import host_array, in_library_of
 from fastattn._normalize import as_inputs, naming_shapes
@@ -780,8 +780,7 @@ def random_features(
     4096 0.04
     """
     D, M = count(head_dim, "head_dim", 1, MAX_DIM), count(num_features, "num_features", 1, MAX_DIM)
-    if not isinstance(orthogonal, (bool, np.bool_)):
-        raise TypeError(f"orthogonal must be a bool, got {orthogonal!r}")
+    check_bool(orthogonal, "orthogonal")
     rng = np.random.Generator(np.random.Philox(key=check_seed(seed)))
     if not orthogonal:
         return RandomFeatures(rng.standard_normal((M, D)))

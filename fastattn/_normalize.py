@@ -26,6 +26,7 @@ from fastattn._arguments import (
     as_mask,
     as_rows,
     broadcast_scores,
+    check_bool,
     check_causal,
     check_cu_seqlens,
     check_dropout,
@@ -421,8 +422,8 @@ def normalize_sdpa(
             f"dropout_p must be 0, got {dropout_p!r}: there is no global random state here; "
             f"fastattn.attention drops weights by a seed, dropout={dropout_p!r}, seed=..."
         )
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    check_bool(is_causal, "is_causal")
+    check_bool(enable_gqa, "enable_gqa")
     q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
     if not enable_gqa and min(q.ndim, k.ndim, v.ndim) >= 3:
         q, k, v = _matched_heads(q, k, v)
@@ -660,6 +661,8 @@ def _assemble(
     dropout: Dropout | None = None,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
+    check_bool(return_lse, "return_lse")
+    check_bool(return_weights, "return_weights")
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
     S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
     scale, softcap, sinks = _numbers(inputs, scale, softcap, sinks)

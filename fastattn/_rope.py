@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._arguments import as_array, as_number, check_number_dtype, check_out, overlap
+from fastattn._arguments import (
+    as_array,
+    as_number,
+    check_bool,
+    check_number_dtype,
+    check_out,
+    is_swapped,
+    overlap,
+)
 from fastattn._device import host_array, in_library_of
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
@@ -218,11 +226,9 @@ def _normalize(
     x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, inverse: Any, layout: Any, out: Any
 ) -> _Call:
     """The arguments of `rope`, of any kind, as arrays that the kernels read; see there for what is raised."""
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
-    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+    swapped = is_swapped(layout)
+    check_bool(interleaved, "interleaved")
+    check_bool(inverse, "inverse")
     x = _on_host(x, "x")
     check_number_dtype(x, "x")
     dtype = FLOAT64 if x.dtype.kind in "biu" else x.dtype.newbyteorder("=")
@@ -233,7 +239,7 @@ def _normalize(
         raise ValueError("cos and sin must have the same shape")
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(f"cos and sin rotate 2 * {cos.shape[1]} columns, and head_dim of x is {x.shape[-1]}")
-    swapped = layout == "bshd" and x.ndim > 2
+    swapped = swapped and x.ndim > 2
     lead, length = x.shape[:-3], x.shape[-3 if swapped else -2]
     positions = _positions(positions, lead, length, len(cos))
     if out is not None:
@@ -508,8 +514,8 @@ def _yarn_options(options: Any) -> dict[str, Any]:
     for name, value in given.items():
         if name != "truncate":
             given[name] = _positive(value, f"scaling 'yarn': {name}", or_zero=name.startswith("mscale"))
-        elif not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"scaling 'yarn': truncate must be a bool, got {value!r}")
+        else:
+            check_bool(value, "scaling 'yarn': truncate")
     return given
 
 

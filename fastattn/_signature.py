@@ -35,6 +35,7 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
             or (type(causal) is str and causal in ("top_left", "bottom_right"))
         )
         and (type(layout) is str and layout in ("bhsd", "bshd"))
+        and type(return_lse) is type(return_weights) is bool
         and all(
             number is None or isinstance(number, float) or type(number) is int for number in (scale, softcap)
         )
@@ -50,7 +51,7 @@ def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
         and backend in (None, "numba")
     ):
         return None
-    options = (causal, window, scale, softcap, layout, bool(return_lse), bool(return_weights), num_threads)
+    options = (causal, window, scale, softcap, layout, return_lse, return_weights, num_threads)
     return (function, *described, key_lengths, *options, backend)
 
 

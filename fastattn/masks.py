@@ -162,6 +162,7 @@ class Mask:
                 [1, 1, 1]]])
         """
         lead = self._lead
+        H, L, S = (whole_number(n, name) for n, name in ((H, "H"), (L, "L"), (S, "S")))
         lowered = lower(self, lead, H, L, S)
         allowed = np.ones((*lead, H, L, S), dtype=bool)
         if lowered.key_start is not None and lowered.key_stop is not None:
@@ -217,7 +218,7 @@ class Mask:
         array([[[0, 1, 1, 0, 0, 0],
                 [0, 0, 1, 1, 0, 0]]])
         """
-        offsets = _position(q_offset, "q_offset"), _position(k_offset, "k_offset")
+        offsets = whole_number(q_offset, "q_offset"), whole_number(k_offset, "k_offset")
         return self._shift(*offsets, None if size is None else _sizes(size))
 
     def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
@@ -731,8 +732,8 @@ class _Shifted(Mask):
         return self._mask._lead
 
     def _shift(self, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> Mask:
-        q_offset = _position(self._q_offset + q_offset, "the sum of all q_offset")
-        k_offset = _position(self._k_offset + k_offset, "the sum of all k_offset")
+        q_offset = whole_number(self._q_offset + q_offset, "the sum of all q_offset")
+        k_offset = whole_number(self._k_offset + k_offset, "the sum of all k_offset")
         return _Shifted(self._mask, q_offset, k_offset, self._whole)
 
     def _cut(self, part: Part) -> Mask:
@@ -973,7 +974,7 @@ def _drawing(index: np.ndarray) -> list[str]:
     return lines
 
 
-def _position(value: Any, name: str) -> int:
+def whole_number(value: Any, name: str) -> int:
     """An offset or a size as an int; raises where it is none."""
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -991,7 +992,7 @@ def _sizes(size: Any) -> tuple[int, int]:
         L, S = size
     except (TypeError, ValueError) as error:
         raise type(error)(f"size must be a pair (L, S), got {size!r}") from None
-    return _position(L, "size: L"), _position(S, "size: S")
+    return whole_number(L, "size: L"), whole_number(S, "size: S")
 
 
 def _check_block(mask: Mask, block: Block, L: int, S: int) -> None:

@@ -345,7 +345,6 @@ PROGRAMS = {"demo", "bench"}
 RAISES_ELSEWHERE = {
     "__init__.py: __getattr__": "a name that there is not",
     # Settings, which no call gives.
-    "_blas.py: share_threads_with_blas": "a switch, which normalizes nothing else",
     "_host.py: check_num_threads": "of a call and of set_num_threads",
     "_host.py: num_threads_and_source": "FASTATTN_NUM_THREADS",
     "_host.py: forced_isa": "FASTATTN_ISA",
@@ -385,7 +384,6 @@ RAISES_ELSEWHERE = {
     "_flex.py: flex_attention": "block_mask is no mask",
     "_flex.py: _check_function": "what is given as a function",
     "_flex.py: _aux": "what functions read",
-    "_flex.py: _size": "sizes of a block mask, which has no arrays",
     "_flex.py: _evaluate": "there is no compiler",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
     "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",

@@ -269,6 +269,7 @@ def call(name, **options):
         ({"dropout": np.nan, "seed": 0}, ValueError, "dropout must be a finite number"),
         ({"dropout": "0.1", "seed": 0}, TypeError, "dropout must be a finite number"),
         ({"dropout": True, "seed": 0}, TypeError, "dropout must be a finite number"),
+        ({"dropout": np.complex64(0.1), "seed": 0}, TypeError, "dropout must be a finite number"),
         ({"dropout": np.ones(2), "seed": 0}, TypeError, "dropout must be a finite number"),
         ({"dropout": np.ones(2)}, TypeError, "dropout must be a finite number"),
         ({"dropout": 0.1, "seed": 1.0}, TypeError, "seed must be an int, got 1.0"),

@@ -152,7 +152,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("sizes", "kind", "said"),
         [
-            ((1, 1, -1, 5), ValueError, "L must be a non-negative integer, got -1"),
+            ((1, 1, -1, 5), ValueError, r"L must be a non-negative integer below 2\*\*60, got -1"),
+            ((1, 1, 5, 2**60), ValueError, rf"S must be a non-negative integer below 2\*\*60, got {2**60}"),
             ((1, 1, 5.0, 5), TypeError, "L must be a non-negative integer, got 5.0"),
             ((1, True, 5, 5), TypeError, "H must be a non-negative integer, got True"),
         ],

@@ -23,6 +23,7 @@ class TestRefused:
     ALIGN = 'align must be "top_left" or "bottom_right", got '
     DENSE = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
     LEAD = "of shape (3,) does not broadcast to the leading batch axes (2,)"
+    SIZE = "must be a non-negative integer below 2**60, got "
     SCORES = "does not broadcast to (..., H, L, S) = (2, 2, 17, 33)"
 
     @pytest.mark.parametrize(
@@ -66,6 +67,9 @@ class TestRefused:
                 ValueError,
                 "Segments: the leading axes of q_ids (2, 3) and k_ids (3, 3) do not broadcast",
             ),
+            (lambda: Causal().materialize(-1, 2, 2), ValueError, "H " + SIZE + "-1"),
+            (lambda: Causal().materialize(1, 2**60, 2), ValueError, "L " + SIZE + str(2**60)),
+            (lambda: Causal().materialize(1, 2, 2.0), TypeError, "S must be a non-negative integer, got 2.0"),
             (lambda: PrefixLM(-3), ValueError, "PrefixLM: prefix_lengths must not be below 0, got -3"),
             (lambda: PrefixLM("a"), TypeError, "PrefixLM: prefix_lengths must be integers, got dtype <U1"),
             (lambda: GlobalTokens([-1]), ValueError, "GlobalTokens: index must not be below 0, got -1"),

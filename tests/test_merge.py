@@ -149,10 +149,18 @@ DTYPES = (
             "outs[0] has dtype complex128" + DTYPES,
         ),
         ([np.zeros((2, 3, 4))], [np.zeros((2, 3), "U1")], TypeError, "lses[0] has dtype <U1" + DTYPES),
+        (None, None, TypeError, "outs must be a sequence of arrays, got None"),
+        ([np.zeros((2, 3, 4))], 3, TypeError, "lses must be a sequence of arrays, got 3"),
     ],
-    ids=["nothing", "unequal_counts", "out_shapes", "lse_shapes", "complex", "string"],
+    ids=["nothing", "unequal_counts", "out_shapes", "lse_shapes", "complex", "string", "none", "number"],
 )
 def test_refused(outs, lses, error, said):
     with pytest.raises(error) as caught:
         fastattn.merge_attention(outs, lses)
     assert str(caught.value) == said
+
+
+def test_generators_are_refused():
+    pieces = [np.zeros((2, 3, 4))]
+    with pytest.raises(TypeError, match=r"^outs must be a sequence of arrays, got <generator"):
+        fastattn.merge_attention((piece for piece in pieces), [piece[..., 0] for piece in pieces])

@@ -295,7 +295,9 @@ def test_scaled_dot_product_attention_is_prepared(no_general_path, options, oper
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"is_causal": 1}, {"is_causal": 1.0}, {"dropout_p": False}, {"dropout_p": 0j}], ids=str
+    "wrong",
+    [{"is_causal": 1}, {"is_causal": 1.0}, {"enable_gqa": 0}, {"dropout_p": False}, {"dropout_p": 0j}],
+    ids=str,
 )
 def test_a_repeated_call_is_judged_as_the_first(wrong):
     x = np.ones((1, 2, 6, 8), np.float32)

@@ -97,6 +97,13 @@ TYPE_ERRORS = [
     wrong({"key_lengths": [3.0, 4.0]}, TypeError, "key_lengths must be integers, got dtype float64"),
     wrong({"scale": "big"}, TypeError, "scale must be a finite number, got 'big'"),
     wrong({"scale": 1j}, TypeError, "scale must be a finite number, got 1j"),
+    wrong({"scale": np.complex64(1j)}, TypeError, f"scale must be a finite number, got {np.complex64(1j)!r}"),
+    wrong(
+        {"softcap": np.complex128(2)}, TypeError, f"softcap must be a finite number, got {np.complex128(2)!r}"
+    ),
+    wrong({"return_lse": 1}, TypeError, "return_lse must be a bool, got 1"),
+    wrong({"return_lse": np.ones(2)}, TypeError, "return_lse must be a bool, got array([1., 1.])"),
+    wrong({"return_weights": None}, TypeError, "return_weights must be a bool, got None"),
     wrong({"scale": floats(2)}, TypeError, f"scale must be a finite number, got {floats(2)!r}"),
     wrong({"softcap": "big"}, TypeError, "softcap must be a finite number, got 'big'"),
     wrong({"window": 3}, TypeError, "window must be a pair (left, right), got 3"),
@@ -166,6 +173,11 @@ VALUE_ERRORS = [
     wrong({"sinks": np.float32(1)}, ValueError, "sinks must have shape (H,) = (4,), got ()"),
     wrong({"layout": "sbhd"}, ValueError, 'layout must be "bhsd" or "bshd", got \'sbhd\''),
     wrong({"layout": None}, ValueError, 'layout must be "bhsd" or "bshd", got None'),
+    wrong(
+        {"layout": np.array(["bhsd"])},
+        ValueError,
+        'layout must be "bhsd" or "bshd", got ' + repr(np.array(["bhsd"])),
+    ),
 ]
 
 

@@ -149,6 +149,7 @@ RISE = "cu_seqlens_q must rise from 0 to T="
             {"cu_seqlens_k": [0, 9, 30]},
             "cu_seqlens_q and cu_seqlens_k must have the same length, got 6 and 3",
         ),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k is needed where key has another length than query"),
         ({"cu_seqlens_q": []}, "cu_seqlens_q must have shape (documents + 1,), got (0,)"),
         ({"cu_seqlens_q": [[0, 63]]}, "cu_seqlens_q must have shape (documents + 1,), got (1, 2)"),
         (

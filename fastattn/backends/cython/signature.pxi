@@ -99,9 +99,9 @@ cdef object signature_of(int function, query, key, value, mask, bias, causal, wi
         put(&to, 3)
     else:
         return None
-    if in_layout < 0:
+    if in_layout < 0 or type(return_lse) is not bool or type(return_weights) is not bool:
         return None
-    put(&to, in_layout | <int64_t>bool(return_lse) << 1 | <int64_t>bool(return_weights) << 2)
+    put(&to, in_layout | <int64_t>(return_lse is True) << 1 | <int64_t>(return_weights is True) << 2)
     if backend is None:
         put(&to, 0)
     elif type(backend) is str and backend == "cython":

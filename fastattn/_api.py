@@ -133,7 +133,7 @@ def attention(
         an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
     bias : array_like of float16, bfloat16, float32 or float64, optional
         Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
-        ``(..., H, L, S)``. ``-inf`` masks.
+        ``(..., H, L, S)``. ``-inf`` masks: in float32, float64's lowest number, too.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
         item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder
@@ -212,9 +212,10 @@ def attention(
         out = weights / weights.sum(-1, keepdims=True) @ value
 
     Masks: `mask`, `causal`, `window`, `key_lengths` and ``-inf`` in `bias` hold together (AND). A query
-    without any allowed key gives 0, lse ``-inf`` and weights 0; with a sink, lse is the sink. A masked key
-    is never seen: NaN or inf in it, or in its value, changes no bit of the result. A NaN in a query, or in
-    a key, value or bias that it may read, makes that row NaN.
+    without any allowed key gives 0, lse ``-inf`` and weights 0, and so does one all of whose scores are
+    ``-inf``; with a sink, lse is the sink. A masked key is never seen: NaN or inf in it, or in its value,
+    changes no bit of the result. A NaN in a query, or in a key, value or bias that it may read, makes that
+    row NaN.
 
     Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
     relative to the running maximum.

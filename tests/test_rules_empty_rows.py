@@ -109,3 +109,27 @@ def test_sink_that_is_not_finite(engine, dtype, sink, len_q):
             assert np.isnan(out[0, ~empty]).all(), name
             assert np.isnan(lse[0, ~empty]).all(), name
             np.testing.assert_array_equal(np.isnan(weights[0]), allowed, name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_rows_whose_scores_are_all_minus_infinity(engine, dtype, with_sinks):
+    """As if no key were allowed."""
+    query, key, value = random_arrays(lead=(2,), heads=2, len_q=LEN_Q, len_k=LEN_K, dtype=dtype)
+    key[..., 0] = np.inf
+    query[..., 0] = -1
+    extra = {"sinks": np.array([0.5, -2.0], dtype)} if with_sinks else {}
+    out, lse, weights = engine.everything(query, key, value, **extra)
+    assert not out.any()
+    assert not weights.any()
+    expected = extra["sinks"][:, None] if with_sinks else np.array(-np.inf)
+    np.testing.assert_array_equal(lse, np.broadcast_to(expected, lse.shape))
+
+
+def test_a_bias_below_the_range_of_float32_masks(engine):
+    arrays = random_arrays(lead=(2,), heads=2, len_q=LEN_Q, len_k=LEN_K)
+    allowed = np.random.default_rng(0).random((LEN_Q, LEN_K)) < 0.5
+    allowed[7] = False
+    results = engine.everything(*arrays, bias=np.where(allowed, 0, np.finfo(np.float64).min))
+    assert_attention(results, *arrays, mask=allowed)
+    assert not results[0][:, :, 7].any()

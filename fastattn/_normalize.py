@@ -156,6 +156,9 @@ def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments,
 def _described(given: Any, shape: tuple[int, ...] | None) -> Any:
     if isinstance(given, (Paged, Quantized)):
         return given
+    if isinstance(given, Rows):
+        *lead, _, dim = given.shape  # whose length is that of any item, rounded up
+        return f"({', '.join(map(str, lead))}, ..., {dim}) in a cache"
     return "of no shape" if shape is None else shape
 
 

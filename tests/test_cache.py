@@ -784,6 +784,9 @@ def test_errors_name_what_they_got():
         ValueError, match=r"query must have shape \(batch, H, L, D\), with batch=2, got \(3, 8\)"
     ):
         cache.attend(np.zeros((3, 8)))
+    shapes = r"; query \(2, 3, 1, 8\), key \(2, 3, ..., 8\) in a cache, value \(2, 3, ..., 4\) in a cache$"
+    with pytest.raises(TypeError, match=r"^return_weights must be a bool, got 1" + shapes):
+        cache.attend(np.zeros((2, 3, 1, 8)), return_weights=1)
     with pytest.raises(ValueError, match=r"items must be in 0..1, got 2"):
         cache.select([0, 2])
     with pytest.raises(ValueError, match=r"items must have shape \(n,\)"):

@@ -165,6 +165,8 @@ def attention(
     # A weight below all normal numbers is 0 in kernels: at most as much of each value is lost.
     lost = magnitude.sum(axis=-2)[..., None, :] * (tiny / (ROUNDINGS * eps * share_kept))
     out_reach = out_reach + np.repeat(lost, group, axis=-3)
+    # So it is of the weights themselves: each budget has room for that where their share is 1.
+    weights_reach = weights_reach + tiny * (1 / share_kept - 1) / (ROUNDINGS * eps)
     unclear_out: Array | None = None
     if biggest_v * max(S, 1) / share_kept > largest:
         summed = mean(np.where(np.isfinite(raised) & allowed, raised, 0), magnitude) / share_kept

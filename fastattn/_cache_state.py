@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from fastattn._cache_pages import PageShape
 from fastattn._problem import MAX_DIM, MAX_ROWS
 from fastattn._storage import BFLOAT16, REAL, storage_of
+from fastattn.masks import as_integer
 
 if TYPE_CHECKING:
     from fastattn._options import LayoutName
@@ -93,12 +93,7 @@ class State(NamedTuple):
 
 def count(value: Any, name: str, least: int, most: int) -> int:
     """An integer in least..most; raises where it is not one."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    number = as_integer(value, name)
     if not least <= number <= most:
         raise ValueError(f"{name} must be in {least}..{most}, got {number}")
     return number

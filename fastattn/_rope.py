@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil, floor, isfinite, log, pi
@@ -24,7 +23,7 @@ from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._registry import load, thread_limit
 from fastattn._storage import REAL, storage_of
-from fastattn.masks import broadcasts, integers
+from fastattn.masks import as_integer, broadcasts, integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -520,12 +519,7 @@ def _yarn_options(options: Any) -> dict[str, Any]:
 
 
 def _count(value: Any, name: str, least: int) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    count = as_integer(value, name)
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
     return count

@@ -883,12 +883,7 @@ def window_bound(value: Any, name: str) -> int | None:
     """A window's bound as an int or None; raises where it is neither or negative."""
     if value is None:
         return None
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a non-negative integer or None, got {value!r}")
-    try:
-        bound = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a non-negative integer or None, got {value!r}") from None
+    bound = as_integer(value, name, "a non-negative integer or None")
     if bound < 0:
         raise ValueError(f"{name} must be a non-negative integer or None, got {value!r}")
     return bound
@@ -974,17 +969,22 @@ def _drawing(index: np.ndarray) -> list[str]:
     return lines
 
 
-def whole_number(value: Any, name: str) -> int:
-    """An offset or a size as an int; raises where it is none."""
+def as_integer(value: Any, name: str, kind: str = "an integer") -> int:
+    """`value` as an int; raises where it is none, or a bool."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        position = operator.index(value)
+        return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a non-negative integer, got {value!r}") from None
-    if not 0 <= position < UNBOUNDED:
+        raise TypeError(f"{name} must be {kind}, got {value!r}") from None
+
+
+def whole_number(value: Any, name: str) -> int:
+    """An offset or a size as an int; raises where it is none."""
+    number = as_integer(value, name, "a non-negative integer")
+    if not 0 <= number < UNBOUNDED:
         raise ValueError(f"{name} must be a non-negative integer below 2**60, got {value!r}")
-    return position
+    return number
 
 
 def _sizes(size: Any) -> tuple[int, int]:

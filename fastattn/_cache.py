@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._api import attend_rows
-from fastattn._arguments import as_array, check_number_dtype, check_window
+from fastattn._arguments import as_array, check_bool, check_number_dtype, check_window
 from fastattn._cache_pages import (
     IS_COMPILED,
     KEY_SCALES,
@@ -23,9 +23,9 @@ from fastattn._cache_pages import (
     write_rows,
 )
 from fastattn._cache_state import Settings, State, count, rounded_length
-from fastattn._device import host_array
+from fastattn._device import host_array, in_library_of
 from fastattn._host import default_backend
-from fastattn._prepared import ATTENTION, describe, known
+from fastattn._prepared import ATTENTION, describe, keep_call, known
 from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS, call_arrays
 from fastattn._registry import load as load_backend
 from fastattn._storage import Rows
@@ -79,10 +79,10 @@ class KVCache:
         imports) or int8, see Notes. Two different 16-bit types do not go together.
     window : int, optional
         Each query sees the last `window` keys up to its own, and rows further back are dropped as the
-        sequence grows: memory stays bounded. Not given: nothing is dropped.
+        sequence grows: memory stays bounded, but for some bytes a page. Not given: nothing is dropped.
     keep_first : int, default 0
-        Beside the `window` every query sees the first `keep_first` keys, which are never dropped (attention
-        sinks). Without a `window` it changes nothing.
+        Beside the `window` every query sees the first `keep_first` keys up to its own, which are never
+        dropped (attention sinks). Without a `window` it changes nothing.
     rollback : int, default 64
         How many tokens `truncate` can take back from the greatest length that an item has had, on a cache
         with a `window`; without one it can take back all.
@@ -122,7 +122,8 @@ class KVCache:
     paged or loaded, and whatever the other items hold. Nothing past an item's length is ever read.
 
     16-bit storage rounds each number once, to nearest even. int8 has one float32 scale for each 64 elements
-    of a row, see `Quantized`: an error of at most 1/254 of the largest magnitude of the 64.
+    of a row, see `Quantized`: an error of at most 1/254 of the largest magnitude of the 64, if that is a
+    normal number of float32.
 
     Several threads may use different caches at a time, forks of one another or not, or attend on one; what
     changes a cache needs it alone. A cache is not pickled: `save` and `load` it.
@@ -423,9 +424,10 @@ class KVCache:
 
     def _settle(self) -> State:
         """The state, in which all appends count for `retained`: those in place do when it is asked for."""
-        if self._last is not None:
+        last = self._last  # read once: of threads that attend, another may settle at the same time
+        if last is not None:
             _, greatest, retained = state = self._state
-            self._state = state._replace(retained=self._passed(self._last, greatest, retained))
+            self._state = state._replace(retained=self._passed(last, greatest, retained))
             self._last = None
         return self._state
 
@@ -573,12 +575,12 @@ class KVCache:
         ------
         TypeError, ValueError, BackendError
             As `attention` does; ValueError also where, on a cache with a `window`, the first query would see
-            rows that are no longer held. Queries of the tokens of the last `append` are always taken, and
-            those at most `rollback` back from the greatest length that the item has had.
+            rows that are no longer held. Queries of each item's own tokens of the last `append` are always
+            taken, and those at most `rollback` back from the greatest length that the item has had.
 
         Notes
         -----
-        The bits of the result are those of ::
+        The bits of the result are those, on the same backend, of ::
 
             attention(query, keys, values, causal="bottom_right", key_lengths=cache.lengths)
 
@@ -588,7 +590,8 @@ class KVCache:
 
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
-        query = as_array(query, "query")
+        given = query
+        query = as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
@@ -607,7 +610,7 @@ class KVCache:
             call = views.calls.get(described)
             results = None if call is None else call.on_rows(query, views.parts, lengths, sinks)
             if results is not None:
-                return results
+                return results if query is given else _in_library_of(given, results, None)
         if not (is_plain and _is_compiled(backend)):
             views, described = self._view(self._longest), None
         key, value, more = views.key, views.value, (views.signature, self._keep_first)
@@ -619,8 +622,8 @@ class KVCache:
             settings.layout, out, return_lse, return_weights, num_threads, backend,
         )  # fmt: skip
         if described is not None and (call := known(described, more)) is not None:
-            views.calls[described] = call
-        return results
+            keep_call(views.calls, described, call)
+        return results if query is given else _in_library_of(given, results, out)
 
     def keys(self, item: int) -> np.ndarray:
         """A copy of the keys that an item holds, decoded: ``(K, n, D)`` in order of position.
@@ -719,7 +722,7 @@ class KVCache:
         return self._of_items(chosen)
 
     def _of_items(self, items: np.ndarray) -> KVCache:
-        cache = object.__new__(KVCache)
+        cache = object.__new__(type(self))
         state = State(*(array[items] for array in self._settle()))
         ids = self._ids[items]
         self._pool.hold(ids[ids != NO_PAGE])
@@ -745,6 +748,9 @@ class KVCache:
         ------
         OSError
             The file cannot be written.
+        ValueError
+            The items' lengths are so different that 2**24 entries of its page tables name no page: `select`
+            the long items into a cache of their own.
         """
         from fastattn._cache_files import write
 
@@ -777,6 +783,7 @@ class KVCache:
         """
         from fastattn._cache_files import read
 
+        check_bool(mmap, "mmap")
         settings, state, pool, ids = read(path, mmap)
         cache = object.__new__(cls)
         if state.retained.any():
@@ -805,6 +812,13 @@ class KVCache:
         if not masks.broadcasts(array.shape, (self._settings.batch,)):
             raise ValueError(f"{name} must broadcast to ({self._settings.batch},), got shape {array.shape}")
         return np.broadcast_to(array, (self._settings.batch,)).astype(np.int64)
+
+
+def _in_library_of(query: Any, results: Any, out: Any) -> Any:
+    """What `attend` returns where the query is no ndarray."""
+    if type(results) is tuple:
+        return tuple(_in_library_of(query, result, out) for result in results)
+    return results if results is out else in_library_of(query, results)
 
 
 def _rule(causal: Any) -> Any:

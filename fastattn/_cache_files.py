@@ -56,9 +56,16 @@ def write(
 ) -> None:
     """`KVCache.save`."""
     entries = [_entries(settings, state, item) for item in range(settings.batch)]
-    tensors = _tensors(settings.page_shape(), sum(map(len, chain(*entries))))
+    pages = sum(map(len, chain(*entries)))
+    if _empty_entries(settings, state, pages) > _SPARSE:
+        raise ValueError(
+            f"page tables of {settings.batch} items with up to {state.lengths.max()} tokens have more than "
+            f"{_SPARSE} entries without a page, which load() would refuse: select() and save the long items "
+            "apart"
+        )
+    tensors = _tensors(settings.page_shape(), pages)
     checksums = {tensor.name: "0" * 2 * _CHECKSUM for tensor in tensors}
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     temporary = f"{path}.{secrets.token_hex(8)}"
     try:
         with open(temporary, "xb") as file:
@@ -86,7 +93,7 @@ def read(path: str | os.PathLike[str], mmap: bool) -> tuple[Settings, State, Pag
         try:
             return _read(file, mmap)
         except _Damaged as error:
-            raise ValueError(f"{os.fspath(path)} is no file of a KVCache, or damaged: {error}") from None
+            raise ValueError(f"{os.fsdecode(path)} is no file of a KVCache, or damaged: {error}") from None
 
 
 def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.ndarray]:
@@ -106,12 +113,11 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
         raise _Damaged(f"{size} bytes, and its header says {start + tensors[-1].stop}")
     if _header(settings, state, tensors, checksums)[8:] != header:
         raise _Damaged("its header is not what its fields and their checksum say")
-    width = -(-rounded_length(int(state.lengths.max(initial=0))) // settings.page_size)
-    if settings.batch * width > pages + _SPARSE:
+    if _empty_entries(settings, state, pages) > _SPARSE:
         raise _Damaged(
             f"{pages} pages for a batch of {settings.batch} with up to {state.lengths.max()} tokens"
         )
-    ids = np.full((settings.batch, width), NO_PAGE, np.int64)
+    ids = np.full((settings.batch, _width(settings, state)), NO_PAGE, np.int64)
     number = NO_PAGE + 1
     for item, of_item in enumerate(entries):
         for run in of_item:
@@ -161,6 +167,15 @@ def _entries(settings: Settings, state: State, item: int) -> list[range]:
         runs.append(range(max(start // size, after), -(-stop // size)))
         after = runs[-1].stop
     return runs
+
+
+def _width(settings: Settings, state: State) -> int:
+    """Entries of the page table of each item."""
+    return -(-rounded_length(int(state.lengths.max(initial=0))) // settings.page_size)
+
+
+def _empty_entries(settings: Settings, state: State, pages: int) -> int:
+    return settings.batch * _width(settings, state) - pages
 
 
 def _tensors(shape: PageShape, pages: int) -> list[_Tensor]:

@@ -100,6 +100,14 @@ def known(signature: Any, more: Any) -> PreparedCall | None:
     return _calls.get((signature, more))
 
 
+def keep_call(calls: dict[Any, PreparedCall], signature: Any, call: PreparedCall) -> None:
+    """Puts a prepared call among others, in the place of the oldest where there are many."""
+    if len(calls) >= MAX_CALLS:
+        with suppress(RuntimeError):  # another thread keeps a call at the same time
+            calls.pop(next(iter(calls), None), None)
+    calls[signature] = call
+
+
 def run(
     request: Request,
     signature: Any,
@@ -117,10 +125,7 @@ def run(
         call = PreparedCall(request, given, backend, num_threads, prepared.is_small)
         if call.held_nbytes > MAX_HELD_NBYTES:
             return
-        if len(_calls) >= MAX_CALLS:
-            with suppress(RuntimeError):  # another thread keeps a call at the same time
-                _calls.pop(next(iter(_calls), None), None)
-        _calls[signature] = call
+        keep_call(_calls, signature, call)
     call.by_threads[threads] = prepared
     if type(signature) is bytes and _driver is not None and type(prepared) is _driver.Prepared:
         call.remember(signature, prepared)

@@ -242,7 +242,7 @@ def _normalize(
     lead, length = x.shape[:-3], x.shape[-3 if swapped else -2]
     positions = _positions(positions, lead, length, len(cos))
     if out is not None:
-        out = check_out(out, x.shape, dtype, dtype)
+        out = host_array(check_out(out, x.shape, dtype, dtype), "out")
 
     result = np.empty(x.shape, dtype) if out is None else out
     if out is not None:
@@ -416,7 +416,14 @@ def rope_tables(
     if base <= 1:
         raise ValueError(f"base must be above 1, got {base!r}")
     dtype = _table_dtype(dtype)
-    frequencies, factor = _scaled(r, base, scaling)
+    try:
+        with np.errstate(all="ignore"):
+            frequencies, factor = _scaled(r, base, scaling)
+            is_finite = isfinite(factor) and bool(np.isfinite(frequencies * max(n - 1, 0)).all())
+    except OverflowError:
+        is_finite = False
+    if not is_finite:
+        raise ValueError(f"base and scaling must give finite angles, got base={base!r}, scaling={scaling!r}")
     cos, sin = np.empty((2, n, r // 2), dtype)
     for start in range(0, n, _CHUNK):
         rows = slice(start, min(start + _CHUNK, n))
@@ -480,13 +487,15 @@ def _yarn(
     truncate: bool | None = None,
 ) -> tuple[np.ndarray, float]:
     def pair_that_turns(times: float) -> float:
-        return r * log(original_length / (times * 2 * pi)) / (2 * log(base))
+        return r * float(np.log(original_length / (times * 2 * pi))) / (2 * log(base))
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * log(factor) + 1 if factor > 1 else 1.0
 
-    first = pair_that_turns(32 if beta_fast is None else beta_fast)
-    last = pair_that_turns(1 if beta_slow is None else beta_slow)
+    fast, slow = 32 if beta_fast is None else beta_fast, 1 if beta_slow is None else beta_slow
+    if fast < slow:
+        raise ValueError(f"scaling 'yarn' must have beta_fast >= beta_slow, got {fast} and {slow}")
+    first, last = pair_that_turns(fast), pair_that_turns(slow)
     if truncate is None or truncate:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, r - 1)

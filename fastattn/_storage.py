@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._device import host_array
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
@@ -83,7 +85,7 @@ class Quantized:
     __slots__ = ("data", "scale")
 
     def __init__(self, data: ArrayLike, scale: ArrayLike) -> None:
-        self.data, self.scale = np.asarray(data), np.asarray(scale)
+        self.data, self.scale = host_array(data, "Quantized: data"), host_array(scale, "Quantized: scale")
         if self.data.dtype != np.int8:
             raise TypeError(f"Quantized: data must be int8, got {self.data.dtype}")
         if self.scale.dtype.newbyteorder("=") != np.float32:
@@ -102,7 +104,9 @@ class Quantized:
         Each group of 64 elements has ``scale = float32(max|x| / 127)`` and ``rint(x / scale)``, within +-127.
         A scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN, and all that it stands for.
         """
-        array = np.asarray(rows)
+        array = host_array(rows, "Quantized.encode: rows")
+        if not array.ndim:
+            raise ValueError("Quantized.encode: rows must have shape (..., n, D), got ()")
         if array.dtype.kind not in "biuf" and storage_of(array.dtype) == REAL:
             raise TypeError(f"Quantized.encode: rows must be floats, got dtype {array.dtype}")
         data = np.empty(array.shape, np.int8)
@@ -164,8 +168,8 @@ class Paged:
     __slots__ = ("pages", "table")
 
     def __init__(self, pages: ArrayLike | Quantized, table: ArrayLike) -> None:
-        self.pages = pages if isinstance(pages, Quantized) else np.asarray(pages)
-        self.table = np.asarray(table)
+        self.pages = pages if isinstance(pages, Quantized) else host_array(pages, "Paged: pages")
+        self.table = host_array(table, "Paged: table")
         if len(self.pages.shape) != 4 or 0 in self.pages.shape[1:3]:
             raise ValueError(
                 f"Paged: pages must have shape (P, K, page, D), with at least one row, got {self.pages.shape}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _cache_pages
+from fastattn import _cache_pages, _prepared
 from fastattn._cache_pages import PagePool, PageShape
 from tests.process import python
 from tests.tolerances import assert_attention, assert_same_bits
@@ -765,6 +765,22 @@ def test_no_storage(dtype):
 def test_settings_that_are_no_integers(name, value):
     with pytest.raises(TypeError, match=f"{name} must be an integer"):
         fastattn.KVCache(**{"batch": 1, "num_kv_heads": 1, "head_dim": 8, name: value})
+
+
+def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(_prepared, "MAX_CALLS", 5)
+    cache = fastattn.KVCache(1, 1, 8)
+    cache.append(*np.ones((2, 1, 1, 8, 8), np.float32))
+    for length in range(1, 20):
+        cache.attend(np.ones((1, 1, length, 8), np.float32), causal=False)
+        assert len(cache._views.calls) <= 5
+
+
+def test_a_fork_is_of_its_class():
+    class Counted(fastattn.KVCache):
+        pass
+
+    assert type(Counted(1, 1, 8).fork()) is type(Counted(2, 1, 8).select([0])) is Counted
 
 
 def test_errors_name_what_they_got():

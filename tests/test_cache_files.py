@@ -374,6 +374,26 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["cache"]
 
 
+def test_a_table_that_could_not_be_loaded_is_not_saved(tmp_path, monkeypatch):
+    """Of one long item among many short ones."""
+    monkeypatch.setattr(_cache_files, "_SPARSE", 1000)
+    cache = fastattn.KVCache(100, 1, 1, page_size=1)
+    rows = np.zeros((100, 1, 50, 1), np.float32)
+    cache.append(rows, rows, lengths=[50] + [1] * 99)
+    with pytest.raises(ValueError, match=r"^page tables of 100 items with up to 50 tokens have more than"):
+        cache.save(tmp_path / "cache")
+    assert os.listdir(tmp_path) == []
+    cache.select([0, 1]).save(tmp_path / "cache")
+    assert fastattn.KVCache.load(tmp_path / "cache").lengths.tolist() == [50, 1]
+
+
+def test_paths_of_bytes(tmp_path):
+    filled().save(os.fsencode(tmp_path / "cache"))
+    assert (
+        fastattn.KVCache.load(os.fsencode(tmp_path / "cache")).lengths.tolist() == filled().lengths.tolist()
+    )
+
+
 def test_paths_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError):
         fastattn.KVCache.load(tmp_path / "none")

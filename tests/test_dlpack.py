@@ -107,6 +107,15 @@ def test_every_function(library):
         result = function(*given)
         assert type(result) is kind
         assert_same_bits(back(result), function(*ours))
+    cache = fastattn.KVCache(1, k.shape[1], k.shape[-1], v.shape[-1])
+    cache.append(*theirs[1:])
+    expected = cache.attend(q)
+    for result in (cache.attend(theirs[0]), cache.attend(theirs[0], return_lse=True)[0]):  # prepared, or not
+        assert type(result) is kind
+        assert_same_bits(back(result), expected)
+    assert type(cache.attend(theirs[0], return_lse=True)[1]) is kind
+    own = np.empty_like(expected)
+    assert cache.attend(theirs[0], out=own) is own
     merged = fastattn.merge_attention([library(out)] * 2, [library(lse)] * 2)
     gradients = fastattn.attention_backward(library(out), *theirs, library(out), library(lse))
     found = [*merged, gradients.query, gradients.key, gradients.value]

@@ -9,6 +9,7 @@ import pytest
 import fastattn
 from fastattn import Paged, Quantized, masks
 from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.fake_gpu import FakeArray
 from tests.tolerances import assert_same_bits
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -307,6 +308,9 @@ def test_encoding(columns, dtype):
         (lambda: Quantized(np.zeros((2, 65), "i1"), np.zeros((2, 1), "f4")), ValueError, r"ceil\(D / 64\)"),
         (lambda: Quantized(np.int8(1), np.float32(1)), ValueError, "data must have shape"),
         (lambda: Quantized.encode(np.zeros(3, complex)), TypeError, "rows must be floats"),
+        (lambda: Quantized.encode(3.0), ValueError, r"rows must have shape \(..., n, D\), got \(\)"),
+        (lambda: Quantized.encode(FakeArray(np.ones(3))), TypeError, "Quantized.encode: rows is on cuda:0"),
+        (lambda: Paged(FakeArray(np.ones((2, 3, 4, 5))), [0]), TypeError, "Paged: pages is on cuda:0"),
         (lambda: Paged(np.zeros((2, 3, 4)), [0]), ValueError, r"pages must have shape \(P, K, page, D\)"),
         (lambda: Paged(np.zeros((2, 3, 0, 4)), [0]), ValueError, "at least one row"),
         (lambda: Paged(np.zeros((2, 3, 4, 5)), [0.0]), TypeError, "table must be of integers"),

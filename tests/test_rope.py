@@ -18,6 +18,7 @@ import fastattn
 from fastattn import _rope
 from tests.cases import MEMORY_LAYOUTS
 from tests.conftest import ISAS
+from tests.fake_gpu import FakeArray
 from tests.process import GuardedArrays, python
 from tests.tolerances import assert_same_bits
 
@@ -648,6 +649,24 @@ WRONG_TABLES = [
     (TypeError, "scaling 'yarn': options must be a dict", {"scaling": ("yarn", 2, 2048, 32)}),
     (ValueError, "options must be among .*, got 'beta'", {"scaling": ("yarn", 2, 2048, {"beta": 32})}),
     (ValueError, "beta_fast must be finite and positive", {"scaling": ("yarn", 2, 2048, {"beta_fast": 0})}),
+    (
+        ValueError,
+        "beta_fast >= beta_slow, got 2.0 and 3.0",
+        {"scaling": ("yarn", 2, 2048, {"beta_fast": 2, "beta_slow": 3})},
+    ),
+    *(
+        (
+            ValueError,
+            "^base and scaling must give finite angles, got base=10000.0, scaling=",
+            {"scaling": scaling},
+        )
+        for scaling in (
+            ("linear", 1e-308),
+            ("ntk", 1e300),
+            ("ntk", 1e-300),
+            ("yarn", 2, 100, {"beta_fast": 1e308}),
+        )
+    ),
     (TypeError, "truncate must be a bool", {"scaling": ("yarn", 2, 2048, {"truncate": 1})}),
 ]
 
@@ -656,3 +675,10 @@ WRONG_TABLES = [
 def test_errors_of_tables(kind, message, wrong):
     with pytest.raises(kind, match=message):
         fastattn.rope_tables(**({"n_positions": 4, "rotary_dim": 8} | wrong))
+
+
+def test_out_on_a_gpu_is_refused():
+    cos, sin = fastattn.rope_tables(4, 8)
+    x = np.zeros((2, 4, 8), np.float32)
+    with pytest.raises(TypeError, match=r"^out is on cuda:0, and is read on the host"):
+        fastattn.rope(x, cos, sin, out=FakeArray(x))

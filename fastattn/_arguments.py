@@ -384,6 +384,18 @@ def overlap(a: Any, b: Any) -> bool:
         return True
 
 
+def check_wrt(wrt: Any, among: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments that `wrt` names, one or several; raises where it names another."""
+    try:
+        names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    except TypeError:
+        raise TypeError(f"wrt must name some of {', '.join(among)}, got {wrt!r}") from None
+    for name in names:
+        if not isinstance(name, str) or name not in among:
+            raise ValueError(f"wrt must name some of {', '.join(among)}, got {name!r}")
+    return names
+
+
 def as_pieces(
     outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]
 ) -> tuple[list[tuple[Any, Any]], np.dtype, np.dtype]:

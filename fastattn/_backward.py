@@ -72,7 +72,7 @@ def attention_backward(
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"cython", "reference"}, optional
-        When not given, the first of them that can take the problem.
+        When not given, FASTATTN_BACKEND if it is set, else the first of them that can take the problem.
 
     Returns
     -------

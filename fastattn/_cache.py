@@ -596,7 +596,7 @@ class KVCache:
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
-        rule = _rule(causal)
+        rule = causal_rule(causal)
         if settings.window is not None:
             window = self._within(window, query.shape[2 if settings.layout == "bhsd" else 1])
         views, described = self._views, None
@@ -821,14 +821,14 @@ def _in_library_of(query: Any, results: Any, out: Any) -> Any:
     return results if results is out else in_library_of(query, results)
 
 
-def _rule(causal: Any) -> Any:
+def causal_rule(causal: Any) -> Any:
     """`causal` as `attention` has it."""
     if causal is True or (isinstance(causal, str) and causal == "bottom_right"):
         return "bottom_right"
     if causal is False:
         return False
     if isinstance(causal, np.bool_):
-        return _rule(bool(causal))
+        return causal_rule(bool(causal))
     raise ValueError(f"causal must be True or False, got {causal!r}")
 
 

@@ -43,7 +43,10 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     axes = tuple(range(extra)) + tuple(
         extra + axis for axis, (n, m) in enumerate(zip(array.shape[extra:], shape, strict=True)) if n != m
     )
-    return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape) if axes else array
+    if not axes:
+        return array
+    with np.errstate(all="ignore"):  # NaN and inf pass through
+        return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape)
 
 
 class Gradients(NamedTuple):

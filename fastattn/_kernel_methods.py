@@ -67,7 +67,8 @@ def kernel_regression(
     log_density : ndarray, shape (..., L)
         When asked for: the natural log of the mixture of Gaussians around the observations, weights summing
         to 1, which is what scikit-learn's `KernelDensity.score_samples` gives. ``-inf`` where no
-        observation has a weight. float32 where `out` is of 16 bits.
+        observation has a weight, or where it is below the range of its dtype: some 1e19 bandwidths from all
+        observations in float32, 1e154 in float64. float32 where `out` is of 16 bits.
 
     Raises
     ------
@@ -169,7 +170,8 @@ def kernel_regression(
     if not return_log_density:
         return out
     log_density = np.subtract(lse, _log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
-    return out, log_density.astype(_wide(result), copy=False)
+    with np.errstate(over="ignore"):
+        return out, log_density.astype(_wide(result), copy=False)
 
 
 def kernel_logsumexp(
@@ -240,7 +242,8 @@ def kernel_logsumexp(
         raise _with_shapes(error, points=points, x=x) from None
     nothing = np.zeros((x.shape[-2], 0))
     _, lse = _attend(points, keys, nothing, lead, False)
-    return lse.astype(_wide(promote(points=points, x=x)), copy=False)
+    with np.errstate(over="ignore"):
+        return lse.astype(_wide(promote(points=points, x=x)), copy=False)
 
 
 # Scores as products ---------------------------------------------------------------------------------
@@ -415,7 +418,7 @@ def _log_norm(
     constant = float(np.log(bandwidth).sum()) + 0.5 * len(bandwidth) * log(2 * pi)
     with np.errstate(divide="ignore"):
         if weights is None:
-            return float(np.log(np.float64(num_keys - leave_one_out))) + constant
+            return float(np.log(np.float64(max(num_keys - leave_one_out, 0)))) + constant
         # So large that no weight underflows, and that their sum does not overflow.
         exponent = 900 - np.frexp(weights.max(axis=-1, initial=0, keepdims=True))[1]
         weights = np.ldexp(weights, exponent)

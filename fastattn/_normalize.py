@@ -37,6 +37,7 @@ from fastattn._arguments import (
     check_places,
     check_sinks,
     check_window,
+    check_wrt,
     computation_dtypes,
     is_bias_dtype,
     is_stored,
@@ -338,10 +339,8 @@ def normalize_backward(
         mask_map=lowered.mask_map,
         dropout=check_dropout(dropout, seed),
     )
-    names = [wrt] if isinstance(wrt, str) else list(wrt)
+    names = check_wrt(wrt, DIFFERENTIABLE)
     for name in names:
-        if name not in DIFFERENTIABLE:
-            raise ValueError(f"wrt must name some of {', '.join(DIFFERENTIABLE)}, got {name!r}")
         if getattr(problem, name) is None:
             raise ValueError(f"wrt names {name}, which is not given")
     return Backward(

@@ -17,6 +17,7 @@ from fastattn._arguments import (
     as_array,
     as_mask,
     check_causal,
+    check_finite,
     check_key_lengths,
     check_number_dtype,
     check_out,
@@ -24,7 +25,7 @@ from fastattn._arguments import (
     promote,
     refuse_arguments,
 )
-from fastattn._cache import KVCache
+from fastattn._cache import KVCache, causal_rule
 from fastattn._cache_state import count
 from fastattn._device import host_array
 from fastattn._problem import FLOAT32, MAX_DIM
@@ -205,7 +206,7 @@ class MultiHeadAttention:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {H} and {K}")
         named = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o,
                  "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}  # fmt: skip
-        given = {name: _on_host(x, name) for name, x in named.items() if x is not None}
+        given = {name: _on_host(x, name) for name, x in named.items() if x is not None or name[0] == "w"}
         for name, array in given.items():
             if name.startswith("w") and array.ndim != 2:
                 raise ValueError(f"{name} must have shape (in, out), got {array.shape}")
@@ -423,9 +424,9 @@ class MultiHeadAttention:
             options["causal"] = check_causal(False if causal is None else causal)
             positions: tuple[Any, Any] = self._positions(lead, x_q.shape[-2], x_k.shape[-2], options)
         else:
-            if dropout or seed is not None:
+            if check_finite(dropout, "dropout") or seed is not None:
                 raise ValueError(f"a cache takes no dropout, got dropout={dropout!r} and seed={seed!r}")
-            options["causal"] = True if causal is None else causal
+            options["causal"] = causal_rule(True if causal is None else causal)
             positions = _positions_in(cache, x_q, x_k, x_v, key_lengths, options)
 
         q, k, v = self._inputs_of_heads(x_q, x_k, x_v, dtype)

@@ -365,7 +365,6 @@ RAISES_ELSEWHERE = {
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_options.py: check_options": "outputs that are not differentiated",
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
-    "integrations/dask.py: attention_backward": "a gradient that chunks do not compute",
     "integrations/keras.py: install": "Keras computes elsewhere",
     "integrations/numba.py: _check_types": "types that compiled code cannot hand to C",
     "integrations/numba.py: _code_of_word": "the codes of the struct have no others",

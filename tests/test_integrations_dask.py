@@ -202,6 +202,17 @@ class TestParity:
         results = attention(*lazy, bias=bias, return_lse=True)
         assert_attention(computed(results), *arrays, bias=bias)
 
+    def test_lengths_that_are_dask_arrays_where_only_value_has_the_batch(self) -> None:
+        arrays = random_arrays(lead=(2,), len_q=5, len_k=6)
+        arrays = [array[:1] for array in arrays[:2]] + [arrays[2]]
+        lengths = np.array([2, 6])
+        results = attention(
+            *divided(*arrays, chunks=(-1, -1, -1, -1)),
+            key_lengths=da.from_array(lengths, chunks=-1),
+            return_lse=True,
+        )
+        assert_attention(computed(results), *arrays, key_lengths=lengths)
+
     @pytest.mark.parametrize("empty", ["lead", "heads", "len_q", "len_k", "value_dim"])
     def test_sizes_of_0(self, empty: str) -> None:
         size: Any = (0,) if empty == "lead" else 0

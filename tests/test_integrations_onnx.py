@@ -138,6 +138,40 @@ def test_random_attention(seed):
     assert_same_bits(run(attention_model(inputs, 1, **attributes), given)[0], results[0])
 
 
+@pytest.mark.parametrize("kind", ["int64", "int8", "uint16"])
+def test_a_mask_of_integers_is_added(kind):
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((2, 3, 4, 5)) for name in ("Q", "K", "V")}
+    inputs["attn_mask"] = rng.integers(0, 5, (4, 4)).astype(kind)
+    model = attention_model(inputs, 1)
+    given = list(inputs.values())
+    np.testing.assert_allclose(run(model, given)[0], run(model, given, new_ops=None)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "of_q, of_v", [("float32", "float64"), ("float16", "float32"), ("float64", "float16")]
+)
+def test_results_are_of_the_type_of_q(of_q, of_v):
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((1, 2, 4, 5)).astype(of_v if name == "V" else of_q) for name in "QKV"}
+    model = attention_model(inputs, 4, qk_matmul_output_mode=3)
+    for got, wanted in zip(
+        run(model, list(inputs.values())), run(model, list(inputs.values()), new_ops=None), strict=True
+    ):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, atol=4e-3)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+def test_three_axes_of_size_0(sizes):
+    B, L, S = sizes
+    inputs = {"Q": np.ones((B, L, 6)), "K": np.ones((B, S, 6)), "V": np.ones((B, S, 4))}
+    if not S:  # ONNX's own takes no mean of nothing
+        inputs |= {"past_key": np.ones((B, 2, 3, 3)), "past_value": np.ones((B, 2, 3, 2))}
+    model = attention_model(inputs, 1, q_num_heads=2, kv_num_heads=2)
+    assert run(model, [inputs[it.name] for it in model.graph.input])[0].shape == (B, L, 4)
+
+
 @pytest.mark.parametrize(
     "message, inputs, attributes",
     [

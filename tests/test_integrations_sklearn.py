@@ -151,6 +151,28 @@ class TestLeaveOneOut:
         )
         assert other.leave_one_out_error_ == pytest.approx(1e6 * fitted.leave_one_out_error_, rel=1e-3)
 
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize(
+        "of_x, of_y, of_weights",
+        [(1, 1e155, 1), (1, 1e-160, 1), (1, 1, 1e306), (1e200, 1, 1), (1e-200, 1, 1e-300)],
+    )
+    def test_units_whose_squares_overflow(self, of_x, of_y, of_weights):
+        X, y, weights = data(40)
+        first, other = (
+            KernelRegressor(bandwidth="leave_one_out").fit(x * X, z * y, sample_weight=w * weights)
+            for x, z, w in ((1, 1, 1), (of_x, of_y, of_weights))
+        )
+        np.testing.assert_allclose(other.bandwidth_ / of_x, first.bandwidth_, rtol=1e-6)
+        if of_weights > 1:
+            density = KernelDensity(bandwidth=1.0).fit(X, sample_weight=of_weights * weights)
+            assert density.sample(5, random_state=0).shape == (5, X.shape[1])
+
+    def test_an_error_is_of_the_last_fit(self):
+        X, y, _ = data(20)
+        estimator = KernelRegressor(bandwidth="leave_one_out").fit(X, y)
+        assert estimator.leave_one_out_error_ > 0
+        assert not hasattr(estimator.set_params(bandwidth=1.0).fit(X, y), "leave_one_out_error_")
+
 
 @pytest.mark.parametrize("bandwidth", [0, -1.0, np.inf, np.nan, [1.0, 2.0], "best"], ids=str)
 @pytest.mark.parametrize("estimator", [KernelRegressor, KernelDensity])

@@ -281,6 +281,8 @@ def test_nothing_is_appended_where_something_is_raised():
     for message, options in (
         ("positions", {}),  # 6 .. 11, of 8
         ("causal must be", {"query": x[:, :1], "causal": "top_left"}),
+        ("causal must be", {"key_lengths": [6, 2], "causal": "top_left"}),
+        ("causal must be", {"key_lengths": [6, 2], "causal": 1}),
         ("no dropout", {"dropout": 0.1, "seed": 1}),
         ("batch=2", {"query": x[:1]}),
         ("batch=2", {"query": x[0]}),
@@ -293,6 +295,19 @@ def test_nothing_is_appended_where_something_is_raised():
         assert cache.lengths.tolist() == [6, 6]
     with pytest.raises(TypeError, match="cache must be a KVCache, got dict"):
         layer(x, cache={})
+    with pytest.raises(TypeError, match="dropout must be a finite number, got None"):
+        layer(x, cache=cache, dropout=None)
+
+
+def test_causal_may_be_a_bool_of_numpy():
+    layer, x = MultiHeadAttention(**weights()), numbers(2, 6, 24)
+    for causal in (True, False):
+        given = [fastattn.KVCache(2, 4, 8) for _ in range(2)]
+        expected, out = (
+            layer(x, cache=cache, key_lengths=[6, 2], causal=flag)
+            for cache, flag in zip(given, (causal, np.bool_(causal)), strict=True)
+        )
+        np.testing.assert_array_equal(out, expected)
 
 
 # Errors --------------------------------------------------------------------------------------------
@@ -306,6 +321,7 @@ WRONG_WEIGHTS = [
     (ValueError, "w_k must have 32 columns", {"num_kv_heads": None}),
     (ValueError, "w_o must have 32 rows", {"w_o": np.ones((30, 20))}),
     (ValueError, r"b_k must have shape \(16,\), as w_k has 16 columns, got \(32,\)", {"b_k": np.ones(32)}),
+    (TypeError, "w_k has dtype object", {"w_k": None}),
     (TypeError, "num_heads must be an integer", {"num_heads": 4.0}),
     (ValueError, "num_heads must be in 1", {"num_heads": 0}),
     (TypeError, "w_v has dtype complex", {"w_v": np.ones((24, 16), complex)}),

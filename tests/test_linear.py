@@ -549,6 +549,18 @@ def test_features_as_they_are():
     assert math.isclose(FAVOR(np.zeros(16))[0], 40**-0.5)
 
 
+@pytest.mark.parametrize("size", [1e2, 1e5, 1e10, 1e19])
+def test_random_features_of_long_queries(size):
+    """Which pick the nearest keys: what is common to a row is not in its exponents."""
+    features = random_features(8, 64, seed=1)
+    rng = np.random.default_rng(0)
+    query = (size * rng.standard_normal((2, 5, 8))).astype(np.float32)
+    key, value = rng.standard_normal((2, 2, 20, 8)).astype(np.float32)
+    out = linear_attention(query, key, value, feature_map=features)
+    wide = (x.astype(float) for x in (query, key, value))
+    np.testing.assert_allclose(out, linear_attention(*wide, feature_map=features), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "kind, message, wrong",
     [

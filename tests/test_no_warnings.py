@@ -55,3 +55,21 @@ def test_merging():
             [np.full((2, 3), 1e300), np.full((2, 3), np.inf)],
             [np.float64([1e300, -np.inf]), np.float64([0, np.nan])],
         )
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_and_kernels():
+    rng = np.random.default_rng(0)
+    query, grad_out = rng.standard_normal((2, 2, 2, 5, 3))
+    key, value = rng.standard_normal((2, 1, 2, 6, 3))
+    grad_out[:, 0, 0, 0] = 1.7e308, -1.7e308
+    out, lse = fastattn.attention(query, key, value, return_lse=True)
+    for backend in (None, "reference"):
+        fastattn.attention_backward(grad_out, query, key, value, out, lse, backend=backend)
+    far, near = np.float32([[1e25, 0]]), np.zeros((3, 2), np.float32)
+    fastattn.kernel_regression(far, near, near[:, 0], bandwidth=1, return_log_density=True)
+    fastattn.kernel_logsumexp(far, near, bandwidth=1)
+    nothing = np.zeros((0, 1))
+    fastattn.kernel_regression(
+        nothing, nothing, nothing[:, 0], bandwidth=1, leave_one_out=True, return_log_density=True
+    )

@@ -17,7 +17,8 @@ def attention(
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes, options and errors are those of `fastattn.attention`, but for ``out=``, ``return_lse`` and
-    ``return_weights``. Second derivatives and forward mode are a NotImplementedError.
+    ``return_weights``. Second derivatives and forward mode are a NotImplementedError. Arrays must stay as
+    they are until the gradients are computed.
 
     Examples
     --------

@@ -20,7 +20,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import DataNode, Task, TaskRef
 
 import fastattn
-from fastattn._arguments import as_array, check_key_lengths
+from fastattn._arguments import as_array, check_key_lengths, check_wrt
 from fastattn._gradients import Gradients
 from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
 from fastattn._mask_parts import of_band, states_of_keys
@@ -219,10 +219,7 @@ def attention_backward(
     >>> gradients.key.chunks
     ((4, 4), (30, 30, 30), (16,))
     """
-    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-    for one in names:
-        if one not in DIFFERENTIABLE:
-            raise ValueError(f"wrt must name some of {', '.join(DIFFERENTIABLE)}, got {one!r}")
+    names = check_wrt(wrt, DIFFERENTIABLE)
     options = {
         "mask": mask, "bias": bias, "causal": causal, "window": window, "key_lengths": key_lengths,
         "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
@@ -533,7 +530,8 @@ def _attend(options: _Options, query: Any, key: Any, value: Any, *others: Any) -
     if options.is_stored:
         lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         out = np.empty((*lead, *query.shape[-3:-1], value.shape[-1]), options.dtype)
-    shared = _shared_options(options, query, key, *shared_inputs)
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    shared = _shared_options(options, lead, *shared_inputs)
     return fastattn.attention(query, key, value, sinks=sinks, out=out, return_lse=True, **shared)
 
 
@@ -541,7 +539,8 @@ def _differentiate(options: _Options, wrt: tuple[str, ...], *arrays: Any) -> tup
     """Shares of gradients, of the dtype of the computation, by one chunk of queries and one of keys."""
     *inputs, grad_out, out, lse, grad_lse = arrays
     query, key, value = (np.asarray(x).astype(options.dtype, copy=False) for x in inputs[:3])
-    shared = _shared_options(options, query, key, *inputs[3:])
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    shared = _shared_options(options, lead, *inputs[3:])
     gradients = fastattn.attention_backward(
         grad_out, query, key, value, out, lse, grad_lse=grad_lse, wrt=wrt, **shared
     )
@@ -550,20 +549,19 @@ def _differentiate(options: _Options, wrt: tuple[str, ...], *arrays: Any) -> tup
 
 def _shared_options(
     options: _Options,
-    query: np.ndarray,
-    key: np.ndarray,
+    lead: tuple[int, ...],
     array: np.ndarray | None,
     bias: np.ndarray | None,
     key_lengths: np.ndarray | None,
     mask: Mask | None,
     starts: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """The options of `fastattn.attention` for a chunk; `array` is one of the mask, `starts` its place."""
+    """The options of `fastattn.attention` for a chunk of these leading axes; `array` is one of the mask,
+    `starts` its place."""
     masks = [] if mask is None else [mask]
     if array is not None:
         masks.append(Dense(array))
     if options.band is not None and starts is not None and key_lengths is not None:
-        lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3])
         lengths = check_key_lengths(key_lengths, lead, options.whole[1])
         known = of_band(options.band._replace(lengths=lengths), *options.whole)
         if known is not None:

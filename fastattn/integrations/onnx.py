@@ -76,18 +76,22 @@ class Attention(OpRun):
         options |= {"scale": scale, "softcap": softcap or None}
         mode = qk_matmul_output_mode or 0
         wants_scores = len(self.onnx_node.output) > 3 and self.onnx_node.output[3] != ""
-        found = fastattn.attention(Q, K, V, **options, return_weights=wants_scores and mode == 3)
+        # V may be of another 16-bit type than Q.
+        values = V if Q.dtype == V.dtype or V.itemsize != 2 else V.astype(np.float32)
+        found = fastattn.attention(Q, K, values, **options, return_weights=wants_scores and mode == 3)
         out, scores = found if isinstance(found, tuple) else (found, np.empty(0, Q.dtype))
         if wants_scores and mode != 3:
             scores = _scores(Q, K, mode, **options)
         if is_flat:
-            out = out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)
-        return out, K, V, scores
+            B, H, L, E = out.shape
+            out = out.swapaxes(1, 2).reshape(B, L, H * E)
+        with np.errstate(over="ignore"):
+            return out.astype(Q.dtype, copy=False), K, V, scores.astype(Q.dtype, copy=False)
 
 
 def _heads(x: np.ndarray, num_heads: int) -> np.ndarray:
     """(B, L, H * D) as a (B, H, L, D) view."""
-    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
 
 
 def _bound(size: int | None, name: str) -> int | None:
@@ -109,6 +113,8 @@ def _masks(
     options: dict[str, Any] = {}
     has_window = left is not None or right is not None
     if attn_mask is not None:
+        if attn_mask.dtype.kind in "iu":
+            attn_mask = attn_mask.astype(np.float64)  # added to the scores, as floats are
         if (missing := S - attn_mask.shape[-1]) > 0:
             hidden = False if attn_mask.dtype == np.bool_ else -np.inf
             widths = [(0, 0)] * (attn_mask.ndim - 1) + [(0, missing)]

@@ -108,6 +108,8 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
             self.bandwidth_, self.leave_one_out_error_ = found
         else:
             self.bandwidth_ = _bandwidth(self.bandwidth, X.shape[1])
+            if hasattr(self, "leave_one_out_error_"):  # of an earlier fit
+                del self.leave_one_out_error_
         self._X, self._y, self._weights = X, y, weights
         return self
 
@@ -221,7 +223,7 @@ class KernelDensity(BaseEstimator):
         """Samples from the density, ``(n_samples, n_features)``."""
         check_is_fitted(self)
         rng = check_random_state(random_state)
-        share = None if self._weights is None else self._weights / self._weights.sum()
+        share = None if self._weights is None else _shares(self._weights)
         centres = self._X[rng.choice(len(self._X), n_samples, p=share)]
         return centres + rng.normal(size=centres.shape) * self.bandwidth_
 
@@ -241,6 +243,18 @@ def _weights(sample_weight: Any, X: np.ndarray) -> np.ndarray | None:
     return _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
 
 
+def _shares(weights: np.ndarray) -> np.ndarray:
+    """The weights over their sum, which itself may overflow."""
+    weights = weights / weights.max()
+    return weights / weights.sum()
+
+
+def _in_units(array: np.ndarray, axis: int | None = None) -> tuple[np.ndarray, Any]:
+    """The array over a power of two near its largest magnitude, of all or along an axis; and that power."""
+    unit = np.ldexp(1.0, np.frexp(np.abs(array).max(axis=axis))[1])
+    return array / unit, unit
+
+
 def _search(
     X: np.ndarray, y: np.ndarray, weights: np.ndarray, per_feature: bool, max_steps: int
 ) -> tuple[Any, float]:
@@ -248,17 +262,19 @@ def _search(
     n, dim = X.shape
     if n < 2:
         raise ValueError(f"leave_one_out needs at least 2 samples with a weight, got n_samples = {n}")
-    X = X - X.mean(axis=0)
+    # In units in which no square overflows, or is lost.
+    X, unit_of_x = _in_units(X - X.mean(axis=0), axis=0)
+    weights = _shares(weights)
+    y, unit_of_y = _in_units(y - weights @ y)
     spread = X.std(axis=0)
-    log_scott = np.log(np.where(spread > 0, spread, 1.0)) - np.log(n) / (dim + 4)
+    log_scott = np.log(np.where(spread > 0, spread, 1.0)) + np.log(unit_of_x) - np.log(n) / (dim + 4)
     if not per_feature:
         log_scott = np.full(dim, log_scott.mean())
-    weights = weights / weights.sum()
-    unit = float(weights @ ((y - weights @ y) ** 2).sum(axis=1)) or 1.0
+    unit = float(weights @ (y * y).sum(axis=1)) or 1.0
 
     def error(change: np.ndarray) -> tuple[float, np.ndarray]:
         """Beside Scott's rule in logarithms, of one or of each; in units of the variance."""
-        value, slope = _leave_one_out(X / np.exp(log_scott + change), y, weights)
+        value, slope = _leave_one_out(X / np.exp(log_scott - np.log(unit_of_x) + change), y, weights)
         return value / unit, (slope if per_feature else slope.sum(keepdims=True)) / unit
 
     num = dim if per_feature else 1
@@ -268,7 +284,9 @@ def _search(
         error, np.full(num, start), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": max_steps}
     )
     bandwidth = np.exp(log_scott + found.x)
-    return bandwidth if per_feature else float(bandwidth[0]), float(found.fun) * unit
+    with np.errstate(over="ignore"):
+        least = float(found.fun * unit * unit_of_y * unit_of_y)
+    return bandwidth if per_feature else float(bandwidth[0]), least
 
 
 def _leave_one_out(X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:

@@ -30,7 +30,8 @@ def attention(
 
     Shapes, options and errors are those of `fastattn.attention`, but for ``out=`` and ``return_weights``.
     Tensors of float32, float64, float16 and bfloat16 are read where they are; results are tensors. A second
-    derivative is a NotImplementedError.
+    derivative is a NotImplementedError. NumPy arrays among the options must stay as they are until the
+    gradients are computed.
 
     Returns
     -------
@@ -127,7 +128,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _array(tensor: torch.Tensor) -> Any:
     """A tensor as an array that shares its memory."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
     import ml_dtypes  # which NumPy's bfloat16 comes from

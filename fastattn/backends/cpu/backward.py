@@ -121,8 +121,9 @@ def gradients_of(backward: Backward, room: Room) -> Gradients:
         # A row without keys has its sink alone, which nothing depends on.
         some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
         delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape) / np.float64(room.grad_scale)
-        weights = np.exp(problem.sinks[:, None].astype(np.float64) - np.where(some, backward.lse, np.inf))
-        sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
+        with np.errstate(all="ignore"):  # NaN and inf pass through
+            weights = np.exp(problem.sinks[:, None].astype(np.float64) - np.where(some, backward.lse, np.inf))
+            sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
     return Gradients(
         by_head(room.query[..., : sizes.head_dim], problem.query.shape) if "query" in wrt else None,
         room.key[..., : sizes.head_dim] if "key" in wrt else None,

@@ -133,7 +133,7 @@ def attention(
         an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
     bias : array_like of float16, bfloat16, float32 or float64, optional
         Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
-        ``(..., H, L, S)``. ``-inf`` masks: in float32, float64's lowest number, too.
+        ``(..., H, L, S)``. ``-inf`` masks, and so does float64's lowest number in float32.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
         item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder

@@ -252,10 +252,9 @@ def is_swapped(layout: str) -> bool:
     return layout == "bshd"
 
 
-def check_bool(value: Any, name: str) -> bool:
+def check_bool(value: Any, name: str) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be a bool, got {value!r}")
-    return bool(value)
 
 
 def as_number(value: Any, name: str, kind: str = "a number") -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -538,6 +539,15 @@ def test_sums_have_the_heads_first_in_either_layout():
     call(**changed, layout="bshd")
     with pytest.raises(ValueError, match=r"^lse must have shape \(2, 3, 5\)"):
         call(**changed, layout="bshd", lse=np.ones((2, 5, 3)))
+
+
+@pytest.mark.parametrize("wrt, kind", [(None, TypeError), (3, TypeError), (["query", None], ValueError),
+                                       ([np.array(["query", "key"])], ValueError)])  # fmt: skip
+def test_wrt_of_what_is_no_name(wrt, kind):
+    said = "wrt must name some of query, key, value, bias, sinks, got "
+    got = wrt[-1] if isinstance(wrt, list) else wrt
+    with pytest.raises(kind, match="^" + re.escape(f"{said}{got!r}; query (2, 3, 5, 4)")):
+        call(wrt=wrt)
 
 
 @pytest.mark.parametrize("name", ["grad_out", "out", "lse", "grad_lse"])

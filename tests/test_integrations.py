@@ -75,6 +75,17 @@ def test_torch_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, (query, key, value, bias))
 
 
+def test_torch_takes_a_lazy_negative() -> None:
+    """As the imaginary part of a conjugate is, whose memory holds the other sign."""
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 3, 4, dtype=torch.complex64).conj().imag
+    assert query.is_neg()
+    plain = query.resolve_neg()
+    assert torch.equal(attention(query, query, query), attention(plain, plain, plain))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torch_keeps_16_bits_and_strides(dtype: str) -> None:
     torch = pytest.importorskip("torch")

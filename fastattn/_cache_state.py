@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._arguments import is_swapped
 from fastattn._cache_pages import PageShape
 from fastattn._problem import MAX_DIM, MAX_ROWS
 from fastattn._storage import BFLOAT16, REAL, storage_of
@@ -48,8 +49,7 @@ class Settings(NamedTuple):
         layout: Any,
     ) -> Settings:
         """Those of a caller; raises where they are none."""
-        if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
-            raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
+        is_swapped(layout)  # which checks it
         head_dim = count(head_dim, "head_dim", 1, MAX_DIM)
         settings = cls(
             count(batch, "batch", 0, MAX_ROWS),
@@ -61,7 +61,7 @@ class Settings(NamedTuple):
             count(keep_first, "keep_first", 0, MAX_ROWS),
             count(rollback, "rollback", 0, MAX_ROWS),
             PAGE_SIZE if page_size is None else count(page_size, "page_size", 1, MAX_ROWS),
-            layout,  # type: ignore[arg-type]  # one of the two
+            layout,
         )
         if (rows := settings.num_kv_heads * settings.page_size) > MAX_ROWS:
             raise ValueError(f"num_kv_heads * page_size must be at most {MAX_ROWS}, got {rows}")

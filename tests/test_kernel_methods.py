@@ -3,8 +3,7 @@
 Bounds: a coordinate in bandwidths is rounded some times on its way, which moves a score by ``eps * R * d``,
 with R the distance from the centre and d that of the observation; the exponent itself by ``eps * d**2``; and
 up to 32 bandwidths from the centre products are rounded as they are, ``eps * R**2``. Further away they are
-products of R and the rest of a coordinate, at most ``R / 2**24``, where the order in which the columns are
-summed is known; that of BLAS, in the reference backend, is not. `SLACK` roundings of each are allowed.
+products of R and the rest of a coordinate, at most ``R / 2**24``. `SLACK` roundings of each are allowed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Sums(NamedTuple):
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def loops(points, x, y, bandwidth, weights=None, leave_one_out=False, in_order=True):
-    """One point and one observation after the other. `in_order`: the order of the columns' sum is known."""
+def loops(points, x, y, bandwidth, weights=None, leave_one_out=False):
+    """One point and one observation after the other."""
     num_points, (num_keys, dim) = len(points), x.shape
     h = np.broadcast_to(np.asarray(bandwidth, WIDE), dim)
     w = np.ones(num_keys, WIDE) if weights is None else weights.astype(WIDE)
@@ -59,15 +58,14 @@ def loops(points, x, y, bandwidth, weights=None, leave_one_out=False, in_order=T
         out[i] = share @ y[others]
         reach = max(far, float(np.sqrt((((points[i] - middle) / h) ** 2).sum())))
         moved = 1 + np.abs(np.log(w[others])) + reach * np.sqrt(squares) + squares
-        plain = min(reach, 2 * _PLAIN_REACH) if in_order else reach
-        moved = (moved + plain**2 + (reach / 2**12) ** 2).astype(float)
+        moved = (moved + min(reach, 2 * _PLAIN_REACH) ** 2 + (reach / 2**12) ** 2).astype(float)
         lse_reach[i] = share @ moved + abs(lse[i]) + abs(density[i])
         out_reach[i] = (share * moved) @ np.abs(y[others]) + (share @ moved) * (share @ np.abs(y[others]))
     return Sums(out, lse, density, out_reach, lse_reach)
 
 
-def assert_right(points, x, y, bandwidth, weights=None, leave_one_out=False, in_order=True):
-    exact = loops(points, x, y, bandwidth, weights, leave_one_out, in_order)
+def assert_right(points, x, y, bandwidth, weights=None, leave_one_out=False):
+    exact = loops(points, x, y, bandwidth, weights, leave_one_out)
     out, density = fastattn.kernel_regression(
         points,
         x,
@@ -117,11 +115,11 @@ class TestAccuracy:
     # Around what the kernels sum in one go, SCORE_COLUMNS, less the two columns of the squares.
     @pytest.mark.parametrize("dim", [3, 126, 127, 128, 200, 254, 255, 300])
     @pytest.mark.parametrize("bandwidth", [1e-4, 1e-8, 1e-12])
-    def test_at_observations(self, chosen, backend, dim, bandwidth):
+    def test_at_observations(self, chosen, dim, bandwidth):
         """Where the distance to the observation that matters is 0."""
         points, x, y = problem(dim=dim)
         points[:] = x[: len(points)]
-        assert_right(points, x, y, bandwidth, in_order=backend.backend != "reference")
+        assert_right(points, x, y, bandwidth)
 
     @pytest.mark.parametrize("bandwidth", [0.5, 1e-4])
     def test_a_bandwidth_for_each_feature(self, bandwidth):

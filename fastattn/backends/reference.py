@@ -233,7 +233,7 @@ def _scores(
 
 
 def _products(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """``query @ key.T``, in the kernels' sums of SCORE_COLUMNS columns: BLAS orders what is within one alone."""
+    """``query @ key.T``, in sums of SCORE_COLUMNS columns as the kernels': BLAS orders each in its way."""
     products: np.ndarray = query[:, :SCORE_COLUMNS] @ key[:, :SCORE_COLUMNS].T
     for start in range(SCORE_COLUMNS, query.shape[1], SCORE_COLUMNS):
         columns = np.s_[:, start : start + SCORE_COLUMNS]

@@ -214,11 +214,9 @@ def _fused_schedule(
     task_blocks = -(-all_blocks // n_tasks)
     # A head's blocks may begin within a task and end within it.
     task_heads = min(sizes.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
-    # Weights are computed from scores of the other kernels.
-    converts_keys = _is_stored(problem.key) or _is_scattered(problem.key)
     return Schedule(
         min(num_threads, n_tasks), small, False, BLOCK_K, n_blocks * FUSED_LANES // target.lanes, n_blocks,
-        FUSED_LANES, n_tasks, 1, 1, False, False, converts_keys, False, (0, 0), *factors,
+        FUSED_LANES, n_tasks, 1, 1, False, False, False, False, (0, 0), *factors,
         keeps_query=keeps_query, uses_fused=True, task_blocks=task_blocks, task_heads=task_heads,
     )  # fmt: skip
 

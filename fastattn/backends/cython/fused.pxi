@@ -342,11 +342,34 @@ cdef void finish_block(const Job *job, Scratch *w, const Task *task, Py_ssize_t 
         item_rows = at_item(job, &job.lse, block.item)
         for lane in range(block.n_rows):
             memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
-    if job.has_weights:
+
+
+cdef void write_fused_weights(Job *job, Scratch *w, Task *task) noexcept nogil:
+    """The weights of a task's finished blocks, from the scores of the tile unit once more: those of other kernels are
+    rounded otherwise, and may be larger than row_max."""
+    cdef Unit *unit = &task.units[0]
+    cdef Block *block
+    cdef uint32_t *words = w.words
+    cdef TileState state = TILE_EMPTY
+    cdef Py_ssize_t number, v
+    for number in range(task.n_blocks):
+        select_block(job, w, number)
+        clear_weights(job, w, &task.blocks[number])
+    memset(&task.next, 0, sizeof(Cursor))
+    unit.words = w.kept_words
+    unit.work.scores = <float *>w.score_tiles
+    while next_unit(job, w, task, unit, &state):
+        block = &task.blocks[unit.block]
+        fused_of(job).step(&unit.work, NULL, NULL, job.head_dim, job.value_dim, <float>job.exponent_factor)
+        unit.value_flags = 1   # so that adjust_unit keeps the words of all keys
+        adjust_unit(job, w, task, unit, state)
+        for v in range(block.n_vectors):
+            w.stops[v] = unit.work.n_keys
         w.scores = w.score_tiles
-        w.tile_max = w.base + job.to_tile_max
-        pack_block(job, w, block)
-        write_weights(job, w, block)
+        w.words = unit.words
+        kernels_of(job).finish(w.inverse, NULL, w.row_max, w.row_sum, block.ld, job.exponent_factor, job.kept_share)
+        write_tile_weights(job, w, block, TILE_PARTIAL, unit.key0, unit.work.n_keys)
+        w.words = words
 
 
 cdef void run_units(Job *job, Scratch *w, Task *task) noexcept nogil:
@@ -405,3 +428,5 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
     run_units(job, w, task)
     for i in range(task.n_blocks):
         finish_block(job, w, task, i)
+    if job.has_weights:
+        write_fused_weights(job, w, task)

@@ -146,30 +146,45 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
                 set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 
-cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The weights of the block's rows, recomputed from their scores with the final row_max and row_sum."""
-    cdef Py_ssize_t key0, n_keys, lane, tile = block.low // job.block_k * job.block_k
-    cdef TileState state
-    cdef char *const *rows
+cdef inline void clear_weights(const Job *job, const Scratch *w, const Block *block) noexcept nogil:
+    cdef Py_ssize_t lane
     for lane in range(block.n_rows):
         memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
+
+
+cdef void write_tile_weights(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                             Py_ssize_t n_keys) noexcept nogil:
+    """The weights of a key tile, from its scores and w.inverse; every vector has all keys.
+
+    The scores must be those that row_max is the largest of: no exponent is above 0 then.
+    """
+    cdef Py_ssize_t lane
+    cdef char *const *rows
+    # With a tile_max of -inf row_max does not change. What softmax adds to a copy of row_sum is not used.
+    memcpy(w.lse, w.row_sum, block.ld * job.itemsize)
+    kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.lse, w.rescale, block.ld, w.stops, KEY_CHUNK,
+                            job.exponent_factor)
+    drop_weights(job, w, block, key0)
+    for lane in range(block.ld):
+        w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
+    rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
+    if kernels_of(job).unpack(rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
+        clear_masked(job, w, block, state, rows, n_keys)
+    store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
+
+
+cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
+    """The weights of the block's rows, recomputed from their scores with the final row_max and row_sum."""
+    cdef Py_ssize_t key0, n_keys, tile = block.low // job.block_k * job.block_k
+    cdef TileState state
+    clear_weights(job, w, block)
     while tile < block.high:
         key0 = max(tile, block.low)
         tile += job.block_k
         n_keys = min(tile, block.high) - key0
         state = score_tile(job, w, block, key0, n_keys, True)
-        if state == TILE_EMPTY:
-            continue
-        # With a tile_max of -inf row_max does not change; row_sum is not used any more.
-        kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, KEY_CHUNK,
-                            job.exponent_factor)
-        drop_weights(job, w, block, key0)
-        for lane in range(block.ld):
-            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
-        rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
-        if kernels_of(job).unpack(rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
-            clear_masked(job, w, block, state, rows, n_keys)
-        store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
+        if state != TILE_EMPTY:
+            write_tile_weights(job, w, block, state, key0, n_keys)
 
 
 cdef inline double sink_of(const Job *job, const Scratch *w, Py_ssize_t lane) noexcept nogil:

@@ -9,10 +9,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastattn._constants import SCORE_COLUMNS
 from fastattn._problem import FLOAT64, Problem
 
 #: What gradients there are with respect to.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+#: From here on, in natural units, the rounding of a score or of an lse matters to weights in float32: a row's
+#: lse is then replaced by that of the scores that its weights are computed from, where the two agree.
+LARGE_SCORE = 256.0
+
+
+def score_rounding(head_dim: int, dtype: np.dtype) -> float:
+    """By how much two ways to compute a score may differ, relative to the product of the norms of the query
+    and the key: half a unit for the scale, the products, the sums' last roundings and the lse, and one for
+    every second of the sums before, of which kernels have at most SCORE_COLUMNS in a chain."""
+    return float(np.finfo(dtype).eps) / 2 * (4 + min(head_dim, SCORE_COLUMNS) / 4)
 
 
 class Backward(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn._constants import SCORE_COLUMNS
-from fastattn._gradients import Backward, Gradients
+from fastattn._gradients import Backward, Gradients, score_rounding
 from fastattn._mask_map import UNBOUNDED
 from fastattn._problem import Problem
 from fastattn._storage import HeadRows, Rows
@@ -277,8 +277,14 @@ def _differentiate(
     key, value = source.keys(keys), _contiguous(source.value[keys], problem.dtype)
     scores, capped = _scores(problem, item, head, rows, keys, query, source, allowed)
 
-    lse = backward.lse[item][head, rows]
-    weights = np.where(allowed, np.exp(scores - np.where(lse == -np.inf, 0, lse)[:, None]), dtype(0))
+    sink = None if problem.sinks is None else dtype(problem.sinks[head])
+    # Whose lse may be off by rounding from that of these scores: Cauchy and Schwarz bound them.
+    key_norms = np.where(allowed, _norms(key), 0).max(axis=-1, initial=0)
+    norms = abs(problem.scale) * _norms(query) * key_norms
+    share, lse = _own_lse(
+        backward.lse[item][head, rows], scores, sink, norms, score_rounding(problem.head_dim, problem.dtype)
+    )
+    weights = np.where(scores == -np.inf, dtype(0), np.exp(scores - lse[:, None]) * share[:, None])
     delta = (grad_out.astype(np.float64) * out).sum(axis=-1)
     if backward.grad_lse is not None:
         delta -= backward.grad_lse[item][head, rows]
@@ -294,7 +300,7 @@ def _differentiate(
         _add_broadcast(full[item][head, rows, keys], change)
     if gradients.sinks is not None and problem.sinks is not None:
         some = allowed.any(axis=-1)
-        gradients.sinks[head] -= (np.exp(problem.sinks[head] - lse[some]) * delta[some]).sum()
+        gradients.sinks[head] -= (np.exp(sink - lse[some]) * share[some] * delta[some]).sum()
     if problem.softcap is not None:
         ratio = capped / dtype(problem.softcap)
         change = np.where(change == 0, change, change * ((1 - ratio) * (1 + ratio)))
@@ -305,6 +311,26 @@ def _differentiate(
         gradients.key[item][kv_head, keys] += _product(change.T, query, allowed.T)
     if gradients.value is not None:
         gradients.value[item][kv_head, keys] += _product(after.T, grad_out, allowed.T)
+
+
+def _own_lse(
+    given: np.ndarray, scores: np.ndarray, sink: np.floating | None, norms: np.ndarray, rounding: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or where that is the one of
+    these scores but for rounding, their largest and one over the sum, so that weights add up to 1."""
+    top = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
+    sums = np.exp(scores - top[:, None]).sum(axis=-1) + (0 if sink is None else np.exp(sink - top))
+    apart = np.abs((top.astype(np.float64) - given) + np.log(sums.astype(np.float64)))
+    bound = rounding * (np.abs(given) + norms)
+    is_own = (apart <= bound) & (bound < np.inf)
+    return np.where(is_own, 1 / sums, given.dtype.type(1)), np.where(is_own, top, given)
+
+
+def _norms(rows: np.ndarray) -> np.ndarray:
+    """The Euclidean norms of rows, of numbers of any size, in float64."""
+    largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
+    norms: np.ndarray = largest[:, 0] * np.linalg.norm(rows / np.where(largest > 0, largest, 1), axis=-1)
+    return norms
 
 
 def _add_broadcast(to: np.ndarray, array: np.ndarray) -> None:

@@ -34,30 +34,44 @@ static void test_has_nonfinite(void) {
     }
 }
 
-static void check_differentiate(int n_vectors, int n_keys, double factor, int drops) {
+/* A difference of score and lse: of usual weights, of weights of any size, and far beyond. */
+static double any_difference(void) {
+    const double most = size == 4 ? 135 : 1030;
+    switch (below(4)) {
+    case 0: return uniform(-most, most);
+    case 1: return uniform(-1, 1) * (size == 4 ? 1e30 : 1e300);
+    default: return uniform(-20, 2);
+    }
+}
+
+static void check_differentiate(int n_vectors, int n_keys, double factor, int is_large, int drops) {
     const int ld = n_vectors * kernels->lanes;
     const ptrdiff_t tile = (ptrdiff_t)ld * n_keys * size, row = (ptrdiff_t)ld * size;
     char *s = take(tile, 64, 0), *change = take(tile, 64, 0), *high = take(row, 1, 0), *low = take(row, 1, 0);
     char *delta = take(row, 1, 0);
     uint32_t *words = drops ? random_words(n_keys, ld) : NULL;
-    const double kept_share = drops ? 0.625 : 1;
+    const double kept_share = drops ? 0.625 : 1, eps = size == 4 ? 0x1p-23 : 0x1p-52;
     double scores[200], changes[200];
     for (int lane = 0; lane < ld; lane++) {
         put(high, lane, uniform(2, 5)), put(low, lane, uniform(-1e-8, 1e-8)), put(delta, lane, uniform(-1, 1));
         if (lane % 7 == 3) put(high, lane, NAN);
         if (lane % 7 == 5) put(high, lane, lane % 2 ? INFINITY : largest()), put(low, lane, 0);
+        if (lane % 7 == 6 && is_large) {
+            put(high, lane, uniform(-1, 1) * pow(2, uniform(8, size == 4 ? 100 : 1000)));
+            put(low, lane, uniform(-1, 1) * fabs(get(high, lane)) * eps / 2);
+        }
     }
     for (int i = 0; i < ld * n_keys; i++) {
         put(s, i, below(5) ? uniform(-20, 2) : -INFINITY), put(change, i, uniform(-2, 2));
         if (get(s, i) == -INFINITY && below(2)) put(change, i, NAN); /* of a masked value */
         if (i % ld % 7 == 5 && get(s, i) != -INFINITY) put(s, i, -largest()); /* whose difference is -inf */
+        if (i % ld % 7 == 6 && get(s, i) != -INFINITY) put(s, i, get(high, i % ld) + any_difference());
         scores[i] = get(s, i), changes[i] = get(change, i);
     }
-    kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor, words, kept_share);
+    kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor, is_large, words, kept_share);
     for (int i = 0; i < ld * n_keys; i++) {
         const int lane = i % ld;
         const double weight = (double)exp2l(factor * ((long double)scores[i] - get(high, lane) - get(low, lane)));
-        const double eps = size == 4 ? 0x1p-23 : 0x1p-52;
         const double kept = drops && !allowed(words, NULL, ld, i / ld, lane) ? 0 : 1 / kept_share;
         const double change_of_kept = kept == 0 ? 0 : kept * changes[i], slope = change_of_kept - get(delta, lane);
         if (scores[i] == -INFINITY) {
@@ -67,11 +81,16 @@ static void check_differentiate(int n_vectors, int n_keys, double factor, int dr
                   get(s, i));
         } else if (weight == 0) {
             CHECK(get(s, i) == 0 && get(change, i) == 0, "far below: weight " NUMBER ", change " NUMBER, get(s, i), get(change, i));
-        } else {
+        } else if (kept != 0 && kept * weight > largest() * (1 - 256 * eps)) {
+            CHECK(get(s, i) > largest() * (1 - 512 * eps), "beyond the largest number: weight " NUMBER, get(s, i));
+        } else if (weight < (size == 4 ? 0x1p-125 : 0x1p-1021)) {
+            CHECK(fabs(get(s, i)) <= 2 * weight * kept, "too small: weight " NUMBER ", not " NUMBER, get(s, i), weight);
+        } else if (weight < largest() / 8) {
             /* That the difference of score and lse is rounded does not count where the lse is the larger. */
             const double far = fabs(scores[i]) > fabs(get(high, lane)) ? fabs(factor * (scores[i] - get(high, lane))) : 0;
             /* `exp2` is exact to the rounding of its product with the factor, which counts where it is not fused. */
-            const double product = factor == 1 ? 0 : 0.35 * fabs(factor * (scores[i] - get(high, lane)));
+            const double exponent = factor * (scores[i] - get(high, lane) - get(low, lane));
+            const double product = factor == 1 ? 0 : 0.35 * fabs(exponent);
             const double error = eps * (3 + drops + product + far);
             CHECK(fabs(get(s, i) - kept * weight) <= error * kept * weight, "weight " NUMBER ", not " NUMBER, get(s, i),
                   kept * weight);
@@ -86,10 +105,34 @@ static void test_differentiate(void) {
     for (int n_vectors = 1; n_vectors <= 2; n_vectors++)
         for (int n_keys = 0; n_keys * n_vectors * kernels->lanes <= 200 && n_keys <= 13; n_keys++) {
             for (int drops = 0; drops < 2; drops++) {
-                check_differentiate(n_vectors, n_keys, 1, drops);
-                check_differentiate(n_vectors, n_keys, LOG2E, drops);
+                for (int is_large = 0; is_large < 2; is_large++) {
+                    check_differentiate(n_vectors, n_keys, 1, is_large, drops);
+                    check_differentiate(n_vectors, n_keys, LOG2E, is_large, drops);
+                }
             }
         }
+}
+
+static void test_find_largest(void) {
+    for (int n_keys = 0; n_keys <= 9; n_keys++) {
+        const ptrdiff_t ld = 2 * kernels->lanes;
+        char *s = tile(n_keys, ld), *sizes = take((ptrdiff_t)n_keys * size, 1, 0), *tops = tile(1, ld), *largest = tile(1, ld);
+        for (int i = 0; i < n_keys * ld; i++) put(s, i, below(3) ? uniform(-9, 9) : -INFINITY);
+        for (int j = 0; j < n_keys; j++) put(sizes, j, uniform(0, 9));
+        for (int lane = 0; lane < ld; lane++) put(tops, lane, lane % 2 ? -INFINITY : 4), put(largest, lane, lane % 3);
+        kernels->find_largest(tops, largest, s, sizes, ld, n_keys);
+        for (int lane = 0; lane < ld; lane++) {
+            double top = lane % 2 ? -INFINITY : 4, most = lane % 3;
+            for (int j = 0; j < n_keys; j++) {
+                const double score = get(s, j * ld + lane);
+                if (score > top) top = score;
+                if (score != -INFINITY && get(sizes, j) > most) most = get(sizes, j);
+            }
+            CHECK(get(tops, lane) == top && get(largest, lane) == most, "%d keys: " NUMBER " and " NUMBER, n_keys,
+                  get(tops, lane), get(largest, lane));
+        }
+        release();
+    }
 }
 
 static void test_add_columns(void) {

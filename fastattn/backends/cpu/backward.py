@@ -5,13 +5,12 @@ A driver sees the rows of a key/value head as one list, row = i * group + g, and
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from fastattn._constants import LOG2E
-from fastattn._gradients import Backward, Gradients, sum_to
+from fastattn._constants import LN2, LOG2E
+from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_rounding, sum_to
 from fastattn._schedule import Schedule
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
@@ -27,6 +26,9 @@ class Room:
 
     grad_scale: float  #: by which `delta` and the gradients of the weights are multiplied
     scale: float  #: the rest of the scale, by which the gradients of queries and keys are
+    unit: float  #: by which scores of the kernels are multiplied to be natural
+    large_score: float  #: see `fastattn._gradients`
+    score_rounding: float
     base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
     delta: np.ndarray  #: (*lead, K, padded_rows): holds grad_lse, 0 without
     seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, where there are sinks to differentiate
@@ -54,8 +56,8 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         rows[..., : sizes.rows] = grouped.swapaxes(-2, -1).reshape(*heads, sizes.rows)
         return rows
 
-    lse = np.where(backward.lse == -np.inf, 0, backward.lse).astype(np.float64)
-    base = lse / (1 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * math.log(2))
+    unit = 1.0 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * LN2
+    base = backward.lse.astype(np.float64) / unit
     high = base.astype(dtype)
     with np.errstate(invalid="ignore"):
         low = np.where(np.isfinite(high), base - high, 0)
@@ -65,8 +67,11 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     room = Room(
         grad_scale,
         scale,
+        unit,
+        LARGE_SCORE,
+        score_rounding(sizes.head_dim, dtype),
         base=np.stack([by_row(high), by_row(low)]),
-        delta=by_row(np.zeros_like(lse) if backward.grad_lse is None else backward.grad_lse),
+        delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
         query=np.empty((*heads, sizes.rows, query_ld), dtype),
         key=np.empty((*heads, sizes.len_k, query_ld), dtype),
@@ -121,8 +126,10 @@ def gradients_of(backward: Backward, room: Room) -> Gradients:
         # A row without keys has its sink alone, which nothing depends on.
         some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
         delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape) / np.float64(room.grad_scale)
+        high, low = (by_head(x[..., : sizes.rows], backward.lse.shape) for x in room.base.astype(np.float64))
         with np.errstate(all="ignore"):  # NaN and inf pass through
-            weights = np.exp(problem.sinks[:, None].astype(np.float64) - np.where(some, backward.lse, np.inf))
+            # Natural, as scores beside sinks are.
+            weights = np.exp(problem.sinks[:, None].astype(np.float64) - high - low)
             sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
     return Gradients(
         by_head(room.query[..., : sizes.head_dim], problem.query.shape) if "query" in wrt else None,

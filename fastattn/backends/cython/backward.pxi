@@ -3,6 +3,10 @@
 #
 #     mask words -> score -> adjust -> score of grad_out and values -> differentiate -> three accumulations
 #
+# A weight is exp(score - lse). Where scores are large, the lse as it was rounded, or the score as it was computed, may be
+# off by units: weights would be off by any factor. Rows for which that may be so get an lse of their own first, from the
+# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`.
+#
 # FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
 # values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
 # has a turn, the number of the tile that adds next. Tasks are taken in that order, so whoever waits for a turn waits for a
@@ -22,14 +26,23 @@ cdef enum BiasGradient:
     BIAS_OF_ROWS     # keys
 
 
+cdef enum Stage:
+    STAGE_PREPARE   # tasks: query blocks, then tasks of keys, for their norms
+    STAGE_OWN_LSE   # query blocks
+    STAGE_KEYS      # key tiles
+
+
 cdef struct Gradients:
     # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
     # of a key/value head, row = i * group + g, and have a whole number of vectors.
-    const char *base         # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
+    char *base               # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
     char *delta              # (heads, padded_rows): grad_scale * (rowsum(grad_out * out) - grad_lse); before, grad_lse
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
                              # keys may be masked
+    char *is_large           # (heads, n_blocks) bool: whether an lse or a score of a query block may be large_score or more
+    double *query_norms      # (heads, n_blocks): of each query block the largest norm, times the scale
+    double *key_norms        # (n_tasks of keys): of each task the largest norm of its keys
     # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
     # does are set to 0: queries when their block is prepared, keys and values by their task.
     char *query              # (heads, rows, query_ld)
@@ -46,6 +59,10 @@ cdef struct Gradients:
     bint wants_query, wants_key, wants_value
     double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
     double scale             # the rest
+    double unit              # by which scores and lse are multiplied to be natural
+    double large_score       # see `fastattn._gradients`, in natural units as norms are
+    double score_rounding
+    Stage stage
     Py_ssize_t next, n_tasks
 
 
@@ -167,12 +184,12 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     if g.wants_query and block.low >= block.high:
         row = head * job.len_q * job.group_size + index * block_rows(job)
         memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)
-    if masks_any(job):
-        find_lane_rows(job, w, &block, &job.query)
-        rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
-        kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
-                          job.head_dim, 1)
-        nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
+    find_lane_rows(job, w, &block, &job.query)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
+                      job.head_dim, 1)
+    nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
+    g.query_norms[task] = largest_norm(job, t.query_rows, block.n_rows, g.query_ld) * fabs(g.grad_scale * g.scale)
     if not in_place:
         find_lane_rows(job, w, &block, &job.out)
         rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
@@ -192,7 +209,30 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         nonfinite |= not isfinite(sum) or is_nonfinite(job, grad, 1, job.value_dim)
         sum -= get_real(g.delta + first + row * size, size)
         set_real(g.delta + first + row * size, g.grad_scale * sum, size)
+        g.is_large[task] |= g.large_score <= fabs(get_real(g.base + first + row * size, size)) * g.unit < INFINITY
     g.nonfinite[task] = nonfinite
+
+
+cdef double norm_of(const Job *job, const char *row, Py_ssize_t n) noexcept nogil:
+    """The Euclidean norm of n contiguous numbers, or a bound where their squares overflow or underflow float64."""
+    cdef Py_ssize_t c
+    cdef double largest = 0, squares = kernels_of(job).dot(row, row, n)
+    if 1e-200 < squares < INFINITY:
+        return sqrt(squares)
+    for c in range(n):
+        largest = max(largest, fabs(get_real(row + c * job.itemsize, job.itemsize)))
+    return largest * sqrt(<double>n)
+
+
+cdef double largest_norm(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
+    """The largest norm of the rows; NaN counts as 0."""
+    cdef Py_ssize_t r
+    cdef double norm, largest = 0
+    for r in range(n_rows):
+        norm = norm_of(job, rows + r * ld * job.itemsize, ld)
+        if norm > largest:
+            largest = norm
+    return largest
 
 
 cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
@@ -379,7 +419,8 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     else:
         memset(t.change, 0, tile.n_keys * block.ld * size)
     kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
-                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor, kept, job.kept_share)
+                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor,
+                          g.is_large[tile.head * job.n_blocks + tile.index], kept, job.kept_share)
 
 
 cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:
@@ -561,8 +602,106 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
 
 
-cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares) noexcept nogil:
-    """Takes tasks in their order until there is none left: query blocks to be prepared, or key tiles."""
+cdef void find_key_norms(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+    """The largest norm of the keys of a task, if any query block may attend some of them: others may be anything."""
+    cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, index, n_keys
+    cdef Py_ssize_t stop = min(key0 + g.task_tiles * job.block_k, job.len_k)
+    cdef Block block
+    for index in range(job.n_blocks - 1, -1, -1):   # causal masks leave the last block most keys
+        find_query_block(job, g, w, &block, task % g.heads, index)
+        if max(block.low, key0) < min(block.high, stop):
+            break
+    else:
+        return
+    while key0 < stop:
+        n_keys = min(job.block_k, stop - key0)
+        load_keys(job, &block.key, t.keys, g.query_ld, key0, n_keys, job.head_dim)
+        g.key_norms[task] = max(g.key_norms[task], largest_norm(job, t.keys, n_keys, g.query_ld))
+        key0 += n_keys
+
+
+cdef bint find_large_scores(const Job *job, Gradients *g) noexcept nogil:
+    """Marks the query blocks with scores that may be large, by the Cauchy-Schwarz inequality; whether any block is."""
+    cdef Py_ssize_t task
+    cdef double *largest = g.key_norms   # of each head: that of its first task becomes that of all
+    cdef bint any_large = False
+    for task in range(job.n_tasks):
+        largest[task % g.heads] = max(largest[task % g.heads], g.key_norms[task])
+    for task in range(g.heads * job.n_blocks):
+        g.is_large[task] |= not g.query_norms[task] * largest[task // job.n_blocks] < g.large_score
+        any_large |= g.is_large[task]
+    return any_large
+
+
+cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tiles *t, Py_ssize_t row,
+                      Py_ssize_t lane) noexcept nogil:
+    """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest key is in w.inverse.
+
+    The decision is made of allowed keys alone.
+    """
+    cdef Py_ssize_t size = job.itemsize, ld = g.query_ld * size
+    cdef char *high = g.base + row * size
+    cdef char *low = high + g.heads * g.padded_rows * size
+    cdef double unit = g.unit, given = get_real(high, size), top = get_real(w.row_max + lane * size, size)
+    cdef double rest = log(get_real(w.row_sum + lane * size, size)) / unit
+    cdef double scores = (norm_of(job, t.query_rows + lane * ld, g.query_ld) * fabs(g.grad_scale)
+                          * get_real(w.inverse + lane * size, size))
+    cdef double sizes = fabs(given) * unit, apart = fabs((top - given) + (rest - get_real(low, size))) * unit
+    if max(sizes, scores) >= g.large_score and apart <= g.score_rounding * (sizes + scores) < INFINITY:
+        set_real(high, top + rest, size)
+        set_real(low, (top - get_real(high, size)) + rest, size)
+
+
+cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+    """The lse of each row of a query block, from the scores that its weights will be computed from.
+
+    It takes the place of the lse given where the two differ by no more than rounding: weights then add up to 1, however
+    large scores are. A row whose lse is of other keys as well, or of another softmax, keeps it.
+    """
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t size = job.itemsize, plain, plain_stop, n_loaded, key, next_key, j, lane
+    cdef Block block
+    cdef Tile tile
+    if not g.is_large[task]:
+        return
+    tile.head = task // job.n_blocks
+    tile.index = task % job.n_blocks
+    tile.first_row = tile.index * block_rows(job)
+    find_query_block(job, g, w, &block, tile.head, tile.index)
+    load_block(job, g, w, t, &block)
+    start_rows(job, w, w.row_max, w.row_sum, block.ld)
+    memset(w.inverse, 0, block.ld * size)
+    next_key = block.low // job.block_k * job.block_k
+    while next_key < block.high:
+        key = next_key
+        next_key += job.block_k
+        tile.task_key0 = key
+        tile.key0 = max(block.low, key)
+        tile.n_keys = min(block.high, next_key) - tile.key0
+        tile.state = mask_tile(job, w, &block, tile.key0, tile.n_keys, True, &plain, &plain_stop)
+        if tile.state == TILE_EMPTY:
+            continue
+        n_loaded = min(job.block_k, job.len_k - key)
+        load_keys(job, &block.key, t.keys, g.query_ld, key, n_loaded, job.head_dim)
+        if job.scores_on_tiles:
+            split_task_keys(job, g, t, n_loaded)
+        if job.has_bias:
+            find_bias_rows(job, w, &block, tile.key0, tile.n_keys)
+        find_scores(job, g, w, t, &block, &tile)
+        for j in range(tile.n_keys):
+            set_real(t.change + j * size,
+                     norm_of(job, t.keys + (tile.key0 - key + j) * g.query_ld * size, g.query_ld), size)
+        memcpy(w.tile_max, w.empty, block.ld * size)
+        kernels.find_largest(w.tile_max, w.inverse, w.scores, t.change, block.ld, tile.n_keys)
+        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops,
+                        KEY_CHUNK - tile.key0 % KEY_CHUNK, job.exponent_factor)
+    end_rows(job, w, w.row_max, w.row_sum, block.ld)
+    for lane in range(block.n_rows):
+        set_own_lse(job, g, w, t, tile.head * g.padded_rows + tile.first_row + lane, lane)
+
+
+cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil:
+    """Takes the tasks of a stage in their order until there is none left."""
     cdef Scratch scratch
     cdef Tiles tiles
     cdef Py_ssize_t task, nbytes = padded(job.scratch_nbytes), v
@@ -580,36 +719,43 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g, bint prepares)
         task = fetch_add(&g.next, 1, ATOMIC_RELAXED)
         if task >= g.n_tasks:
             break
-        if prepares:
+        if g.stage == STAGE_KEYS:
+            run_keys(job, g, &scratch, &tiles, task)
+        elif g.stage == STAGE_OWN_LSE:
+            find_own_lse(job, g, &scratch, &tiles, task)
+        elif task < g.heads * job.n_blocks:
             prepare_block(job, forward, g, &scratch, &tiles, task)
         else:
-            run_keys(job, g, &scratch, &tiles, task)
+            find_key_norms(job, g, &scratch, &tiles, task - g.heads * job.n_blocks)
     if job.scores_on_tiles:
         fused_of(job).end()
     free(memory)
 
 
-cdef bint run_gradients(Job *job, Job *forward, Gradients *g, bint prepares, Py_ssize_t n_tasks,
-                        int num_threads) noexcept nogil:
-    """Runs every task of one kind; False without memory for the tiles of any thread."""
+cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_t n_tasks,
+                    int num_threads) noexcept nogil:
+    """Runs every task of a stage; False without memory for the tiles of any thread."""
     cdef fastattn_spread spread
+    g.stage = stage
     g.next = 0
     g.n_tasks = n_tasks
     if num_threads > 1:
         fastattn_spread_start(&spread)
         with parallel(num_threads=num_threads):
             fastattn_spread_enter(&spread, threadid())
-            work_on_gradients(job, forward, g, prepares)
+            work_on_gradients(job, forward, g)
             fastattn_spread_leave(&spread, threadid())
     else:
-        work_on_gradients(job, forward, g, prepares)
+        work_on_gradients(job, forward, g)
     return g.next >= n_tasks
 
 
 def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, tuple wants, *,
-                  double grad_scale, double scale, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
+                  double grad_scale, double scale, double unit, double large_score, double score_rounding, cnp.ndarray base,
+                  delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
                   int bias_kind, cnp.ndarray bias_strides, bias_turns):
-    """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`; see `Gradients` for the arrays.
+    """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`, and sets `base` to what weights are computed
+    with; see `Gradients` for the arrays.
 
     `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
     is the outputs. `bias`, `seen` and `bias_turns` are 0, and `delta` holds grad_lse. `wants`: whether the gradients of
@@ -618,10 +764,10 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     cdef Job *job = new_job(record[0], record[1])
     cdef Job *forward = new_job(forward_record[0], forward_record[1])
     cdef Gradients g
-    cdef cnp.ndarray turns, nonfinite
+    cdef cnp.ndarray turns, of_blocks, norms
     cdef const Py_ssize_t *strides = <const Py_ssize_t *>cnp.PyArray_DATA(bias_strides)
     cdef bint done
-    cdef Py_ssize_t n_query_tasks, n_key_tasks
+    cdef Py_ssize_t n_blocks
     set_addresses(job, arrays)
     set_addresses(forward, forward_arrays)
     memset(&g, 0, sizeof(Gradients))
@@ -630,7 +776,7 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.query_ld = query.shape[query.ndim - 1]
     g.value_ld = value.shape[value.ndim - 1]
     g.task_tiles = job.split_tiles
-    g.base = <const char *>address_of(base)
+    g.base = <char *>address_of(base)
     g.delta = <char *>address_of(delta)
     g.seen = <char *>address_of(seen)
     g.query = <char *>address_of(query)
@@ -639,10 +785,18 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.wants_query, g.wants_key, g.wants_value = wants
     g.grad_scale = grad_scale
     g.scale = scale
-    turns = np.zeros(g.heads * job.n_blocks, np.int64)
-    nonfinite = np.zeros(g.heads * job.n_blocks, np.bool_)
+    g.unit = unit
+    g.large_score = large_score
+    g.score_rounding = score_rounding
+    n_blocks = g.heads * job.n_blocks
+    turns = np.zeros(n_blocks, np.int64)
+    of_blocks = np.zeros(2 * n_blocks, np.bool_)
+    norms = np.zeros(n_blocks + job.n_tasks, np.float64)
     g.turns = <int64_t *>cnp.PyArray_DATA(turns)
-    g.nonfinite = <char *>cnp.PyArray_DATA(nonfinite)
+    g.nonfinite = <char *>cnp.PyArray_DATA(of_blocks)
+    g.is_large = g.nonfinite + n_blocks
+    g.query_norms = <double *>cnp.PyArray_DATA(norms)
+    g.key_norms = g.query_norms + n_blocks
     g.bias_kind = <BiasGradient>bias_kind
     g.bias = <char *>address_of(bias)
     g.bias_turns = <int64_t *>address_of(bias_turns)
@@ -650,11 +804,11 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.bias_row = strides[1]
     g.bias_head = strides[2]
     g.bias_lead = strides + 3
-    n_query_tasks = g.heads * job.n_blocks
-    n_key_tasks = job.n_tasks
     with nogil:
-        done = run_gradients(job, forward, &g, True, n_query_tasks, num_threads)
-        done = done and run_gradients(job, forward, &g, False, n_key_tasks, num_threads)
+        done = run_stage(job, forward, &g, STAGE_PREPARE, n_blocks + job.n_tasks, num_threads)
+        if done and find_large_scores(job, &g):
+            done = run_stage(job, forward, &g, STAGE_OWN_LSE, n_blocks, num_threads)
+        done = done and run_stage(job, forward, &g, STAGE_KEYS, job.n_tasks, num_threads)
     free(job)
     free(forward)
     if not done:

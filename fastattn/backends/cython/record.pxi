@@ -118,7 +118,8 @@ cdef extern from "kernels.h" nogil:
         double (*dot)(const void *, const void *, Py_ssize_t) noexcept nogil
         int (*has_nonfinite)(const void *, Py_ssize_t) noexcept nogil
         void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t, double,
-                              const uint32_t *, double) noexcept nogil
+                              int, const uint32_t *, double) noexcept nogil
+        void (*find_largest)(void *, void *, const void *, const void *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*add_columns)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*uncap)(void *, const void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil
     const fastattn_kernels *fastattn_find_kernels(const char *, int)

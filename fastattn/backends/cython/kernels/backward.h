@@ -28,37 +28,67 @@ static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
     return last != 0;
 }
 
+/* Each x becomes 2^(factor * x) * (1 + correction), factor >= 1 and |correction| <= 1/2, for x of any size and sign: 0 and
+ * inf beyond what REAL holds, NaN for NaN. */
+INLINE void NAME(exp2_of_any)(const int n, const int scaled, REAL factor, VEC x[], const VEC correction[]) {
+    const VEC highest = NAME(splat)((3 - EXPONENT_MIN) / factor); /* of which the power is inf, by its exponent alone */
+    VEC half_power[8], y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < n; i++) x[i] = NAME(min)(highest, x[i]);
+    NAME(split_exponent)(n, scaled, factor, x, half_power);
+    NAME(twice_exp2m1_over_f)(n, x, y);
+#pragma GCC unroll 8
+    for (int i = 0; i < n; i++) y[i] = y[i] * x[i] + 2;
+#pragma GCC unroll 8
+    for (int i = 0; i < n; i++) y[i] += y[i] * correction[i];
+#pragma GCC unroll 8
+    for (int i = 0; i < n; i++) x[i] = y[i] * half_power[i];
+}
+
+/* From here on the first-order correction of an exponent is not exact. */
+#define CORRECTED ((REAL)(REAL_BITS == 32 ? 0x1p-12 : 0x1p-27))
+#define LARGEST ((REAL)(REAL_BITS == 32 ? (double)FLT_MAX : DBL_MAX))
+
 /* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
  * So the weight is also multiplied by the power of 2 of what that leaves, to first order: of a unit of an lse below 2^10
- * the second is nothing. What is left is known where the lse is larger than the score; other weights are small. */
-INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *s_tile, REAL *change_tile,
-                                       const REAL *high, const REAL *low, const REAL *delta, ptrdiff_t ld,
-                                       ptrdiff_t n_keys, REAL factor, const uint32_t *words, REAL kept_factor) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY);
+ * the second is nothing. With is_large, what is left may be large, and is added to the difference first. What is left is
+ * known where the lse is larger than the score; other weights are small. */
+INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, const int is_large, REAL *s_tile,
+                                       REAL *change_tile, const REAL *high, const REAL *low, const REAL *delta,
+                                       ptrdiff_t ld, ptrdiff_t n_keys, REAL factor, const uint32_t *words,
+                                       REAL kept_factor) {
+    const VEC masked = NAME(splat)(-(REAL)INFINITY), half = NAME(splat)((REAL)0.5), largest = NAME(splat)(LARGEST);
     const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
         REAL *s = s_tile + lane, *change = change_tile + lane;
 #define KEYS(n)                                                                                                \
     do {                                                                                                       \
-        VEC x[n], rounded[n];                                                                                  \
+        VEC x[n], correction[n];                                                                               \
         IVEC allowed[n], word = {};                                                                            \
         if (drops) word = NAME(load_words)(words + j / 32 * ld + lane) >> (j % 32);                            \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
             const VEC score = NAME(load)(s + i * ld);                                                          \
             allowed[i] = (IVEC)(score != masked);                                                              \
             x[i] = score - base;                                                                               \
-            rounded[i] = (score - (x[i] + base)) - rest;                                                       \
+            VEC left = (score - (x[i] + base)) - rest;                                                         \
+            if (is_large) {                                                                                    \
+                /* NaN beside an infinite difference must not change it. */                                    \
+                left = NAME(min)(largest, NAME(max)(left, -largest));                                          \
+                const IVEC small = (IVEC)(NAME(max)(left, -left) <= CORRECTED);                                \
+                const VEC sum = x[i] + left;                                                                   \
+                left = NAME(select)(small, left, left - (sum - x[i]));                                         \
+                x[i] = NAME(select)(small, x[i], sum);                                                         \
+            }                                                                                                  \
+            correction[i] = NAME(min)(half, NAME(max)(left * slope, -half));                                   \
         }                                                                                                      \
-        NAME(exp2)(n, scaled, factor, x);                                                                      \
+        NAME(exp2_of_any)(n, scaled, factor, x, correction);                                                   \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
-            /* 0 stays 0 where the lse, or the difference, is inf and its rest NaN. */                         \
-            const VEC exact = NAME(select)((IVEC)(x[i] == 0), x[i], x[i] + x[i] * (rounded[i] * slope));       \
-            const VEC weight = (VEC)((IVEC)exact & allowed[i]);                                                \
+            const VEC weight = (VEC)((IVEC)x[i] & allowed[i]);                                                 \
             VEC kept = weight, of_kept = NAME(load)(change + i * ld);                                          \
             if (drops) {                                                                                       \
-                kept = NAME(select_by_bit)(word >> i, kept * kept_factor, (VEC){});                                 \
-                of_kept = NAME(select_by_bit)(word >> i, of_kept * kept_factor, (VEC){});                           \
+                kept = NAME(select_by_bit)(word >> i, kept * kept_factor, (VEC){});                            \
+                of_kept = NAME(select_by_bit)(word >> i, of_kept * kept_factor, (VEC){});                      \
             }                                                                                                  \
             NAME(store)(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));               \
             NAME(store)(s + i * ld, kept);                                                                     \
@@ -72,17 +102,39 @@ INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, REAL *
 }
 
 static void NAME(differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
-                                ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share) {
+                                ptrdiff_t n_keys, double exponent_factor, int is_large, const uint32_t *words,
+                                double kept_share) {
     const REAL factor = (REAL)exponent_factor, kept_factor = (REAL)(1 / kept_share);
-#define DIFFERENTIATE(scaled, drops)                                                                           \
-    NAME(differentiate_scaled)(scaled, drops, s, change, high, low, delta, ld, n_keys, factor, words, kept_factor)
-    if (words)
-        DIFFERENTIATE(1, 1);
+#define DIFFERENTIATE(scaled, drops, is_large)                                                                 \
+    NAME(differentiate_scaled)(scaled, drops, is_large, s, change, high, low, delta, ld, n_keys, factor, words,    \
+                               kept_factor)
+    if (words && is_large)
+        DIFFERENTIATE(1, 1, 1);
+    else if (words)
+        DIFFERENTIATE(1, 1, 0);
+    else if (is_large)
+        DIFFERENTIATE(1, 0, 1);
     else if (factor == 1)
-        DIFFERENTIATE(0, 0);
+        DIFFERENTIATE(0, 0, 0);
     else
-        DIFFERENTIATE(1, 0);
+        DIFFERENTIATE(1, 0, 0);
 #undef DIFFERENTIATE
+}
+
+static void NAME(find_largest)(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,
+                               ptrdiff_t n_keys) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        REAL *const to_max = (REAL *)tile_max + lane, *const to_largest = (REAL *)largest + lane;
+        VEC top = NAME(load)(to_max), size = NAME(load)(to_largest);
+        for (ptrdiff_t j = 0; j < n_keys; j++) {
+            const VEC score = NAME(load)((const REAL *)s + j * ld + lane);
+            const IVEC allowed = (IVEC)(score != -(REAL)INFINITY);
+            top = NAME(max)(top, score);
+            size = NAME(max)(size, (VEC)((IVEC)NAME(splat)(((const REAL *)sizes)[j]) & allowed));
+        }
+        NAME(store)(to_max, top);
+        NAME(store)(to_largest, size);
+    }
 }
 
 static void NAME(add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
@@ -122,3 +174,6 @@ static void NAME(uncap)(void *change_tile, const void *capped_tile, ptrdiff_t ld
         NAME(store)(change + at, NAME(select)((IVEC)(x == 0), x, x * ((1 - ratio) * (1 + ratio))));
     }
 }
+
+#undef CORRECTED
+#undef LARGEST

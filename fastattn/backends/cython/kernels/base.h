@@ -2,6 +2,7 @@
 #ifndef FASTATTN_BASE_H
 #define FASTATTN_BASE_H
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 

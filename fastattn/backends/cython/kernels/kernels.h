@@ -225,11 +225,18 @@ typedef struct {
     int (*has_nonfinite)(const void *a, ptrdiff_t n);
 
     /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
-     * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf.
+     * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf. A
+     * weight may be of any size, inf included. is_large: some high is above 2^10, in units of 1 / factor.
      * With words, unless NULL, it is the gradient of each weight after dropout, which divides it by kept_share or drops
      * it as `drop` does; s becomes those weights. */
     void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
-                          ptrdiff_t n_keys, double exponent_factor, const uint32_t *words, double kept_share);
+                          ptrdiff_t n_keys, double exponent_factor, int is_large, const uint32_t *words,
+                          double kept_share);
+
+    /* tile_max[lane] = max(tile_max[lane], s[j][lane]), and largest[lane] = max(largest[lane], sizes[j]) over the keys j
+     * whose score is not -inf. */
+    void (*find_largest)(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,
+                         ptrdiff_t n_keys);
 
     /* rows[r][j * stride] += tile[j][r], r < n_rows, j < n_keys; one row after another, which may be the same. */
     void (*add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,

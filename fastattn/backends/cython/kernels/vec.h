@@ -93,24 +93,21 @@ INLINE VEC NAME(one_minus_product)(VEC a, VEC b) {
 #endif
 }
 
-/* max(a, b) lane by lane; b where either is NaN. */
-INLINE VEC NAME(max)(VEC a, VEC b) {
-#if defined(__AVX512F__) && VECTOR_BYTES == 64
-#if REAL_BITS == 32
-    return (VEC)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return (VEC)_mm512_max_pd((__m512d)a, (__m512d)b);
-#endif
+/* max(a, b) and min(a, b) lane by lane; b where either is NaN. */
+#if defined(__AVX512F__) && VECTOR_BYTES == 64 && REAL_BITS == 32
+#define EXTREME(which, a, b, compare) (VEC) _mm512_##which##_ps((__m512)(a), (__m512)(b))
+#elif defined(__AVX512F__) && VECTOR_BYTES == 64
+#define EXTREME(which, a, b, compare) (VEC) _mm512_##which##_pd((__m512d)(a), (__m512d)(b))
+#elif defined(__AVX2__) && VECTOR_BYTES == 32 && REAL_BITS == 32
+#define EXTREME(which, a, b, compare) (VEC) _mm256_##which##_ps((__m256)(a), (__m256)(b))
 #elif defined(__AVX2__) && VECTOR_BYTES == 32
-#if REAL_BITS == 32
-    return (VEC)_mm256_max_ps((__m256)a, (__m256)b);
+#define EXTREME(which, a, b, compare) (VEC) _mm256_##which##_pd((__m256d)(a), (__m256d)(b))
 #else
-    return (VEC)_mm256_max_pd((__m256d)a, (__m256d)b);
+#define EXTREME(which, a, b, compare) NAME(select)((IVEC)((a)compare(b)), a, b)
 #endif
-#else
-    return NAME(select)((IVEC)(a > b), a, b);
-#endif
-}
+INLINE VEC NAME(max)(VEC a, VEC b) { return EXTREME(max, a, b, >); }
+INLINE VEC NAME(min)(VEC a, VEC b) { return EXTREME(min, a, b, <); }
+#undef EXTREME
 
 /* x where the lowest bit of the lane's word is set, `other` elsewhere. */
 INLINE VEC NAME(select_by_bit)(IVEC words, VEC x, VEC other) {

@@ -16,8 +16,8 @@ from fastattn._problem import FLOAT64, Problem
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
-#: From here on, in natural units, the rounding of a score or of an lse matters to weights in float32: a row's
-#: lse is then replaced by that of the scores that its weights are computed from, where the two agree.
+#: From here on, in natural units, a row's lse is replaced by that of the scores that its weights are computed
+#: from, where the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
 
 

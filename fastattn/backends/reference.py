@@ -316,8 +316,8 @@ def _differentiate(
 def _own_lse(
     given: np.ndarray, scores: np.ndarray, sink: np.floating | None, norms: np.ndarray, rounding: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or where that is the one of
-    these scores but for rounding, their largest and one over the sum, so that weights add up to 1."""
+    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or, where that is the one
+    of these scores but for rounding, the largest of them and 1 / sum, so that weights add up to 1."""
     top = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
     sums = np.exp(scores - top[:, None]).sum(axis=-1) + (0 if sink is None else np.exp(sink - top))
     apart = np.abs((top.astype(np.float64) - given) + np.log(sums.astype(np.float64)))

@@ -270,8 +270,45 @@ def check_attention(record: Record, engine: Engine) -> None:
             raise Failure(f"dtype {name}", f"{x.dtype}, expected {types[name]}")
     natural = natural_results(case, results)
     Expected(case).compare(natural)
+    if "weights" in natural:
+        hold_weights(case, natural)
     for variant in record.get("variants", ()):
         _VARIANTS[variant](case, engine, results, natural)
+
+
+def hold_weights(case: Case, results: dict[str, Array]) -> None:
+    """However scores are rounded, weights lie within 0 and 1, add up to 1, and are those that `out` has."""
+    weights = results["weights"].astype(np.float64)
+    computed, _ = case.dtypes
+    _, share = case.keep
+    eps, unit = (float(ml_dtypes.finfo(dtype).eps) for dtype in (computed, results["weights"].dtype))
+    least = float(ml_dtypes.finfo(results["weights"].dtype).smallest_normal)
+    rounding = 8 * eps + unit
+    known = ~np.isnan(weights).any(axis=-1)
+    wrong = known & ((weights < 0) | (weights > (1 + rounding) / share)).any(axis=-1)
+    sums = weights.sum(axis=-1)
+    if not case.dropout:
+        wrong |= known & (sums > 1 + rounding + case.S * least)
+        if case.sinks is None:
+            wrong |= known & (sums != 0) & (sums < 1 - rounding - case.S * least)
+    if wrong.any():
+        at = _first(wrong)
+        raise Failure(
+            "weights of a row", f"at {at}: {weights[at].min()} to {weights[at].max()}, sum {sums[at]}"
+        )
+    value = np.broadcast_to(case.naturals["value"], (*case.lead, case.K, case.S, case.E)).astype(np.float64)
+    if not case.K or not np.isfinite(value).all():
+        return
+    value = np.repeat(value, case.H // case.K, axis=-3)
+    out = results["out"].astype(np.float64)
+    of_out = ml_dtypes.finfo(results["out"].dtype)
+    reach = weights @ np.abs(value)
+    lost = least * np.abs(value).sum(axis=-2, keepdims=True) + float(of_out.smallest_normal)
+    budget = (32 * eps + unit + float(of_out.eps)) * reach + lost / share
+    wrong = known[..., None] & np.isfinite(out) & ~(np.abs(out - weights @ value) <= budget)
+    if wrong.any():
+        at = _first(wrong)
+        raise Failure("out of other weights", f"at {at}: {out[at]!r}, weights give {(weights @ value)[at]!r}")
 
 
 def _call(case: Case, engine: Engine, names: Any, **more: Any) -> dict[str, Array]:
@@ -594,8 +631,6 @@ def check_backward(record: Record, engine: Engine) -> None:
     record = {**record}
     for name in ("nonfinite", "hidden", "styles", "leads"):
         record.pop(name, None)
-    if record.get("spread", 1) > 4:
-        record["spread"] = 4.0
     for name, most in (("len_q", 17), ("len_k", 33), ("head_dim", 33), ("value_dim", 33)):
         record[name] = min(record[name], most)
     if record.get("causal") == "true" and record["len_q"] != record["len_k"]:
@@ -632,6 +667,9 @@ def check_backward(record: Record, engine: Engine) -> None:
     for what, gradients in others.items():
         for name in wrt:
             same_bits(getattr(got, name), getattr(gradients, name), f"gradient {what} {name}")
+    hold_gradients(case, outs["grad_out"], got)
+    if record.get("spread", 1) > 4:  # what a weight is then depends on how scores are rounded
+        return
     if case.L * case.S * case.H > 600 and case.data % 16:  # the loops take longer than all else
         return
     theirs = dict(options)
@@ -641,6 +679,23 @@ def check_backward(record: Record, engine: Engine) -> None:
         assert_gradients(got, outs["grad_out"], *arrays, wrt=wrt, grad_lse=outs["grad_lse"], **theirs)
     except AssertionError as error:
         raise Failure("wrong gradient", str(error)) from error
+
+
+def hold_gradients(case: Case, grad_out: Array, gradients: Any) -> None:
+    """However scores are rounded, a value's gradient is what arrives, times weights of at most 1."""
+    eps, (_, share) = float(np.finfo(case.dtypes[0]).eps), case.keep
+    arriving = np.abs(natural_results(case, {"out": grad_out})["out"].astype(np.float64))
+    got = np.abs(natural_results(case, {"out": gradients.value})["out"].astype(np.float64))
+    if not got.size or not arriving.size:
+        return
+    bound = arriving.sum(axis=-2).reshape(*case.lead, case.K, -1, case.E).sum(axis=-2) / share
+    got = got.reshape(-1, *got.shape[-3:])
+    items = int(np.prod(case.lead)) // max(len(got), 1)  # whose gradients are added up, at most
+    bound = bound.max(axis=tuple(range(len(case.lead))), initial=0)[..., None, :] * items
+    wrong = ~(got <= (1 + 64 * eps) * bound + float(np.finfo(np.float32).tiny))
+    if wrong.any():
+        at = _first(wrong)
+        raise Failure("gradient beyond what arrives", f"at {at}: {got[at]!r}")
 
 
 # ---------------------------------------------------------------- caches

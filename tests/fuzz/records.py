@@ -168,7 +168,7 @@ def _values(r: Random, record: Record) -> None:
             dtypes = ["float16" if name == "bfloat16" else name for name in dtypes]
     record["dtypes"] = dtypes
     if r.random() < 0.3:
-        record["spread"] = r.choice((0.0, 0.01, 4.0, 30.0, 1000.0))
+        record["spread"] = r.choice((0.0, 0.01, 4.0, 30.0, 1000.0, 1e5, 1e9, 1e20))
     if r.random() < 0.1:
         record["styles"] = {
             r.choice(("query", "key", "value")): r.choice(

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn import _prepared as prepared
-from fastattn._arguments import as_pieces, check_dropout, check_shape, clean_signature, refuse_arguments
+from fastattn._arguments import (
+    as_pieces,
+    check_dropout,
+    check_shape,
+    clean_signature,
+    refuse_arguments,
+    refusing,
+)
 from fastattn._device import DeviceArray, in_library_of
 from fastattn._host import check_num_threads, default_backend
 from fastattn._normalize import Request, normalize, normalize_sdpa, normalize_varlen
@@ -17,7 +24,7 @@ from fastattn._registry import select, usable
 from fastattn.masks import Mask
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing import Never, Unpack
 
     from numpy.typing import ArrayLike
 
@@ -381,6 +388,7 @@ def attend_rows(
     return solve(request, num_threads, backend, signature, given)
 
 
+@clean_signature
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -390,6 +398,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> np.ndarray:
     """PyTorch's function of that name on NumPy arrays, by its conventions.
 
@@ -441,12 +450,14 @@ def scaled_dot_product_attention(
     >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (1, 4, 6, 8)
     """
+    if unknown:
+        refuse_arguments(scaled_dot_product_attention, (), unknown)
     signature: Any = None
     given = (query, key, value, attn_mask, None, None, None, None)
     # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
     has_flags = type(is_causal) is type(enable_gqa) is bool
     is_plain = has_flags and type(dropout_p) in (float, int) and dropout_p == 0
-    if is_plain and not isinstance(attn_mask, Mask):
+    if is_plain and (attn_mask is None or not isinstance(attn_mask, Mask)):
         function = SDPA_GQA if enable_gqa else SDPA
         arguments = (
             query, key, value, attn_mask, None, "top_left" if is_causal else False, None, None, scale, None,
@@ -605,6 +616,7 @@ def varlen_attention(
     return solve(request, num_threads, backend, signature, given)
 
 
+@refusing
 def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
     """Combine attention over disjoint sets of keys into attention over all of them, exactly.
 
@@ -670,6 +682,7 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     return in_library_of(outs[0], results[0]), in_library_of(outs[0], results[1])
 
 
+@refusing
 def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     """The weights that `attention` keeps with ``dropout=p, seed=seed``.
 

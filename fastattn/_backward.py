@@ -17,6 +17,8 @@ from fastattn._registry import select
 from fastattn.masks import Mask
 
 if TYPE_CHECKING:
+    from typing import Never
+
     from numpy.typing import ArrayLike
 
     from fastattn._options import BackendName, CausalRule, LayoutName, WindowBounds
@@ -46,7 +48,7 @@ def attention_backward(
     wrt: Iterable[str] = ("query", "key", "value"),
     num_threads: int | None = None,
     backend: BackendName | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Gradients:
     """The gradients of a scalar that depends on `attention`, from its gradient with respect to the outputs.
 

@@ -8,7 +8,15 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._api import attend_rows
-from fastattn._arguments import as_array, check_bool, check_number_dtype, check_window
+from fastattn._arguments import (
+    as_array,
+    check_bool,
+    check_number_dtype,
+    check_window,
+    clean_signature,
+    refuse_arguments,
+    refusing,
+)
 from fastattn._cache_pages import (
     IS_COMPILED,
     KEY_SCALES,
@@ -33,6 +41,7 @@ from fastattn._storage import Rows
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from typing import Never
 
     from numpy.typing import ArrayLike, DTypeLike
 
@@ -167,6 +176,7 @@ class KVCache:
     _counts: tuple[int, np.ndarray]  # a number of tokens, and that for each item
     _targets: tuple[Any, ...]  # where keys and values are written
 
+    @refusing
     def __init__(
         self,
         batch: int,
@@ -235,7 +245,15 @@ class KVCache:
 
     # Adding and taking back ----------------------------------------------------------------------
 
-    def append(self, key: ArrayLike, value: ArrayLike, *, lengths: ArrayLike | None = None) -> None:
+    @clean_signature
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        **unknown: Never,
+    ) -> None:
         """Adds new tokens at the end of each item, all or nothing.
 
         Parameters
@@ -254,6 +272,8 @@ class KVCache:
             Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, and so
             it is where memory ends.
         """
+        if unknown:
+            refuse_arguments(KVCache.append, (), unknown)
         if lengths is not None or not self._append_in_place(key, value):
             self._keep(self._extend(key, value, lengths))
 
@@ -298,6 +318,7 @@ class KVCache:
             self._keep(undo)
         return results
 
+    @refusing
     def truncate(self, lengths: ArrayLike) -> None:
         """Takes tokens back from the end of each item.
 
@@ -532,6 +553,7 @@ class KVCache:
 
     # Reading -------------------------------------------------------------------------------------
 
+    @clean_signature
     def attend(
         self,
         query: ArrayLike,
@@ -548,6 +570,7 @@ class KVCache:
         return_weights: bool = False,
         num_threads: int | None = None,
         backend: BackendName | None = None,
+        **unknown: Never,
     ) -> Any:
         """Attention of queries at the end of each item over its keys and values.
 
@@ -574,9 +597,10 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError, BackendError
-            As `attention` does; ValueError also where, on a cache with a `window`, the first query would see
-            rows that are no longer held. Queries of each item's own tokens of the last `append` are always
-            taken, and those at most `rollback` back from the greatest length that the item has had.
+            As `attention` does; ValueError also where the cache is empty, where no item has L tokens (unless
+            ``causal=False``), and where, on a cache with a `window`, the first query would see rows that are
+            no longer held. Queries of each item's own tokens of the last `append` are always taken, and those
+            at most `rollback` back from the greatest length that the item has had.
 
         Notes
         -----
@@ -587,9 +611,13 @@ class KVCache:
         on all tokens as arrays, decoded. On a cache with a `window` there is ``window=(window - 1, 0)`` as
         well, and it is the same to rounding: some rows are gone, and the others still give the same bits
         whatever the history. Tokens count by their positions: an item's last query is at its last position.
+        Where other items are longer, an item of fewer tokens than L has rows of queries before its first
+        token, which see nothing and give 0.
 
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
+        if unknown:
+            refuse_arguments(KVCache.attend, (), unknown)
         given = query
         query = as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
@@ -597,8 +625,11 @@ class KVCache:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
         rule = causal_rule(causal)
+        len_q = query.shape[2 if settings.layout == "bhsd" else 1]
+        if len_q > self._longest and 0 not in query.shape:
+            self._check_tokens(len_q, rule, query.shape)
         if settings.window is not None:
-            window = self._within(window, query.shape[2 if settings.layout == "bhsd" else 1])
+            window = self._within(window, len_q)
         views, described = self._views, None
         is_plain = mask is None and bias is None and return_weights is False
         if is_plain and out is None:
@@ -642,6 +673,22 @@ class KVCache:
         held = self._settle().held(item, self._settings.keep_first)
         parts = [read_rows(self._pool, self._ids[item], start, stop, part) for start, stop in held]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _check_tokens(self, len_q: int, rule: Any, shape: tuple[int, ...]) -> None:
+        """ValueError where no item has keys, or as many tokens as there are queries of them."""
+        if not self._longest:
+            raise ValueError(
+                f"the cache is empty: append keys and values first, or call step, which does both; "
+                f"query {shape}"
+            )
+        if rule:
+            lengths = self._state.lengths
+            b = lengths.argmax()
+            raise ValueError(
+                f"query must have at most as many rows as there are tokens: item {b}, the longest, has "
+                f"{lengths[b]}, got L={len_q}; append the tokens of all queries first, or say causal=False "
+                f"where they are none of the cache's; query {shape}"
+            )
 
     def _within(self, window: WindowBounds | None, len_q: int) -> WindowBounds:
         """The narrower of the cache's window and of one given; ValueError where its rows are gone."""
@@ -696,6 +743,7 @@ class KVCache:
         """A cache that holds the same, and goes its own way. Pages are shared until one of them writes."""
         return self._of_items(np.arange(self._settings.batch))
 
+    @refusing
     def select(self, items: Sequence[int] | np.ndarray) -> KVCache:
         """A new cache of some items of this one, in any order, once or several times, as beam search needs.
 
@@ -757,6 +805,7 @@ class KVCache:
         write(path, self._settings, self._settle(), self._pool, self._ids)
 
     @classmethod
+    @refusing
     def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> KVCache:
         """A cache that `save` wrote.
 

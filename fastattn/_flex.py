@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._api import solve
-from fastattn._arguments import check_places, clean_signature, overlap, refuse_arguments
+from fastattn._arguments import check_places, clean_signature, overlap, refuse_arguments, refusing
 from fastattn._device import as_device_array, host_array
 from fastattn._host import check_num_threads, default_backend, get_num_threads
 from fastattn._mask_map import Block, MaskMap, Node
@@ -269,6 +269,7 @@ def flex_attention(
     return solve(request._replace(problem=problem), num_threads, backend, signature, given)
 
 
+@refusing
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,

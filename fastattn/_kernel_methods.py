@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._api import attention
-from fastattn._arguments import as_array, as_dtype, check_bool, check_number_dtype, promote
+from fastattn._arguments import as_array, as_dtype, check_bool, check_number_dtype, promote, refusing
 from fastattn._constants import SCORE_COLUMNS
 from fastattn._device import host_array
 from fastattn._problem import FLOAT32, FLOAT64
@@ -28,6 +28,7 @@ _LARGEST = 400  # exponent of the largest coordinate of an observation, in bandw
 _FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
 
 
+@refusing
 def kernel_regression(
     points: ArrayLike,
     x: ArrayLike,
@@ -174,6 +175,7 @@ def kernel_regression(
         return out, log_density.astype(_wide(result), copy=False)
 
 
+@refusing
 def kernel_logsumexp(
     points: ArrayLike,
     x: ArrayLike,

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from fastattn._arguments import as_array, check_bool, check_key_lengths, check_number_dtype, check_seed
+from fastattn._arguments import (
+    as_array,
+    check_bool,
+    check_key_lengths,
+    check_number_dtype,
+    check_seed,
+    refusing,
+)
 from fastattn._cache_state import count
 from fastattn._device import host_array, in_library_of
 from fastattn._normalize import as_inputs, naming_shapes
@@ -96,6 +103,7 @@ def linear_attention(
     state: LinearState | None = ...,
     return_state: Literal[True],
 ) -> tuple[np.ndarray, LinearState]: ...
+@refusing
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -725,6 +733,7 @@ class RandomFeatures:
         return logs
 
 
+@refusing
 def random_features(
     head_dim: int, num_features: int, *, seed: int, orthogonal: bool = True
 ) -> RandomFeatures:

@@ -15,8 +15,11 @@ from fastattn._arguments import (
     check_bool,
     check_number_dtype,
     check_out,
+    clean_signature,
     is_swapped,
     overlap,
+    refuse_arguments,
+    refusing,
 )
 from fastattn._device import host_array, in_library_of
 from fastattn._prepared import counts
@@ -26,6 +29,8 @@ from fastattn._storage import REAL, storage_of
 from fastattn.masks import as_integer, broadcasts, integers
 
 if TYPE_CHECKING:
+    from typing import Never
+
     from numpy.typing import ArrayLike, DTypeLike
 
     from fastattn._options import LayoutName
@@ -45,6 +50,7 @@ _SCALINGS = {
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 
 
+@clean_signature
 def rope(
     x: ArrayLike,
     cos: ArrayLike,
@@ -55,6 +61,7 @@ def rope(
     inverse: bool = False,
     layout: LayoutName = "bhsd",
     out: np.ndarray | None = None,
+    **unknown: Never,
 ) -> np.ndarray:
     """Rotary position embedding: turn each pair of a row's elements by an angle that grows with its position.
 
@@ -69,7 +76,7 @@ def rope(
         ``(H, L, D)``.
     cos, sin : array_like of float, shape (n, r / 2)
         The tables, of `rope_tables` or others; read in the type of the computation. The columns from ``r``
-        on pass through.
+        on pass through. Tables that have each column twice, as Hugging Face's ``(n, r)``, are refused.
     positions : array_like of int, shape (..., L), optional
         The row of the tables for each row of `x`; the leading axes broadcast to those of `x`. ``0 .. L - 1``
         when not given. One int will do where L is 1.
@@ -98,8 +105,8 @@ def rope(
         A dtype that is not supported, tables that are not float, positions that are not integers, an `out`
         of another dtype or byte order, `interleaved` or `inverse` that is no bool, an array on a GPU.
     ValueError
-        Shapes that do not fit, positions outside the tables (L beyond ``n`` where there are none), an `out`
-        that is read-only or overlaps itself, an unknown layout.
+        Shapes that do not fit, tables with each column twice, positions outside the tables (L beyond ``n``
+        where there are none), an `out` that is read-only or overlaps itself, an unknown layout.
 
     All are raised before any work; `out` is then untouched.
 
@@ -158,7 +165,9 @@ def rope(
     >>> bool(np.all(interleaved[..., order] == fastattn.rope(query[..., order], cos, sin)))
     True
     """
-    if isinstance(positions, (list, tuple)):
+    if unknown:
+        refuse_arguments(rope, (), unknown)
+    if positions is not None and isinstance(positions, (list, tuple)):
         positions = counts(positions)
     if driver is not None:
         done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit)
@@ -236,8 +245,7 @@ def _normalize(
     cos, sin = _table(cos, "cos"), _table(sin, "sin")
     if cos.shape != sin.shape:
         raise ValueError("cos and sin must have the same shape")
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"cos and sin rotate 2 * {cos.shape[1]} columns, and head_dim of x is {x.shape[-1]}")
+    _check_width(cos, sin, x.shape[-1])
     swapped = swapped and x.ndim > 2
     lead, length = x.shape[:-3], x.shape[-3 if swapped else -2]
     positions = _positions(positions, lead, length, len(cos))
@@ -286,6 +294,48 @@ def _table(value: Any, name: str) -> np.ndarray:
     return table
 
 
+def _check_width(cos: np.ndarray, sin: np.ndarray, head_dim: int) -> None:
+    """ValueError where tables rotate more columns than there are, or have each column twice.
+
+    One row is no proof where its columns, each taken for a pair, are those of x: the row of a diagonal
+    position in two dimensions has the same angles twice, and is meant so.
+    """
+    width = cos.shape[1]
+    once = _each_once(cos, sin)
+    hint = "" if once is None else (
+        f"cos and sin have each of their {width} columns twice, and are to have it once: "
+        f"say cos[..., {once}] and sin[..., {once}]"
+    )  # fmt: skip
+    if 2 * width > head_dim:
+        means = f"cos and sin rotate 2 * {width} columns, and head_dim of x is {head_dim}"
+        raise ValueError(f"{means}; {hint}" if hint else means)
+    if hint and (2 * width < head_dim or (cos != cos[0]).any()):
+        raise ValueError(hint)
+
+
+def _each_once(cos: np.ndarray, sin: np.ndarray) -> str | None:
+    """The index of the columns that are there twice, as halves or side by side, where all of them are.
+
+    None where all columns are alike, as at position 0.
+    """
+    width = cos.shape[1]
+    if width % 2 or not len(cos):
+        return None
+    for first, second, once in (
+        (slice(0, width // 2), slice(width // 2, width), f":{width // 2}"),
+        (slice(0, width, 2), slice(1, width, 2), "::2"),
+    ):
+        # The last row first, which tells for most tables.
+        if all(
+            np.array_equal(table[rows, first], table[rows, second])
+            for rows in (slice(-1, None), slice(None))
+            for table in (cos, sin)
+        ):
+            is_told = any((table != table[:, :1]).any() for table in (cos, sin))
+            return once if is_told else None
+    return None
+
+
 def _positions(value: Any, lead: tuple[int, ...], length: int, rows: int) -> np.ndarray:
     """Rows of the tables, contiguous, that broadcast to (*lead, length)."""
     if value is None:
@@ -326,6 +376,7 @@ def _with_heads(array: np.ndarray, swapped: bool) -> np.ndarray:
 # Tables --------------------------------------------------------------------------------------------
 
 
+@refusing
 def rope_tables(
     n_positions: int,
     rotary_dim: int,

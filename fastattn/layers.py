@@ -24,6 +24,7 @@ from fastattn._arguments import (
     clean_signature,
     promote,
     refuse_arguments,
+    refusing,
 )
 from fastattn._cache import KVCache, causal_rule
 from fastattn._cache_state import count
@@ -34,6 +35,8 @@ from fastattn._storage import REAL, storage_of
 from fastattn.masks import Causal, Mask
 
 if TYPE_CHECKING:
+    from typing import Never
+
     from numpy.typing import ArrayLike
 
     from fastattn._options import BackendName, CausalRule, WindowBounds
@@ -185,6 +188,7 @@ class MultiHeadAttention:
     _value_dim: int
     _like: np.ndarray  # without elements, of the type that the weights as given promote to
 
+    @refusing
     def __init__(
         self,
         w_q: ArrayLike,
@@ -229,6 +233,7 @@ class MultiHeadAttention:
         self.rope = None if rope is None else _tables(rope, self._head_dim, dtype)
 
     @classmethod
+    @refusing
     def from_torch(cls, state_dict: Mapping[str, Any], num_heads: int) -> MultiHeadAttention:
         """The layer of a ``torch.nn.MultiheadAttention``, by the names of its weights.
 
@@ -339,7 +344,7 @@ class MultiHeadAttention:
         return_weights: bool | Literal["mean"] = False,
         num_threads: int | None = None,
         backend: BackendName | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> Any:
         """The layer on arrays.
 

@@ -478,8 +478,7 @@ class GlobalTokens(Mask):
     Parameters
     ----------
     index : array_like of int, shape (n,)
-        Positions of the global tokens among the keys, not negative. One that is not below `S` is a token
-        that is not there yet: it allows nothing.
+        Positions of the global tokens among the keys, in ``0 .. S - 1``.
 
     Examples
     --------
@@ -493,15 +492,16 @@ class GlobalTokens(Mask):
     index: Any
 
     def __post_init__(self) -> None:
-        index = integers(self.index, "GlobalTokens: index", minimum=0, saturate=True)
+        index = integers(self.index, "GlobalTokens: index", minimum=0)
         if index.ndim != 1:
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
         object.__setattr__(self, "index", index)
 
     def _bind(self, block: Block) -> Node:
-        index = self.index if block.whole is None else self.index[self.index < block.whole[1]]
+        if block.whole is not None and self.index.size and self.index.max() >= block.whole[1]:
+            raise ValueError(f"mask {self!r}: index must be below S={block.whole[1]}, got {self.index.max()}")
         keys, rows = np.zeros(block.S, dtype=bool), np.zeros(block.L, dtype=bool)
-        key, row = index - block.k_start, index - (block.at_end + block.q_start)
+        key, row = self.index - block.k_start, self.index - (block.at_end + block.q_start)
         keys[key[(key >= 0) & (key < block.S)]] = True
         rows[row[(row >= 0) & (row < block.L)]] = True
         return Cross(rows, keys)
@@ -566,10 +566,9 @@ class Dense(Mask):
         array: Any = as_device_array(self.array, "mask")
         array = np.asarray(self.array) if array is None else array
         if array.dtype.kind not in "biu":
-            hint = "; for numbers added to the scores use bias=, else .astype(bool)"
             raise TypeError(
                 f"mask must be a fastattn.masks object or a bool or integer array, got dtype {array.dtype}"
-                f"{hint if array.dtype.kind == 'f' else ''}"
+                f"{_float_hint(array)}"
             )
         object.__setattr__(self, "array", array)
 
@@ -587,7 +586,10 @@ class Dense(Mask):
             return DenseArray(array)
         whole = (*shape[:-2], *self._whole(block))
         if not broadcasts(array.shape, whole):
-            raise ValueError(f"mask of shape {array.shape} does not broadcast to (..., H, L, S) = {whole}")
+            raise ValueError(
+                f"mask of shape {array.shape} does not broadcast to (..., H, L, S) = {whole}"
+                f"{axes_hint(array.shape, whole, 'mask')}"
+            )
         starts = {-2: block.q_start, -1: block.k_start}
         for axis, start in starts.items():
             if -axis <= array.ndim and array.shape[axis] not in (1, shape[axis]):
@@ -1051,6 +1053,38 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether `shape` broadcasts to exactly `target`."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(n in (1, m) for n, m in pairs)
+
+
+def axes_hint(shape: tuple[int, ...], scores: tuple[int, ...], name: str) -> str:
+    """What to write for an array that does not broadcast to the scores, ``(*lead, H, L, S)``, where it would
+    with more axes."""
+    *lead, H, L, S = scores
+    for kept, missing in ((2, 1), (1, 2)):  # (*lead, L, S) lacks H, and (*lead, S) lacks H and L
+        items, rest = shape[:-kept], shape[-kept:]
+        if items and broadcasts((*items, *(1,) * missing, *rest), scores):
+            index = [":"] * len(items) + ["None"] * missing + [":"] * (kept == 1)
+            return f"; where its leading axes are those of the items, say {name}[{', '.join(index)}]"
+    if lead and len(shape) == 3 and shape[0] == prod(lead) * H and broadcasts(shape[1:], (L, S)):
+        split = ", ".join(map(str, (*lead, H, *shape[1:])))
+        return f"; where its first axis is that of items and heads, say {name}.reshape({split})"
+    return ""
+
+
+def has_zeros_and_ones(array: Any) -> bool:
+    """Whether an array of floats is a mask in their guise; zeros alone may as well be a bias."""
+    if isinstance(array, DeviceArray):
+        return False
+    ones = array == 1
+    return bool(ones.any() and (ones | (array == 0)).all())
+
+
+def _float_hint(array: Any) -> str:
+    """What to write where a mask is an array of floats."""
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        return ""
+    if has_zeros_and_ones(array):
+        return "; a mask of zeros and ones is mask.astype(bool)"
+    return "; for numbers added to the scores use bias=, else .astype(bool)"
 
 
 def _check_fit(mask: Mask, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import fastattn
 from fastattn import _options, _registry
+from fastattn._hints import ANSWERS, _is_slip, refusal
+from fastattn.layers import MultiHeadAttention
 from fastattn.masks import Align, Causal
 from tests.process import python
 
@@ -30,7 +32,6 @@ SAY_PADDING = (
     "as True means ignore there and may attend here"
 )
 AVERAGE = "say return_weights=True, which gives the weights of each head, and average them by .mean(axis=-3)"
-IN_ATTENTION = "in fastattn.attention "
 
 
 def message_of(name, *extra, **options):
@@ -55,12 +56,21 @@ class TestByName:
             ),
             ("attention", "need_weights", "say return_weights=True"),
             ("attention", "average_attn_weights", AVERAGE),
-            ("flex_attention", "attn_mask", IN_ATTENTION + SAY_MASK),
+            (
+                "flex_attention",
+                "attn_mask",
+                "say block_mask=fastattn.masks.Dense(attn_mask) for a bool mask (True = may attend) and bias= "
+                "for a float one (added to the scores)",
+            ),
             ("flex_attention", "is_causal", SAY_CAUSAL),
             ("flex_attention", "need_weights", "say return_weights=True"),
-            ("varlen_attention", "key_padding_mask", IN_ATTENTION + SAY_PADDING),
+            ("varlen_attention", "key_padding_mask", "leave the padding out of the packed arrays"),
             ("varlen_attention", "is_causal", SAY_CAUSAL),
-            ("varlen_attention", "average_attn_weights", IN_ATTENTION + AVERAGE),
+            (
+                "varlen_attention",
+                "average_attn_weights",
+                "call fastattn.attention, which returns weights and the log-sum-exp when asked",
+            ),
         ],
     )
     def test_names_of_pytorch(self, function, argument, hint):
@@ -95,7 +105,9 @@ class TestByName:
             ("attention", "maks", "mask"),
             ("attention", "key_length", "key_lengths"),
             ("attention", "soft_cap", "softcap"),
-            ("flex_attention", "score_fn", "score_mod"),
+            ("attention", "casual", "causal"),
+            ("attention", "num_thread", "num_threads"),
+            ("flex_attention", "scor_mod", "score_mod"),
             ("varlen_attention", "cu_seqlen_k", "cu_seqlens_k"),
         ],
     )
@@ -114,14 +126,13 @@ class TestByName:
             f"there is no global random state, and 'xyz', and 'is_causal': {SAY_CAUSAL}"
         )
 
-    def test_difflib_is_not_loaded_before(self):
+    def test_what_only_a_message_needs_is_not_loaded_before(self):
         code = """
 import sys, numpy
-before = "difflib" in sys.modules
 import fastattn
 x = numpy.ones((2, 3))
 fastattn.attention(x, x, x)
-assert before or "difflib" not in sys.modules
+assert "fastattn._hints" not in sys.modules
 """
         python(code)
 
@@ -136,9 +147,17 @@ class TestByPosition:
         ("function", "given", "hint"),
         [
             ("attention", (Causal(),), ", here mask=..."),
-            ("attention", (np.ones((5, 5), bool),), ", here mask=..."),
-            ("attention", (np.ones((5, 5), np.int8), 0.0), ", here mask=..."),
+            ("attention", (np.ones((5, 5), bool),), ", here mask=array (non-zero = may attend)"),
+            ("attention", (np.ones((5, 5), np.int8), 0.0), ", here mask=array (non-zero = may attend)"),
             ("attention", (np.zeros((5, 5), np.float32),), ", here bias=..."),
+            ("attention", (np.full((5, 5), 0.5),), ", here bias=..."),
+            ("attention", (np.tri(5),), ", here mask=array.astype(bool) (non-zero = may attend)"),
+            ("attention", (np.ones(5, "f4"),), ", here mask=array.astype(bool) (non-zero = may attend)"),
+            (
+                "flex_attention",
+                (np.tri(5),),
+                ", here block_mask=fastattn.masks.Dense(array.astype(bool)) (non-zero = may attend)",
+            ),
             ("attention", (None, 0.0, True), ""),
             ("attention", (True,), ""),
             ("attention", (abs,), ""),
@@ -158,8 +177,178 @@ class TestByPosition:
 
     def test_a_tensor_of_pytorch(self):
         torch = pytest.importorskip("torch")
-        assert message_of("attention", torch.ones(5, 5) > 0).endswith("by name, here mask=...")
+        mask = "by name, here mask=array (non-zero = may attend)"
+        assert message_of("attention", torch.ones(5, 5) > 0).endswith(mask)
         assert message_of("attention", torch.zeros(5, 5)).endswith("by name, here bias=...")
+        assert message_of("attention", torch.ones(5, 5)).endswith(mask.replace("array", "array.astype(bool)"))
+        assert message_of("attention", torch.ones(5, 5, requires_grad=True)).endswith("here bias=...")
+
+
+CACHE = fastattn.KVCache(1, 2, 4)
+CALLABLES = {
+    function.__qualname__.removesuffix(".__init__"): function
+    for function in [
+        fastattn.attention, fastattn.attention_backward, fastattn.create_block_mask, fastattn.dropout_mask,
+        fastattn.flex_attention, fastattn.kernel_logsumexp, fastattn.kernel_regression,
+        fastattn.linear_attention, fastattn.merge_attention, fastattn.random_features, fastattn.rope,
+        fastattn.rope_tables, fastattn.scaled_dot_product_attention, fastattn.varlen_attention,
+        fastattn.KVCache.__init__, fastattn.KVCache.append, fastattn.KVCache.attend, fastattn.KVCache.load,
+        fastattn.KVCache.select, fastattn.KVCache.truncate, MultiHeadAttention.__init__,
+        MultiHeadAttention.__call__, MultiHeadAttention.from_torch,
+    ]
+}  # fmt: skip
+W = np.eye(4, dtype=np.float32)
+#: How each is called with a wrong name, and what it takes besides.
+WRONG_CALLS = {
+    "attention": lambda **k: fastattn.attention(X, X, X, **k),
+    "attention_backward": lambda **k: fastattn.attention_backward(X, X, X, X, X, X[..., 0], **k),
+    "create_block_mask": lambda **k: fastattn.create_block_mask(abs, 1, 1, **k),
+    "dropout_mask": lambda **k: fastattn.dropout_mask((3,), **k),
+    "flex_attention": lambda **k: fastattn.flex_attention(X, X, X, **k),
+    "kernel_logsumexp": lambda **k: fastattn.kernel_logsumexp(X, X, **k),
+    "kernel_regression": lambda **k: fastattn.kernel_regression(X, X, X, **k),
+    "linear_attention": lambda **k: fastattn.linear_attention(X, **k),
+    "merge_attention": lambda **k: fastattn.merge_attention([X], **k),
+    "random_features": lambda **k: fastattn.random_features(3, **k),
+    "rope": lambda **k: fastattn.rope(X, X[0, 0, :, :2], X[0, 0, :, :2], **k),
+    "rope_tables": lambda **k: fastattn.rope_tables(3, **k),
+    "scaled_dot_product_attention": lambda **k: fastattn.scaled_dot_product_attention(X, X, X, **k),
+    "varlen_attention": lambda **k: fastattn.varlen_attention(X[0], X[0], X[0], [0, 2], **k),
+    "KVCache": lambda **k: fastattn.KVCache(1, **k),
+    "KVCache.append": lambda **k: CACHE.append(X, X, **k),
+    "KVCache.attend": lambda **k: CACHE.step(X, X, X, **k),
+    "KVCache.load": lambda **k: fastattn.KVCache.load("", **k),
+    "KVCache.select": lambda **k: CACHE.select(**k),
+    "KVCache.truncate": lambda **k: CACHE.truncate(**k),
+    "MultiHeadAttention": lambda **k: MultiHeadAttention(W, **k),
+    "MultiHeadAttention.__call__": lambda **k: MultiHeadAttention(W, W, W, W, num_heads=1)(X[0], **k),
+    "MultiHeadAttention.from_torch": lambda **k: MultiHeadAttention.from_torch({}, **k),
+}
+PARAMETERS = {
+    name: set(inspect.signature(function).parameters) - {"self", "cls"}
+    for name, function in CALLABLES.items()
+}
+OWN_NAMES = set().union(*PARAMETERS.values())
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+class TestTheTable:
+    def test_a_hint_names_what_the_function_takes(self, name):
+        for argument in sorted((ANSWERS.keys() | OWN_NAMES) - PARAMETERS[name]):
+            message = refusal(CALLABLES[name], (), [argument])
+            said = f"{name}() got an unexpected keyword argument {argument!r}"
+            assert message.startswith(said)
+            # Names with ``=`` alone, as in ``scale=``: not ``!=``, and nothing of the functions to call.
+            named = set(re.findall(r"\b(\w+)=(?![= ])", message.replace("!=", "")))
+            named |= {*re.findall(r"Did you mean '(\w+)'", message)}
+            assert named <= PARAMETERS[name], message
+            assert "Did you mean" not in message, message  # each of these means something
+
+    @pytest.mark.parametrize(
+        "argument", ["no_such_word", "softmax_scale", "num_heads", "need_weights", "mask"]
+    )
+    def test_each_says_it_when_called(self, name, argument):
+        if argument in PARAMETERS[name]:
+            argument = "no_such_word"
+        with pytest.raises(TypeError) as caught:
+            WRONG_CALLS[name](**{argument: 1})
+        assert str(caught.value) == refusal(CALLABLES[name], (), [argument])
+
+    def test_the_signature_is_clean(self, name):
+        kinds = {p.kind for p in inspect.signature(CALLABLES[name]).parameters.values()}
+        assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+class TestHints:
+    @pytest.mark.parametrize(
+        ("name", "argument", "said"),
+        [
+            ("attention", "softmax_scale", "say scale="),
+            ("attention", "num_heads", "read from the arrays' shapes, (..., H, L, D)"),
+            ("attention", "return_attention", "say return_weights=True"),
+            ("attention", "output_attentions", "say return_weights=True"),
+            ("attention", "attention_mask", "mask=attention_mask[:, None, None, :] for one of (B, S)"),
+            ("attention", "window_size", "with None in the place of -1"),
+            ("attention", "sliding_window", "window=(sliding_window - 1, 0)"),
+            ("attention", "s_aux", "say sinks="),
+            ("attention", "cu_seqlens_q", "call fastattn.varlen_attention"),
+            ("attention", "past_key_values", "use a fastattn.KVCache"),
+            ("attention", "block_table", "give fastattn.Paged(pages, table)"),
+            ("attention", "n_jobs", "say num_threads="),
+            ("flex_attention", "mask", "say block_mask= for a fastattn.masks object"),
+            ("flex_attention", "kernel_options", "leave it out"),
+            ("scaled_dot_product_attention", "mask", "say attn_mask="),
+            ("scaled_dot_product_attention", "causal", "say is_causal=True"),
+            ("linear_attention", "softcap", "call fastattn.attention, which takes it"),
+            ("rope", "position_ids", "say positions="),
+            ("rope_tables", "rope_theta", "say base="),
+            ("KVCache", "num_heads", "say num_kv_heads="),
+            ("KVCache", "sliding_window", "its own among them"),
+            ("KVCache.append", "cache_seqlens", "say lengths="),
+            ("KVCache.attend", "key_lengths", "the cache knows"),
+            ("KVCache.load", "mmap_mode", "say mmap=True"),
+            ("MultiHeadAttention", "embed_dim", "those of w_q, w_k, w_v and w_o"),
+            ("MultiHeadAttention.__call__", "attn_mask", "say mask=~attn_mask"),
+            ("MultiHeadAttention.__call__", "use_causal_mask", "say causal=True"),
+            ("create_block_mask", "KV_LEN", "say S="),
+            ("kernel_regression", "gamma", "say bandwidth=(2 * gamma) ** -0.5"),
+            ("merge_attention", "lse", "say lses="),
+        ],
+    )
+    def test_what_takes_the_place(self, name, argument, said):
+        assert said in refusal(CALLABLES[name], (), [argument])
+
+    @pytest.mark.parametrize(
+        "word", ["acausal", "dausal", "caussaal", "cos", "pos", "w_k", "cu_seqlens_v", ""]
+    )
+    def test_another_word_is_no_slip(self, word):
+        assert not any(_is_slip(word, name) for name in OWN_NAMES - {word})
+
+    def test_errors_from_inside_are_as_they_are(self):
+        """Those of the function's own work, and of arguments that are missing."""
+
+        def feature_map(x, *, scale):
+            return x
+
+        with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: 'scale'$"):
+            fastattn.linear_attention(X, X, X, feature_map=feature_map)
+        with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'head_dim'$"):
+            fastattn.KVCache(1, 2)
+        with pytest.raises(TypeError, match=r"multiple values for argument 'shape'$"):
+            fastattn.dropout_mask((3,), 0.1, shape=(3,), seed=1)
+        with pytest.raises(
+            TypeError, match=r"takes 4 positional .* but 5 were given: the others go by name$"
+        ):
+            fastattn.KVCache(1, 2, 3, 4, "float32")
+
+    def test_conversions_are_right(self):
+        """Other libraries' numbers, converted as the hints say."""
+        rng = np.random.default_rng(0)
+        q, k, v = rng.standard_normal((3, 2, 2, 6, 4))
+        i, j = np.arange(6)[:, None], np.arange(6)
+        tokens = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])  # attention_mask of Hugging Face
+        expected = fastattn.attention(q, k, v, key_lengths=[4, 6])
+        np.testing.assert_array_equal(fastattn.attention(q, k, v, mask=tokens[:, None, None, :]), expected)
+        attn_mask = tokens[:, None, None, :] != 0
+        got = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        np.testing.assert_array_equal(got, expected)
+        attn_mask = np.arange(6) < np.array([4, 6])[:, None, None, None]
+        got = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        np.testing.assert_array_equal(got, expected)
+        w = 3  # sliding_window: the token and two before it
+        wanted = fastattn.attention(q, k, v, mask=(j <= i) & (i - j < w))
+        np.testing.assert_allclose(fastattn.attention(q, k, v, causal=True, window=(w - 1, 0)), wanted)
+        slopes, L, S = np.array([0.5, 0.25]), 2, 6
+        bias = -slopes[:, None, None] * abs(np.arange(L)[:, None] + S - L - np.arange(S))
+        wanted = fastattn.attention(q, k, v, bias=-slopes[:, None, None] * abs(i - j))[..., 4:, :]
+        np.testing.assert_allclose(fastattn.attention(q[..., 4:, :], k, v, bias=bias), wanted)
+        zero = np.zeros((2, 2, 1, 4))
+        more_k, more_v = (np.concatenate([x, zero], axis=-2) for x in (k, v))
+        wanted = fastattn.attention(q, more_k, more_v)  # add_zero_attn
+        np.testing.assert_allclose(fastattn.attention(q, k, v, sinks=np.zeros(2)), wanted)
+        out = fastattn.kernel_regression(q[0, 0], k[0, 0], v[0, 0], bandwidth=(2 * 0.3) ** -0.5)
+        kernels = np.exp(-0.3 * ((q[0, 0][:, None] - k[0, 0]) ** 2).sum(-1))  # gamma = 0.3
+        np.testing.assert_allclose(out, kernels @ v[0, 0] / kernels.sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("function", [function for function, _, _ in FUNCTIONS.values()])

@@ -219,6 +219,24 @@ cdef bint overlaps_itself(cnp.ndarray a) noexcept:
         seen[innermost] = True
 
 
+cdef bint may_be_doubled(cnp.ndarray table) noexcept:
+    """Whether a contiguous table has each column twice, as halves or side by side. The last row tells for most."""
+    cdef Py_ssize_t size = cnp.PyArray_ITEMSIZE(table), half = table.shape[1] // 2, row = table.shape[0], column
+    cdef const char *at
+    cdef bint halves = True, pairs = True
+    if table.shape[1] % 2 or not half:
+        return False
+    while row and (halves or pairs):
+        row -= 1
+        at = <const char *>cnp.PyArray_DATA(table) + row * 2 * half * size
+        halves = halves and memcmp(at, at + half * size, half * size) == 0
+        column = 0
+        while pairs and column < half:
+            pairs = memcmp(at + 2 * column * size, at + (2 * column + 1) * size, size) == 0
+            column += 1
+    return halves or pairs
+
+
 cdef bint may_fill(cnp.ndarray out, cnp.ndarray x, cnp.ndarray cosines, cnp.ndarray sines) noexcept:
     """Whether rows of x can be rotated into `out`: of its shape and type, and in its place or apart from it."""
     cdef bint same_place = cnp.PyArray_DATA(out) == cnp.PyArray_DATA(x)
@@ -256,7 +274,8 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
             or cnp.PyArray_TYPE(cosines) != real or cnp.PyArray_TYPE(sines) != real
             or not (cnp.PyArray_ISCARRAY_RO(cosines) and cnp.PyArray_ISCARRAY_RO(sines))
             or cosines.ndim != 2 or sines.ndim != 2 or cosines.shape[0] != sines.shape[0]
-            or cosines.shape[1] != sines.shape[1] or 2 * cosines.shape[1] > source.shape[source.ndim - 1]):
+            or cosines.shape[1] != sines.shape[1] or 2 * cosines.shape[1] > source.shape[source.ndim - 1]
+            or may_be_doubled(cosines)):
         return None
     if out is None:
         to = cnp.PyArray_EMPTY(source.ndim, source.shape, cnp.PyArray_TYPE(source), 0)

@@ -19,8 +19,8 @@ _ROWS_OF_PADDING = ("query", "leave it out: rows of padding among the queries ch
 _DROPPED_ELSEWHERE = ("query", "leave it out: of all functions fastattn.attention alone drops weights")
 
 #: What to say for an argument of another library, or of another function here. Each answer stands behind the
-#: parameters that a function must have for it, or behind the function's name. The first that fits is given, or
-#: none. Each ``name=`` in an answer is a parameter of the function, and NAME is the argument itself.
+#: parameters that a function must have for it, or behind the function's name. The first that fits is given.
+#: Each ``name=`` in an answer is a parameter of the function, and NAME is the argument itself.
 _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     # Masks and what is added to scores
     ("attn_mask", (

@@ -31,7 +31,7 @@ SAY_PADDING = (
     "say key_lengths= where the padding stands at the end, or mask=~padding[:, None, None, :], "
     "as True means ignore there and may attend here"
 )
-AVERAGE = "say return_weights=True, which gives the weights of each head, and average them by .mean(axis=-3)"
+AVERAGE = "say return_weights=True, which gives the weights of each head, and average them by .mean(-3)"
 
 
 def message_of(name, *extra, **options):
@@ -59,8 +59,8 @@ class TestByName:
             (
                 "flex_attention",
                 "attn_mask",
-                "say block_mask=fastattn.masks.Dense(attn_mask) for a bool mask (True = may attend) and bias= "
-                "for a float one (added to the scores)",
+                "say block_mask=fastattn.masks.Dense(attn_mask) for a bool mask (True = may attend) and "
+                "bias= for a float one (added to the scores)",
             ),
             ("flex_attention", "is_causal", SAY_CAUSAL),
             ("flex_attention", "need_weights", "say return_weights=True"),
@@ -238,8 +238,8 @@ class TestTheTable:
             message = refusal(CALLABLES[name], (), [argument])
             said = f"{name}() got an unexpected keyword argument {argument!r}"
             assert message.startswith(said)
-            # Names with ``=`` alone, as in ``scale=``: not ``!=``, and nothing of the functions to call.
-            named = set(re.findall(r"\b(\w+)=(?![= ])", message.replace("!=", "")))
+            # Names such as ``scale=``, but not of ``!=`` and ``==``.
+            named = set(re.findall(r"\b(\w+)=(?!=)", message.replace("!=", "")))
             named |= {*re.findall(r"Did you mean '(\w+)'", message)}
             assert named <= PARAMETERS[name], message
             assert "Did you mean" not in message, message  # each of these means something

@@ -147,6 +147,10 @@ class Model:
                     )
                 assert got.dtype == expected.dtype
                 np.testing.assert_array_equal(got, expected)
+        if query.size and query.shape[2] > max(self.lengths):
+            with pytest.raises(ValueError, match=r"the cache is empty|, the longest, has \d+, got L="):
+                cache.attend(query, return_lse=True, backend=backend.backend)
+            return
         out, lse = cache.attend(query, return_lse=True, backend=backend.backend)
         for b, (key, value) in enumerate(self.items):
             if self.window is None:
@@ -196,7 +200,8 @@ def program(seed, storage, window, page_size, backend, tmp_path, n_steps):
                 for b, n in enumerate(lengths):
                     key[b, :, n:] = value[b, :, n:] = np.nan
             if operation == "step":
-                cache.step(random_query(rng, batch, 1), key, value, **given, backend=backend.backend)
+                L = int(any(model.lengths) or lengths.any())  # without any token there is no query
+                cache.step(random_query(rng, batch, L), key, value, **given, backend=backend.backend)
             else:
                 cache.append(key, value, **given)
             model.append(key, value, lengths)
@@ -313,6 +318,9 @@ def test_other_items_change_no_bit(backend):
     for b, n in enumerate([300, 3, 0]):
         alone = fastattn.KVCache(1, K, D, E)
         alone.append(key[b : b + 1, :, :n], value[b : b + 1, :, :n])
+        if not n:
+            assert not together[b].any()
+            continue
         assert_same_bits(alone.attend(query[b : b + 1], backend=backend.backend)[0], together[b])
 
 
@@ -783,6 +791,81 @@ def test_a_fork_is_of_its_class():
     assert type(Counted(1, 1, 8).fork()) is type(Counted(2, 1, 8).select([0])) is Counted
 
 
+class TestMoreQueriesThanTokens:
+    """Where no item has as many tokens as there are queries, the first ones would read nothing."""
+
+    @pytest.mark.parametrize("window", [None, 4])
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_without_any_token(self, backend, window, layout):
+        rng = np.random.default_rng(24)
+        cache = fastattn.KVCache(2, K, D, E, window=window, layout=layout)
+        key, value = random_rows(rng, 2, 3)
+        query = random_query(rng, 2, 2)
+        if layout == "bshd":
+            query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        for step in ("new", "of no tokens", "taken back"):
+            if step == "of no tokens":
+                cache.append(key, value, lengths=0)
+            elif step == "taken back":
+                cache.append(key, value, lengths=[2, 3])
+                cache.truncate(0)
+            for held in (cache, cache.fork(), cache.select([1, 0])):
+                for causal in (True, False):
+                    with pytest.raises(
+                        ValueError, match=r"^the cache is empty: append keys and values first"
+                    ):
+                        held.attend(query, causal=causal, backend=backend.backend)
+
+    def test_of_fewer_tokens(self, backend):
+        rng = np.random.default_rng(25)
+        cache = fastattn.KVCache(2, K, D, E)
+        cache.append(*random_rows(rng, 2, 4), lengths=[2, 3])
+        query = random_query(rng, 2, 4)
+        said = (
+            r"^query must have at most as many rows as there are tokens: item 1, the longest, has 3, got "
+            rf"L=4; .* causal=False .*; query \(2, {H}, 4, {D}\)$"
+        )
+        out = np.full((2, H, 4, E), 7, np.float32)
+        for options in ({}, {"causal": "bottom_right"}, {"out": out}, {"mask": np.ones(3, bool)}):
+            with pytest.raises(ValueError, match=said):
+                cache.attend(query, backend=backend.backend, **options)
+        assert (out == 7).all()
+        keys = [fastattn.KVCache(1, K, D, E) for _ in range(2)]
+        cross = cache.attend(query, causal=False, backend=backend.backend)
+        for b, alone in enumerate(keys):
+            alone.append(cache.keys(b)[None], cache.values(b)[None])
+            one = alone.attend(query[b : b + 1], causal=False, backend=backend.backend)
+            assert_same_bits(one[0], cross[b])
+
+    def test_a_shorter_item_is_padding(self, backend):
+        """Beside one that has the tokens: its rows before its first token see nothing, as in `attention`."""
+        rng = np.random.default_rng(26)
+        key, value = random_rows(rng, 3, 4)
+        query = random_query(rng, 3, 4)
+        cache = fastattn.KVCache(3, K, D, E)
+        got, lse = cache.step(query, key, value, lengths=[4, 2, 0], return_lse=True, backend=backend.backend)
+        expected = backend.attention(query, key, value, causal="bottom_right", key_lengths=[4, 2, 0])
+        assert_same_bits(got, expected)
+        assert not got[1, :, :2].any() and not got[2].any()
+        assert np.isneginf(lse[1, :, :2]).all()
+
+    def test_a_step_of_them_appends_nothing(self, backend):
+        rng = np.random.default_rng(27)
+        cache = fastattn.KVCache(2, K, D, E)
+        for T, held in ((0, 0), (2, 0), (2, 3)):
+            if held:
+                cache.append(*random_rows(rng, 2, held))
+            with pytest.raises(ValueError, match=r"the cache is empty|got L=6"):
+                cache.step(random_query(rng, 2, 6), *random_rows(rng, 2, T), backend=backend.backend)
+            assert cache.lengths.tolist() == [held, held]
+
+    def test_no_queries_and_no_items(self, backend):
+        for batch, L in ((2, 0), (0, 3)):
+            cache = fastattn.KVCache(batch, K, D, E)
+            out = cache.attend(np.ones((batch, H, L, D), np.float32), backend=backend.backend)
+            assert out.shape == (batch, H, L, E)
+
+
 def test_errors_name_what_they_got():
     cache = fastattn.KVCache(2, 3, 8, 4)
     key, value = np.zeros((2, 3, 5, 8)), np.zeros((2, 3, 5, 4))
@@ -801,8 +884,10 @@ def test_errors_name_what_they_got():
     ):
         cache.attend(np.zeros((3, 8)))
     shapes = r"; query \(2, 3, 1, 8\), key \(2, 3, ..., 8\) in a cache, value \(2, 3, ..., 4\) in a cache$"
+    full = cache.fork()
+    full.append(key, value)
     with pytest.raises(TypeError, match=r"^return_weights must be a bool, got 1" + shapes):
-        cache.attend(np.zeros((2, 3, 1, 8)), return_weights=1)
+        full.attend(np.zeros((2, 3, 1, 8)), return_weights=1)
     with pytest.raises(ValueError, match=r"items must be in 0..1, got 2"):
         cache.select([0, 2])
     with pytest.raises(ValueError, match=r"items must have shape \(n,\)"):
@@ -833,6 +918,8 @@ def test_empty_sizes(backend, shape):
         cache.append(np.ones((batch, heads, T, head_dim)), np.ones((batch, heads, T, value_dim)))
         for L in (0, 1):
             query = np.ones((batch, heads, L, head_dim), np.float32)
+            if query.size > 0 == T:
+                continue  # without any token it is an error
             out = cache.attend(query, backend=backend.backend)
             assert out.shape == (batch, heads, L, value_dim)
             np.testing.assert_array_equal(out, float(T > 0))

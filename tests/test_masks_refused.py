@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import fastattn
 from fastattn import masks
+from fastattn.layers import MultiHeadAttention
 from fastattn.masks import (
     Causal,
     Dense,
@@ -22,6 +24,7 @@ from tests.cases import random_arrays
 class TestRefused:
     ALIGN = 'align must be "top_left" or "bottom_right", got '
     DENSE = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
+    ZEROS_AND_ONES = "; a mask of zeros and ones is mask.astype(bool)"
     LEAD = "of shape (3,) does not broadcast to the leading batch axes (2,)"
     SIZE = "must be a non-negative integer below 2**60, got "
     SCORES = "does not broadcast to (..., H, L, S) = (2, 2, 17, 33)"
@@ -80,9 +83,21 @@ class TestRefused:
                 "GlobalTokens: index must be integers, got dtype float64",
             ),
             (
-                lambda: Dense(np.ones((2, 2), np.float32)),
+                lambda: Dense(np.full((2, 2), 0.5, np.float32)),
                 TypeError,
                 DENSE + "float32; for numbers added to the scores use bias=, else .astype(bool)",
+            ),
+            (
+                lambda: Dense(np.zeros((2, 2))),  # a bias that changes nothing, or a mask that hides all
+                TypeError,
+                DENSE + "float64; for numbers added to the scores use bias=, else .astype(bool)",
+            ),
+            (lambda: Dense(np.tri(3)), TypeError, DENSE + "float64" + ZEROS_AND_ONES),
+            (lambda: Dense([[1.0, 0.0]]), TypeError, DENSE + "float64" + ZEROS_AND_ONES),
+            (
+                lambda: Dense(np.tri(3, dtype=ml_dtypes.bfloat16)),
+                TypeError,
+                DENSE + "bfloat16" + ZEROS_AND_ONES,
             ),
             (lambda: Dense(np.ones((2, 2), complex)), TypeError, DENSE + "complex128"),
             (lambda: Dense([["a"]]), TypeError, DENSE + "<U1"),
@@ -119,6 +134,11 @@ class TestRefused:
                 Segments(np.zeros((3, 17), int), np.zeros(33, int)),
                 f"mask Segments(q_ids=<int64 (3, 17)>, k_ids=<int64 (33,)>) {LEAD}",
             ),
+            (GlobalTokens([0, 33]), "mask GlobalTokens(index=[0, 33]): index must be below S=33, got 33"),
+            (
+                Window(1, 1) | GlobalTokens([99]),
+                "mask GlobalTokens(index=[99]): index must be below S=33, got 99",
+            ),
             (Dense(np.ones((17, 32), bool)), f"mask of shape (17, 32) {SCORES}"),
             (Dense(np.ones((1, 2, 2, 17, 33), bool)), f"mask of shape (1, 2, 2, 17, 33) {SCORES}"),
             (
@@ -134,6 +154,107 @@ class TestRefused:
             fastattn.attention(*arrays, mask=mask, backend=backend.backend)
         shapes = "; query (2, 2, 17, 16), key (2, 2, 33, 16), value (2, 2, 33, 16)"
         assert str(caught.value) == said + shapes
+
+
+def test_tokens_past_the_end_are_refused_wherever_a_mask_meets_sizes():
+    """Materialised, in a block of a larger problem, in a cache of fewer tokens, and without keys at all."""
+    mask = Window(1, 1) | GlobalTokens([0, 7])
+    assert mask.materialize(1, 8, 8)[0, 7].all()
+    assert mask.shifted(4, 4, size=(8, 8)).materialize(1, 4, 4)[0, 3].all()
+    x = np.ones((1, 1, 7, 4), np.float32)
+    cache = fastattn.KVCache(1, 1, 4)
+    cache.append(x, x)
+    calls = [
+        lambda: mask.materialize(1, 7, 7),
+        lambda: (~mask).materialize(1, 7, 7),
+        lambda: mask.shifted(4, 3, size=(8, 7)).materialize(1, 4, 4),
+        lambda: fastattn.flex_attention(x, x, x, block_mask=mask),
+        lambda: fastattn.attention_backward(x, x, x, x, x, x[..., 0], mask=mask),
+        lambda: cache.attend(x, mask=mask),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"index=\[0, 7\]\): index must be below S=7, got 7"):
+            call()
+    with pytest.raises(ValueError, match="index must be below S=0, got 7"):
+        fastattn.attention(x, x[:, :, :0], x[:, :, :0], mask=mask)
+
+
+def doors(mask, bias):
+    """The functions that take a mask, a bias or both, each with the name of what it is given."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 3, 2, 5, 4)).astype(np.float32)
+    results = fastattn.attention(q, k, v, return_lse=True)
+    cache = fastattn.KVCache(3, 2, 4)
+    cache.append(k, v)
+    layer = MultiHeadAttention(*[np.eye(8, dtype=np.float32)] * 4, num_heads=2)
+    x = rng.standard_normal((3, 5, 8)).astype(np.float32)
+    sdpa = fastattn.scaled_dot_product_attention
+    yield "mask", lambda: fastattn.attention(q, k, v, mask=mask)
+    yield "bias", lambda: fastattn.attention(q, k, v, bias=bias)
+    yield "mask", lambda: fastattn.attention(q, k, v, mask=Causal() & Dense(mask))
+    yield "mask", lambda: fastattn.attention(q, k, v, mask=Causal() | ~Dense(mask))
+    yield "mask", lambda: fastattn.attention_backward(q, q, k, v, *results, mask=mask)
+    yield "bias", lambda: fastattn.attention_backward(q, q, k, v, *results, bias=bias)
+    yield "mask", lambda: fastattn.flex_attention(q, k, v, block_mask=Dense(mask))
+    yield "bias", lambda: fastattn.flex_attention(q, k, v, bias=bias)
+    yield "attn_mask", lambda: sdpa(q, k, v, mask)
+    yield "attn_mask", lambda: sdpa(q, k, v, bias)
+    yield "mask", lambda: cache.attend(q, mask=mask)
+    yield "bias", lambda: cache.attend(q, bias=bias)
+    yield "mask", lambda: layer(x, mask=mask)
+    yield "bias", lambda: layer(x, bias=bias)
+
+
+class TestAxesInBetween:
+    """Arrays with an axis for the items and none for heads, or for heads and queries."""
+
+    @pytest.mark.parametrize(
+        ("shape", "written", "mended"),
+        [
+            ((3, 5, 5), "[:, None]", np.s_[:, None]),
+            ((3, 1, 5), "[:, None]", np.s_[:, None]),
+            ((3, 5), "[:, None, None, :]", np.s_[:, None, None, :]),
+            ((6, 5, 5), ".reshape(3, 2, 5, 5)", None),
+        ],
+        ids=str,
+    )
+    def test_the_message_says_what_to_write(self, shape, written, mended):
+        """And that is then taken, at each door."""
+        mask = np.random.default_rng(1).random(shape) < 0.5
+        bias = np.where(mask, 0, -np.inf)
+        for name, call in doors(mask, bias):
+            with pytest.raises(ValueError) as caught:
+                call()
+            said = f"{name} of shape {shape} does not broadcast to (..., H, L, S) = (3, 2, 5, 5); where its "
+            assert str(caught.value).startswith(said)
+            assert f", say {name}{written}; query" in str(caught.value)
+        mask, bias = (x[mended] if mended else x.reshape(3, 2, 5, 5) for x in (mask, bias))
+        for _, call in doors(mask, bias):
+            call()
+
+    def test_several_leading_axes(self):
+        arrays = random_arrays(lead=(3, 7), heads=2, len_q=4, len_k=5)
+        for shape, written in (((3, 7, 4, 5), "[:, :, None]"), ((3, 7, 5), "[:, :, None, None, :]")):
+            with pytest.raises(ValueError) as caught:
+                fastattn.attention(*arrays, mask=np.ones(shape, bool))
+            assert f"those of the items, say mask{written}; query" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "shape", [(4, 5), (3, 4), (4, 4, 5), (3, 2, 5), (7, 4, 5), (3, 2, 2, 4, 5), (8, 4, 5)]
+    )
+    def test_no_hint_where_none_is_right(self, shape):
+        arrays = random_arrays(lead=(3,), heads=2, len_q=5, len_k=4)
+        if shape == (3, 4):
+            arrays = [x[:, :, :3] for x in arrays]  # (L, S) = (3, 3)
+        with pytest.raises(ValueError, match=r"= \(3, 2, \d, \d\); query"):
+            fastattn.attention(*arrays, mask=np.ones(shape, bool))
+
+    def test_with_as_many_items_as_heads_it_is_numpys_rule(self):
+        """It broadcasts to (H, L, S), and nothing tells what is meant."""
+        q, k, v = random_arrays(lead=(2,), heads=2, len_q=5, len_k=5)
+        mask = np.random.default_rng(2).random((2, 5, 5)) < 0.5
+        expected = fastattn.attention(q, k, v, mask=np.broadcast_to(mask, (2, 2, 5, 5)))
+        np.testing.assert_array_equal(fastattn.attention(q, k, v, mask=mask), expected)
 
 
 class TestMaskedArrays:
@@ -171,9 +292,10 @@ class TestIntegersBeyondInt64:
 
     def test_a_prefix_and_tokens(self):
         assert masks.PrefixLM(np.uint64(2**64 - 1)).materialize(1, 3, 4).all()
-        np.testing.assert_array_equal(
-            masks.GlobalTokens([2**64, 1]).materialize(1, 3, 3), masks.GlobalTokens([1]).materialize(1, 3, 3)
-        )
+        with pytest.raises(
+            ValueError, match=r"^GlobalTokens: index must be in .*, got 18446744073709551616$"
+        ):
+            masks.GlobalTokens([2**64, 1])
 
     @pytest.mark.parametrize("number", [np.uint64(2**63), 2**64, -(2**64)], ids=str)
     def test_where_no_such_number_has_a_meaning(self, number):

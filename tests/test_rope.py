@@ -16,6 +16,7 @@ import pytest
 
 import fastattn
 from fastattn import _rope
+from fastattn.layers import MultiHeadAttention
 from tests.cases import MEMORY_LAYOUTS
 from tests.conftest import ISAS
 from tests.fake_gpu import FakeArray
@@ -404,6 +405,80 @@ def test_in_place_errors_leave_x_alone(way):
     with pytest.raises(ValueError, match="positions"):
         fastattn.rope(x, COS, SIN, positions=[0, 1, 2, 3, 9], out=x)
     assert_same_bits(x, X)
+
+
+# Tables with each column twice -------------------------------------------------------------------
+
+DOUBLED = {
+    ":4": lambda table: np.concatenate([table, table], axis=-1),  # Hugging Face's
+    "::2": lambda table: np.repeat(table, 2, axis=-1),  # of neighbouring pairs
+}
+
+
+@pytest.mark.parametrize("once", DOUBLED)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 16, 20])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_doubled_tables_are_refused(way, once, dtype, head_dim, interleaved):
+    """And the message says what to write; they may be of any dtype and strides."""
+    x = numbers(2, 3, 12, head_dim, dtype=dtype)
+    cos, sin = fastattn.rope_tables(12, 8)
+    of_rows = [slice(None), slice(1, None), slice(11, None), slice(None, None, -1)]
+    for rows in of_rows if head_dim > 16 else of_rows[:2] + of_rows[3:]:
+        doubled = [DOUBLED[once](table)[rows] for table in (cos, sin)]
+        for cos_cache, sin_cache in (doubled, [np.asfortranarray(table) for table in doubled],
+                                     [table.astype(dtype) for table in doubled]):  # fmt: skip
+            positions = np.zeros(12, int)
+            out = np.full_like(x, 7)
+            with pytest.raises(ValueError) as caught:
+                fastattn.rope(x, cos_cache, sin_cache, positions=positions, interleaved=interleaved, out=out)
+            assert f": say cos[..., {once}] and sin[..., {once}]; x (2, 3, 12, {head_dim})" in str(
+                caught.value
+            )
+            assert (out == 7).all()
+            index = np.s_[..., :4] if once == ":4" else np.s_[..., ::2]
+            got = fastattn.rope(x, cos_cache[index], sin_cache[index], positions=positions)
+            assert got.shape == x.shape
+
+
+def test_a_layer_refuses_doubled_tables():
+    w = np.eye(32, dtype=np.float32)
+    tables = fastattn.rope_tables(9, 8)
+    MultiHeadAttention(w, w, w, w, num_heads=2, rope=tables)
+    with pytest.raises(ValueError, match=r"columns twice, .* say cos\[..., :4\] and sin\[..., :4\]"):
+        MultiHeadAttention(w, w, w, w, num_heads=2, rope=[DOUBLED[":4"](table) for table in tables])
+
+
+@pytest.mark.parametrize("base", [1.5, 1e4, 5e5, 1e30])
+@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 8, 64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16], ids=str)
+def test_tables_as_they_are_to_be_are_taken(way, base, rotary_dim, dtype):
+    """All of them, each row alone, and the first few."""
+    cos, sin = (table.astype(dtype) for table in fastattn.rope_tables(40, rotary_dim, base=base))
+    x = numbers(1, 1, 1, 2 * rotary_dim)
+    for n in (1, 2, 40):
+        fastattn.rope(x, cos[:n], sin[:n])
+    for p in range(40):
+        fastattn.rope(x, cos[p : p + 1], sin[p : p + 1])
+
+
+def test_tables_that_may_be_meant_are_taken(way):
+    """No rotation, one angle for all pairs, and positions in two dimensions: there a row on the diagonal has
+    the same angles twice, and all rows of a grid do not."""
+    x = numbers(2, 3, 16, 8)
+    ones, zeros = np.ones((16, 4), np.float32), np.zeros((16, 4), np.float32)
+    assert_same_bits(fastattn.rope(x, ones, zeros), x)
+    assert_same_bits(fastattn.rope(x[..., :1, :], ones[:1, :2], zeros[:1, :2]), x[..., :1, :])
+    angle = np.arange(16, dtype=np.float32)[:, None] * np.ones(4, np.float32)
+    assert_turned(fastattn.rope(x, np.cos(angle), np.sin(angle)), x, np.cos(angle), np.sin(angle))
+    frequency = np.float32([1, 0.1])
+    row, column = (np.repeat(np.arange(4), 4)[:, None], np.tile(np.arange(4), 4)[:, None])
+    angle = np.concatenate([row * frequency, column * frequency], axis=-1).astype(np.float32)
+    cos, sin = np.cos(angle), np.sin(angle)
+    assert_turned(fastattn.rope(x, cos, sin), x, cos, sin)
+    for p in range(16):
+        one = x[..., :1, :], cos[p : p + 1], sin[p : p + 1]
+        assert_turned(fastattn.rope(*one), *one)
 
 
 # Threads -----------------------------------------------------------------------------------------

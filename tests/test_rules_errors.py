@@ -136,6 +136,23 @@ VALUE_ERRORS = [
         ValueError,
         "mask KeyLengths(lengths=[1, 2, 3]) of shape (3,) does not broadcast to the leading batch axes (2,)",
     ),
+    wrong(
+        {"mask": np.ones((2, 5, 9), bool)},
+        ValueError,
+        f"mask of shape (2, 5, 9) does not broadcast to {SCORES}; where its leading axes are those of the "
+        f"items, say mask[:, None]",
+    ),
+    wrong(
+        {"bias": floats(2, 9)},
+        ValueError,
+        f"bias of shape (2, 9) does not broadcast to {SCORES}; where its leading axes are those of the "
+        f"items, say bias[:, None, None, :]",
+    ),
+    wrong(
+        {"mask": masks.GlobalTokens([9])},
+        ValueError,
+        "mask GlobalTokens(index=[9]): index must be below S=9, got 9",
+    ),
     wrong({"bias": floats(5, 8)}, ValueError, f"bias of shape (5, 8) does not broadcast to {SCORES}"),
     wrong(
         {"bias": floats(3, 1, 5, 9)}, ValueError, f"bias of shape (3, 1, 5, 9) does not broadcast to {SCORES}"

@@ -94,6 +94,7 @@ def check_history(record: Record, engine: Any) -> None:
                 model.append(rows, lengths)
                 _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "step")
         elif do == "attend":
+            n = min(n, max(model.lengths, default=0))  # more queries than tokens are refused
             query = _query(record, model, data, min(n, 1) if record.get("cache_window") else n)
             got = cache.attend(placed(query), backend=engine.backend)
             _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "attend")
@@ -198,7 +199,7 @@ def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any, s
 
     if cache.lengths.tolist() != model.lengths:
         raise Failure("cache lengths", f"{cache.lengths.tolist()}, expected {model.lengths}")
-    query = _query(record, model, 3, 1)
+    query = _query(record, model, 3, min(1, max(model.lengths, default=0)))
     got = cache.attend(placed(query), backend=engine.backend)
     natural = got.swapaxes(1, 2) if swapped else got
     if min(model.lengths, default=0) >= 1:

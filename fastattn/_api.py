@@ -137,10 +137,14 @@ def attention(
         ``E`` need not be ``D``. Key and value may be stored in different ways.
     mask : fastattn.masks.Mask or array_like of bool or int, optional
         Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
-        an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``.
+        an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``. One of ``(B, L, S)`` is
+        ``mask[:, None]`` and one of ``(B, S)`` is ``mask[:, None, None, :]``: without these axes an error
+        says so, unless ``B = H``, or ``B = L``, where NumPy's rule takes the array for one of ``(H, L, S)``,
+        or of ``(L, S)``.
     bias : array_like of float16, bfloat16, float32 or float64, optional
         Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
-        ``(..., H, L, S)``. ``-inf`` masks, and so does float64's lowest number in float32.
+        ``(..., H, L, S)`` as a mask does. ``-inf`` masks, and so does float64's lowest number in float32. A
+        mask of zeros and ones in floats is no bias: say ``mask=array.astype(bool)``.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
         item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder
@@ -196,8 +200,8 @@ def attention(
     TypeError
         A dtype that is not supported (complex, object, string, longdouble), float16 with bfloat16, a float
         mask, a bias that is not float, a masked array, a tensor that requires grad, an `out` of another
-        dtype, an option of the wrong kind, or one that there is not (for PyTorch's the message says what
-        takes its place).
+        dtype, an option of the wrong kind, or one that there is not (for those of other libraries the
+        message says what takes their place).
     ValueError
         Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
         window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
@@ -411,7 +415,8 @@ def scaled_dot_product_attention(
     key : array_like, shape (..., K, S, D)
     value : array_like, shape (..., K, S, E)
     attn_mask : array_like, optional
-        Broadcasts to ``(..., H, L, S)``: bool, True = may attend, or float, added to the scores.
+        Broadcasts to ``(..., H, L, S)``: bool, True = may attend, or float, added to the scores, be they
+        zeros and ones.
     dropout_p : float, default 0.0
         Must be 0.
     is_causal : bool, default False

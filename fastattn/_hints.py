@@ -16,7 +16,7 @@ _KNOWN_LENGTHS = ("KVCache.attend", "leave it out: the cache knows the length of
 _NEW_LENGTHS = ("KVCache.append", "say lengths=, how many of the new rows are tokens")
 _PACKED = ("cu_seqlens_q", "leave it out: cu_seqlens_q and cu_seqlens_k say where each document begins")
 _ROWS_OF_PADDING = ("query", "leave it out: rows of padding among the queries change no other row")
-_DROPPED_ELSEWHERE = ("query", "leave it out: of all functions fastattn.attention alone drops weights")
+_DROPPED_ELSEWHERE = ("query", "leave it out: no weights are dropped here, as fastattn.attention can")
 
 #: What to say for an argument of another library, or of another function here. Each answer stands behind the
 #: parameters that a function must have for it, or behind the function's name. The first that fits is given.

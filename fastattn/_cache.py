@@ -394,7 +394,7 @@ class KVCache:
 
         False in other cases, and where something is wrong, for `_extend` to find out.
         """
-        if type(key) is not np.ndarray or type(value) is not np.ndarray or key.ndim != 4 or value.ndim != 4:
+        if not (type(key) is type(value) is np.ndarray and key.ndim == value.ndim == 4):
             return False
         if self._settings.layout == "bshd":
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -619,12 +619,12 @@ class KVCache:
         if unknown:
             refuse_arguments(KVCache.attend, (), unknown)
         given = query
-        query = as_array(given, "query")
+        query = given if type(given) is np.ndarray else as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
-        rule = causal_rule(causal)
+        rule: Any = "bottom_right" if causal is True else causal_rule(causal)
         len_q = query.shape[2 if settings.layout == "bhsd" else 1]
         if len_q > self._longest and 0 not in query.shape:
             self._check_tokens(len_q, rule, query.shape)

@@ -167,7 +167,8 @@ def rope(
     """
     if unknown:
         refuse_arguments(rope, (), unknown)
-    if positions is not None and isinstance(positions, (list, tuple)):
+    kind: Any = type(positions)
+    if kind is list or kind is tuple:
         positions = counts(positions)
     if driver is not None:
         done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit)
@@ -176,9 +177,9 @@ def rope(
     try:
         call = _normalize(x, cos, sin, positions, interleaved, inverse, layout, out)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raised = TypeError if isinstance(error, TypeError) else ValueError
         shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
-        raise kind(f"{error}; {shapes}") from None
+        raise raised(f"{error}; {shapes}") from None
     if driver is None:
         rotate(*call.arrays, interleaved=interleaved, inverse=inverse)
     else:
@@ -297,8 +298,8 @@ def _table(value: Any, name: str) -> np.ndarray:
 def _check_width(cos: np.ndarray, sin: np.ndarray, head_dim: int) -> None:
     """ValueError where tables rotate more columns than there are, or have each column twice.
 
-    One row is no proof where its columns, each taken for a pair, are those of x: the row of a diagonal
-    position in two dimensions has the same angles twice, and is meant so.
+    A single row is no proof where it would rotate all of x: the row of a position on the diagonal, in two
+    dimensions, has the same angles twice, and is meant so.
     """
     width = cos.shape[1]
     once = _each_once(cos, sin)

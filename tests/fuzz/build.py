@@ -368,7 +368,7 @@ class Case:
         if kind == "prefix":
             return masks.PrefixLM(self._per_item(node, 0, S + 1))
         if kind == "global":
-            return masks.GlobalTokens(node["index"])
+            return masks.GlobalTokens(_tokens(node, S))
         return masks.NotSelf()
 
     def _mask_array(self, node: Record, L: int, S: int) -> Array:
@@ -404,7 +404,7 @@ class Case:
         if kind == "prefix":
             return (j < self._per_item(node, 0, S + 1)[..., None, None, None]) | (j <= i + S - L)
         if kind == "global":
-            return np.isin(j, node["index"]) | np.isin(i + S - L, node["index"])
+            return np.isin(j, _tokens(node, S)) | np.isin(i + S - L, _tokens(node, S))
         return j != i
 
     @once
@@ -461,6 +461,12 @@ def _lead_of(spec: str, lead: tuple[int, ...]) -> tuple[int, ...]:
     if spec == "last":
         return lead[-1:]
     return (lead[0], *(1,) * (len(lead) - 1)) if spec == "first" and lead else ()
+
+
+def _tokens(node: Record, S: int) -> Array:
+    """The global tokens of a mask that are there: of a smaller problem than was drawn some are not."""
+    index = np.array(node["index"], int)
+    return index[index < S]
 
 
 def _whole(node: Record, L: int, S: int) -> tuple[int, int]:

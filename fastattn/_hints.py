@@ -60,6 +60,8 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("value_mask key_mask padding_mask", (
         ("key_lengths mask", "say key_lengths= where the padding stands at the end, or mask= of shape (B, 1, "
             "1, S), where True means may attend"),
+        ("key_lengths block_mask", "say key_lengths= where the padding stands at the end, or "
+            "block_mask=fastattn.masks.Dense(array) of shape (B, 1, 1, S), where True means may attend"),
         ("mask", "say mask= of shape (B, 1, 1, S), where True means may attend"),
         ("attn_mask", "say attn_mask= of shape (B, 1, 1, S), where True means may attend"),
         ("key_lengths", "say key_lengths=, as the padding has to stand at the end"),

@@ -181,7 +181,15 @@ def _array(
     elif not FLOAT32 <= dtype <= BFLOAT16:
         raise TypeError(f"{name} must have one of the float dtypes of fastattn.h, got {dtype}")
     axes = {"lse": slice(3), "key_lengths": slice(1), "sinks": slice(1, 2)}.get(name, slice(4))
-    return _driver().array_at(data, _dtype(dtype), shape[axes], strides[axes], name in ("out", "lse"))
+    shape, strides = shape[axes], strides[axes]
+    # Along an axis of one element no step is taken, and none at all in an empty array.
+    strides = tuple(step if n > 1 and 0 not in shape else 0 for n, step in zip(shape, strides, strict=True))
+    steps = list(zip(shape, strides, strict=True))
+    first = data + sum((n - 1) * step for n, step in steps if step < 0)
+    last = data + sum((n - 1) * step for n, step in steps if step > 0)
+    if sum(n * abs(step) for n, step in steps) >= 2**63 or first < 0 or last >= 2**64:
+        raise ValueError(f"{name} must lie within the address space, got sizes {shape} and strides {strides}")
+    return _driver().array_at(data, _dtype(dtype), shape, strides, name in ("out", "lse"))
 
 
 def _dtype(code: int) -> np.dtype:

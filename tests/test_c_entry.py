@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fastattn
 from fastattn import _capi
@@ -291,6 +293,73 @@ def test_wrong_structs() -> None:
     assert change(num_heads=3, message=None)[0] == _capi.VALUE_ERROR
     assert (out == 7).all()
     assert change() == (_capi.OK, b"")
+
+
+#: The axes of each array of the struct that it has.
+AXES = dict.fromkeys(c_entry.ARRAYS, (0, 1, 2, 3)) | {"lse": (0, 1, 2), "key_lengths": (0,), "sinks": (1,)}
+#: What ends up outside of int64, or of all addresses, once it is multiplied by a size of 2 or more.
+WILD = st.one_of(st.integers(2**62, 2**63 - 1), st.integers(-(2**63), -(2**60)))
+
+
+def full_call(**sizes: Any) -> tuple[c_entry.Call, np.ndarray]:
+    """A call with every array there is, and its `out`."""
+    query, key, value = arrays_of(**sizes)
+    batch, heads, len_q, _ = query.shape
+    scores = (batch, heads, len_q, key.shape[2])
+    out = np.full((*query.shape[:3], value.shape[3]), 7, "f4")
+    others = {
+        "lse": np.zeros(query.shape[:3], "f4"),
+        "mask": np.ones(scores, bool),
+        "bias": np.zeros(scores, "f4"),
+        "key_lengths": np.full(batch, key.shape[2]),
+        "sinks": np.zeros(heads, "f4"),
+    }
+    call = c_entry.make_call(query, key, value, out, **others)
+    call.arrays = (query, key, value, others)  # which the struct keeps alive by their addresses alone
+    return call, out
+
+
+@given(st.sampled_from([(name, axis) for name, axes in AXES.items() for axis in axes]), WILD)
+def test_strides_that_lead_out_of_the_address_space(place: tuple[str, int], stride: int) -> None:
+    name, axis = place
+    call, out = full_call(len_q=3, len_k=3)
+    message = ctypes.create_string_buffer(200)
+    call.message, call.message_size = ctypes.cast(message, ctypes.c_char_p), len(message)
+    getattr(call, name).strides[axis] = stride
+    for _ in range(2):
+        assert c_entry.function()(ctypes.byref(call)) == _capi.VALUE_ERROR
+        assert message.value.decode().startswith(f"{name} must lie within the address space, got sizes (")
+    assert (out == 7).all()
+
+
+@given(
+    st.sampled_from(["batch", "num_heads", "num_kv_heads", "len_q", "len_k", "head_dim", "value_dim"]),
+    st.one_of(st.integers(2**59, 2**63 - 1), st.integers(-(2**63), -1)),
+)
+def test_sizes_that_lead_out_of_the_address_space(name: str, size: int) -> None:
+    call, out = full_call(len_q=3, len_k=3)
+    setattr(call, name, size)
+    assert c_entry.function()(ctypes.byref(call)) == _capi.VALUE_ERROR
+    assert (out == 7).all()
+
+
+@given(st.data())
+def test_a_step_that_is_not_taken_may_be_any(data: st.DataObject) -> None:
+    """Along an axis of one element, in an empty array, and of an axis that the array does not have."""
+    sizes = data.draw(st.sampled_from([{"lead": (1,), "len_q": 1, "len_k": 1}, {"len_q": 0}, {"len_k": 0}]))
+    expected, wanted = full_call(**sizes)
+    call, out = full_call(**sizes)
+    assert c_entry.function()(ctypes.byref(expected)) == _capi.OK
+    shapes = dict(zip(c_entry.ARRAYS, (x.shape for x in (*call.arrays[:3], out)), strict=False))
+    shapes |= {name: x.shape for name, x in call.arrays[3].items()}
+    for name, axes in AXES.items():
+        for axis in range(4):
+            if axis not in axes or 0 in shapes[name] or shapes[name][axes.index(axis)] == 1:
+                getattr(call, name).strides[axis] = data.draw(WILD)
+    for _ in range(2):
+        out[:] = 7
+        assert c_entry.function()(ctypes.byref(call)) == _capi.OK
+        assert_same_bits(out, wanted)
 
 
 def test_codes_of_errors() -> None:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+from fastattn._version import __version__
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status."""
+    """Run one subcommand; returns the exit status, 1 where whoever read the output has closed it."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # here, where a closed pipe is no traceback
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn", description="Exact attention for NumPy arrays."
     )
+    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="version, CPU, threads, and which backends are usable")
     commands.add_parser(

@@ -108,7 +108,7 @@ LAYERS = [
     {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},
-    {"_quiet"},
+    {"_quiet", "_outputs"},
     {"demo", "bench"},
     {"__main__"},
 ]

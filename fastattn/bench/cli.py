@@ -21,6 +21,7 @@ except ImportError:
     sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
 
 from fastattn import _host
+from fastattn._outputs import why_not_writable
 from fastattn.bench import document, flat, report
 from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
@@ -210,14 +211,16 @@ def _check_files(options: argparse.Namespace) -> None:
         if path is None:
             continue
         folder = path.absolute().parent
-        if not folder.is_dir():
+        is_folder = os.path.isdir(path)  # False for a name that is too long, where Path.is_dir raises
+        if not os.path.isdir(folder):
             raise ValueError(f"--{name}: no folder {folder}")
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--{name}: {folder} is not writable")
-    if options.json is not None and options.json.is_dir():
-        raise ValueError(f"--json: {options.json} is a folder, expected a file")
-    if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
-        raise ValueError(f"--plots: {options.plots} is a file, expected a folder")
+        if name == "json" and is_folder:
+            raise ValueError(f"--json: {path} is a folder, expected a file")
+        if name == "plots" and os.path.exists(path) and not is_folder:
+            raise ValueError(f"--plots: {path} is a file, expected a folder")
+        # A folder can be made where a file of its name can be written.
+        if reason := why_not_writable(path / "plot.png" if is_folder else path):
+            raise ValueError(f"--{name}: {path} cannot be written: {reason}")
     for name in ("plots", "compare"):
         if options.errors and getattr(options, name) is not None:
             raise ValueError(f"--{name} needs times, and --errors takes none")

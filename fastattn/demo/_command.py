@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
-import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,16 +42,12 @@ def run_command(
         sys.stdout.reconfigure(errors="replace")  # the text may need more than the terminal can show
     try:
         run(args)
-        sys.stdout.flush()
     except (DemoError, fastattn.BackendError) as error:
         print(f"fastattn demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfastattn demo: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
 
 

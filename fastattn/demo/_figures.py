@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fastattn._outputs import why_not_writable
 from fastattn.demo._errors import DemoError
 
 
@@ -19,15 +21,17 @@ def check_picture_path(path: Path) -> None:
     Raises
     ------
     DemoError
-        If the folder does not exist, the path is a folder, or the file name's ending is not a known format.
+        If the file name's ending is not a known format, or no file can be written there.
     """
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in formats:
         raise DemoError(f"--picture {path} must end in one of .{', .'.join(sorted(formats))}")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise DemoError(f"--picture {path} cannot be written: there is no folder {path.absolute().parent}")
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long, where Path.is_dir raises
         raise DemoError(f"--picture {path} cannot be written: it is a folder")
+    if reason := why_not_writable(path):
+        raise DemoError(f"--picture {path} cannot be written: {reason}")
 
 
 @contextmanager

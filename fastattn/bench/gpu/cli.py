@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fastattn._outputs import why_not_writable
 from fastattn.backends import cuda_gpu
 from fastattn.bench.case import Case
 from fastattn.bench.gpu.cases import GPU_CASES
@@ -56,6 +57,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds is at least 1, got {options.rounds}")
+    if options.json is not None and (reason := why_not_writable(options.json)):
+        parser.error(f"--json: {options.json} cannot be written: {reason}")
     return options
 
 

@@ -1,5 +1,0 @@
-import sys
-
-from fastattn.demo import main
-
-sys.exit(main())

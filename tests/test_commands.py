@@ -1,0 +1,68 @@
+"""What `python -m fastattn` does with its output, whichever command it is."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastattn
+from fastattn.__main__ import main
+from fastattn._outputs import why_not_writable
+from tests.demos import call_demo, complaint, go_to_empty_folder
+
+#: A name that is too long for every file system, whoever the user is.
+TOO_LONG = "x" * 300
+
+
+@pytest.mark.parametrize("command", ["info", "--help", "demo --help", "demo train --help", "bench --list"])
+def test_a_closed_pipe_is_no_error(command: str, tmp_path: Path) -> None:
+    """As in ``python -m fastattn info | head -1``."""
+    if command.startswith("bench"):
+        pytest.importorskip("rich")
+    arguments = [sys.executable, "-m", "fastattn", *command.split()]
+    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode in (0, 1)  # 0 where argparse itself takes no notice
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fastattn {fastattn.__version__}\n"
+
+
+@pytest.mark.parametrize("demo", ["generate", "embed", "train", "image"])
+def test_a_picture_that_cannot_be_written_ends_a_demo_at_once(
+    demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = importlib.import_module(f"fastattn.demo.{demo}.cli")
+    monkeypatch.setattr(cli, "check_extras", lambda names: None)
+    pytest.importorskip("matplotlib")
+    go_to_empty_folder(tmp_path, monkeypatch)
+    for path in (f"{TOO_LONG}.png", "/proc/x.png" if Path("/proc").is_dir() else "absent/x.png"):
+        message = complaint(call_demo(cli.main, ["--picture", path], capsys))
+        assert f"--picture {path} cannot be written: " in message
+        assert message.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_the_check_of_a_file_leaves_no_trace(tmp_path: Path) -> None:
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
+    old.write_text("text")
+    link.symlink_to(new)
+    before = old.stat()
+    for path in (old, new, link):
+        assert why_not_writable(path) == ""
+    after = old.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"]
+    assert "long" in why_not_writable(tmp_path / TOO_LONG)
+    link.unlink()
+    link.symlink_to(link)
+    assert why_not_writable(link)

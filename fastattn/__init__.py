@@ -60,15 +60,21 @@ without keys gives 0 and lse ``-inf``; a masked key is never seen, be it NaN; ma
 arrays are legal; the same bits for any number of threads, layout and batch; errors before any work.
 """
 
-import contextlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastattn import _host
 
-with contextlib.suppress(ImportError), _host.brief_openmp_spin():
-    # Loads the OpenMP runtime now, so that a limit that threadpoolctl sets holds for the first call already.
-    import fastattn.backends.cython.driver  # noqa: F401
+try:
+    with _host.brief_openmp_spin():
+        # Loads the OpenMP runtime now, so that a limit of threadpoolctl's holds for the first call already.
+        import fastattn.backends.cython.driver  # noqa: F401
+except ImportError:
+    from fastattn import _registry
+    from fastattn.backends import cython_cpu
+
+    if cython_cpu.is_unbuilt_tree:  # where an installed fastattn may be meant
+        _registry.warn_without_kernels("fastattn has no compiled kernels", 3)
 
 from fastattn import masks
 from fastattn._api import (

@@ -76,24 +76,26 @@ def select(problem: Problem[Any], name: str | None = None, *, gradients: bool = 
                 reasons = backend.gradient_reasons()
         if not reasons:
             if name is None and candidate == "reference":
-                _warn_without_kernels()
+                warn_without_kernels(
+                    "attention runs on the NumPy backend, many times slower than compiled kernels", 4
+                )
             return backend
         refusals.append(f"{candidate}: {'; '.join(reasons)}")
     who = "no backend can" if name is None else f"backend {name!r} cannot"
     raise BackendError(f"{who} take this problem:\n  " + "\n  ".join(refusals))
 
 
-def _warn_without_kernels() -> None:
-    """Once in a process, where nobody asked for the NumPy backend and nothing was compiled."""
+def warn_without_kernels(what: str, stacklevel: int) -> None:
+    """Once in a process, where nothing was compiled and the environment names no backend."""
     global _has_warned
     reasons = load("cython").unavailable_reasons()
-    if reasons and not _has_warned:
+    if reasons and not _has_warned and _host.default_backend() is None:
         _has_warned = True
         warnings.warn(
-            "attention runs on the NumPy backend, many times slower than compiled kernels: "
-            f"{'; '.join(reasons)}. FASTATTN_BACKEND=reference says that this is meant, and silences it.",
+            f"{what}: {'; '.join(reasons)}. FASTATTN_BACKEND=numba or =reference says that this is meant, "
+            "and silences it.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

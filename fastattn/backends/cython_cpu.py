@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from fastattn import _host, _threads
 from fastattn._gradients import Backward, Gradients
@@ -21,7 +22,16 @@ except ImportError as error:
     _missing = (
         f"its extension module is not built or does not load ({error}); a C compiler builds it on install"
     )
+    _tree = Path(__file__).parents[2]
+    _source = _tree / "fastattn" / "backends" / "cython" / "driver.pyx"  # in no wheel
+    is_unbuilt_tree = isinstance(error, ModuleNotFoundError) and _source.exists()
+    if is_unbuilt_tree:
+        _missing = (
+            f"imported from the source tree {_tree}, which is not built; `pip install -e {_tree}` builds it, "
+            "with a C compiler, and from another folder Python imports the fastattn that is installed"
+        )
 else:
+    is_unbuilt_tree = False
     driver.choose_isa(_host.forced_isa() or driver.available_isas()[0])
     driver.set_cores(_host.cores_of_cpus())
 

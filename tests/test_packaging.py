@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.process import ROOT, python
@@ -120,6 +121,28 @@ class TestSourceDistribution:
             names = [Path(name) for name in archive.getnames()]
         assert not [name for name in names if name.suffix in (".so", ".o", ".pyc") or name.name == "driver.c"]
         assert not [name for name in names if "build" in name.parts]
+
+
+def test_an_editable_install_is_found_from_the_folder_above_a_clone(unpacked, tmp_path):
+    """Where a clone named ``fastattn`` would pass for a namespace package of that name."""
+    clone, into, site = (tmp_path / name for name in ("fastattn", "wheel", "site"))
+    shutil.copytree(unpacked, clone)
+    into.mkdir()
+    done = build("editable", clone, into, CC=NO_COMPILER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    zipfile.ZipFile(next(into.glob("*.whl"))).extractall(site)
+    # Without the site-packages of this interpreter, in which fastattn may be installed as well.
+    code = f"""
+import site, sys
+site.addsitedir({str(site)!r})
+sys.path.append({str(Path(np.__file__).parents[1])!r})
+import fastattn
+print(fastattn.attention.__module__, fastattn.__file__)
+"""
+    command = [sys.executable, "-S", "-W", "ignore", "-c", code]
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
+    assert done.stdout.split() == ["fastattn._api", str(clone / "fastattn" / "__init__.py")], done.stderr
 
 
 class TestTarget:

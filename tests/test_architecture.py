@@ -104,7 +104,7 @@ LAYERS = [
     {"_blas"},
     {"_info"},
     {""},
-    {"integrations._options", "integrations._xla"},
+    {"integrations._options", "integrations._extras", "integrations._xla"},
     {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},

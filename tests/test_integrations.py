@@ -3,12 +3,15 @@ attention where they have one."""
 
 from __future__ import annotations
 
+import tomllib
+
 import numpy as np
 import pytest
 
 import fastattn
 from fastattn import masks
 from tests.cases import random_arrays
+from tests.process import ROOT, python
 from tests.tolerances import assert_same_bits
 
 #: Options, some of them arrays, of problems of 2 items, 4 heads on 2, 13 queries and 21 keys.
@@ -44,6 +47,34 @@ def expected(arrays: dict[str, np.ndarray], options: dict, grad_out: np.ndarray)
     out, lse = fastattn.attention(**arrays, **options, return_lse=True)
     gradients = fastattn.attention_backward(grad_out, **arrays, **options, out=out, lse=lse, wrt=list(arrays))
     return {"out": out} | {name: getattr(gradients, name) for name in arrays}
+
+
+INTEGRATIONS = sorted(path.stem for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py"))
+
+
+def test_without_the_library_the_pip_line() -> None:
+    """Of an extra that is there, where nothing but NumPy and the standard library is installed."""
+    code = f"""
+import sys
+import fastattn
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] not in {{"fastattn", "numpy", *sys.stdlib_module_names}}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent)
+for name in {INTEGRATIONS}:
+    try:
+        __import__(f"fastattn.integrations.{{name}}")
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = python(code).splitlines()
+    for name, line in zip(INTEGRATIONS, lines, strict=True):
+        assert line.startswith(f"fastattn.integrations.{name} needs packages that are missing")
+        assert "No module named " in line
+        assert f"pip install 'fastattn[{name}]'" in line
+        assert name in extras
 
 
 @pytest.mark.parametrize("name", OPTIONS)

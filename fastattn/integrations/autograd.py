@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd.extend import defvjp_argnums, primitive
-
 import fastattn
 from fastattn._gradients import DIFFERENTIABLE
+from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
+
+with extra("autograd"):
+    from autograd.extend import defvjp_argnums, primitive
 
 
 def attention(

@@ -13,11 +13,7 @@ from math import isnan
 from operator import and_
 from typing import Any, NamedTuple
 
-import dask.array as da
 import numpy as np
-from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph
-from dask.task_spec import DataNode, Task, TaskRef
 
 import fastattn
 from fastattn._arguments import as_array, check_key_lengths, check_wrt
@@ -25,7 +21,14 @@ from fastattn._gradients import Gradients
 from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
 from fastattn._mask_parts import of_band, states_of_keys
 from fastattn._normalize import outline
+from fastattn.integrations._extras import extra
 from fastattn.masks import Dense, Mask
+
+with extra("dask"):
+    import dask.array as da
+    from dask.base import tokenize
+    from dask.highlevelgraph import HighLevelGraph
+    from dask.task_spec import DataNode, Task, TaskRef
 
 Chunks = tuple[tuple[int, ...], ...]
 Index = tuple[Any, ...]

@@ -9,15 +9,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-import jax
-import jax.ffi
-import jax.numpy as jnp
 import numpy as np
 
 import fastattn
 from fastattn._gradients import DIFFERENTIABLE
 from fastattn._normalize import outline
+from fastattn.integrations._extras import extra
 from fastattn.masks import Mask
+
+with extra("jax"):
+    import jax
+    import jax.ffi
+    import jax.numpy as jnp
 
 try:
     import fastattn.integrations._xla as xla

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
-from keras.src.backend.numpy import nn
 
 import fastattn
+from fastattn.integrations._extras import extra
+
+with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
+    import keras
+    from keras.src.backend.numpy import nn
 
 _keras_attention = nn.dot_product_attention
 

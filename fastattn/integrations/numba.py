@@ -9,16 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils
-from numba.core.errors import TypingError
-from numba.core.targetconfig import ConfigStack
-from numba.extending import intrinsic, overload, register_jitable
-from numba.np.arrayobj import make_array
 
 import fastattn
 from fastattn import _capi
+from fastattn.integrations._extras import extra
+
+with extra("numba"):
+    from llvmlite import binding, ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.core.errors import TypingError
+    from numba.core.targetconfig import ConfigStack
+    from numba.extending import intrinsic, overload, register_jitable
+    from numba.np.arrayobj import make_array
 
 if TYPE_CHECKING:
     from fastattn._options import CausalRule

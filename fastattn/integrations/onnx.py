@@ -22,11 +22,14 @@ from operator import and_
 from typing import Any
 
 import numpy as np
-from onnx.reference.op_run import OpRun
-from onnx.reference.ops.aionnx_preview.op_flex_attention import FlexAttention as _FlexAttention
 
 import fastattn
 from fastattn import masks
+from fastattn.integrations._extras import extra
+
+with extra("onnx"):
+    from onnx.reference.op_run import OpRun
+    from onnx.reference.ops.aionnx_preview.op_flex_attention import FlexAttention as _FlexAttention
 
 
 class Attention(OpRun):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from scipy.optimize import minimize
-from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 import fastattn
+from fastattn.integrations._extras import extra
 from fastattn.masks import NotSelf
+
+with extra("sklearn"):
+    from scipy.optimize import minimize
+    from sklearn.base import BaseEstimator, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 _FLOATS = [np.float64, np.float32]
 _STARTS = np.log(2.0) * np.arange(-4, 5)  # of a search, around Scott's rule

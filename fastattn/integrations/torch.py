@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
-from torch.autograd.forward_ad import unpack_dual
 
 import fastattn
+from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
 from fastattn.masks import Mask
+
+with extra("torch"):
+    import torch
+    from torch.autograd.forward_ad import unpack_dual
 
 
 def attention(
@@ -131,7 +134,8 @@ def _array(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().resolve_neg()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
-    import ml_dtypes  # which NumPy's bfloat16 comes from
+    with extra("torch"):
+        import ml_dtypes  # which NumPy's bfloat16 comes from
 
     return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
+from fastattn.integrations._extras import extra
+
+with extra("transformers"):
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
 from fastattn.integrations.torch import attention
 

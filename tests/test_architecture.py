@@ -363,6 +363,7 @@ RAISES_ELSEWHERE = {
     "_device.py: __getitem__": "an array on a GPU is no sequence",
     "_mask_map.py: states": "a mask array on a GPU is not made tiles of",
     # Beside other libraries: what the edge never sees, or would drop without a word.
+    "integrations/_extras.py: extra": "the library is not installed",
     "integrations/_options.py: check_options": "outputs that are not differentiated",
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
     "integrations/keras.py: install": "Keras computes elsewhere",

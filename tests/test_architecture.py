@@ -365,6 +365,7 @@ RAISES_ELSEWHERE = {
     # Beside other libraries: what the edge never sees, or would drop without a word.
     "integrations/_extras.py: extra": "the library is not installed",
     "integrations/_options.py: check_options": "outputs that are not differentiated",
+    "integrations/_options.py: caller_names": "what the edge raised, with other names",
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
     "integrations/keras.py: install": "Keras computes elsewhere",
     "integrations/numba.py: _check_types": "types that compiled code cannot hand to C",
@@ -374,7 +375,9 @@ RAISES_ELSEWHERE = {
     "integrations/numba.py: implementation": "the struct has each size once; or what the C entry said",
     "integrations/onnx.py: _run": "what the operators' texts forbid",
     "integrations/onnx.py: _bound": "the same of sizes",
-    "integrations/onnx.py: _check_gate": "the same of gates",
+    "integrations/onnx.py: _heads": "the same of heads",
+    "integrations/onnx.py: _check_shape": "the same of shapes",
+    "integrations/onnx.py: _check_choice": "the same of words and codes",
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",
     "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
     "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",

@@ -172,19 +172,145 @@ def test_three_axes_of_size_0(sizes):
     assert run(model, [inputs[it.name] for it in model.graph.input])[0].shape == (B, L, 4)
 
 
-@pytest.mark.parametrize(
-    "message, inputs, attributes",
-    [
-        ("past_key and past_value must be given together", {"past_key": (1, 2, 3, 4)}, {}),
-        ("left_window_size must be -1 or nonnegative, got -2", {}, {"left_window_size": -2}),
-        ("q_num_heads and kv_num_heads must be given", {"Q": (1, 2, 4), "K": (1, 2, 4), "V": (1, 2, 4)}, {}),
+#: The inputs of operators, in their order.
+INPUTS = {
+    "Attention": ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"],
+    "RotaryEmbedding": ["X", "cos_cache", "sin_cache", "position_ids"],
+    "TensorScatter": ["past_cache", "update", "write_indices"],
+}
+#: Inputs that fit each other.
+POSITIONS = np.arange(8).reshape(2, 4)
+FITTING = {
+    "Attention": {"Q": (2, 4, 5, 8), "K": (2, 2, 7, 8), "V": (2, 2, 7, 6)},
+    "RotaryEmbedding": {
+        "X": (2, 3, 4, 8), "cos_cache": (9, 4), "sin_cache": (9, 4), "position_ids": POSITIONS
+    },
+    "TensorScatter": {"past_cache": (2, 3, 5, 4), "update": (2, 3, 2, 4)},
+}  # fmt: skip
+FLAT = {"Q": (2, 5, 32), "K": (2, 7, 16), "V": (2, 7, 12), "q_num_heads": 4, "kv_num_heads": 2}
+PAST = {"past_key": (2, 2, 3, 8), "past_value": (2, 2, 3, 6)}
+
+
+def run_operator(operator, new_ops=operators, **given):
+    """The first output of one node; shapes among its inputs stand for zeros."""
+    names = INPUTS[operator]
+    inputs = {name: given[name] for name in names if name in given}
+    inputs = {name: np.zeros(x, "f4") if isinstance(x, tuple) else x for name, x in inputs.items()}
+    attributes = {name: x for name, x in given.items() if name not in names}
+    node = make_node(operator, [name if name in inputs else "" for name in names], ["y"], **attributes)
+    described = [
+        make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in inputs.items()
+    ]
+    graph = make_graph([node], "g", described, [make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
+    model = make_model(graph, opset_imports=[make_opsetid("", 25)])
+    return run(model, list(inputs.values()), new_ops)[0]
+
+
+#: What each operator says, and what is changed in what fits it.
+MISTAKES = {
+    "Attention": [
+        ("past_key and past_value must be given together", {"past_key": (2, 2, 3, 8)}),
+        ("nonpad_kv_seqlen and past_key must not", PAST | {"nonpad_kv_seqlen": np.array([3, 3])}),
+        ("left_window_size must be -1 or nonnegative, got -2", {"left_window_size": -2}),
+        ("q_num_heads and kv_num_heads must be given for", FLAT | {"q_num_heads": 0}),
+        ("q_num_heads must divide the last axis of Q, got 5 and 32", FLAT | {"q_num_heads": 5}),
+        ("kv_num_heads must divide the last axis of V, got 2 and 13", FLAT | {"V": (2, 7, 13)}),
+        ("q_num_heads must divide the last axis of Q, got -4 and 32", FLAT | {"q_num_heads": -4}),
+        ("q_num_heads is 3, and Q has 4 heads", {"q_num_heads": 3}),
+        ("Q, K and V must have as many axes, got (2, 4, 5, 8), (2, 7, 16)", {"K": (2, 7, 16)}),
+        ("Q must have three axes or four, got (5, 8)", dict.fromkeys("QKV", (5, 8))),
+        ("the heads of Q must be a multiple of those of K and V", {"Q": (2, 3, 5, 8)}),
+        ("K and V must have the same length, got 7 and 6; Q (2, 4, 5, 8)", {"V": (2, 2, 6, 6)}),
+        ("axes of Q, K and V do not broadcast", {"K": (3, 2, 7, 8), "V": (3, 2, 7, 6)}),
+        ("attn_mask of shape (5, 9) does not broadcast", {"attn_mask": (5, 9)}),
+        ("attn_mask of shape (3, 7) does not", {"attn_mask": np.ones((3, 7), bool)}),
+        ("attn_mask", {"attn_mask": np.ones((3, 7), bool), "is_causal": 1}),
+        ("attn_mask must be a float16", {"attn_mask": np.ones((5, 7), "c8")}),
+        ("nonpad_kv_seqlen must be in 0..S=7, got 8; Q", {"nonpad_kv_seqlen": np.array([3, 8])}),
+        ("nonpad_kv_seqlen must be in 0..S=7, got -1; Q", {"nonpad_kv_seqlen": np.array([3, -1])}),
+        ("nonpad_kv_seqlen must have shape (2,), got (1,)", {"nonpad_kv_seqlen": np.array([3])}),
+        ("nonpad_kv_seqlen must be integers", {"nonpad_kv_seqlen": np.array([3.0, 4.0])}),
+        ("past_key must have shape (2, 2, 3, 8), got", PAST | {"past_key": (2, 1, 3, 8)}),
+        ("past_value must have shape (2, 2, 3, 6), got", PAST | {"past_value": (2, 2, 4, 6)}),
+        ("qk_matmul_output_mode must be one of 0, 1, 2, 3, got 7", {"qk_matmul_output_mode": 7}),
+        ("softmax_precision must be one of 1, 10, 11, 16, got 2", {"softmax_precision": 2}),
     ],
+    "RotaryEmbedding": [
+        ("num_heads must be given for", {"X": (2, 4, 24)}),
+        ("num_heads must divide the last axis of X, got 5 and 24", {"X": (2, 4, 24), "num_heads": 5}),
+        ("num_heads is 2, and X has 3 heads", {"num_heads": 2}),
+        ("X must have three axes or four", {"X": (1, 2, 3, 4, 8)}),
+        ("or 0 where that is even; got 0 and a head size of 7", {"X": (2, 3, 4, 7)}),
+        ("got 5 and a head size of 8", {"rotary_embedding_dim": 5}),
+        ("got 12 and a head size of 8", {"rotary_embedding_dim": 12}),
+        ("got -4 and a head size of 8", {"rotary_embedding_dim": -4}),
+        ("for rotary_embedding_dim 4, got (9, 4)", {"rotary_embedding_dim": 4}),
+        ("for rotary_embedding_dim 8, got (9, 2)", {"cos_cache": (9, 2), "sin_cache": (9, 2)}),
+        ("sin_cache must have shape (9, 4), got (9, 1)", {"sin_cache": (9, 1)}),
+        ("cos_cache must have shape (2, 4) with position_ids", {"cos_cache": (2, 4, 4)}),
+        ("(2, 4, 4) or (1, 4, 4) without position_ids", {"position_ids": None}),
+        ("position_ids must have shape (2, 4) or (1, 4), got (4,)", {"position_ids": np.arange(4)}),
+        ("position_ids must be in 0..8, the rows of cos_cache", {"position_ids": POSITIONS + 2}),
+        ("position_ids must be in 0..8, the rows of cos_cache", {"position_ids": POSITIONS - 1}),
+    ],
+    "TensorScatter": [
+        ("write_indices must be in 0..3 in linear mode", {"write_indices": np.array([0, 4])}),
+        ("write_indices must be in 0..3 in linear mode", {"write_indices": np.array([2**63 - 1, 0])}),
+        ("write_indices must be in 0..3 in linear mode", {"write_indices": np.array([-1, 0])}),
+        ("write_indices must have shape (2,), got (1,)", {"write_indices": np.array([1])}),
+        ("write_indices must be integers", {"write_indices": np.array([1.0, 2.0])}),
+        ("axis must be one of past_cache's behind the first, got 0", {"axis": 0}),
+        ("axis must be one of past_cache's behind the first, got 5", {"axis": 5}),
+        ("update must fit past_cache (2, 3, 5, 4) on axis 2, got (3, 2, 4)", {"update": (3, 2, 4)}),
+        ("on axis 2, got (2, 3, 6, 4)", {"update": (2, 3, 6, 4)}),
+        ("mode must be one of linear, circular, got 'ring'", {"mode": "ring"}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "operator, message, changed", [(name, *mistake) for name, of in MISTAKES.items() for mistake in of]
 )
-def test_errors(message, inputs, attributes):
-    shapes = dict.fromkeys(("Q", "K", "V"), (1, 2, 3, 4)) | inputs
-    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=message):
-        run(attention_model(arrays, **attributes), list(arrays.values()))
+def test_errors_name_the_inputs_and_attributes_of_onnx(operator, message, changed):
+    """As ValueErrors: ONNX's evaluator hides what a TypeError says."""
+    given = {name: x for name, x in (FITTING[operator] | changed).items() if x is not None}
+    with pytest.raises(ValueError) as error:
+        run_operator(operator, **given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("operator", FITTING)
+def test_what_the_mistakes_are_made_in_fits(operator):
+    assert_same_bits(*(run_operator(operator, ops, **FITTING[operator]) for ops in (operators, None)))
+
+
+@pytest.mark.parametrize("mode", ["linear", "circular"])
+@pytest.mark.parametrize("axis", [1, 2, 3, -1])
+def test_rows_go_around_the_end_in_circular_mode_alone(axis, mode):
+    """Also from indices beyond the cache, as far as int64 goes."""
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((2, 3, 5, 4)).astype("f4")
+    n = cache.shape[axis]
+    update = np.take(rng.standard_normal(cache.shape), range(n - 1), axis).astype("f4")
+    starts = [[0, 1], [1, 1]] if mode == "linear" else [[0, n - 1], [2, 5 * n + 3], [2**62, -1]]
+    for write_indices in map(np.array, starts):
+        given = {
+            "past_cache": cache,
+            "update": update,
+            "write_indices": write_indices,
+            "axis": axis,
+            "mode": mode,
+        }
+        got, wanted = (run_operator("TensorScatter", ops, **given) for ops in (operators, None))
+        assert_same_bits(got, wanted)
+    if mode == "circular":
+        far = {"write_indices": np.array([2**63 - 1, 0]), "axis": axis, "mode": mode}
+        near = far | {"write_indices": np.array([(2**63 - 1) % n, 0])}
+        got, wanted = (
+            run_operator("TensorScatter", past_cache=cache, update=update, **it) for it in (far, near)
+        )
+        assert_same_bits(got, wanted)
 
 
 RULES = ["linear", "gated", "delta", "gated_delta"]
@@ -283,6 +409,10 @@ def test_linear_attention_sees_nothing_of_later_tokens(rule):
         (r"q_num_heads must be a multiple of kv_num_heads, got 3 and 2", {}, {"q_num_heads": 3}),
         (r"beta must have shape \(1, 3, 1\) or \(1, 3, 2\), got \(1, 3, 4\)", {"beta": (1, 3, 4)}, {}),
         (r"past_state must have shape \(1, 2, 4, 4\), got \(1, 2, 4, 5\)", {"past_state": (1, 2, 4, 5)}, {}),
+        (r"key must have shape \(1, 3, 8\), got \(1, 4, 8\)", {"key": (1, 4, 8)}, {}),
+        (r"query must have shape \(1, 3, 8\), got \(1, 3, 6\)", {"query": (1, 3, 6)}, {}),
+        (r"query must have shape .* got \(3, 8\)", {"query": (3, 8)}, {}),
+        ("kv_num_heads must divide the last axis of value, got 2 and 7", {"value": (1, 3, 7)}, {}),
     ],
 )
 def test_errors_of_linear_attention(message, changed, attributes):

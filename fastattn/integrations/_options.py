@@ -1,8 +1,10 @@
-"""What a differentiable `attention` refuses."""
+"""What a differentiable `attention` refuses, and errors that name arguments as the caller does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -11,3 +13,13 @@ def check_options(options: Mapping[str, Any], *refused: str) -> None:
     for name in refused:
         if name in options:
             raise TypeError(f"no {name}= where attention is differentiated; fastattn.attention has it")
+
+
+@contextmanager
+def caller_names(names: Mapping[str, str], kind: type[Exception] | None = None) -> Iterator[None]:
+    """Errors from within name arguments by what `names` has for them, and are of `kind`, or as they were."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error))
+        raise (kind or (TypeError if isinstance(error, TypeError) else ValueError))(text) from None

@@ -16,7 +16,7 @@ True
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from math import sqrt
 from operator import and_
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import fastattn
 from fastattn import masks
 from fastattn.integrations._extras import extra
+from fastattn.integrations._options import caller_names
 
 with extra("onnx"):
     from onnx.reference.op_run import OpRun
@@ -63,15 +64,23 @@ class Attention(OpRun):
             raise ValueError("past_key and past_value must be given together")
         if past_key is not None and nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen and past_key must not both be given")
+        _check_choice("qk_matmul_output_mode", qk_matmul_output_mode or 0, (0, 1, 2, 3))
+        _check_choice("softmax_precision", softmax_precision, (None, 1, 10, 11, 16))
+        if not Q.ndim == K.ndim == V.ndim:
+            raise ValueError(f"Q, K and V must have as many axes, got {Q.shape}, {K.shape} and {V.shape}")
         is_flat = Q.ndim == 3
-        if is_flat:
-            if not q_num_heads or not kv_num_heads:
-                raise ValueError("q_num_heads and kv_num_heads must be given for inputs of three axes")
-            Q, K, V = (_heads(Q, q_num_heads), _heads(K, kv_num_heads), _heads(V, kv_num_heads))
+        if is_flat and not (q_num_heads and kv_num_heads):
+            raise ValueError("q_num_heads and kv_num_heads must be given for inputs of three axes")
+        Q = _heads(Q, q_num_heads, "Q", "q_num_heads")
+        K, V = (_heads(x, kv_num_heads, name, "kv_num_heads") for x, name in ((K, "K"), (V, "V")))
         past = 0
         if past_key is not None and past_value is not None:
-            past = past_key.shape[2]
+            past = past_key.shape[2] if past_key.ndim == 4 else 0
+            for name, x, new in (("past_key", past_key, K), ("past_value", past_value, V)):
+                _check_shape(name, x, (*new.shape[:2], past, new.shape[3]))
             K, V = (np.concatenate(parts, axis=2) for parts in ((past_key, K), (past_value, V)))
+        if nonpad_kv_seqlen is not None:
+            _check_shape("nonpad_kv_seqlen", nonpad_kv_seqlen, Q.shape[:1])
         options = _masks(
             attn_mask, K.shape[2], past, nonpad_kv_seqlen, bool(is_causal),
             _bound(left_window_size, "left_window_size"), _bound(right_window_size, "right_window_size"),
@@ -81,7 +90,8 @@ class Attention(OpRun):
         wants_scores = len(self.onnx_node.output) > 3 and self.onnx_node.output[3] != ""
         # V may be of another 16-bit type than Q.
         values = V if Q.dtype == V.dtype or V.itemsize != 2 else V.astype(np.float32)
-        found = fastattn.attention(Q, K, values, **options, return_weights=wants_scores and mode == 3)
+        with _names_of_attention():
+            found = fastattn.attention(Q, K, values, **options, return_weights=wants_scores and mode == 3)
         out, scores = found if isinstance(found, tuple) else (found, np.empty(0, Q.dtype))
         if wants_scores and mode != 3:
             scores = _scores(Q, K, mode, **options)
@@ -92,9 +102,49 @@ class Attention(OpRun):
             return out.astype(Q.dtype, copy=False), K, V, scores.astype(Q.dtype, copy=False)
 
 
-def _heads(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """(B, L, H * D) as a (B, H, L, D) view."""
+#: What the operators call arguments of fastattn's functions. ONNX hides what a TypeError says.
+_names_of_attention = partial(
+    caller_names,
+    {
+        "query": "Q", "key": "K", "value": "V", "mask": "attn_mask", "bias": "attn_mask",
+        "key_lengths": "nonpad_kv_seqlen",
+    },
+    ValueError,
+)  # fmt: skip
+_names_of_rope = partial(
+    caller_names, {"x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids"}, ValueError
+)
+
+
+def _heads(x: np.ndarray, num_heads: int | None, name: str, attribute: str) -> np.ndarray:
+    """(B, H, L, D), which may come as (B, L, H * D): then as a view, by an attribute that says H."""
+    if x.ndim == 4:
+        if num_heads and num_heads != x.shape[1]:
+            raise ValueError(
+                f"{attribute} is {num_heads}, and {name} has {x.shape[1]} heads; {name} {x.shape}"
+            )
+        return x
+    if x.ndim != 3:
+        raise ValueError(f"{name} must have three axes or four, got {x.shape}")
+    if not num_heads:
+        raise ValueError(f"{attribute} must be given for an input of three axes; {name} {x.shape}")
+    if num_heads < 0 or x.shape[2] % num_heads:
+        raise ValueError(
+            f"{attribute} must divide the last axis of {name}, got {num_heads} and {x.shape[2]}; "
+            f"{name} {x.shape}"
+        )
     return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
+
+
+def _check_shape(name: str, x: np.ndarray, *expected: tuple[int, ...], because: str = "") -> None:
+    if x.shape not in expected:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, expected))}{because}, got {x.shape}")
+
+
+def _check_choice(name: str, given: Any, choices: tuple[Any, ...]) -> None:
+    if given not in choices:
+        listed = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise ValueError(f"{name} must be one of {listed}, got {given!r}")
 
 
 def _bound(size: int | None, name: str) -> int | None:
@@ -170,22 +220,29 @@ class RotaryEmbedding(OpRun):
         num_heads: int | None = None,
         rotary_embedding_dim: int | None = None,
     ) -> tuple[np.ndarray]:
-        x = X
-        if X.ndim == 3:
-            if not num_heads:
-                raise ValueError("num_heads must be given for an input of three axes")
-            x = _heads(X, num_heads)
-        if position_ids is None:  # a table for each item
-            position_ids = np.arange(cos_cache.shape[0] * cos_cache.shape[1]).reshape(cos_cache.shape[:2])
-            cos_cache, sin_cache = (x.reshape(-1, x.shape[-1]) for x in (cos_cache, sin_cache))
-        if rotary_embedding_dim and rotary_embedding_dim != 2 * cos_cache.shape[-1]:
+        x = _heads(X, num_heads, "X", "num_heads")
+        B, _, L, D = x.shape
+        half, is_odd = divmod(rotary_embedding_dim or D, 2)
+        if is_odd or not 0 < 2 * half <= D:
             raise ValueError(
-                f"cos_cache must have rotary_embedding_dim / 2 = {rotary_embedding_dim // 2} columns, "
-                f"got {cos_cache.shape[-1]}"
+                f"rotary_embedding_dim must be even and at most the head size, or 0 where that is even; "
+                f"got {rotary_embedding_dim or 0} and a head size of {D}"
             )
-        rotated = fastattn.rope(
-            x, cos_cache, sin_cache, positions=position_ids, interleaved=bool(interleaved)
-        )
+        if position_ids is None:  # a table for each item
+            given, tables = "without", [(B, L, half), (1, L, half)]
+        else:
+            given, tables = "with", [(*cos_cache.shape[:1], half)]
+            _check_shape("position_ids", position_ids, (B, L), (1, L))
+        because = f" {given} position_ids and for rotary_embedding_dim {2 * half}"
+        _check_shape("cos_cache", cos_cache, *tables, because=because)
+        _check_shape("sin_cache", sin_cache, cos_cache.shape)
+        if position_ids is None:
+            position_ids = np.arange(len(cos_cache) * L).reshape(-1, L)
+        cos_cache, sin_cache = (table.reshape(-1, half) for table in (cos_cache, sin_cache))
+        with _names_of_rope():
+            rotated = fastattn.rope(
+                x, cos_cache, sin_cache, positions=position_ids, interleaved=bool(interleaved)
+            )
         return (rotated.swapaxes(1, 2).reshape(X.shape) if X.ndim == 3 else rotated,)
 
 
@@ -200,20 +257,29 @@ class TensorScatter(OpRun):
         axis: int | None = None,
         mode: str | None = None,
     ) -> tuple[np.ndarray]:
-        if mode not in (None, "linear", "circular"):
-            raise ValueError(f'mode must be "linear" or "circular", got {mode!r}')
-        at = (-2 if axis is None else axis) % past_cache.ndim
-        sizes = list(past_cache.shape)
-        n, sizes[at] = sizes[at], update.shape[at]
-        if at == 0 or update.shape != tuple(sizes) or sizes[at] > n:
+        _check_choice("mode", mode, (None, "linear", "circular"))
+        shape, given = past_cache.shape, -2 if axis is None else axis
+        if not -len(shape) <= given < len(shape) or given % len(shape) == 0:
+            raise ValueError(f"axis must be one of past_cache's behind the first, got {given} for {shape}")
+        at = given % len(shape)
+        n, count = shape[at], update.shape[at] if update.ndim > at else 0
+        if update.shape != (*shape[:at], count, *shape[at + 1 :]) or count > n:
+            raise ValueError(f"update must fit past_cache {shape} on axis {at}, got {update.shape}")
+        starts = np.zeros(shape[0], np.int64) if write_indices is None else write_indices
+        _check_shape("write_indices", starts, shape[:1])
+        if starts.dtype.kind not in "iu":
+            raise ValueError(f"write_indices must be integers, got dtype {starts.dtype}")
+        if mode == "circular":
+            starts = starts % max(n, 1)
+        elif any(not 0 <= start <= n - count for start in starts.tolist()):
             raise ValueError(
-                f"update must fit past_cache {past_cache.shape} on axis {at}, got {update.shape}"
+                f"write_indices must be in 0..{n - count} in linear mode, for {count} rows of {n}, got "
+                f"{starts.tolist()}; past_cache {shape}, update {update.shape}"
             )
         present = past_cache.copy()
-        starts = np.zeros(len(present), np.int64) if write_indices is None else write_indices
         for cache, rows, start in zip(present, update, starts.tolist(), strict=True):
-            places = np.arange(start, start + sizes[at])
-            cache.swapaxes(0, at - 1)[places % n if mode == "circular" else places] = rows.swapaxes(0, at - 1)
+            places = (start + np.arange(count)) % max(n, 1)
+            cache.swapaxes(0, at - 1)[places] = rows.swapaxes(0, at - 1)
         return (present,)
 
 
@@ -237,7 +303,8 @@ class FlexAttention(_FlexAttention):
                 Q, K, V, scale, score_mod, prob_mod, softmax_precision, **others
             )
             return found
-        return (fastattn.attention(Q, K, V, scale=scale).astype(V.dtype, copy=False),)
+        with _names_of_attention():
+            return (fastattn.attention(Q, K, V, scale=scale).astype(V.dtype, copy=False),)
 
 
 #: Which inputs each update rule of `LinearAttention` needs beside query, key and value.
@@ -271,31 +338,36 @@ class LinearAttention(OpRun):
     ) -> tuple[np.ndarray, np.ndarray]:
         H, K = q_num_heads or 0, kv_num_heads or 0
         rule = update_rule or "gated_delta"
-        if rule not in _GATES:
-            raise ValueError(f"update_rule must be one of {', '.join(_GATES)}, got {rule!r}")
+        _check_choice("update_rule", rule, tuple(_GATES))
         if K <= 0 or H <= 0 or H % K:
             raise ValueError(f"q_num_heads must be a multiple of kv_num_heads, got {H} and {K}")
         for name, gate in {"decay": decay, "beta": beta}.items():
             if (gate is not None) != (name in _GATES[rule]):
                 how = "needs" if gate is None else "takes no"
                 raise ValueError(f"update_rule {rule!r} {how} {name}")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            _check_shape(name, x, (*query.shape[:2], x.shape[-1]))
         B, T, _ = query.shape
         # Axes (B, K, G, T, ...) with G = 1 but for queries.
-        q = _heads(query, H).astype(np.float32).reshape(B, K, H // K, T, -1)
-        k, v = (_heads(x, K).astype(np.float32)[:, :, None] for x in (key, value))
+        k, v = (
+            _heads(x, K, name, "kv_num_heads").astype(np.float32)[:, :, None]
+            for x, name in ((key, "key"), (value, "value"))
+        )
         D, E = k.shape[-1], v.shape[-1]
+        _check_shape("query", query, (B, T, H * D))
+        q = _heads(query, H, "query", "q_num_heads").astype(np.float32).reshape(B, K, H // K, T, D)
         if decay is not None:
-            _check_gate("decay", decay, (B, T), {K, K * D})
-            decay = np.maximum(_heads(decay, K).astype(np.float64)[:, :, None], _NO_TRACE)
+            _check_shape("decay", decay, (B, T, K), (B, T, K * D))
+            decay = _heads(decay, K, "decay", "kv_num_heads").astype(np.float64)[:, :, None]
+            decay = np.maximum(decay, _NO_TRACE)
         if beta is not None:
-            _check_gate("beta", beta, (B, T), {1, K})
-            beta = _heads(beta, beta.shape[-1]).astype(np.float32)[:, :, None]
+            _check_shape("beta", beta, (B, T, 1), (B, T, K))
+            beta = beta.swapaxes(1, 2).astype(np.float32)[:, :, None, :, None]
         if past_state is None:
             state = np.zeros((B, K, 1, D, E), np.float32)
-        elif past_state.shape == (B, K, D, E):
-            state = past_state.astype(np.float32)[:, :, None]
         else:
-            raise ValueError(f"past_state must have shape {(B, K, D, E)}, got {past_state.shape}")
+            _check_shape("past_state", past_state, (B, K, D, E))
+            state = past_state.astype(np.float32)[:, :, None]
         chunk = _CHUNK if decay is None or decay.shape[-1] == 1 else _CHUNK_OF_COLUMNS
         if not all(np.isfinite(x).all() for x in (k, v, decay, beta) if x is not None):
             chunk = 1  # the recurrence itself: what is nonfinite is not seen by earlier tokens
@@ -307,12 +379,6 @@ class LinearAttention(OpRun):
             out[rows] = (scale or 1 / sqrt(D)) * found
         packed = out.reshape(B, H, T, E).swapaxes(1, 2).reshape(B, T, H * E)
         return packed, state[:, :, 0].astype(query.dtype if past_state is None else past_state.dtype)
-
-
-def _check_gate(name: str, gate: np.ndarray, rows: tuple[int, int], columns: set[int]) -> None:
-    if gate.ndim != 3 or gate.shape[:2] != rows or gate.shape[2] not in columns:
-        expected = " or ".join(str((*rows, n)) for n in sorted(columns))
-        raise ValueError(f"{name} must have shape {expected}, got {gate.shape}")
 
 
 def _advance(

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from fastattn.integrations._extras import extra
+from fastattn.integrations._options import caller_names
 
 with extra("transformers"):
     import torch
@@ -112,16 +113,19 @@ def _attention_forward(
         is_causal = getattr(module, "is_causal", True)
     # A mask says all, and one query sees the whole cache.
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-    out = attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        bias=bias,
-        sinks=s_aux,
-        mask=mask,
-        causal="bottom_right" if is_causal else False,
-        scale=scaling,
-        softcap=softcap,
-        layout="bshd",
-        dropout=dropout,
-        seed=int(torch.randint(2**63 - 1, ())) if dropout else None,
-    )
+    names = {"mask": "attention_mask", "scale": "scaling", "sinks": "s_aux"}
+    names["bias"] = "attention_mask" if position_bias is None else "position_bias"
+    with caller_names(names):
+        out = attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            bias=bias,
+            sinks=s_aux,
+            mask=mask,
+            causal="bottom_right" if is_causal else False,
+            scale=scaling,
+            softcap=softcap,
+            layout="bshd",
+            dropout=dropout,
+            seed=int(torch.randint(2**63 - 1, ())) if dropout else None,
+        )
     return out, None

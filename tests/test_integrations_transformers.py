@@ -248,6 +248,23 @@ def test_what_is_not_there_is_refused(name: str) -> None:
         attention(torch.nn.Module(), x, x, x, None, **{name: True})
 
 
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        (r"attention_mask of shape \(3, 5\)", {"attention_mask": torch.ones(3, 5, dtype=torch.bool)}),
+        (r"attention_mask of shape \(3, 5\)", {"attention_mask": torch.zeros(3, 5)}),
+        (r"position_bias of shape \(3, 5\)", {"attention_mask": None, "position_bias": torch.zeros(3, 5)}),
+        ("scaling must be a finite number", {"attention_mask": None, "scaling": float("nan")}),
+        ("s_aux of shape|s_aux must have", {"attention_mask": None, "s_aux": torch.zeros(5)}),
+    ],
+)
+def test_errors_name_the_arguments_of_transformers(message: str, given: dict) -> None:
+    attention = transformers.AttentionInterface()["fastattn"]
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=message):
+        attention(torch.nn.Module(), x, x, x, **given)
+
+
 def test_another_name() -> None:
     register("mine")
     model = tiny("grouped_heads")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,17 @@ with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
 _keras_attention = nn.dot_product_attention
 
 
-def install() -> None:
+def install() -> Callable[..., Any]:
     """Let ``keras.ops.dot_product_attention`` of the NumPy backend call `fastattn.attention`.
 
     With it ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` and every model of them. It holds
     for the process, until `uninstall`. Results are Keras's up to rounding, also for a query without a key to
     attend to, which gets the mean of all values there.
+
+    Returns
+    -------
+    callable
+        What it replaced: Keras's own function, or whatever stood in its place.
 
     Raises
     ------
@@ -34,7 +39,8 @@ def install() -> None:
     Notes
     -----
     Keras's layers compute scores themselves where ``dropout`` is not 0 (even at inference) or
-    ``return_attention_scores=True``. The same layer with ``dropout=0`` takes the same weights.
+    ``return_attention_scores=True``. The same layer with ``dropout=0`` takes the same weights. Models with
+    attention of their own, as Llama, Gemma and T5 of KerasHub, keep it: :doc:`/coming-from` lists them.
 
     Examples
     --------
@@ -50,7 +56,9 @@ def install() -> None:
     """
     if keras.config.backend() != "numpy":
         raise RuntimeError(f"Keras's backend must be numpy, got {keras.config.backend()}")
+    before: Callable[..., Any] = nn.dot_product_attention
     nn.dot_product_attention = _dot_product_attention
+    return before
 
 
 def uninstall() -> None:
@@ -61,8 +69,7 @@ def uninstall() -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """`install` for the length of a ``with``, in all threads; afterwards all is as it was before."""
-    before = nn.dot_product_attention
-    install()
+    before = install()
     try:
         yield
     finally:

@@ -79,15 +79,6 @@ def test_what_keras_refuses_stays_refused(calls: list) -> None:
     assert calls == []
 
 
-def test_errors_name_the_arguments_of_keras() -> None:
-    query = np.ones((2, 3, 4, 8), np.float32)
-    with installed():
-        with pytest.raises(ValueError, match="attn_logits_soft_cap must be positive"):
-            keras.ops.dot_product_attention(query, query, query, attn_logits_soft_cap=-1.0)
-        with pytest.raises(ValueError, match=r"mask of shape \(2, 1, 3, 5\)"):
-            keras.ops.dot_product_attention(query, query, query, mask=np.ones((2, 1, 3, 5), bool))
-
-
 def test_install_and_uninstall(calls: list) -> None:
     query = np.ones((1, 3, 4, 8), np.float32)
 

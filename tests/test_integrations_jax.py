@@ -179,6 +179,82 @@ def test_errors_when_it_is_traced() -> None:
                 call(*arrays, **(options if call is attention else {}))
 
 
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [("scale", 0.3), ("softcap", 2.0), ("causal", True), ("window", (2, 0)), ("window", (2, None))],
+)
+def test_options_that_are_traced_are_named(name: str, x: Any) -> None:
+    arrays = arrays_of(len_k=17)
+
+    def call(x: Any) -> Any:
+        return attention(*arrays, **{name: x})
+
+    several = jax.tree.map(lambda x: np.array([x, x]), x)
+    ways = [jax.jit(call), lambda x: jax.vmap(call)(several)]
+    if isinstance(x, float):
+        ways.append(jax.grad(lambda x: call(x).sum()))
+    for way in ways:
+        with pytest.raises(TypeError, match=f"^{name} must be known when attention is traced, got .*Tracer"):
+            way(x)
+    wanted = fastattn.attention(*arrays, **{name: x})
+    assert_same_bits(np.asarray(jax.jit(lambda: call(x))()), wanted)
+    for known in (jax.numpy.asarray(x), np.asarray(x)[()]) if isinstance(x, float) else ():
+        assert_same_bits(np.asarray(jax.jit(lambda known=known: call(known))()), wanted)
+
+
+def test_export() -> None:
+    """Of known sizes; others are refused, by name."""
+    from jax import export
+
+    check = export.DisabledSafetyCheck.custom_call("fastattn_attention")
+    (n,) = export.symbolic_shape("n")
+    query, key, value = arrays_of()
+    for name, shape in {"query": (n, 4, 17, 16), "key": (2, 2, n, 16), "mask": (n, 33)}.items():
+        given = dict(zip(NAMES, (query, key, value, np.ones((17, 33), bool)), strict=False))
+        described = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.items()}
+        described[name] = jax.ShapeDtypeStruct(shape, given[name].dtype)
+        with pytest.raises(NotImplementedError, match=f"sizes that are numbers, got {name} "):
+            export.export(jax.jit(lambda given: attention(**given)), disabled_checks=[check])(described)
+    exported = export.export(jax.jit(attention), disabled_checks=[check])(query, key, value)
+    again = export.deserialize(exported.serialize())
+    assert_same_bits(np.asarray(again.call(query, key, value)), fastattn.attention(query, key, value))
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_infs", pytest.param("jax_debug_nans", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["custom call", "callback"])
+def test_a_query_without_keys_is_nothing_to_debug(by: str, flag: str) -> None:
+    """Eager or not, and with lse saved for gradients beyond a `jit` or a loop, where JAX looks at it."""
+    from fastattn import masks
+
+    query, key, value = map(jax.numpy.asarray, arrays_of(value_dim=16))
+    lengths = np.array([0, 3])
+    options: dict[str, Any] = {"key_lengths": lengths}
+    if by == "callback":
+        options = {"mask": masks.KeyLengths(lengths)}
+
+    def loss(query: Any) -> Any:
+        return attention(query, key, value, **options).sum()
+
+    def in_loop(query: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (x + loss(query), None), 0.0, None, length=2)[0]
+
+    def several(query: Any) -> Any:
+        return jax.vmap(loss)(query[None]).sum()
+
+    jax.config.update(flag, True)
+    try:
+        out = attention(query, key, value, **options)
+        gradients = [jax.grad(way)(query) for way in (loss, jax.jit(loss), several, in_loop)]
+    finally:
+        jax.config.update(flag, False)
+    assert_same_bits(np.asarray(out), fastattn.attention(*map(np.asarray, (query, key, value)), **options))
+    expected = np.asarray(jax.grad(loss)(query))
+    assert (expected[0] == 0).all()
+    assert (expected[1] != 0).any()
+    for gradient, times in zip(gradients, (1, 1, 1, 2), strict=True):
+        assert_same_bits(np.asarray(gradient), times * expected)
+
+
 def test_errors_when_it_runs() -> None:
     arrays = arrays_of()
     compiled = jax.jit(lambda lengths: attention(*arrays, key_lengths=lengths))

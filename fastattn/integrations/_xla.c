@@ -8,7 +8,8 @@
  *
  * Arguments, dense and row-major: query (*lead, H, L, D), key (*lead, K, S, D), value (*lead, K, S, E), and as the
  * attribute `given` says bias and mask (*lead, H, L, S), sinks (*lead, H) and key_lengths (*lead). An axis of 1 is
- * broadcast, in all but heads and lengths of query, key and value. Results: out (*lead, H, L, E) and lse (*lead, H, L). */
+ * broadcast, in all but heads and lengths of query, key and value. Results: out (*lead, H, L, E) and lse (*lead, H, L),
+ * whose floats come as integers of their bits. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -319,6 +320,7 @@ static void *handle(xla_frame *frame) {
                 return error(frame, XLA_INVALID_ARGUMENT, "fastattn: shapes or dtypes that do not fit");
         }
     }
+    call.lse.dtype = given[LSE].buffer->dtype == XLA_S64 ? FASTATTN_DTYPE_FLOAT64 : FASTATTN_DTYPE_FLOAT32;
     if (given[KEY_LENGTHS].buffer != NULL) {
         for (int axis = 0; axis < n_lead; axis++) n_items *= lead[axis];
         lengths = (int64_t *)malloc((size_t)(n_items + 1) * sizeof(int64_t));

@@ -48,10 +48,11 @@ def attention(
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend;
-    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``. Integers count as JAX's
-    default float. What is wrong with shapes, dtypes and options is raised when the call is traced; what only
-    numbers show, as key lengths out of range, is raised by JAX when it runs. A second derivative is a
-    NotImplementedError.
+    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``, and a TypeError where
+    they are traced. Integers count as JAX's default float. What is wrong with shapes, dtypes and options is
+    raised when the call is traced; what only numbers show, as key lengths out of range, is raised by JAX when
+    it runs. A second derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``, which
+    needs ``jax.export.DisabledSafetyCheck.custom_call("fastattn_attention")`` among its `disabled_checks`.
 
     Examples
     --------
@@ -63,6 +64,12 @@ def attention(
     >>> jax.grad(loss)(query).shape
     (2, 5, 8)
     """
+    for name, x in {"causal": causal, "window": window, "scale": scale, "softcap": softcap}.items():
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+            instead = ", or multiply query by it and let scale be 1.0" if name == "scale" else ""
+            raise TypeError(
+                f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
+            )
     query, key, value = map(_floating, (query, key, value))
     is_one_head = query.ndim == 2
     if is_one_head:
@@ -81,6 +88,10 @@ def attention(
         _with_axes(key_lengths, query.ndim - 3),
     )
     return out[0] if is_one_head else out
+
+
+#: What `_attention` takes, in order.
+_ARRAYS = (*DIFFERENTIABLE, "mask", "key_lengths")
 
 
 class _Static(NamedTuple):
@@ -125,13 +136,17 @@ def _attention(static: _Static, *arrays: Any) -> jax.Array:
 
 @_not_differentiable
 def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """The output, and lse as the integers of its bits: -inf, without keys, is nothing for jax_debug_infs."""
     query, key, value = arrays[:3]
+    for name, x in zip(_ARRAYS, arrays, strict=True):
+        if x is not None and not all(isinstance(n, int) for n in x.shape):
+            raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     rows = (*lead, *query.shape[-3:-1])
     dtype = jnp.result_type(query, key, value)
     results = (
         jax.ShapeDtypeStruct((*rows, value.shape[-1]), dtype),
-        jax.ShapeDtypeStruct(rows, jnp.promote_types(dtype, jnp.float32)),
+        jax.ShapeDtypeStruct(rows, jnp.int64 if dtype == jnp.float64 else jnp.int32),
     )
     found: tuple[jax.Array, jax.Array]
     if _has_custom_call and static.mask is None and jax.default_backend() == "cpu":
@@ -219,7 +234,8 @@ def _call(static: _Static, *arrays: Any) -> Any:
     if (each := _each(arrays)) is not None:
         return tuple(np.stack(parts) for parts in zip(*(_call(static, *one) for one in each), strict=True))
     query, key, value, *others = arrays
-    return fastattn.attention(query, key, value, return_lse=True, **_options(static, *others))
+    out, lse = fastattn.attention(query, key, value, return_lse=True, **_options(static, *others))
+    return out, lse.view(f"i{lse.itemsize}")
 
 
 def _call_backward(static: _Static, wrt: tuple[str, ...], *arrays: Any) -> Any:
@@ -229,6 +245,7 @@ def _call_backward(static: _Static, wrt: tuple[str, ...], *arrays: Any) -> Any:
         return tuple(None if of[0] is None else np.stack(of) for of in zip(*parts, strict=True))
     query, key, value, bias, sinks, mask, key_lengths, out, lse, grad_out = arrays
     options = _options(static, bias, sinks, mask, key_lengths)
+    lse = lse.view(f"f{lse.itemsize}")
     return tuple(fastattn.attention_backward(grad_out, query, key, value, out, lse, wrt=wrt, **options))
 
 

@@ -229,6 +229,94 @@ def test_torch_func_grad() -> None:
     assert torch.equal(torch.func.grad(loss)(query.detach()), wanted)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_torch_vmap(name: str) -> None:
+    """Over every tensor, and over an axis of queries alone; with gradients inside and around."""
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    arrays, options, grad_out = problem(name)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    several = {name: torch.stack([x, 2 * x, -x]) for name, x in tensors.items()}
+    weights = torch.from_numpy(grad_out)
+
+    def loss(given: dict) -> torch.Tensor:
+        return (attention(**given, **options) * weights).sum()
+
+    of_queries = {name: 3 if name == "query" else None for name in tensors}
+    queries = several["query"].movedim(0, 3)
+    ways = [
+        ((several, 0), [{name: x[i] for name, x in several.items()} for i in range(3)]),
+        ((tensors | {"query": queries}, of_queries), [tensors | {"query": x} for x in several["query"]]),
+    ]
+    for (given, dims), items in ways:
+        got = torch.func.vmap(lambda given: attention(**given, **options), in_dims=(dims,))(given)
+        assert torch.equal(got, torch.stack([attention(**item, **options) for item in items]))
+        got = torch.func.vmap(torch.func.grad(loss), in_dims=(dims,))(given)
+        wanted = [torch.func.grad(loss)(item) for item in items]
+        for name in tensors:
+            assert torch.equal(got[name], torch.stack([gradients[name] for gradients in wanted])), name
+    around = torch.func.grad(lambda given: torch.func.vmap(loss)(given).sum())(several)
+    for name, gradient in around.items():
+        assert torch.equal(gradient, torch.func.vmap(torch.func.grad(loss))(several)[name]), name
+
+
+def test_torch_vmap_over_options_and_lse() -> None:
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    mask, lengths = torch.rand(3, 5, 5) < 0.7, torch.tensor([[5, 0], [1, 2], [3, 3]])
+
+    def call(mask: torch.Tensor, lengths: torch.Tensor, scale: torch.Tensor | float) -> tuple:
+        return attention(query, key, value, mask=mask, key_lengths=lengths, scale=scale, return_lse=True)
+
+    scales = torch.tensor([0.25, 0.5, 1.0])
+    got = torch.func.vmap(call)(mask, lengths, scales)
+    wanted = [call(*given) for given in zip(mask, lengths, scales.tolist(), strict=True)]
+    for x, expected in zip(got, zip(*wanted, strict=True), strict=True):
+        assert torch.equal(x, torch.stack(expected))
+    jacobian = torch.func.jacrev(lambda query: attention(query, key, value).sum((0, 1, 3)))(query)
+    _, pull_back = torch.func.vjp(lambda query: attention(query, key, value), query)
+    for i, row in enumerate(jacobian):
+        grad_out = torch.zeros(2, 4, 5, 8)
+        grad_out[:, :, i] = 1
+        assert torch.equal(row, pull_back(grad_out)[0])
+
+
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "hessian", "batched gradients", "no memory", "no items"])
+def test_torch_names_what_it_cannot(way: str) -> None:
+    """In its own words, not in those of PyTorch about what it came to in the end."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fastattn.integrations.torch import attention
+
+    query = torch.randn(2, 5, 8, requires_grad=True)
+
+    def loss(query: torch.Tensor) -> torch.Tensor:
+        return attention(query, query, query).sum()
+
+    def fake() -> torch.Tensor:
+        with FakeTensorMode():
+            return loss(torch.randn(2, 5, 8))
+
+    def batched() -> tuple:
+        out = attention(query, query, query)
+        return torch.autograd.grad(out, query, torch.randn(3, 2, 5, 8), is_grads_batched=True)
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(loss, (query,), (query,)),
+        "jacfwd": lambda: torch.func.jacfwd(loss)(query),
+        "hessian": lambda: torch.func.hessian(loss)(query),
+        "batched gradients": batched,
+        "no memory": fake,
+        "no items": lambda: torch.func.vmap(loss)(torch.empty(0, 2, 5, 8)),
+    }
+    with pytest.raises(NotImplementedError, match=r"^attention "):
+        calls[way]()
+
+
 def test_torch_refuses() -> None:
     torch = pytest.importorskip("torch")
     from fastattn.integrations.torch import attention

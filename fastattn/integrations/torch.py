@@ -14,6 +14,7 @@ from fastattn.masks import Mask
 
 with extra("torch"):
     import torch
+    from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
     from torch.autograd.forward_ad import unpack_dual
 
 
@@ -33,8 +34,8 @@ def attention(
 
     Shapes, options and errors are those of `fastattn.attention`, but for ``out=`` and ``return_weights``.
     Tensors of float32, float64, float16 and bfloat16 are read where they are; results are tensors. A second
-    derivative is a NotImplementedError. NumPy arrays among the options must stay as they are until the
-    gradients are computed.
+    derivative and forward mode are a NotImplementedError. ``torch.func.vmap`` makes a call for each item.
+    NumPy arrays among the options must stay as they are until the gradients are computed.
 
     Returns
     -------
@@ -47,6 +48,8 @@ def attention(
     TypeError
         What is differentiable is no tensor, a tensor is not on the CPU, or an option requires a gradient.
         `fastattn.attention` itself takes tensors of a GPU, without gradients.
+    NotImplementedError
+        A derivative as above, or tensors without memory, as ``torch.export`` traces with.
 
     Examples
     --------
@@ -70,7 +73,7 @@ def attention(
     for name, x in tensors.items():
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
-    if not _is_differentiated(tensors.values()):  # autograd alone takes as long as a small call
+    if not _is_transformed(tensors.values()):  # autograd alone takes as long as a small call
         arrays = {name: _array(x) for name, x in tensors.items()}
         found: Any = fastattn.attention(**arrays, return_lse=return_lse, **options)
         return tuple(map(_tensor, found)) if return_lse else _tensor(found)
@@ -78,14 +81,51 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _is_differentiated(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd is to see a function of them, in reverse mode or in forward mode, which it refuses."""
+def _is_transformed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd or torch.func is to see a function of them, also in forward mode, which is refused."""
     return any(
-        (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None for x in tensors
+        (x.requires_grad and torch.is_grad_enabled())
+        or is_batchedtensor(x)
+        or is_gradtrackingtensor(x)
+        or unpack_dual(x).tangent is not None
+        for x in tensors
     )
 
 
-class _Attention(torch.autograd.Function):
+def _each(
+    function: Any, info: Any, in_dims: Any, names: tuple[str, ...], options: dict[str, Any], *tensors: Any
+) -> Any:
+    """The rule of vmap: `function` of one item after another, so that options mean what they mean alone."""
+    _, of_options, *of_tensors = in_dims
+
+    def item(x: Any, dim: Any, number: int) -> Any:
+        return x.select(dim, number) if isinstance(dim, int) else x
+
+    if info.batch_size == 0:
+        raise NotImplementedError("attention under vmap needs an item at least, got 0")
+    found = [
+        function.apply(
+            names,
+            {name: item(x, of_options[name], number) for name, x in options.items()},
+            *(item(x, dim, number) for x, dim in zip(tensors, of_tensors, strict=True)),
+        )
+        for number in range(info.batch_size)
+    ]
+    results = tuple(map(torch.stack, zip(*found, strict=True)))
+    return results, (0,) * len(results)
+
+
+class _WithoutForwardMode(torch.autograd.Function):
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError("attention has gradients, but no jvp: no derivative in forward mode")
+
+
+class _Attention(_WithoutForwardMode):
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return _each(_Attention, *given)
+
     @staticmethod
     def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
         given = dict(zip(names, map(_array, tensors), strict=True))
@@ -111,8 +151,12 @@ class _Attention(torch.autograd.Function):
         return None, None, *(next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
-class _AttentionBackward(torch.autograd.Function):
+class _AttentionBackward(_WithoutForwardMode):
     """The gradients in a graph of their own, so that a second derivative is refused and never taken for 0."""
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return _each(_AttentionBackward, *given)
 
     @staticmethod
     def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
@@ -131,13 +175,20 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _array(tensor: torch.Tensor) -> Any:
     """A tensor as an array that shares its memory."""
-    tensor = tensor.detach().resolve_neg()
-    if tensor.dtype != torch.bfloat16:
-        return tensor.numpy()
+    is_bfloat16 = tensor.dtype == torch.bfloat16
+    try:
+        tensor = tensor.detach().resolve_neg()
+        array = tensor.view(torch.int16).numpy() if is_bfloat16 else tensor.numpy()
+    except RuntimeError as error:  # of a tensor that stands for others, as where PyTorch traces
+        raise NotImplementedError(
+            f"attention reads the memory of tensors, and here is none: {error}"
+        ) from None
+    if not is_bfloat16:
+        return array
     with extra("torch"):
         import ml_dtypes  # which NumPy's bfloat16 comes from
 
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return array.view(ml_dtypes.bfloat16)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

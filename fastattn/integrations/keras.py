@@ -39,7 +39,7 @@ def install() -> Callable[..., Any]:
     -----
     Keras's layers compute scores themselves where ``dropout`` is not 0 (even at inference) or
     ``return_attention_scores=True``. The same layer with ``dropout=0`` takes the same weights. Models with
-    attention of their own, as Llama, Gemma and T5 of KerasHub, keep it: :doc:`/coming-from` lists them.
+    attention of their own, as Llama, Gemma and T5 of KerasHub, keep it; docs/coming-from.md lists them.
 
     Examples
     --------

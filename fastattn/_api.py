@@ -675,14 +675,21 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
         for _, lse in pieces:
             np.maximum(lse_max, lse, out=lse_max)
         base = np.where(np.isinf(lse_max), 0, lse_max)
-        acc = np.zeros(pieces[0][0].shape)
+        weights = [np.exp(lse - base) for _, lse in pieces]
         total = np.zeros(lse_max.shape)
-        for out, lse in pieces:
-            weight = np.exp(lse - base)
-            read = lse != -np.inf  # a piece without keys has nothing to say, whatever its out holds
+        for weight in weights:
             total += weight
+        # By a power of two they add up to at most 1/2: no sum of finite numbers overflows, and their mean
+        # rounds past the largest number at most, which it then is.
+        headroom = np.ldexp(0.5, -np.frexp(total)[1])
+        acc = np.zeros(pieces[0][0].shape)
+        for (out, lse), weight in zip(pieces, weights, strict=True):
+            read = lse != -np.inf  # a piece without keys has nothing to say, whatever its out holds
+            weight *= headroom
             acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
-        out = acc / np.where(total == 0, 1, total)[..., None]
+        out = acc / np.where(total == 0, 1, total * headroom)[..., None]
+        most = np.finfo(out.dtype).max
+        np.clip(out, -most, most, out=out, where=np.isfinite(acc))
         results = out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
     return in_library_of(outs[0], results[0]), in_library_of(outs[0], results[1])
 

@@ -214,9 +214,11 @@ def _fused_schedule(
     task_blocks = -(-all_blocks // n_tasks)
     # A head's blocks may begin within a task and end within it.
     task_heads = min(sizes.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
+    # Outputs that overflow are computed again, by the other kernels.
+    converts_values = _is_stored(problem.value) or _is_scattered(problem.value)
     return Schedule(
         min(num_threads, n_tasks), small, False, BLOCK_K, n_blocks * FUSED_LANES // target.lanes, n_blocks,
-        FUSED_LANES, n_tasks, 1, 1, False, False, False, False, (0, 0), *factors,
+        FUSED_LANES, n_tasks, 1, 1, False, False, False, converts_values, (0, 0), *factors,
         keeps_query=keeps_query, uses_fused=True, task_blocks=task_blocks, task_heads=task_heads,
     )  # fmt: skip
 

@@ -156,6 +156,14 @@ class TestAccuracy:
         for size in (1e-300, 1e300):
             assert_right(points, x, y, 0.5, np.random.default_rng(1).random(57) * size)
 
+    @pytest.mark.parametrize("num_points", [1, 40])
+    def test_targets_near_the_largest_number(self, chosen, num_points):
+        points, x, y = problem(num_points, num_keys=300)
+        largest = np.finfo(float).max
+        y = np.where(np.arange(300)[:, None] % 3, y / np.abs(y).max(), [1.0, -1.0]) * 0.999
+        out, wanted = (fastattn.kernel_regression(points, x, it, bandwidth=2.0) for it in (y * largest, y))
+        np.testing.assert_allclose(out / largest, wanted, rtol=0, atol=1e-14)
+
     def test_a_single_observation(self):
         points, x, y = problem(num_keys=1)
         assert_right(points, x, y, 0.1)

@@ -95,6 +95,23 @@ def test_large_lses_do_not_overflow(dtype):
     np.testing.assert_allclose(lse, np.array([[high + np.log(2), high]]), rtol=4 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, "float16"])
+def test_outs_near_the_largest_number_stay_between_them(dtype):
+    largest = np.finfo(dtype).max
+    ones, zeros = np.full((1, 2, 3), largest, dtype), np.zeros((1, 2), dtype)
+    for outs, lses, expected in (
+        ([ones, ones, ones], [zeros, zeros + 1, zeros - 2], 1.0),
+        ([-ones, -ones], [zeros, zeros], -1.0),
+        ([ones, -ones, ones], [zeros, zeros, zeros], 1 / 3),
+        ([ones, ones / 1024, ones], [zeros - 30, zeros + 30, zeros - 30], 1 / 1024),
+        ([ones, np.full_like(ones, np.inf)], [zeros, zeros - np.inf], 1.0),
+        ([ones, np.full_like(ones, np.inf)], [zeros, zeros], np.inf),
+    ):
+        out, _ = fastattn.merge_attention(outs, lses)
+        assert out.dtype == np.dtype(dtype)
+        np.testing.assert_allclose(out / largest, expected, rtol=8 * np.finfo(dtype).eps)
+
+
 def test_nan_in_one_row_stays_in_it():
     query, key, value = random_arrays()
     outs, lses = parts_over((0, 10, 33), query, key, value)

@@ -184,17 +184,21 @@ def _attend(
     if kept is not None:
         weights *= kept
 
-    acc = np.zeros((len(query), problem.value_dim), dtype)
-    for part in source.parts(keys):
-        here = slice(part.start - keys.start, part.stop - keys.start)
-        acc += weights[:, here] @ source.values(part)
-    for j in source.nonfinite:
-        if keys.start <= j < keys.stop:
-            readers = allowed[:, j - keys.start]
-            acc[readers] += weights[readers, j - keys.start, None] * source.value[j].astype(dtype)
-
     divisor = np.where(empty, dtype(1), row_sum)
-    problem.out[item][head, rows] = acc / divisor
+    out = _weighted_values(weights, allowed, keys, source) / divisor
+    if not np.isfinite(out).all():
+        # Sums of finite values may have overflowed. By a power of two the weights of a row add up to at most
+        # 1/2: a mean rounds past the largest number at most, which it then is; with dropout it may be larger.
+        share = 1.0 if problem.dropout is None else problem.dropout.kept_share
+        headroom = np.ldexp(dtype(0.5), -np.frexp(divisor / dtype(share))[1])
+        means = _weighted_values(weights * headroom, allowed, keys, source)
+        is_finite = np.isfinite(means)
+        means = means / divisor / headroom
+        if problem.dropout is None:
+            most = np.finfo(dtype).max
+            np.clip(means, -most, most, out=means, where=is_finite)
+        np.copyto(out, means, where=~np.isfinite(out) & ~np.isnan(means))
+    problem.out[item][head, rows] = out
     if problem.lse is not None:
         problem.lse[item][head, rows] = np.where(empty, sink, row_max + np.log(row_sum))[:, 0]
     if problem.weights is not None:
@@ -202,6 +206,19 @@ def _attend(
         weights[~allowed] = 0  # also in a row of NaN, where 0 / NaN is NaN
         problem.weights[item][head, rows] = 0
         problem.weights[item][head, rows, keys] = weights
+
+
+def _weighted_values(weights: np.ndarray, allowed: np.ndarray, keys: slice, source: _Source) -> np.ndarray:
+    """``weights @ values`` of `keys`, where a nonfinite value counts only for the rows that may read it."""
+    acc = np.zeros((len(weights), source.value.shape[1]), weights.dtype)
+    for part in source.parts(keys):
+        here = slice(part.start - keys.start, part.stop - keys.start)
+        acc += weights[:, here] @ source.values(part)
+    for j in source.nonfinite:
+        if keys.start <= j < keys.stop:
+            readers = allowed[:, j - keys.start]
+            acc[readers] += weights[readers, j - keys.start, None] * source.value[j].astype(source.dtype)
+    return acc
 
 
 def _scores(

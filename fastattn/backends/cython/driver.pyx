@@ -19,7 +19,8 @@ ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the
 """
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport INFINITY, NAN, fabs, isfinite, log, sqrt
+from libc.float cimport DBL_MAX, FLT_MAX
+from libc.math cimport INFINITY, NAN, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset, strlen

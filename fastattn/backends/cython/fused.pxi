@@ -49,6 +49,7 @@ cdef struct Task:
     Block blocks[MAX_TASK_BLOCKS]
     uint32_t query_flags[MAX_TASK_BLOCKS]   # lanes with a number that has no parts
     bint is_started[MAX_TASK_BLOCKS]
+    bint is_nonfinite[MAX_TASK_BLOCKS]   # whether any output is
     HeadTiles heads[MAX_TASK_BLOCKS]
     Cursor next
     Unit units[IN_PIPELINE]
@@ -324,37 +325,43 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
                     unit.work.acc[e * FUSED_LANES + lane] += p[lane] * values[e]
 
 
-cdef void finish_block(const Job *job, Scratch *w, const Task *task, Py_ssize_t number) noexcept nogil:
+cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number) noexcept nogil:
     """Writes the outputs of a task's block."""
     cdef const Block *block = &task.blocks[number]
     cdef Py_ssize_t lane
-    cdef char *item_rows = at_item(job, &job.out, block.item)
+    cdef char *item_rows
     select_block(job, w, number)
     if not task.is_started[number]:
         memset(w.acc, 0, job.acc_nbytes)
-    for lane in range(block.ld):
-        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+    find_out_rows(job, w, block)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                            job.exponent_factor, job.kept_share)
-    write_out(job, w, block)
+    task.is_nonfinite[number] = write_out(job, w, block)
     if job.has_lse:
         item_rows = at_item(job, &job.lse, block.item)
         for lane in range(block.n_rows):
             memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
 
 
-cdef void write_fused_weights(Job *job, Scratch *w, Task *task) noexcept nogil:
-    """The weights of a task's finished blocks, from the scores of the tile unit once more: those of other kernels are
-    rounded otherwise, and may be larger than row_max."""
+cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
+    """What takes the scores of finished blocks once more: weights, and outputs that may have overflowed.
+
+    The scores are those of the tile unit: those of other kernels are rounded otherwise, and may be larger than row_max.
+    """
     cdef Unit *unit = &task.units[0]
     cdef Block *block
     cdef uint32_t *words = w.words
+    cdef char *clean = w.clean if job.is_masked or may_mask(job) else NULL
+    cdef char *rescale
+    cdef fastattn_values values
     cdef TileState state = TILE_EMPTY
-    cdef Py_ssize_t number, v
+    cdef Py_ssize_t number, n_keys, v
     for number in range(task.n_blocks):
-        select_block(job, w, number)
-        clear_weights(job, w, &task.blocks[number])
+        task.is_started[number] = False
+        if job.has_weights:
+            select_block(job, w, number)
+            clear_weights(job, w, &task.blocks[number])
     memset(&task.next, 0, sizeof(Cursor))
     unit.words = w.kept_words
     unit.work.scores = <float *>w.score_tiles
@@ -363,13 +370,34 @@ cdef void write_fused_weights(Job *job, Scratch *w, Task *task) noexcept nogil:
         fused_of(job).step(&unit.work, NULL, NULL, job.head_dim, job.value_dim, <float>job.exponent_factor)
         unit.value_flags = 1   # so that adjust_unit keeps the words of all keys
         adjust_unit(job, w, task, unit, state)
+        n_keys = unit.work.n_keys
         for v in range(block.n_vectors):
-            w.stops[v] = unit.work.n_keys
+            w.stops[v] = n_keys
         w.scores = w.score_tiles
         w.words = unit.words
         kernels_of(job).finish(w.inverse, NULL, w.row_max, w.row_sum, block.ld, job.exponent_factor, job.kept_share)
-        write_tile_weights(job, w, block, TILE_PARTIAL, unit.key0, unit.work.n_keys)
+        find_weights(job, w, block, unit.key0)
+        if job.has_weights:
+            write_tile_weights(job, w, block, TILE_PARTIAL, unit.key0, n_keys)
+        if task.is_nonfinite[unit.block]:
+            leave_headroom(job, w, block.n_rows, n_keys, job.itemsize, block.ld * job.itemsize)
+            block.n_prefetch = block.prefetch_nbytes = 0
+            rescale = NULL if unit.work.is_first else w.rescale
+            if clean == NULL:
+                accumulate_tile(job, w, block, rescale, unit.key0, n_keys)
+            else:
+                values = tile_values(job, w, block, unit.key0, n_keys)
+                kernels_of(job).accumulate_nonfinite(
+                    w.acc, w.scores, rescale, block.ld, &values, w.stops, KEY_CHUNK - unit.key0 % KEY_CHUNK,
+                    job.value_dim, bias_of(job, w), w.words, clean)
         w.words = words
+    for number in range(task.n_blocks):
+        if task.is_nonfinite[number] and task.is_started[number]:
+            block = &task.blocks[number]
+            select_block(job, w, number)
+            find_out_rows(job, w, block)
+            kernels_of(job).finish(w.inverse, NULL, w.row_max, w.row_sum, block.ld, job.exponent_factor, job.kept_share)
+            write_large(job, w, block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
 
 
 cdef void run_units(Job *job, Scratch *w, Task *task) noexcept nogil:
@@ -410,6 +438,7 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
     cdef Task *task = &room
     cdef TileGroups *tile
     cdef Py_ssize_t n_blocks = job.batch * job.num_kv_heads * job.n_blocks, i, n_heads
+    cdef bint again
     # The last blocks of a head first: under a causal mask they take longest.
     number = job.n_tasks - 1 - number
     task.first_block = n_blocks * number // job.n_tasks
@@ -426,7 +455,9 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
         task.heads[i].newest = 0
     memset(&task.next, 0, sizeof(Cursor))
     run_units(job, w, task)
+    again = job.has_weights
     for i in range(task.n_blocks):
         finish_block(job, w, task, i)
-    if job.has_weights:
-        write_fused_weights(job, w, task)
+        again |= task.is_nonfinite[i]
+    if again:
+        finish_again(job, w, task)

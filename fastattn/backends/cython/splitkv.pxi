@@ -117,8 +117,10 @@ cdef void drop_row_weights(const Job *job, Scratch *w, const Block *block, Py_ss
 
 
 cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
-                      char *clean) noexcept nogil:
-    """The partial result of one key tile; False where no row may attend any of its keys. clean: see `attend`."""
+                          char *clean, bint has_headroom) noexcept nogil:
+    """The partial result of one key tile; False where no row may attend any of its keys.
+
+    clean, has_headroom: see `attend`; the row_max of all keys is in w.row_max."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t plain, plain_stop, n, at = 0
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)
@@ -128,9 +130,13 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
     if state == TILE_EMPTY:
         return False
     state = score_key_tile(job, w, block, state, key0, n_keys, clean != NULL)
+    if has_headroom:
+        memcpy(max_of(job, partial), w.row_max, job.max_lanes * job.itemsize)
     kernels.softmax_rows(w.scores, job.block_k, max_of(job, partial), sum_of(job, partial), block.n_rows, n_keys,
-                         job.exponent_factor, False)
+                         job.exponent_factor, has_headroom)
     drop_row_weights(job, w, block, key0, n_keys)
+    if has_headroom:
+        leave_headroom(job, w, block.n_rows, n_keys, job.block_k * job.itemsize, job.itemsize)
     if job.converts_values or (clean != NULL and (job.value_storage or job.value_page_size)):
         load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
         values = copied_rows(job, w.value_copy, job.value_dim)
@@ -154,7 +160,7 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
 
 
 cdef void attend_key_tiles(Job *job, Scratch *w, const Block *block, Py_ssize_t first, Py_ssize_t stop,
-                        Stack *stack, char *clean) noexcept nogil:
+                           Stack *stack, char *clean, bint has_headroom) noexcept nogil:
     """One partial result of the key tiles first .. stop - 1 on the stack, or none where all their keys are masked."""
     cdef Py_ssize_t key_tile
     stack.depth = 0
@@ -162,7 +168,7 @@ cdef void attend_key_tiles(Job *job, Scratch *w, const Block *block, Py_ssize_t 
                       min(stop, (block.high + job.block_k - 1) // job.block_k)):
         merge_before(job, stack, key_tile)
         stack.partials[stack.depth].data = w.acc + stack.depth * job.partial_nbytes
-        if attend_key_tile(job, w, block, key_tile, &stack.partials[stack.depth], clean):
+        if attend_key_tile(job, w, block, key_tile, &stack.partials[stack.depth], clean, has_headroom):
             stack.depth += 1
     merge_before(job, stack, -1)
 
@@ -183,18 +189,18 @@ cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nog
 
 
 cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
-    """Writes the outputs from the stack; whether any is NaN."""
+    """Writes the outputs from the stack; whether any is nonfinite."""
     cdef Partial *partial = &stack.partials[0]
     cdef char *const *rows
-    cdef bint nan
+    cdef bint nonfinite
     add_sinks(job, w, stack)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
                        job.max_lanes, job.exponent_factor, job.kept_share)
     rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
-    nan = kernels_of(job).unpack_rows(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
-                                      acc_of(job, partial), job.acc_ld, job.value_dim, w.inverse, job.max_lanes)
+    nonfinite = kernels_of(job).unpack_rows(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
+                                            acc_of(job, partial), job.acc_ld, job.value_dim, w.inverse, job.max_lanes)
     store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
-    return nan
+    return nonfinite
 
 
 cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
@@ -227,10 +233,16 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
     """Writes all outputs of one key/value head from the stack."""
     cdef Py_ssize_t lane
     cdef char *lse_rows = at_item(job, &job.lse, block.item)
-    if write_rows(job, w, block, stack) and stack.partials[0].has_masked:
-        # NaN where some keys are masked for some rows: it may be 0 * NaN of a masked value.
-        attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean)
-        write_rows(job, w, block, stack)
+    cdef bint nonfinite = write_rows(job, w, block, stack)
+    if nonfinite and stack.partials[0].has_masked:
+        # Where some keys are masked for some rows: it may be 0 times the NaN or inf of a masked value.
+        attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean, False)
+        nonfinite = write_rows(job, w, block, stack)
+    if nonfinite:
+        # Sums of finite values may have overflowed.
+        memcpy(w.row_max, max_of(job, stack.partials), job.max_lanes * job.itemsize)
+        attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean if stack.partials[0].has_masked else NULL, True)
+        write_large(job, w, block, job.max_lanes, acc_of(job, stack.partials), job.acc_ld * job.itemsize, job.itemsize)
     if job.has_lse:
         for lane in range(block.n_rows):
             memcpy(lane_row(w, &job.lse, lse_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
@@ -256,7 +268,7 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
         w.out_rows[lane] = lane_row(w, &job.out, out, lane)
     kernels_of(job).pack_rows(w.query, job.query_ld, query_rows(job, w, block.n_rows), block.n_rows,
                               job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
-    attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL)
+    attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL, False)
     if job.n_splits > 1:
         partial = &partials_of(job)[task]
         partial.key_tile = -1

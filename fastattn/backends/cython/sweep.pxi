@@ -86,11 +86,30 @@ cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block,
         n_prefetch = 0
 
 
-cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil:
+cdef inline double headroom(const Job *job, const Scratch *w, Py_ssize_t lane) noexcept nogil:
+    """A power of two that makes the weights of a row add up to at most 1/2; w.inverse has the inverse of their sum."""
+    return ldexp(0.5, ilogb(job.kept_share * get_real(w.inverse + lane * job.itemsize, job.itemsize)))
+
+
+cdef void leave_headroom(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t n_keys, Py_ssize_t row,
+                         Py_ssize_t key) noexcept nogil:
+    """Multiplies the weights at w.scores by their row's `headroom`; `row` and `key` are their strides in bytes."""
+    cdef Py_ssize_t lane, j
+    cdef double factor
+    cdef char *at
+    for lane in range(n_rows):
+        factor = headroom(job, w, lane)
+        for j in range(n_keys):
+            at = w.scores + lane * row + j * key
+            set_real(at, get_real(at, job.itemsize) * factor, job.itemsize)
+
+
+cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headroom) noexcept nogil:
     """The online softmax and value accumulation over every key tile of the block.
 
     clean: scratch for one tile of values where nonfinite ones must not reach lanes that may not read them, else
-    NULL. Returns whether any key is masked for only some lanes.
+    NULL. has_headroom: row_max and w.inverse are those of all keys, and the sums are those of `write_large`. Returns
+    whether any key is masked for only some lanes.
     """
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
@@ -110,6 +129,8 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean) noexcept nogil
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         drop_weights(job, w, block, key0)
+        if has_headroom:
+            leave_headroom(job, w, block.n_rows, n_keys, job.itemsize, block.ld * job.itemsize)
         rescale = NULL if first else w.rescale
         first = False
         if clean != NULL:
@@ -152,19 +173,23 @@ cdef inline void clear_weights(const Job *job, const Scratch *w, const Block *bl
         memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
 
 
-cdef void write_tile_weights(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
-                             Py_ssize_t n_keys) noexcept nogil:
-    """The weights of a key tile, from its scores and w.inverse; every vector has all keys.
+cdef void find_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0) noexcept nogil:
+    """The scores of a key tile become weights that lack the division by row_sum.
 
-    The scores must be those that row_max is the largest of: no exponent is above 0 then.
+    row_max must be the largest of these very scores and of those of all other keys: no exponent is above 0 then.
     """
-    cdef Py_ssize_t lane
-    cdef char *const *rows
     # With a tile_max of -inf row_max does not change. What softmax adds to a copy of row_sum is not used.
     memcpy(w.lse, w.row_sum, block.ld * job.itemsize)
     kernels_of(job).softmax(w.scores, w.empty, w.row_max, w.lse, w.rescale, block.ld, w.stops, KEY_CHUNK,
                             job.exponent_factor)
     drop_weights(job, w, block, key0)
+
+
+cdef void write_tile_weights(const Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
+                             Py_ssize_t n_keys) noexcept nogil:
+    """Writes the weights of a key tile, by w.inverse; every vector has all keys."""
+    cdef Py_ssize_t lane
+    cdef char *const *rows
     for lane in range(block.ld):
         w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
     rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
@@ -184,6 +209,7 @@ cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil
         n_keys = min(tile, block.high) - key0
         state = score_tile(job, w, block, key0, n_keys, True)
         if state != TILE_EMPTY:
+            find_weights(job, w, block, key0)
             write_tile_weights(job, w, block, state, key0, n_keys)
 
 
@@ -220,13 +246,55 @@ cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_su
             set_real(row_sum + lane * size, 1 if empty else NAN, size)
 
 
+cdef inline void find_out_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+    cdef Py_ssize_t lane
+    cdef char *item_rows = at_item(job, &job.out, block.item)
+    for lane in range(block.ld):
+        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+
+
 cdef inline bint write_out(const Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The outputs of the block; whether any is NaN."""
+    """The outputs of the block; whether any is nonfinite."""
     cdef char *const *rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
-    cdef bint nan = kernels_of(job).unpack(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows, w.acc,
-                                           block.ld, job.value_dim, w.inverse)
+    cdef bint nonfinite = kernels_of(job).unpack(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
+                                                 w.acc, block.ld, job.value_dim, w.inverse)
     store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
-    return nan
+    return nonfinite
+
+
+cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_ssize_t ld, const char *acc, Py_ssize_t row,
+                      Py_ssize_t col) noexcept nogil:
+    """Writes the nonfinite outputs again, from sums that have `headroom`. Others stay as they are, so that no bit of them
+    depends on the rest of the block.
+
+    A sum of finite values is then finite, and their mean rounds past the largest number at most, which it then is; with
+    dropout it may be larger. What stays NaN has read NaN or inf. `ld` is that of w.inverse, `row` and `col` are strides
+    of acc in bytes.
+    """
+    cdef double most = FLT_MAX if job.itemsize == 4 else DBL_MAX, x, real
+    cdef Py_ssize_t lane, e, size = job.itemsize
+    cdef char *at = <char *>&real
+    cdef char *to
+    for lane in range(block.n_rows):
+        for e in range(job.value_dim):
+            to = w.out_rows[lane] + e * job.out.col
+            if job.out_storage:
+                load_row(job, at, to, 0, job.out_storage, 1)
+            else:
+                memcpy(at, to, size)
+            x = get_real(acc + lane * row + e * col, size)
+            if isfinite(get_real(at, size)) or isnan(x):
+                continue
+            if isfinite(x):
+                x = x * get_real(w.inverse + lane * size, size) + x * get_real(w.inverse + (ld + lane) * size, size)
+                x /= headroom(job, w, lane)
+                if job.kept_share == 1:
+                    x = min(most, max(-most, x))
+            set_real(at, x, size)
+            if job.out_storage:
+                kernels_of(job).store_row(to, 0, at, 1, job.out_storage & STORAGE)
+            else:
+                memcpy(to, at, size)
 
 
 cdef void find_query_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
@@ -264,7 +332,7 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef Block block
     cdef TaskRows rows = task_rows(job, task)
     cdef Py_ssize_t lane, item = rows.item
-    cdef bint partial
+    cdef bint partial, nonfinite
     cdef char *item_rows
     block.n_vectors = rows.n_vectors
     block.ld = rows.n_vectors * kernels.lanes
@@ -275,22 +343,25 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
         pack_pairs(job, w, &block)
     else:
         pack_block(job, w, &block)
-    item_rows = at_item(job, &job.out, item)
-    for lane in range(block.ld):
-        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+    find_out_rows(job, w, &block)
     find_prefetches(job, w, &block, task + 1)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
-    partial = attend(job, w, &block, NULL)
+    partial = attend(job, w, &block, NULL, False)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor, job.kept_share)
 
-    if write_out(job, w, &block) and partial:
-        # NaN where some keys are masked for some lanes: it may be 0 * NaN of a masked value.
+    nonfinite = write_out(job, w, &block)
+    if nonfinite and partial:
+        # Where some keys are masked for some lanes: it may be 0 times the NaN or inf of a masked value.
         start_rows(job, w, w.row_max, w.row_sum, block.ld)
-        attend(job, w, &block, w.clean)
+        attend(job, w, &block, w.clean, False)
         end_rows(job, w, w.row_max, w.row_sum, block.ld)
-        write_out(job, w, &block)
+        nonfinite = write_out(job, w, &block)
+    if nonfinite:
+        # Sums of finite values may have overflowed.
+        attend(job, w, &block, w.clean if partial else NULL, True)
+        write_large(job, w, &block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
 
     if job.has_lse:
         item_rows = at_item(job, &job.lse, item)

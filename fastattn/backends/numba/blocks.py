@@ -136,7 +136,7 @@ def task_rows(job, task):
 def find_block(job, w, block, task):
     """Fills in a task's query block: its rows, its addresses, and its key intervals."""
     item, kv, first_row, n_vectors, n_rows = task_rows(job, task)
-    block.item, block.kv, block.first_row = item, kv, first_row
+    block.item, block.kv, block.first_row, block.has_headroom = item, kv, first_row, 0
     block.n_vectors, block.n_rows = n_vectors, n_rows
     block.ld = n_rows if job.uses_split_kv else n_vectors * job.lanes
     block.key = at_item(job, KEY, item) + kv * stride_of(job, KEY, HEAD)

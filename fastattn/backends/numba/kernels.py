@@ -115,7 +115,7 @@ def pack(zero):
 
 @calls.kernel
 def unpack(zero):
-    """rows[lane][c * stride] = tile[c][lane] * factor for c < n_cols; 1 if any is NaN, else 0.
+    """rows[lane][c * stride] = tile[c][lane] * factor for c < n_cols; 1 if any is nonfinite, else 0.
 
     A factor has two parts, factors[lane] and factors[ld + lane], as `finish` makes them. Lanes may share a
     row.
@@ -124,20 +124,20 @@ def unpack(zero):
     lanes = LANE_BYTES // zero.itemsize
 
     def unpack(rows, stride, tile, ld, n_cols, factors):
-        nan = False
+        nonfinite = False
         for lane in range(0, ld, lanes):
             at, group, high = tile + lane * size, rows + lane * 8, factors + lane * size
             low = high + ld * size
             if stride == size and n_cols >= lanes:
                 for c in range(0, n_cols - lanes + 1, lanes):
-                    nan |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
+                    nonfinite |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
                 if n_cols % lanes:
                     c = n_cols - lanes
-                    nan |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
+                    nonfinite |= tiles.unpack_block(zero, group, c * size, at + c * ld * size, ld, high, low)
             else:
                 for c in range(n_cols):
-                    nan |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
-        return 1 if nan else 0
+                    nonfinite |= tiles.unpack_column(zero, group, c * stride, at + c * ld * size, high, low)
+        return 1 if nonfinite else 0
 
     return unpack
 
@@ -419,6 +419,58 @@ def add_nonfinite_values(zero):
         return 0
 
     return add_nonfinite_values
+
+
+@njit(**calls.OPTIONS)
+def headroom(inverse):
+    """A power of two that makes the weights of a row add up to at most 1/2; `inverse` is that of the sum."""
+    return math.ldexp(0.25, math.frexp(inverse)[1])
+
+
+@calls.kernel
+def leave_headroom(zero):
+    """Multiplies the weights p by their row's `headroom`; p_row, p_key are strides. inverse: see `finish`."""
+    real = type(zero)
+    size = zero.itemsize
+
+    def leave_headroom(p, p_row, p_key, n_rows, n_keys, inverse):
+        for r in range(n_rows):
+            scale = real(headroom(np.float64(load_real(zero, inverse + r * size))))
+            for j in range(n_keys):
+                at = p + r * p_row + j * p_key
+                store_real(zero, at, load_real(zero, at) * scale)
+        return 0
+
+    return leave_headroom
+
+
+@calls.kernel
+def write_large(zero):
+    """Writes the nonfinite outputs again, from sums that have `headroom`. Others stay as they are, so that no
+    bit of them depends on the rest of the block.
+
+    A sum of finite values is then finite, and their mean rounds past the largest number at most, which it
+    then is. What stays NaN has read NaN or inf. rows[r][c * stride] is column c of row r; acc_row and acc_col are
+    strides of acc. inverse, of rows ld apart: see `finish`.
+    """
+    real = type(zero)
+    size, most = zero.itemsize, float(np.finfo(zero.dtype).max)
+
+    def write_large(rows, stride, n_rows, n_cols, acc, acc_row, acc_col, inverse, ld):
+        for r in range(n_rows):
+            first = np.float64(load_real(zero, inverse + r * size))
+            rest = np.float64(load_real(zero, inverse + (ld + r) * size))
+            for c in range(n_cols):
+                to = int64s(rows)[r] + c * stride
+                x = np.float64(load_real(zero, acc + r * acc_row + c * acc_col))
+                if math.isfinite(load_real(zero, to)) or math.isnan(x):
+                    continue
+                if math.isfinite(x):
+                    x = min(max((x * first + x * rest) / headroom(first), -most), most)
+                store_real(zero, to, real(x))
+        return 0
+
+    return write_large
 
 
 @calls.kernel

@@ -21,8 +21,8 @@ KEY_STEP = 4  #: a block's keys start at a multiple of this
 
 #: This driver's fields after those that both drivers have: addresses of the table of views and of the leading
 #: axes, of the scratch memory of all threads, and for `spread` of the region's record and of the CPUs' cores;
-#: whether an output is NaN where some keys are masked, and whether nonfinite values are kept from rows that
-#: may not read them; more tiles of a thread; the factor of the query as high + low.
+#: whether a result is nonfinite, whether the call runs again as one was, and whether it keeps nonfinite
+#: values from rows that may not read them; more tiles of a thread; the factor of the query as high + low.
 OWN_TILES = ("spare", "block", "stack", "allowed", "chosen")
 _OWN = (
     "views",
@@ -31,7 +31,8 @@ _OWN = (
     "spread",
     "cores",
     "n_cpus",
-    "saw_nan",
+    "saw_nonfinite",
+    "runs_again",
     "is_nonfinite_safe",
 )
 
@@ -45,7 +46,8 @@ JOB = np.dtype(
 
 #: The query rows of one task, where the head's keys and values start in the caller's memory (`key`, `value`)
 #: and where the kernels read them (`keys`, `values`), and the rows that the thread has seen (`seen_*`).
-#: `depth` is that of the stack of partial results of `splitkv`.
+#: `depth` is that of the stack of partial results of `splitkv`; `has_headroom` says that row_max and
+#: `inverse` are those of all keys, and that the sums are those of `kernels.write_large`.
 BLOCK = np.dtype(
     [
         (name, np.int64)
@@ -53,7 +55,7 @@ BLOCK = np.dtype(
             "item", "kv", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop",
             "key", "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
             "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
-            "n_prefetch", "prefetch_nbytes",
+            "n_prefetch", "prefetch_nbytes", "has_headroom",
         )
     ]
 )  # fmt: skip
@@ -63,7 +65,6 @@ PARTIAL = np.dtype(
     [
         ("data", np.int64),  # address of row_max, row_sum and acc, each aligned to a cache line
         ("key_tile", np.int64),  # one of those key tiles; -1 where no row may attend any of their keys
-        ("has_masked", np.int64),  # whether any of their keys is masked for only some rows
     ]
 )
 

@@ -42,6 +42,7 @@ _CONDITIONS = {
     "has_last": ("accumulate_last",),
     "has_sinks": ("end_rows",),
     "is_spread": ("spread_start", "spread_enter", "spread_leave"),
+    "runs_again": ("leave_headroom", "write_large"),
     "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
 }
 
@@ -76,8 +77,10 @@ class Prepared:
 
         self.n_splits, self.partial_nbytes = int(job["n_splits"]), int(job["partial_nbytes"])
         self.scratch_nbytes = self._num_threads * int(job["scratch_nbytes"]) + LINE_NBYTES
-        self._needed = self._functions(job, is_nonfinite_safe=False)
-        self.needed_nonfinite = self._functions(job, is_nonfinite_safe=True)
+        #: Whether a NaN or inf may be hidden from some rows that share a tile with others.
+        self.may_hide = bool(job["is_masked"] or job["may_mask"])
+        self._needed = self._functions(job, runs_again=False)
+        self.needed_again = self._functions(job, runs_again=True)
 
         # The words of a call: its record, the table of views and the leading axes, the threads' shares, and
         # the record of `spread`.
@@ -123,7 +126,7 @@ class Prepared:
             words[at + 1] = self.n_tasks * (thread + 1) // num_threads
         words[self.spread :] = 0
 
-    def _functions(self, job: Any, is_nonfinite_safe: bool) -> frozenset[str]:
+    def _functions(self, job: Any, runs_again: bool) -> frozenset[str]:
         """The functions that the call reaches; only these are compiled."""
         holds: dict[str, Any] = {
             "sweeps": not job["uses_split_kv"],
@@ -132,7 +135,8 @@ class Prepared:
             "has_last": job["value_dim"] % TARGET.tile_rows != 0,
             "has_sinks": self._has_sinks,
             "prefetches_rows": job["has_bias"] or job["has_dense"],
-            "is_nonfinite_safe": is_nonfinite_safe,
+            "runs_again": runs_again,
+            "is_nonfinite_safe": runs_again and self.may_hide,
             "is_spread": IS_LINUX and self._num_threads > 1,
         }
         without = [
@@ -184,12 +188,13 @@ class _Job:
         for number, at in self._prepared.addresses:
             words[at] = address_of(arrays[number])
         on_pool(num_threads, self._run)
-        if words[_INDEX["saw_nan"]]:
-            # It may be 0 * NaN of a masked value: once more, with nonfinite values kept apart.
-            self._table.need(self._prepared.needed_nonfinite)
-            words[_INDEX["is_nonfinite_safe"]] = 1
+        if words[_INDEX["saw_nonfinite"]]:
+            # It may be 0 times the NaN or inf of a masked value, or an overflow: once more, without either.
+            self._table.need(self._prepared.needed_again)
+            words[_INDEX["runs_again"]], words[_INDEX["is_nonfinite_safe"]] = 1, self._prepared.may_hide
             on_pool(num_threads, self._run)
-            words[_INDEX["is_nonfinite_safe"]] = words[_INDEX["saw_nan"]] = 0
+            for name in ("saw_nonfinite", "runs_again", "is_nonfinite_safe"):
+                words[_INDEX[name]] = 0
         if loop is not None:
             outside, words[_INDEX["read_outside"]] = int(words[_INDEX["read_outside"]]), 0
             loop.check(outside, self._prepared.sizes, score_mod)

@@ -105,7 +105,7 @@ def pack_rows(zero):
 
 @calls.kernel
 def unpack_rows(zero):
-    """rows[r][c * stride] = tile[r][c] * factor for r < n_rows, c < n_cols; 1 if any is NaN, else 0.
+    """rows[r][c * stride] = tile[r][c] * factor for r < n_rows, c < n_cols; 1 if any is nonfinite, else 0.
 
     A factor has two parts: factors[r] and factors[factors_ld + r], as `finish` makes them.
     """
@@ -113,19 +113,19 @@ def unpack_rows(zero):
     lanes = LANE_BYTES // zero.itemsize
 
     def unpack_rows(rows, stride, n_rows, tile, ld, n_cols, factors, factors_ld):
-        nan = False
+        nonfinite = False
         for r in range(n_rows):
             row, tile_row, high = int64s(rows)[r], tile + r * ld * size, factors + r * size
             low = high + factors_ld * size
             for c in range(0, n_cols, lanes):
                 at, n = tile_row + c * size, n_cols - c
                 if stride == size:
-                    nan |= row_tiles.unpack_row(zero, row + c * size, at, n, high, low)
+                    nonfinite |= row_tiles.unpack_row(zero, row + c * size, at, n, high, low)
                 else:  # scaled in the tile first
-                    nan |= row_tiles.unpack_row(zero, at, at, n, high, low)
+                    nonfinite |= row_tiles.unpack_row(zero, at, at, n, high, low)
                     for i in range(min(lanes, n)):
                         store_real(zero, row + (c + i) * stride, load_real(zero, at + i * size))
-        return 1 if nan else 0
+        return 1 if nonfinite else 0
 
     return unpack_rows
 

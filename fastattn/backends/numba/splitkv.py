@@ -72,7 +72,6 @@ def merge_before(job, w, block, key_tile):
         row_kernels.merge_rows(job, acc_of(job, before.data), before.data, sums_of(job, before.data),
                                 acc_of(job, last.data), last.data, sums_of(job, last.data), n_rows_of(job),
                                 job.acc_ld, job.exponent_factor)  # fmt: skip
-        before.has_masked |= last.has_masked
         block.depth -= 1
     return 0
 
@@ -147,11 +146,15 @@ def attend_key_tile(job, w, block, key_tile, partial):
     if state == TILE_EMPTY:
         return False
     state = score_key_tile(job, w, block, state, key0, n_keys)
+    if block.has_headroom:
+        kernels.copy_rows(job, partial.data, w + job.to_row_max, 0, job.itemsize, 1, job.max_lanes)
     row_kernels.softmax_rows(job, w + job.to_scores, job.block_k, partial.data, sums_of(job, partial.data),
-                              block.n_rows, n_keys, job.exponent_factor, 0)  # fmt: skip
+                              block.n_rows, n_keys, job.exponent_factor, block.has_headroom)  # fmt: skip
+    if block.has_headroom:
+        kernels.leave_headroom(job, w + job.to_scores, job.block_k * job.itemsize, job.itemsize,
+                               block.n_rows, n_keys, w + job.to_inverse)  # fmt: skip
     add_key_tile_values(job, w, block, acc_of(job, partial.data), state, key0, n_keys)
     partial.key_tile = key_tile
-    partial.has_masked = 1 if state == TILE_PARTIAL or job.may_mask else 0
     return True
 
 
@@ -179,7 +182,6 @@ def add_sinks(job, w, block):
     partial = stacked(job, w, block.depth)
     partial.data = w + job.to_acc + (job.n_partials - 1) * job.partial_nbytes
     partial.key_tile = 0
-    partial.has_masked = 0
     kernels.start_rows(
         job, partial.data, sums_of(job, partial.data), n_rows_of(job), job.sinks, w + job.to_row_h
     )
@@ -234,17 +236,25 @@ def finish_rows(job, w, block):
     find_rows(job, OUT, block, 0, block.n_rows, w + job.to_out_rows)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, partial.data, sums_of(job,
                    partial.data), job.max_lanes, job.exponent_factor)  # fmt: skip
-    nan = row_kernels.unpack_rows(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows,
-                                   acc_of(job, partial.data), job.acc_ld, job.value_dim, w + job.to_inverse,
-                                   job.max_lanes)  # fmt: skip
-    if nan != 0 and partial.has_masked != 0:
-        # It may be 0 * NaN of a masked value.
-        job.saw_nan = 1
+    nonfinite = row_kernels.unpack_rows(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows,
+                                        acc_of(job, partial.data), job.acc_ld, job.value_dim,
+                                        w + job.to_inverse, job.max_lanes)  # fmt: skip
+    if nonfinite != 0:
+        job.saw_nonfinite = 1
+    if nonfinite != 0 and job.runs_again:
+        # Sums of finite values may have overflowed.
+        kernels.copy_rows(job, w + job.to_row_max, partial.data, 0, job.itemsize, 1, job.max_lanes)
+        block.has_headroom = 1
+        attend_key_tiles(job, w, block, 0, job.n_key_tiles)
+        acc = acc_of(job, stacked(job, w, 0).data)
+        kernels.write_large(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows, job.value_dim,
+                            acc, job.acc_ld * job.itemsize, job.itemsize, w + job.to_inverse,
+                            job.max_lanes)  # fmt: skip
     if job.has_lse:
         find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)
         kernels.scatter(job, w + job.to_rows, w + job.to_lse, block.n_rows)
     if job.has_weights and write_row_weights(job, w, block) != 0:
-        job.saw_nan = 1
+        job.saw_nonfinite = 1
     return 0
 
 
@@ -266,7 +276,6 @@ def publish_partial(job, w, block, task):
             1,
             job.partial_nbytes // job.itemsize,
         )
-        own.has_masked = partial.has_masked
         own.key_tile = partial.key_tile
     if fetch_add(job.left + head * 8, -1) > 1:
         return 0
@@ -276,7 +285,7 @@ def publish_partial(job, w, block, task):
         if partial.key_tile >= 0:
             merge_before(job, w, block, partial.key_tile)
             top = stacked(job, w, block.depth)
-            top.data, top.key_tile, top.has_masked = partial.data, partial.key_tile, partial.has_masked
+            top.data, top.key_tile = partial.data, partial.key_tile
             block.depth += 1
     merge_before(job, w, block, -1)
     return 1

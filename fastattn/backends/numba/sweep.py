@@ -82,12 +82,10 @@ def prefetch_rows(job, w, block, view, itemsize, key0, n_keys):
 
 @routine
 def attend(job, w, block):
-    """The online softmax and value accumulation over every key tile of the block.
-
-    Whether any key is masked for only some lanes.
-    """
-    partial, is_first = 0, 1
-    kernels.start_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
+    """The online softmax and value accumulation over every key tile of the block."""
+    is_first = 1
+    if not block.has_headroom:
+        kernels.start_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
     tile = block.low // job.block_k * job.block_k
     while tile < block.high:
         key0 = max(tile, block.low)
@@ -96,8 +94,6 @@ def attend(job, w, block):
         state = score_tile(job, w, block, key0, n_keys, job.is_nonfinite_safe)
         if state == TILE_EMPTY:
             continue
-        if state == TILE_PARTIAL or job.may_mask:
-            partial = 1
         kernels.softmax(job, w + job.to_scores, w + job.to_tile_max, w + job.to_row_max, w + job.to_row_sum,
                         w + job.to_rescale, block.ld, block.n_vectors, w + job.to_stops,
                         KEY_CHUNK - key0 % KEY_CHUNK, job.exponent_factor)  # fmt: skip
@@ -106,13 +102,16 @@ def attend(job, w, block):
             prefetch_rows(job, w, block, BIAS, job.bias_nbytes, tile, n_next)
         if n_next > 0 and job.has_dense:
             prefetch_rows(job, w, block, DENSE, job.dense_nbytes, tile, n_next)
+        if block.has_headroom:
+            kernels.leave_headroom(job, w + job.to_scores, job.itemsize, block.ld * job.itemsize,
+                                   block.n_rows, n_keys, w + job.to_inverse)  # fmt: skip
         add_values(job, w, block, state, key0, n_keys, is_first)
         is_first = 0
     if is_first:
         kernels.fill(job, w + job.to_acc, job.value_dim * block.ld, 0.0)
-    if job.sinks != 0:
+    if job.sinks != 0 and not block.has_headroom:
         kernels.end_rows(job, w + job.to_row_max, w + job.to_row_sum, block.ld, job.sinks, w + job.to_row_h)
-    return partial
+    return 0
 
 
 @routine
@@ -180,17 +179,23 @@ def run_task(job, w, block, task):
                  job.query_high, job.query_low)  # fmt: skip
     find_rows(job, OUT, block, 0, block.ld, w + job.to_out_rows)
     find_prefetches(job, w, block, task + 1)
-    partial = attend(job, w, block)
+    attend(job, w, block)
     kernels.finish(job, w + job.to_inverse, w + job.to_lse if job.has_lse else 0, w + job.to_row_max,
                    w + job.to_row_sum, block.ld, job.exponent_factor)  # fmt: skip
-    nan = kernels.unpack(job, w + job.to_out_rows, column_stride(job, OUT), w + job.to_acc, block.ld,
-                         job.value_dim, w + job.to_inverse)  # fmt: skip
-    if nan != 0 and partial != 0:
-        # It may be 0 * NaN of a masked value.
-        job.saw_nan = 1
+    nonfinite = kernels.unpack(job, w + job.to_out_rows, column_stride(job, OUT), w + job.to_acc, block.ld,
+                               job.value_dim, w + job.to_inverse)  # fmt: skip
+    if nonfinite != 0:
+        job.saw_nonfinite = 1
+    if nonfinite != 0 and job.runs_again:
+        # Sums of finite values may have overflowed.
+        block.has_headroom = 1
+        attend(job, w, block)
+        kernels.write_large(job, w + job.to_out_rows, column_stride(job, OUT), block.n_rows, job.value_dim,
+                            w + job.to_acc, job.itemsize, block.ld * job.itemsize, w + job.to_inverse,
+                            block.ld)  # fmt: skip
     if job.has_lse:
         find_rows(job, LSE, block, 0, block.n_rows, w + job.to_rows)
         kernels.scatter(job, w + job.to_rows, w + job.to_lse, block.n_rows)
     if job.has_weights and write_weights(job, w, block) != 0:
-        job.saw_nan = 1
+        job.saw_nonfinite = 1
     return 0

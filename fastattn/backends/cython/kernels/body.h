@@ -28,11 +28,11 @@ INLINE void NAME(pack_block)(const int n, REAL *dst, ptrdiff_t ld, const char *c
         if (i < n) NAME(store)(dst + i * ld, NAME(multiply_exactly)(x[i], high, low));
 }
 
-/* Returns the lanes that are NaN. */
+/* Returns the lanes that are nonfinite. */
 INLINE IVEC NAME(unpack_block)(const int n, const int n_live, char *const *rows, size_t at, const REAL *src,
                                ptrdiff_t ld, VEC high, VEC low) {
     VEC x[LANES];
-    IVEC nan = {};
+    IVEC nonfinite = {};
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
         x[i] = i < n ? NAME(multiply_exactly)(NAME(load)(src + i * ld), high, low) : (VEC){};
@@ -40,13 +40,13 @@ INLINE IVEC NAME(unpack_block)(const int n, const int n_live, char *const *rows,
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         if (i >= n_live) break;
-        nan |= (IVEC)(x[i] != x[i]);
+        nonfinite |= NAME(nonfinite)(x[i]);
         if (n == LANES)
             NAME(store)(rows[i] + at, x[i]);
         else
             NAME(store_partial)(rows[i] + at, x[i], n);
     }
-    return nan;
+    return nonfinite;
 }
 
 /* `factor` as high + low for `multiply_exactly`, so that its own rounding does not matter. */
@@ -83,7 +83,7 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
                         ptrdiff_t n_cols, const void *factor) {
     const REAL *src_lane = tile, *high_lane = factor;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
-    IVEC nan = {};
+    IVEC nonfinite = {};
     for (ptrdiff_t left = n_rows; left > 0; left -= LANES, rows += LANES, src_lane += LANES, high_lane += LANES) {
         const int n_live = left < LANES ? (int)left : LANES;
         const VEC high = NAME(load)(high_lane), low = NAME(load)(high_lane + ld);
@@ -91,22 +91,22 @@ static int NAME(unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, c
         ptrdiff_t c = 0;
         if (n_live == LANES)
             for (; c + LANES <= blocked; c += LANES, src += LANES * ld)
-                nan |= NAME(unpack_block)(LANES, LANES, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
+                nonfinite |= NAME(unpack_block)(LANES, LANES, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
         for (; c < blocked; c += LANES, src += LANES * ld) {
             const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
-            nan |= NAME(unpack_block)(n, n_live, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
+            nonfinite |= NAME(unpack_block)(n, n_live, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
         }
         for (c = blocked; c < n_cols; c++, src += ld) {
             const VEC x = NAME(multiply_exactly)(NAME(load)(src), high, low);
             for (int i = 0; i < n_live; i++) {
                 const REAL y = x[i];
-                nan[0] |= y != y;
+                nonfinite[0] |= !isfinite(y);
                 memcpy(rows[i] + c * stride, &y, sizeof y);
             }
         }
     }
     LANE_INT any = 0;
-    for (int i = 0; i < LANES; i++) any |= nan[i];
+    for (int i = 0; i < LANES; i++) any |= nonfinite[i];
     return any != 0;
 }
 

@@ -129,7 +129,7 @@ typedef struct {
                    double exponent_factor, double kept_share);
 
     /* rows[r][c * stride] = tile[c][r] * (factor[r] + factor[ld + r]), r < n_rows, c < n_cols, the two terms of
-     * a factor as computed by `finish`; returns 1 if any is NaN, else 0. Zeros are written as +0: their sign in the
+     * a factor as computed by `finish`; returns 1 if any is nonfinite, else 0. Zeros are written as +0: their sign in the
      * tile may depend on a masked value, whose product with its weight is 0 or -0. The signs of zeros change
      * nothing but signs of zeros in all other operations on accumulators. */
     int (*unpack)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,

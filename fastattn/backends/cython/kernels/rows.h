@@ -78,14 +78,14 @@ static void NAME(pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, p
 static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
                              ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld) {
     const REAL *from = tile, *const high = factor, *const low = high + factor_ld;
-    IVEC nan = {};
+    IVEC nonfinite = {};
     for (ptrdiff_t r = 0; r < n_rows; r++, from += ld)
         for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
             const ptrdiff_t n = n_cols - c;
             char *const to = rows[r] + c * stride;
             VEC x = NAME(multiply_exactly)(NAME(load)(from + c), NAME(splat)(high[r]), NAME(splat)(low[r]));
             if (n < LANES) x = NAME(select)((IVEC)(NAME(lane_numbers)() < (LANE_INT)n), x, (VEC){});
-            nan |= (IVEC)(x != x);
+            nonfinite |= NAME(nonfinite)(x);
             if (stride != sizeof(REAL))
                 for (int i = 0; i < LANES && i < n; i++) memcpy(to + i * stride, (const REAL *)&x + i, sizeof(REAL));
             else if (n < LANES)
@@ -94,7 +94,7 @@ static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_ro
                 NAME(store)(to, x);
         }
     LANE_INT any = 0;
-    for (int i = 0; i < LANES; i++) any |= nan[i];
+    for (int i = 0; i < LANES; i++) any |= nonfinite[i];
     return any != 0;
 }
 

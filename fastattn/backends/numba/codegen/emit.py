@@ -236,9 +236,10 @@ class Emitter(Memory):
         """The lanes where a == b."""
         return self.builder.fcmp_ordered("==", a, b)
 
-    def is_nan(self, x: ir.Value) -> ir.Value:
-        """The lanes where x is NaN."""
-        return self.builder.fcmp_unordered("uno", x, x)
+    def is_nonfinite(self, x: ir.Value) -> ir.Value:
+        """The lanes where x is NaN or inf."""
+        zero = self.builder.fsub(x, x)
+        return self.builder.fcmp_unordered("uno", zero, zero)
 
     def any(self, mask: ir.Value) -> ir.Value:
         """Whether a lane of the mask is set, as one bit."""

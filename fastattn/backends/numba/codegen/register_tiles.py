@@ -59,15 +59,15 @@ def pack_column(e: Emitter, to, rows, at, high, low) -> None:
 
 @stage(returns_bool=True)
 def unpack_block(e: Emitter, rows, at, tile, ld, high, low) -> Any:
-    """`lanes` columns of the tile to byte `at` of `lanes` rows; whether any is NaN."""
+    """`lanes` columns of the tile to byte `at` of `lanes` rows; whether any is nonfinite."""
     high, low = e.load(high), e.load(low)
     x = [e.multiply_exactly(e.load(e.at(tile, (ld, i * e.itemsize))), high, low) for i in range(e.lanes)]
-    nan = e.is_nan(x[0])
+    nonfinite = e.is_nonfinite(x[0])
     for column in x[1:]:
-        nan = e.builder.or_(nan, e.is_nan(column))
+        nonfinite = e.builder.or_(nonfinite, e.is_nonfinite(column))
     for i, row in enumerate(transpose(e, x)):
         e.store(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)), row)
-    return e.any(nan)
+    return e.any(nonfinite)
 
 
 @stage(returns_bool=True)
@@ -76,7 +76,7 @@ def unpack_column(e: Emitter, rows, at, tile, high, low) -> Any:
     x = e.multiply_exactly(e.load(tile), e.load(high), e.load(low))
     for i in range(e.lanes):
         e.store_scalar(e.at(e.load_address(e.at(rows, (i, 8))), (at, 1)), e.lane(x, i))
-    return e.any(e.is_nan(x))
+    return e.any(e.is_nonfinite(x))
 
 
 # Scores.

@@ -243,4 +243,4 @@ def unpack_row(e: Emitter, row, tile, n, high, low) -> Any:
     high, low = e.splat(e.load_scalar(high)), e.splat(e.load_scalar(low))
     x = e.keep_first(e.multiply_exactly(e.load(tile), high, low), n)
     e.store_first(row, x, n)
-    return e.any(e.is_nan(x))
+    return e.any(e.is_nonfinite(x))

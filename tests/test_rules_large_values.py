@@ -149,6 +149,12 @@ def test_a_masked_value_is_not_seen_and_an_allowed_one_is(engine, sizes, dtype, 
     np.testing.assert_array_equal(out[:, ~rows], np.full_like(out[:, ~rows], number))
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_sink_of_nan_or_inf_makes_its_rows_nan(engine, sizes):
+    out = engine.attention(*problem(*sizes), sinks=np.array([np.inf, np.nan], np.float32))
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("len_q", [1, 20, 200])
 def test_keys_that_overflow_and_are_outweighed_leave_nothing(engine, len_q, dtype):

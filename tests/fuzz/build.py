@@ -167,6 +167,11 @@ class Case:
             return x * _HUGE[dtype]
         if style == "large":
             return x * _LARGE[dtype]
+        if style == "largest":  # of one sign or of both, some beside ordinary numbers
+            u = numbers(_UNIFORM, self.data, "other", x.shape)
+            signs = np.sign(x) if self.data % 2 else 1.0
+            most = float(ml_dtypes.finfo(dtype_of(dtype)).max)
+            return np.where(u < (self.data // 2 % 3) / 4, x, signs * (0.5 + u / 2) * most)
         if style == "subnormal":
             return x * 8 * float(ml_dtypes.finfo(dtype_of(dtype)).smallest_subnormal)
         if style == "steps":

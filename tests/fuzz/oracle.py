@@ -167,12 +167,8 @@ def attention(
     out_reach = out_reach + np.repeat(lost, group, axis=-3)
     # So it is of the weights themselves: each budget has room for that where their share is 1.
     weights_reach = weights_reach + tiny * (1 / share_kept - 1) / (ROUNDINGS * eps)
-    unclear_out: Array | None = None
-    if biggest_v * max(S, 1) / share_kept > largest:
-        summed = mean(np.where(np.isfinite(raised) & allowed, raised, 0), magnitude) / share_kept
-        unclear_out = summed > largest
     worst = ROUNDINGS * eps * size.max(axis=-1, initial=0)
-    unclear_weights = unclear
+    unclear_out, unclear_weights = None, unclear
     if float(worst.max(initial=0)) > FIRST_ORDER:
         wild = worst > FIRST_ORDER
         # The lse of a row moves by no more than the score that moves most.
@@ -180,7 +176,7 @@ def attention(
         unclear_weights = wild if unclear is None else unclear | wild
     if unclear_weights is not None:
         rows = unclear_weights[..., None]
-        unclear_out = np.broadcast_to(rows, out.shape) if unclear_out is None else unclear_out | rows
+        unclear_out = np.broadcast_to(rows, out.shape)
         unclear_weights = np.broadcast_to(rows, weights.shape)
     return Answer(
         out, lse, weights, out_reach, lse_reach, weights_reach, unclear_out, unclear, unclear_weights,

@@ -175,6 +175,8 @@ def _values(r: Random, record: Record) -> None:
                 ("tiny", "huge", "subnormal", "steps", "mixed", "large")
             )
         }
+    if r.random() < 0.03:
+        record.setdefault("styles", {})["value"] = "largest"
     if r.random() < 0.35:
         record["places"] = {
             name: r.choice(PLACES)

@@ -271,7 +271,7 @@ cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_s
     dropout it may be larger. What stays NaN has read NaN or inf. `ld` is that of w.inverse, `row` and `col` are strides
     of acc in bytes.
     """
-    cdef double most = FLT_MAX if job.itemsize == 4 else DBL_MAX, x, real
+    cdef double most = FLT_MAX if job.itemsize == 4 else DBL_MAX, sum, x, real
     cdef Py_ssize_t lane, e, size = job.itemsize
     cdef char *at = <char *>&real
     cdef char *to
@@ -282,14 +282,15 @@ cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_s
                 load_row(job, at, to, 0, job.out_storage, 1)
             else:
                 memcpy(at, to, size)
-            x = get_real(acc + lane * row + e * col, size)
-            if isfinite(get_real(at, size)) or isnan(x):
+            if isfinite(get_real(at, size)):
                 continue
-            if isfinite(x):
-                x = x * get_real(w.inverse + lane * size, size) + x * get_real(w.inverse + (ld + lane) * size, size)
-                x /= headroom(job, w, lane)
-                if job.kept_share == 1:
-                    x = min(most, max(-most, x))
+            sum = get_real(acc + lane * row + e * col, size)
+            x = sum * get_real(w.inverse + lane * size, size) + sum * get_real(w.inverse + (ld + lane) * size, size)
+            x /= headroom(job, w, lane)
+            if isnan(x):
+                continue
+            if isfinite(sum) and job.kept_share == 1:
+                x = min(most, max(-most, x))
             set_real(at, x, size)
             if job.out_storage:
                 kernels_of(job).store_row(to, 0, at, 1, job.out_storage & STORAGE)

@@ -450,8 +450,8 @@ def write_large(zero):
     bit of them depends on the rest of the block.
 
     A sum of finite values is then finite, and their mean rounds past the largest number at most, which it
-    then is. What stays NaN has read NaN or inf. rows[r][c * stride] is column c of row r; acc_row and acc_col are
-    strides of acc. inverse, of rows ld apart: see `finish`.
+    then is. What stays NaN has read NaN or inf. rows[r][c * stride] is column c of row r; acc_row and acc_col
+    are strides of acc. inverse, of rows ld apart: see `finish`.
     """
     real = type(zero)
     size, most = zero.itemsize, float(np.finfo(zero.dtype).max)
@@ -462,11 +462,14 @@ def write_large(zero):
             rest = np.float64(load_real(zero, inverse + (ld + r) * size))
             for c in range(n_cols):
                 to = int64s(rows)[r] + c * stride
-                x = np.float64(load_real(zero, acc + r * acc_row + c * acc_col))
-                if math.isfinite(load_real(zero, to)) or math.isnan(x):
+                if math.isfinite(load_real(zero, to)):
                     continue
-                if math.isfinite(x):
-                    x = min(max((x * first + x * rest) / headroom(first), -most), most)
+                total = np.float64(load_real(zero, acc + r * acc_row + c * acc_col))
+                x = (total * first + total * rest) / headroom(first)
+                if math.isnan(x):
+                    continue
+                if math.isfinite(total):
+                    x = min(max(x, -most), most)
                 store_real(zero, to, real(x))
         return 0
 

@@ -718,6 +718,13 @@ def check_cache(record: Record, engine: Engine) -> None:
     check_history(record, engine)
 
 
+def check_layers(record: Record, engine: Engine) -> None:
+    """`MultiHeadAttention`, alone and with a cache."""
+    from tests.fuzz import layers
+
+    layers.check_layers(record, engine)
+
+
 def check_beside(record: Record, engine: Engine) -> None:
     """`flex_attention`, `linear_attention`, `rope`, or sums of Gaussian kernels."""
     from tests.fuzz import beside
@@ -744,4 +751,5 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "linear": check_beside,
     "rope": check_beside,
     "kernels": check_beside,
+    "layers": check_layers,
 }

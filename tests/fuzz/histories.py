@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (the name "bfloat16")
 import numpy as np
 
 import fastattn
-from tests.fuzz.build import _NORMAL, Array, dtype_of, numbers
+from tests.cases import MEMORY_LAYOUTS
+from tests.fuzz.build import _NORMAL, _UNIFORM, Array, dtype_of, numbers
 from tests.fuzz.records import Record
 
 
@@ -82,22 +84,34 @@ def check_history(record: Record, engine: Any) -> None:
                 numbers(_NORMAL, data, 60 + part, (model.batch, model.K, n, dim)).astype(np.float32)
                 for part, dim in enumerate(model.dims)
             ]
-            lengths = [n] * model.batch
+            lengths, given = [n] * model.batch, {}
             if step.get("ragged"):
                 lengths = [(data >> number) % (n + 1) for number in range(model.batch)]
+                given["lengths"] = lengths
+            place = MEMORY_LAYOUTS.get(step.get("place"), np.asarray)
+            arrays = [place(placed(x).astype(step.get("dtype", "float32"))) for x in rows]
             if do == "append":
-                cache.append(*map(placed, rows), lengths=lengths if step.get("ragged") else None)
+                cache.append(*arrays, **given)
                 model.append(rows, lengths)
-            elif n:
+            elif n and max(map(sum, zip(model.lengths, lengths, strict=True)), default=0) >= n:
                 query = _query(record, model, data, n)
-                got = cache.step(placed(query), *map(placed, rows), backend=engine.backend)
                 model.append(rows, lengths)
-                _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "step")
+                options = _options(record, model, step, n)
+                got = cache.step(placed(query), *arrays, **given, backend=engine.backend, **options)
+                _compare(record, engine, model, query, got, "step", options)
         elif do == "attend":
             n = min(n, max(model.lengths, default=0))  # more queries than tokens are refused
             query = _query(record, model, data, min(n, 1) if record.get("cache_window") else n)
-            got = cache.attend(placed(query), backend=engine.backend)
-            _compare(record, engine, model, query, got.swapaxes(1, 2) if swapped else got, "attend")
+            options = _options(record, model, step, query.shape[2])
+            got = cache.attend(placed(query), backend=engine.backend, **options)
+            _compare(record, engine, model, query, got, "attend", options)
+        elif do == "rows":
+            _check_rows(record, model, cache)
+        elif do == "reload":
+            others.append((model.copy(), cache))
+            with tempfile.TemporaryDirectory() as folder:
+                cache.save(f"{folder}/cache")
+                cache = fastattn.KVCache.load(f"{folder}/cache", mmap=step.get("mmap", False))
         elif do == "truncate":
             back = min(n, record.get("rollback", 64)) if record.get("cache_window") else n
             least = [0] * model.batch
@@ -117,7 +131,26 @@ def check_history(record: Record, engine: Any) -> None:
             others.append((model, cache))
             model, cache = model.copy(items), cache.select(items)
     for its, held in (*others, (model, cache)):
-        _final(record, engine, its, held, placed, swapped)
+        _final(record, engine, its, held, placed)
+
+
+def _options(record: Record, model: Model, step: Record, n: int) -> dict[str, Any]:
+    """The options of `attend` for n queries, in arrays."""
+    drawn, data = step.get("options", {}), step.get("data", 0)
+    shape = (model.batch, 1, n, max(model.lengths, default=0))
+    found = {name: drawn[name] for name in ("scale", "softcap", "causal", "num_threads") if name in drawn}
+    if "window" in drawn:
+        found["window"] = tuple(drawn["window"])
+    if "sinks" in drawn:
+        found["sinks"] = numbers(_NORMAL, data, 63, (record["heads"],)).astype(np.float32)
+    if "bias" in drawn:
+        found["bias"] = numbers(_NORMAL, data, 64, shape).astype(np.float32)
+    if "mask" in drawn:
+        found["mask"] = numbers(_UNIFORM, data, 65, shape) < drawn["mask"]
+    for name in ("lse", "weights"):
+        if name in drawn:
+            found[f"return_{name}"] = True
+    return found
 
 
 def _refused(record: Record, model: Model, cache: Any, data: int, placed: Any) -> None:
@@ -166,34 +199,57 @@ def _decoded(record: Record, model: Model) -> list[Array]:
     return found
 
 
-def _compare(record: Record, engine: Any, model: Model, query: Array, got: Array, what: str) -> None:
+def _compare(
+    record: Record, engine: Any, model: Model, query: Array, got: Any, what: str, options: dict[str, Any]
+) -> None:
     """Bit for bit where there is no window, else to rounding."""
     from tests.fuzz.checks import Failure, same_bits
 
     keys, values = _decoded(record, model)
-    rules: dict[str, Any] = {"causal": "bottom_right", "key_lengths": np.array(model.lengths, int)}
+    rules: dict[str, Any] = {"causal": "bottom_right", "key_lengths": np.array(model.lengths, int)} | options
     window = record.get("cache_window")
     if window is not None:
         i, j = np.arange(query.shape[2])[:, None], np.arange(keys.shape[2])
         at = i + np.array(model.lengths)[:, None, None] - query.shape[2]
         seen = (j > at - window) | (j < record.get("keep_first", 0))
-        rules["mask"] = seen[:, None]
+        rules["mask"] = seen[:, None] & options.get("mask", True)
     wanted = engine.attention(query, keys, values, **rules)
-    if window is None:
-        same_bits(np.ascontiguousarray(got), wanted, f"cache {what}")
-    elif got.shape != wanted.shape or got.dtype != wanted.dtype:
-        raise Failure(f"cache {what}", f"{got.shape} {got.dtype}, expected {wanted.shape} {wanted.dtype}")
-    elif got.size:
-        # Both are sums of the same products: scores of at most |q| |k|, values of at most |v|, in any order.
-        norm = np.linalg.norm(query.astype(float), axis=-1).max() * np.linalg.norm(
-            keys.astype(float), axis=-1
-        ).max(initial=0)
-        most = np.abs(values).max(initial=0) * (2 + 2 * norm / np.sqrt(query.shape[-1]))
-        if not (np.abs(got - wanted) <= 16 * np.finfo(got.dtype).eps * most).all():
-            raise Failure(f"cache {what}", f"differs by {np.abs(got - wanted).max():.3g}")
+    results = [list(x) if isinstance(x, tuple) else [x] for x in (got, wanted)]
+    if record.get("layout") == "bshd":
+        results[0][0] = results[0][0].swapaxes(1, 2)
+    # Both are sums of the same products: scores of at most |q| |k|, values of at most |v|, in any order.
+    norms = [np.linalg.norm(x.astype(float), axis=-1).max(initial=0) for x in (query, keys)]
+    scale = options.get("scale", 1 / np.sqrt(query.shape[-1]))
+    size = 2 + 2 * abs(scale) * norms[0] * norms[1] + 2 * np.abs(options.get("bias", 0)).max(initial=0)
+    for n, (x, y) in enumerate(zip(*results, strict=True)):
+        if window is None:
+            same_bits(np.ascontiguousarray(x), y, f"cache {what}")
+        elif x.shape != y.shape or x.dtype != y.dtype:
+            raise Failure(f"cache {what}", f"{x.shape} {x.dtype}, expected {y.shape} {y.dtype}")
+        else:
+            most = 16 * np.finfo(x.dtype).eps * size * (np.abs(values).max(initial=0) if n == 0 else 1)
+            if not ((np.abs(x - y) <= most) | (x == y)).all():
+                raise Failure(f"cache {what}", f"result {n} differs by {np.nanmax(np.abs(x - y)):.3g}")
 
 
-def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any, swapped: bool) -> None:
+def _check_rows(record: Record, model: Model, cache: Any) -> None:
+    """The rows that are held, which are those that a query may still read after `truncate`."""
+    from tests.fuzz.checks import Failure, same_bits
+
+    window, retained = record.get("cache_window"), cache.retained.tolist()
+    for item, (start, most) in enumerate(zip(retained, model.greatest, strict=True)):
+        latest = 0 if window is None else max(0, most - record.get("rollback", 64) - window)
+        if start > latest:
+            raise Failure("cache retained", f"item {item} holds rows from {start} on, {latest} may be read")
+    for number, part in enumerate(_decoded(record, model)):
+        for item, (start, length) in enumerate(zip(retained, model.lengths, strict=True)):
+            held = (cache.keys if number == 0 else cache.values)(item)
+            first = np.arange(min(record.get("keep_first", 0), start, length))
+            rows = part[item][:, np.concatenate([first, np.arange(start, length)])]
+            same_bits(np.asarray(held, part.dtype), np.ascontiguousarray(rows), "cache rows")
+
+
+def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any) -> None:
     """The lengths, the rows, and the bits of a cache that was given the same tokens at once."""
     from tests.fuzz.checks import Failure, same_bits
 
@@ -201,17 +257,10 @@ def _final(record: Record, engine: Any, model: Model, cache: Any, placed: Any, s
         raise Failure("cache lengths", f"{cache.lengths.tolist()}, expected {model.lengths}")
     query = _query(record, model, 3, min(1, max(model.lengths, default=0)))
     got = cache.attend(placed(query), backend=engine.backend)
-    natural = got.swapaxes(1, 2) if swapped else got
     if min(model.lengths, default=0) >= 1:
-        _compare(record, engine, model, query, natural, "at the end")
+        _compare(record, engine, model, query, got, "at the end", {})
     fresh = new_cache(record, model.batch)
     fresh.append(*map(placed, model.padded()), lengths=model.lengths)
     at_once = fresh.attend(placed(query), backend=engine.backend)
     same_bits(np.ascontiguousarray(at_once), np.ascontiguousarray(got), "cache history")
-    if record.get("cache_window") is None:
-        for number, part in enumerate(_decoded(record, model)):
-            rows = [(cache.keys if number == 0 else cache.values)(item) for item in range(model.batch)]
-            for item, (held, length) in enumerate(zip(rows, model.lengths, strict=True)):
-                same_bits(
-                    np.asarray(held, part.dtype), np.ascontiguousarray(part[item, :, :length]), "cache rows"
-                )
+    _check_rows(record, model, cache)

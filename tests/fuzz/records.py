@@ -55,8 +55,8 @@ def draw(seed: int, engines: Sequence[str]) -> Record:
     engine = _engine(r, engines)
     kind = r.choices(
         ("attention", "backward", "varlen", "merge", "stored", "cache", "sdpa", "error",
-         "flex", "linear", "rope", "kernels"),
-        (72, 3, 3, 3, 4, 2, 1, 7, 1, 2, 1.5, 0.5),
+         "flex", "linear", "rope", "kernels", "layers"),
+        (72, 3, 3, 3, 4, 2, 1, 7, 1, 2, 1.5, 0.5, 1),
     )[0]  # fmt: skip
     if engine == "numba" and kind in ("backward", "stored", "cache"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
@@ -310,12 +310,34 @@ def _cache(r: Random, record: Record) -> None:
     steps: list[Record] = []
     for _ in range(r.randint(2, 9)):
         do = r.choices(
-            ("append", "step", "attend", "truncate", "fork", "select", "refused"), (4, 4, 3, 1.5, 1, 0.7, 0.7)
+            ("append", "step", "attend", "truncate", "fork", "select", "refused", "reload", "rows"),
+            (4, 4, 3, 1.5, 1, 0.7, 0.7, 0.7, 0.4),
         )[0]
-        steps.append({"do": do, "data": r.randrange(1 << 20), "n": r.choice((0, 1, 1, 2, 3, 17, 40))})
-        if do == "append" and r.random() < 0.5:
-            steps[-1]["ragged"] = True
+        step: Record = {"do": do, "data": r.randrange(1 << 20), "n": r.choice((0, 1, 1, 2, 3, 17, 40))}
+        steps.append(step)
+        # The last n positions of an item to which fewer are added may be gone from a window.
+        chance = {"append": 0.5, "step": 0.0 if "cache_window" in record else 0.2}.get(do, 0.0)
+        if r.random() < chance:
+            step["ragged"] = True
+        if do in ("append", "step") and r.random() < 0.3:
+            step["place"] = r.choice(("reversed", "padded", "every_other", "unaligned", "fortran"))
+        if do in ("append", "step") and "int8" not in record["stored"] and r.random() < 0.2:
+            step["dtype"] = "float64"  # of the same numbers; int8 takes quotients in the type that is given
+        if do == "reload" and r.random() < 0.5:
+            step["mmap"] = True
+        if do in ("attend", "step") and r.random() < 0.4:
+            step["options"] = _attend_options(r, "cache_window" in record)
     record["steps"] = steps
+
+
+def _attend_options(r: Random, is_windowed: bool) -> Record:
+    drawn: Record = {
+        "scale": r.choice((0.0, -0.5, 1.0)), "softcap": r.choice((0.5, 30.0)), "sinks": True, "bias": True,
+        "mask": r.choice((0.1, 0.5, 0.9)), "lse": True, "weights": True, "num_threads": r.choice((1, 2, 3)),
+    }  # fmt: skip
+    if not is_windowed:  # beside the cache's own window each of these means something else
+        drawn |= {"causal": False, "window": [r.choice((None, 0, 3, 20)), r.choice((None, 0, 2))]}
+    return {name: drawn[name] for name in r.sample(sorted(drawn), r.randint(1, 3))}
 
 
 # ---- what stands beside attention; each leaves out of a record what it has not
@@ -386,4 +408,55 @@ def _kernels(r: Random, record: Record) -> None:
         record["len_k"] = min(record["len_k"], 40)
 
 
-_BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels}
+def _layers(r: Random, record: Record) -> None:
+    _without(record, "nonfinite", "hidden", "styles", "spread", "places", "leads", "layout", "flat")
+    for name in ("heads", "kv_heads", "value_dim"):
+        record[name] = max(1, record[name])
+    dtype = record["dtypes"][0] if record["dtypes"][0] in FLOATS else "float32"
+    record["dtypes"] = [dtype] * 3
+    if record.get("sinks"):
+        record["sinks"] = {"dtype": "float32"}
+    if record.get("bias"):
+        record["bias"] |= {"style": r.choice(("normal", "masks")), "dtype": r.choice(("float32", "float64"))}
+    layer: Record = {
+        "dims": [r.choice((1, 3, 8, 16, 33)) for _ in range(4)],
+        "biases": "".join(name for name in "qkvo" if r.random() < 0.5),
+        "dtype": r.choice((dtype, dtype, "float32", "float64")),
+        "given": r.choice(("self", "self", "key", "value")),
+        "out": r.choice(OUT_PLACES),
+    }
+    record["layer"] = layer
+    if r.random() < 0.4:
+        layer["place"] = r.choice([place for place in PLACES if place != "zero_stride"])
+    if r.random() < 0.4:
+        layer["lse"] = True
+    if r.random() < 0.5:
+        layer["weights"] = r.choice((True, "mean"))
+    if layer["given"] == "self":
+        record["len_k"] = record["len_q"]
+        if r.random() < 0.5 and record["engine"] != "numba":
+            _layer_cache(r, record)
+    if r.random() < 0.5:
+        layer["rope"] = r.randint(0, record["head_dim"] // 2)
+        longest = sum(layer["cache"]["chunks"]) if "cache" in layer else max(record["len_q"], record["len_k"])
+        layer["positions"] = longest + r.choice((0, 1, 50))
+
+
+def _layer_cache(r: Random, record: Record) -> None:
+    _without(record, "causal", "window", "key_lengths", "mask", "bias", "dropout", "dropout_seed")
+    record["lead"] = [r.choice((1, 2, 3))]
+    chunks = [r.choice((1, 2, 17)), *(r.choice((0, 1, 1, 2, 5, 17)) for _ in range(r.randint(0, 5)))]
+    program: Record = {"chunks": chunks}
+    if r.random() < 0.4:
+        program["ragged"] = True
+    elif r.random() < 0.5:
+        program["window"] = r.choice((1, 2, 5, 17))
+        program["keep_first"] = r.choice((0, 0, 1, 3))
+    if r.random() < 0.5:
+        program["page_size"] = r.choice((1, 3, 16, 100))
+    if r.random() < 0.5:
+        program["layout"] = "bshd"
+    record["layer"]["cache"] = program
+
+
+_BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels, "layers": _layers}

@@ -229,7 +229,9 @@ def attention(
     row NaN.
 
     Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
-    relative to the running maximum.
+    relative to the running maximum. Where the values are finite so is the result: between the least and the
+    largest that a row reads, up to rounding, also where their sum is larger than all numbers. With `dropout`
+    the weights may add up to more than 1, and a result past the largest number is inf.
 
     Dropout: a function of the seed and of a weight's place in ``(..., H, L, S)``, so the same for any
     backend, number of threads and memory layout; drawn block by block, in no memory of size ``L * S``. On
@@ -649,7 +651,8 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     Notes
     -----
     With ``w = exp(lses)`` this is ``out = sum(w * outs) / sum(w)`` and ``lse = log(sum(w))``, relative to
-    the largest lse and accumulated in float64. The order of the pieces matters to rounding only. A sink
+    the largest lse and accumulated in float64; of finite `outs` it is finite, on the CPU. The order of the
+    pieces matters to rounding only. A sink
     belongs to one piece: given to several it is counted several times. Pieces on a GPU are combined there,
     one after another, into arrays of their library.
 

@@ -20,7 +20,7 @@ runs it on one engine (a backend, and an instruction set) and compares:
 * that a call with one thing wrong (`spoils`) is refused and writes nothing;
 * `varlen_attention`, `merge_attention`, `Paged`, `Quantized`, `attention_backward`, and histories of
   `KVCache` (`histories`); `flex_attention`, `linear_attention`, `rope`, and sums of Gaussian kernels
-  (`beside`).
+  (`beside`); `MultiHeadAttention`, alone and with a cache (`layers`).
 
 Cases run in processes of their own (`worker`), so that a crash or a hang ends a case, not the run (`runner`).
 A case that fails is made small while it fails in the same manner (`shrink`) and printed. When its cause is

@@ -651,10 +651,9 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     Notes
     -----
     With ``w = exp(lses)`` this is ``out = sum(w * outs) / sum(w)`` and ``lse = log(sum(w))``, relative to
-    the largest lse and accumulated in float64; of finite `outs` it is finite, on the CPU. The order of the
-    pieces matters to rounding only. A sink
-    belongs to one piece: given to several it is counted several times. Pieces on a GPU are combined there,
-    one after another, into arrays of their library.
+    the largest lse and accumulated in float64; on the CPU it is finite where the `outs` are. The order of
+    the pieces matters to rounding only. A sink belongs to one piece: given to several it is counted several
+    times. Pieces on a GPU are combined there, one after another, into arrays of their library.
 
     Examples
     --------

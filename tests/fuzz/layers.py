@@ -130,7 +130,8 @@ class Layer:
             wander = wander + ROUNDINGS * eps * np.abs(sink)
         unclear = moved.max(axis=-1, keepdims=True, initial=0) > FIRST_ORDER / 4
         kept = p if keep is None else p * keep / wide(share)
-        changed = 2 * kept * (ROUNDINGS * eps + moved + wander) + tiny / share
+        # A weight below all normal numbers is 0 in kernels.
+        changed = 2 * kept * (ROUNDINGS * eps + moved + wander) + ROUNDINGS * tiny / share
         out = kept @ v.at
         heads = changed @ np.abs(v.at) + (kept + changed) @ v.error + tiny
         nothing = -np.inf if sink is None else sink

@@ -120,6 +120,9 @@ def _is_legal(record: Record) -> bool:
         return False
     if record.get("linear", {}).get("causal") and record["len_q"] != record["len_k"]:
         return False
+    is_self = "layer" in record and record["layer"].get("given", "self") == "self"
+    if is_self and record["len_q"] != record["len_k"]:
+        return False
     dtypes = record.get("dtypes", ())
     if any(style for style in record.get("styles", {}).values()) and {"int8", "int64"} & set(dtypes):
         return False

@@ -120,7 +120,8 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
                           char *clean, bint has_headroom) noexcept nogil:
     """The partial result of one key tile; False where no row may attend any of its keys.
 
-    clean, has_headroom: see `attend`; the row_max of all keys is in w.row_max."""
+    clean, has_headroom: see `attend`; the row_max of all keys is in w.row_max.
+    """
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t plain, plain_stop, n, at = 0
     cdef Py_ssize_t key0 = key_tile_start(job, block, key_tile)

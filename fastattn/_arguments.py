@@ -34,6 +34,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
 
 
+#: Codes of the dtypes that functions of the caller's read as they are, in native byte order.
+PLAIN_DTYPES = "?bBhHiIlLqQfd"
+
+
+def readable(value: np.ndarray) -> Any:
+    """An array as functions of the caller's read it: of native byte order, float16 as float32; without axes
+    it is a NumPy scalar."""
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    if value.dtype == np.float16:
+        value = value.astype(np.float32)
+    return value if value.ndim else value[()]
+
+
 # The functions themselves --------------------------------------------------------------------------
 
 

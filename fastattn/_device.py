@@ -225,7 +225,7 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
         ma = sys.modules.get("numpy.ma")  # not imported here: whoever has a masked array has imported it
         if ma is not None and isinstance(value, ma.MaskedArray):
             raise TypeError(
-                f"{name} is a masked array, whose mask would be lost: pass a plain array, and mask="
+                f"{name} is a masked array, whose mask would be lost: pass a plain array, and its mask apart"
             )
         return None
     if getattr(value, "requires_grad", False) is True:

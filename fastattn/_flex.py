@@ -5,17 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from dis import get_instructions
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from importlib import import_module
 from math import prod
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._api import solve
-from fastattn._arguments import check_places, clean_signature, overlap, refuse_arguments, refusing
+from fastattn._arguments import (
+    PLAIN_DTYPES,
+    check_places,
+    clean_signature,
+    overlap,
+    readable,
+    refuse_arguments,
+    refusing,
+)
 from fastattn._device import as_device_array, host_array
 from fastattn._host import check_num_threads, default_backend, get_num_threads
 from fastattn._mask_map import Block, MaskMap, Node
@@ -36,7 +43,6 @@ if TYPE_CHECKING:
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
-_AUX_DTYPES = "?bBhHiIlLqQfd"  # those that are read as they are
 
 
 @overload
@@ -159,11 +165,12 @@ def flex_attention(
     ------
     TypeError, ValueError
         As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
-        number or a bool, or raises: the message names the function and the line, and Numba's is chained to
+        number or a bool, raises, takes the GIL (as ``print`` does), or calls what reads memory without a
+        check (as ``as_strided`` does): the message names the function and the line, and Numba's is chained to
         it.
     IndexError
         A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
-        found at work; `out` is untouched.
+        found at work; `out` is untouched. What `score_mod` reads for a masked key is no error.
     BackendError
         Numba is not installed, or no backend, or not the one named, can take the problem.
 
@@ -175,10 +182,11 @@ def flex_attention(
     -----
     Compilation takes a quarter of a second for each new function, and a second more for the first of a
     process. Floats written in a function, or read from its closure or its globals, take the dtype of the
-    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays are read at each call,
-    as `aux` is; integers and all else from outside are compiled in, and the function is compiled again when
-    they change. Some hundreds of such loops are kept, the last used. ``exp``, ``exp2`` and ``tanh`` of `math`
-    and `numpy` run on many scores at once, other functions of the C library on one at a time.
+    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays, those in tuples too,
+    are read at each call, as `aux` is; integers and all else from outside are compiled in, and the function
+    is compiled again when they change. Some hundreds of such loops are kept, the last used. ``exp``, ``exp2``
+    and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library on one at
+    a time.
 
     Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
     that can be measured where a score reads one or two elements, and up to half in a function that loops over
@@ -188,7 +196,9 @@ def flex_attention(
     On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
     that it leaves empty are passed over. Beside integers they compute in float64 there.
 
-    A masked key is never seen, whatever `score_mod` makes of it; a NaN that it gives makes the row NaN.
+    A masked key is never seen, whatever masks it and whatever `score_mod` makes of it or reads for it; a NaN
+    that it gives makes the row NaN. A `mask_mod` is evaluated for all pairs, also for those that are masked
+    otherwise.
 
     Determinism: as in `attention`.
 
@@ -287,10 +297,10 @@ def create_block_mask(
     mask_mod : function
         ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key.
     B : int or None
-        Batch items, the product of the leading batch axes; 1 or None: the mask is the same for all, and `b`
-        is 0.
+        Batch items, the product of the leading batch axes. None: the function does not depend on `b`, and the
+        mask is the same for all. 1: the mask of ``b = 0`` is that of all.
     H : int or None
-        Query heads; 1 or None: the mask is the same for all, and `h` is 0.
+        Query heads; None and 1 as for B.
     L, S : int
         Query length and key length.
     aux : sequence of array_like, optional
@@ -307,7 +317,8 @@ def create_block_mask(
     Raises
     ------
     TypeError, ValueError
-        Sizes that are not numbers, or negative; and for the function as in `flex_attention`.
+        Sizes that are not numbers, or negative; B or H of None and a function that depends on `b` or `h`; and
+        for the function as in `flex_attention`.
     IndexError
         The function reads outside of an array.
     BackendError
@@ -338,9 +349,11 @@ def create_block_mask(
     for i, value in enumerate(values):
         host_array(value, f"aux[{i}]")
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
-    sizes = [_size(n, name) for n, name in ((B, "B"), (H, "H"), (L, "L"), (S, "S"))]
+    batch, heads = (None if n is None else whole_number(n, name) for n, name in ((B, "B"), (H, "H")))
+    len_q, len_k = whole_number(L, "L"), whole_number(S, "S")
     threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-    return BlockMask(_evaluate(_mod(mask_mod, values), sizes, threads), *sizes)
+    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), threads)
+    return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -355,15 +368,13 @@ class _FunctionMask(Mask):
         return BlockMask(_evaluate(self.mod, sizes, self.num_threads), *sizes)._bind(block)
 
 
-def _evaluate(mod: Mod, sizes: Sequence[int], num_threads: int) -> MaskMap:
-    """The function's mask map; one plane for all items or heads where it does not read their index."""
-    B, H = sizes[:2]
+def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMap:
+    """The function's mask map; B or H are None where it must not read their index."""
     if reasons := reasons_no_compiler():
         raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
-    planes = [n if _reads(mod.function, place) else min(n, 1) for place, n in enumerate((B, H))]
     with no_fork:
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
-    mask_map: MaskMap = evaluate(mod, sizes, planes, num_threads)
+    mask_map: MaskMap = evaluate(mod, sizes, num_threads)
     return mask_map
 
 
@@ -393,24 +404,6 @@ def _constant_key(mod: Mod) -> Any:
         for value in (*mod.aux, *mod.captured)
     )
     return mod.key, *numbers
-
-
-def _reads(function: Any, place: int) -> bool:
-    """Whether a function's code names the parameter at this place; True where that cannot be told."""
-    plain = getattr(function, "py_func", function)
-    return not isinstance(plain, FunctionType) or _code_reads(plain.__code__, place)
-
-
-@lru_cache(maxsize=256)
-def _code_reads(code: CodeType, place: int) -> bool:
-    if code.co_argcount <= place or code.co_cellvars:
-        return True
-    name = code.co_varnames[place]
-    for instruction in get_instructions(code):
-        named = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-        if instruction.opname.startswith("LOAD_FAST") and name in named:
-            return True
-    return False
 
 
 def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:
@@ -449,7 +442,7 @@ def _aux(aux: Any) -> list[Any]:
         if (
             type(given) is np.ndarray
             and given.ndim
-            and given.dtype.char in _AUX_DTYPES
+            and given.dtype.char in PLAIN_DTYPES
             and given.dtype.isnative
         ):
             values.append(given)
@@ -466,11 +459,7 @@ def _aux(aux: Any) -> list[Any]:
                 )
             values.append(value)
             continue
-        if value.dtype == np.float16:
-            value = value.astype(np.float32)
-        if not value.dtype.isnative:
-            value = value.astype(value.dtype.newbyteorder("="))
-        values.append(value[()] if value.ndim == 0 else value)
+        values.append(readable(value))
     return values
 
 
@@ -481,7 +470,3 @@ def _described(value: Any) -> str:
     if callable(value) and not isinstance(value, type):
         return f"a callable {type(value).__name__}, whose attributes are not compiled"
     return type(value).__name__
-
-
-def _size(n: Any, name: str) -> int:
-    return 1 if n is None and name in "BH" else whole_number(n, name)

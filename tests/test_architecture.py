@@ -54,6 +54,7 @@ LAYERS = [
     {"backends.numba.codegen.intrinsics"},
     {"backends.numba.codegen.register_tiles"},
     {"backends.jit.compiling", "backends.jit.literals", "backends.jit.identity", "backends.jit.memory"},
+    {"backends.jit.lowering"},
     {"backends.jit.vector_math", "backends.jit.checks"},
     {"backends.jit.frontend", "backends.jit.messages"},
     {"backends.jit.loops"},
@@ -392,7 +393,10 @@ RAISES_ELSEWHERE = {
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
     "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",
     "backends/jit/functions.py: check": "the function read outside of an array",
+    "backends/jit/functions.py: _read": "what it captures is masked, or no plain numbers",
+    "backends/jit/lowering.py: refuse": "the function takes the GIL, or reads what no check covers",
     "backends/jit/frontend.py: run_pass": "the function does what no loop can",
+    "backends/jit/mask_map.py: evaluate": "whether the mask depends on b or h, its code says",
     "backends/jit/messages.py: check_raises": "the function has a raise of its own",
     "backends/cuda/functions.py: check_indices": "the function reads outside of an array",
     # Not what a caller gave.

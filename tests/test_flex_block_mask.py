@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,50 @@ class TestBlockMask:
         np.testing.assert_array_equal((~block_mask).materialize(3, *shape), ~expected)
         tiles = block_mask.mask_map
         assert (tiles.index[1] == -1).all()
+
+    def test_of_no_batch_size_does_not_depend_on_the_item(self):
+        """Nor on the head: else it is refused, however the index comes to be read."""
+
+        def causal(b, h, q_idx, kv_idx):
+            return kv_idx <= q_idx
+
+        def by_item(b, h, q_idx, kv_idx):
+            return kv_idx <= q_idx + 5 * b
+
+        def by_branch(b, h, q_idx, kv_idx):
+            if h > 0:
+                return True
+            return kv_idx <= q_idx
+
+        def both(f, g):
+            return lambda b, h, q_idx, kv_idx: f(b, h, q_idx, kv_idx) & g(b, h, q_idx, kv_idx)
+
+        lengths = np.array([3, 5])
+        said = {
+            "b": "depends on b, and B is None: pass B, the number of items",
+            "h": "depends on h, and H is None",
+        }
+        for function, name in (
+            (by_item, "b"),
+            (by_branch, "h"),
+            (both(causal, by_item), "b"),
+            (lambda b, h, i, j: j < lengths[b], "b"),
+            (lambda b, h, i, j: (lambda x: j <= x)(i + h), "h"),
+            (functools.partial(lambda n, b, h, i, j: j <= i + n * b, 3), "b"),
+            (lambda *indices: indices[3] <= indices[2] + indices[1], "h"),
+        ):
+            with pytest.raises(ValueError, match=f"^mask_mod .* {said[name]}"):
+                fastattn.create_block_mask(function, None, None, 9, 9)
+            sizes = (2, None) if name == "b" else (None, 2)
+            found = fastattn.create_block_mask(function, *sizes, 9, 9)
+            tiles = np.broadcast_to(in_python(function, (), 2, 2, 9, 9), (2, 2, 9, 9))
+            expected = tiles[:, :1] if name == "b" else tiles[:1]
+            np.testing.assert_array_equal(
+                found.materialize(sizes[1] or 1, 9, 9).reshape(expected.shape), expected
+            )
+        for function in (causal, both(causal, causal), lambda *indices: indices[3] <= indices[2]):
+            found = fastattn.create_block_mask(function, None, None, 9, 9)
+            np.testing.assert_array_equal(np.squeeze(found.materialize(1, 9, 9)), np.tri(9, dtype=bool))
 
     @pytest.mark.parametrize("shape", [(1, 1), (70, 70), (65, 129), (300, 500), (500, 300)])
     @pytest.mark.parametrize("name", ["causal", "window", "documents", "nothing", "all", "by_item"])

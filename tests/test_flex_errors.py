@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.flex_gallery import (
 )
 from tests.process import python
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
 
 
 def too_few(score, b):
@@ -61,6 +62,72 @@ def beyond(score, b, h, q_idx, kv_idx, table):
     return score + table[kv_idx]
 
 
+def printing(score, b, h, q_idx, kv_idx, table):
+    if q_idx > 10**9:
+        print(score)
+    return score
+
+
+def tell(x):
+    print("x", x)
+    return x
+
+
+def calls_a_printing_one(score, b, h, q_idx, kv_idx, table):
+    more = score + 1
+    return tell(more)
+
+
+def in_python(score, b, h, q_idx, kv_idx, table):
+    with numba.objmode(y="float64"):
+        y = score + 1
+    return y
+
+
+callback = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_double)(lambda x: x)
+error_of_python = ctypes.pythonapi.PyErr_Occurred
+
+
+def calls_back(score, b, h, q_idx, kv_idx, table):
+    return callback(score)
+
+
+def asks_python(score, b, h, q_idx, kv_idx, table):
+    error_of_python()
+    return score
+
+
+@numba.cfunc("float64(float64)")
+def compiled_for_c(x):
+    return x
+
+
+def calls_by_address(score, b, h, q_idx, kv_idx, table):
+    return compiled_for_c(score)
+
+
+def strided(score, b, h, q_idx, kv_idx, table):
+    return np.lib.stride_tricks.as_strided(table, (100,), (8,))[99]
+
+
+def taken_along(score, b, h, q_idx, kv_idx, table):
+    return np.take_along_axis(table, np.array([99]), 0)[0]
+
+
+def taken_of_an_axis(score, b, h, q_idx, kv_idx, table):
+    return np.take(table, np.array([99]), axis=0)[0]
+
+
+def written_flat(score, b, h, q_idx, kv_idx, table):
+    table.flat[99] = 3.0
+    return score
+
+
+def written_diagonal(score, b, h, q_idx, kv_idx, table):
+    np.fill_diagonal(table.reshape(3, 4), 3.0)
+    return score
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("function", "line", "said"),
@@ -87,6 +154,75 @@ class TestErrors:
         if line is not None:
             assert f"line {function.__code__.co_firstlineno + line}" in message
         assert (out == 7).all()
+
+    @pytest.mark.parametrize(
+        ("function", "line", "said"),
+        [
+            (printing, 2, "print takes the GIL"),
+            (calls_a_printing_one, None, "print takes the GIL"),
+            (in_python, 1, "takes the GIL"),
+            (calls_back, 1, "calls Python by way of ctypes"),
+            (asks_python, 1, "calls Python by way of ctypes"),
+            (calls_by_address, 1, "takes the GIL"),
+            (strided, 1, "as_strided reads whatever memory"),
+            (taken_along, 1, "take_along_axis does not check"),
+            (taken_of_an_axis, 1, "take with an axis does not check"),
+            (written_flat, 1, "an index of .flat is not checked"),
+            (written_diagonal, 1, "fill_diagonal writes to an array"),
+        ],
+    )
+    def test_refuses_what_takes_the_gil_and_what_no_check_covers(self, function, line, said):
+        table = np.arange(100.0)[:12]
+        with pytest.raises(TypeError) as caught:
+            fastattn.flex_attention(*arrays(), score_mod=function, aux=(table,))
+        message = str(caught.value)
+        assert len(message.splitlines()) == 3, message
+        assert said in message
+        assert Path(__file__).name in message
+        line = tell.__code__.co_firstlineno + 1 if line is None else function.__code__.co_firstlineno + line
+        assert f"line {line}" in message
+        assert (table == np.arange(12)).all()
+
+    def test_a_mask_that_prints(self):
+        def printing_mask(b, h, q_idx, kv_idx):
+            print(q_idx)
+            return kv_idx <= q_idx
+
+        with pytest.raises(TypeError, match="print takes the GIL"):
+            fastattn.create_block_mask(printing_mask, None, None, 4, 4)
+
+    def test_what_calls_blas_is_taken(self):
+        pytest.importorskip("scipy")
+        row = np.ones(3)
+        got = fastattn.flex_attention(*arrays(), score_mod=lambda s, b, h, i, j: s + np.dot(row, row) * j)
+        expected = fastattn.attention(*arrays(), bias=3.0 * np.arange(S))
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_what_cannot_be_captured(self):
+        held, a_class, far = {"a": 1.0}, type("Rates", (), {"rate": 0.5}), 2**70
+        wide, wide_number = np.ones(3, np.longdouble), np.longdouble(0.5)
+        objects, masked = np.ones(3, object), np.ma.array([5.0, 6.0], mask=[True, False])
+        pair = (masked, 1)
+        for function, said in (
+            (
+                lambda s, b, h, i, j: s + held["a"],
+                r"held, from outside of the function, is of <class 'dict'>",
+            ),
+            (lambda s, b, h, i, j: s + a_class.rate, "a_class, from outside"),
+            (lambda s, b, h, i, j: s + far, "far, from outside"),
+            (lambda s, b, h, i, j: s + wide_number, "wide_number, from outside"),
+            (
+                lambda s, b, h, i, j: s + wide[0],
+                r"wide, which '<lambda>' reads, .* got dtype (float128|longdouble)",
+            ),
+            (lambda s, b, h, i, j: s + objects[0], "objects, which .* got dtype object"),
+            (lambda s, b, h, i, j: s + masked[0], "masked, which '<lambda>' reads, is a masked array"),
+            (lambda s, b, h, i, j: s + pair[0][0], "pair, which '<lambda>' reads, is a masked array"),
+        ):
+            with pytest.raises(TypeError, match=said):
+                fastattn.flex_attention(*arrays(), score_mod=function)
+        with pytest.raises(TypeError, match=r"aux\[0\] is a masked array"):
+            fastattn.flex_attention(*arrays(), score_mod=beyond, aux=(masked,))
 
     @pytest.mark.parametrize(
         ("function", "returned"),

@@ -75,7 +75,7 @@ class TestWhatFunctionsAreGiven:
         assert_same_bits(got, expected)
 
     @pytest.mark.parametrize(
-        "kind", [np.float64, np.float32, np.float16, np.int8, np.uint64, bool, ">f8", ">i4"]
+        "kind", [np.float64, np.float32, np.float16, np.int8, np.uint64, bool, ">f8", ">f2", ">i4"]
     )
     def test_aux_of_any_dtype(self, kind):
         table = (np.random.default_rng(0).random((H, S)) * 3).astype(kind)
@@ -85,6 +85,45 @@ class TestWhatFunctionsAreGiven:
 
         got = fastattn.flex_attention(*arrays(), score_mod=added, aux=[table])
         expected = fastattn.attention(*arrays(), bias=table.astype(np.float64)[:, None])
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("flag", [True, np.bool_(False), np.array(True)], ids=repr)
+    def test_aux_of_bools(self, flag):
+        def chosen(score, b, h, q_idx, kv_idx, flag):
+            return score + kv_idx if flag else score
+
+        got = fastattn.flex_attention(*arrays(), score_mod=chosen, aux=(flag,))
+        expected = fastattn.attention(*arrays(), bias=np.arange(S) * float(flag))
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+        mask = fastattn.create_block_mask(lambda b, h, i, j, flag: (j <= i) or flag, 1, 1, 9, 9, aux=(flag,))
+        np.testing.assert_array_equal(mask.materialize(1, 9, 9)[0], np.tri(9, dtype=bool) | bool(flag))
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_where_of_numbers_is_a_number(self, dtype):
+        def causal(score, b, h, q_idx, kv_idx):
+            return np.where(kv_idx <= q_idx, score, -np.inf)
+
+        def clipped(score, b, h, q_idx, kv_idx):
+            return score * np.where(score > 0, 1, kv_idx % 2)
+
+        def same(score, b, h, q_idx, kv_idx):
+            return score * (1 if score > 0 else kv_idx % 2)
+
+        given = arrays(dtype)
+        expected = fastattn.attention(*given, causal=True)
+        got = fastattn.flex_attention(*given, score_mod=causal)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        got, expected = (fastattn.flex_attention(*given, score_mod=function) for function in (clipped, same))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_exponentials_of_small_integers_are_of_float64(self):
+        table = np.arange(S, dtype=np.int8) % 5
+
+        def scaled(score, b, h, q_idx, kv_idx, table):
+            return score + np.tanh(table[kv_idx])
+
+        got = fastattn.flex_attention(*arrays(), score_mod=scaled, aux=(table,))
+        expected = fastattn.attention(*arrays(), bias=np.tanh(table.astype(float)))
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
 
     @pytest.mark.parametrize(

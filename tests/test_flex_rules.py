@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fastattn import masks
 from tests import naive
 from tests.flex_gallery import (
     GALLERY,
+    B,
     H,
     L,
     S,
@@ -155,3 +157,65 @@ print(failed)
             )
             assert out.shape == shape_q
             assert (out == 0).all()
+
+
+def masked_by(name, len_q):
+    """The options of a mask, and those that say the same to `attention`."""
+    rng = np.random.default_rng(0)
+    random, tri = rng.random((H, len_q, S)) < 0.5, np.tri(len_q, S, 5, dtype=bool)
+    some = fastattn.create_block_mask(lambda b, h, i, j: (i * 7 + j * 3 + b + h) % 5 < 2, B, H, len_q, S)
+    segments = masks.Segments(np.arange(len_q) // 30, np.arange(S) // 30)
+    options = {
+        "causal": {"causal": "bottom_right"},
+        "window": {"window": (3, 2)},
+        "both": {"causal": "bottom_right", "window": (5, 0), "softcap": 50.0},
+        "key_lengths": {"key_lengths": np.array([40, 70])},
+        "segments": {"block_mask": segments},
+        "dense": {"block_mask": masks.Dense(random)},
+        "union": {"block_mask": masks.Window(2, 2) | masks.GlobalTokens([0])},
+        "block_mask": {"block_mask": some},
+        "mask_mod": {"mask_mod": lambda b, h, i, j, at, table: j <= i + 5},
+        "bias": {"bias": np.where(random, -np.inf, 0.5)},
+        "bias in 16 bits": {"bias": np.where(tri, 0.5, -np.inf).astype(np.float16), "key_lengths": 60},
+    }[name]
+    others = {"mask" if key == "block_mask" else key: value for key, value in options.items()}
+    return options, {"mask": tri} if name == "mask_mod" else others
+
+
+class TestMaskedPairs:
+    """What a score_mod reads for a masked pair is never seen: not the value, nor that it is out of bounds."""
+
+    @pytest.mark.parametrize(
+        "name",
+        ["causal", "window", "both", "key_lengths", "segments", "dense", "union", "block_mask", "mask_mod",
+         "bias", "bias in 16 bits"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("len_q", [2, L])
+    @pytest.mark.parametrize(("dtype", "kv_heads"), [(np.float32, H), (np.float64, 1)], ids=str)
+    @pytest.mark.parametrize("backend", ["cython", "numba"])
+    def test_may_read_beyond(self, backend, dtype, kv_heads, len_q, name):
+        given = arrays(dtype, len_q, kv_heads)
+        options, others = masked_by(name, len_q)
+        plain = {key: value for key, value in others.items() if key != "softcap"}
+        allowed = fastattn.attention(*given, return_weights=True, **plain)[1] > 0
+        rng = np.random.default_rng(2)
+        at = np.where(
+            allowed, rng.integers(-10, 10, allowed.shape), rng.choice([10, -11, 10**12], allowed.shape)
+        )
+        table = rng.standard_normal(10).astype(dtype)
+
+        def added(score, b, h, q_idx, kv_idx, at, table):
+            return score + table[at[b, h, q_idx, kv_idx]]
+
+        options |= {"score_mod": added, "backend": backend}
+        got = fastattn.flex_attention(*given, aux=(at, table), **options)
+        bias = np.where(allowed, table[np.where(allowed, at, 0)], 0).astype(dtype)
+        others["bias"] = bias + others["bias"].astype(dtype) if "bias" in others else bias
+        tolerance = 2e-5 if dtype == np.float32 else 1e-12
+        np.testing.assert_allclose(got, fastattn.attention(*given, **others), rtol=tolerance, atol=tolerance)
+        # One allowed pair that reads beyond is found among them, and named.
+        wrong = tuple(map(int, rng.choice(np.argwhere(allowed))))
+        at[wrong] = 10
+        said = f"reads outside of aux[1] of shape (10,) for (b, h, q_idx, kv_idx) = {wrong}\n"
+        with pytest.raises(IndexError, match=re.escape(said)):
+            fastattn.flex_attention(*given, aux=(at, table), **options)

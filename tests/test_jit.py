@@ -7,7 +7,9 @@ import gc
 import math
 import threading
 import time
+import types
 import weakref
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -173,6 +175,83 @@ def of_module(score, b, h, q, k): return score * module.G * WHOLE
         for factor in (1.0, 2.0):
             got = attend(over((np.full(40, factor), np.full(40, 2.0))), x)
             np.testing.assert_allclose(got, scaled(x, 2 * factor), rtol=1e-12, atol=1e-13)
+
+
+Pair = namedtuple("Pair", "n table")
+OWN = types.ModuleType("own")
+
+
+class TestWhatIsCaptured:
+    """Arrays are read at each call, wherever they stand."""
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize(
+        "kind",
+        ["closure", "nested", "named", "named_item", "by_number", "default", "partial", "keyword", "called",
+         "inner", "module", "unpacked", "looped"],
+    )  # fmt: skip
+    def test_arrays_in_tuples_are_read_at_each_call(self, kind, backend, compiled):
+        a = np.ones(40)
+        pair, deep, named = (a, 2), (3, ((a,), 0.5)), Pair((1, 2), a)
+        two, OWN.held = (a, a), (a, 1)
+
+        def called(x, k):
+            return x * deep[1][0][0][k]
+
+        def inner(score, b, h, q, k):
+            def read(i):
+                return pair[0][i]
+
+            return score * read(k)
+
+        def unpacked(score, b, h, q, k):
+            first, n = pair
+            return score * first[k] + 0.0 * n
+
+        def looped(score, b, h, q, k):
+            total = 0.0
+            for table in two:
+                total += table[k] / 2
+            return score * total
+
+        function = {
+            "closure": lambda score, b, h, q, k: score * pair[0][k],
+            "nested": lambda score, b, h, q, k: score * deep[1][0][0][k],
+            "named": lambda score, b, h, q, k: score * named.table[k] * named.n[0],
+            "named_item": lambda score, b, h, q, k: score * named[1][k],
+            "by_number": lambda score, b, h, q, k: score * two[k % 2][k],
+            "default": lambda score, b, h, q, k, held=(a,): score * held[0][k],
+            "partial": functools.partial(lambda held, score, b, h, q, k: score * held[0][k], (a,)),
+            "keyword": functools.partial(lambda score, b, h, q, k, held: score * held.table[k], held=named),
+            "called": lambda score, b, h, q, k: called(score, k),
+            "inner": inner,
+            "module": lambda score, b, h, q, k: score * OWN.held[0][k],
+            "unpacked": unpacked,
+            "looped": looped,
+        }[kind]
+        x = arrays()
+        for factor in (1.0, 3.0, -0.5):
+            a[:] = factor
+            got = attend(function, x, backend)
+            np.testing.assert_allclose(got, scaled(x, factor), rtol=1e-12, atol=1e-13)
+        assert len(compiled) <= 1  # the other driver may have had the same loop
+
+    @pytest.mark.parametrize("dtype", [np.float16, ">f2", ">f8", ">i4", bool, "strided"])
+    def test_of_any_dtype(self, dtype):
+        a = np.ones(80)[::2] if dtype == "strided" else np.ones(40, dtype)
+        x = arrays()
+        for factor in (1.0, 0.0):
+            a[:] = factor
+            got = attend(lambda score, b, h, q, k: score * a[k] * (a, 1)[0][k], x)
+            np.testing.assert_allclose(got, scaled(x, factor), rtol=1e-12, atol=1e-13)
+
+    def test_arrays_without_axes_and_numbers(self):
+        a, half, x = np.array(1.0), np.float16(0.5), arrays()
+        for factor in (1.0, 3.0):
+            a[...] = factor
+            for function in (lambda score, b, h, q, k: score * a * half,
+                             lambda score, b, h, q, k: score * a[()] * half):  # fmt: skip
+                np.testing.assert_allclose(attend(function, x), scaled(x, factor / 2), rtol=1e-12, atol=1e-13)
 
 
 def slope(score, b, h, q, k, factor=0.5):
@@ -496,6 +575,30 @@ class TestReadsOutside:
                 attend(function)
         with pytest.raises(IndexError, match=r"^mask_mod '<lambda>' reads outside of TABLE of "):
             fastattn.create_block_mask(lambda b, h, q, k: TABLE[k * 10**7] == 0, 1, 1, 300, 300)
+
+    def test_of_flat(self):
+        """Arrays in any order of memory, from the start and from the end."""
+        rng = np.random.default_rng(0)
+        x = arrays(length=24)
+        for table in (
+            rng.random((2, 3, 4)),
+            np.asfortranarray(rng.random((2, 3, 4))),
+            rng.random((2, 3, 8))[..., ::2],
+        ):
+            got = attend(lambda s, b, h, q, k, t: s + t.flat[k - 24] + t.flat[np.uint8(q)], x, aux=(table,))
+            np.testing.assert_allclose(
+                got, fastattn.attention(x, x, x, bias=table.ravel()), rtol=1e-12, atol=1e-13
+            )
+        table, empty = np.arange(100.0)[:12].reshape(3, 4), np.zeros((3, 0))
+        for read in (table, table[:, ::2], empty):
+            for far in (12, -13, 10**12):
+                with pytest.raises(
+                    IndexError, match=r"^score_mod '<lambda>' reads outside of aux\[0\] of shape"
+                ):
+                    attend(lambda s, b, h, q, k, t, far: s + t.flat[far if k == 5 else 0], x, aux=(read, far))
+        for function in (lambda b, h, q, k, t: t.flat[12] > 0, lambda b, h, q, k, t: t.flat[q * 10**9] > 0):
+            with pytest.raises(IndexError, match=r"aux\[0\] of shape \(3, 4\)"):
+                fastattn.create_block_mask(function, 1, 1, 4, 4, aux=(table,))
 
     def test_negative_indices_count_from_the_end(self):
         table = np.arange(40.0)

@@ -50,11 +50,18 @@ SCRATCH = (
     "query_pairs", "other_max",  # pairs; "other_scores", too
 )  # fmt: skip
 
+#: The mark that a score_mod leaves in the place of a score for which it read out of bounds, by itemsize: a
+#: NaN of these bits, and below them one for each array, see `fastattn.backends.jit.loops`. No arithmetic
+#: makes such a NaN, and the addition of a bias keeps it.
+MARKS = {4: 0x7FE00000, 8: 0x7FFC000000000000}
+MARK_BITS = 21
+
 COUNTS = (
     "kernels",  # address of the driver's table of kernels
     "n_lead", "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
     "sinks", "mask_bits", "score_mod", "aux",  # addresses; the last two: a loop and what it reads, see `jit`
-    "read_outside",  # set by a thread to what that loop returned, unless 0
+    "read_outside",  # set by a thread to the bits of a mark, unless the score is masked
+    "outside_at",  # 1 + the place of that score among B, H, L and S, the least of those seen
     "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
     "has_score_mod",
     "is_masked",  # by a band, intervals, an array or a mask map

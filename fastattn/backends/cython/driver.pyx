@@ -240,7 +240,7 @@ cdef class Prepared:
         """Fills the outputs of a record with addresses."""
         cdef char *partials = NULL
         cdef bint failed
-        cdef int64_t outside
+        cdef int64_t outside, at
         with nogil:
             if job.n_splits > 1:
                 partials = new_partials(job)
@@ -250,12 +250,13 @@ cdef class Prepared:
                 run_job(job, self.num_threads)
                 failed = job.failed
             outside = job.read_outside
+            at = job.outside_at - 1
             free(partials)
             free(job)
         if failed:
             raise MemoryError("no memory for the tiles of a thread")
         if self.loop is not None:
-            self.loop.check(outside, self.sizes, score_mod)
+            self.loop.check(outside, self.sizes, score_mod, at)
         return 0
 
     def run(self, tuple arrays, score_mod=None):

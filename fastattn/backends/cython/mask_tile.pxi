@@ -275,16 +275,40 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
         find_part_stops(w, block, first, n_keys)
 
 
-cdef inline void modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max, Py_ssize_t key0) noexcept nogil:
-    """Applies the score_mod to the scores, after the soft-cap, and updates tile_max."""
-    cdef int64_t outside
+cdef void note_outside(Job *job, const Scratch *w, const Block *block, Py_ssize_t lane, const char *scores,
+                       Py_ssize_t key_nbytes, Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
+    """Sets job.read_outside where a score of one lane, masked by now, is still the mark of a score_mod that read out of
+    bounds: MARKS of backends/cpu/record.py."""
+    cdef uint64_t mark = <uint64_t>0x7ffc << 48 if job.itemsize == 8 else <uint64_t>0x7fe00000
+    cdef uint64_t arrays = 0x1fffff, bits
+    cdef uint32_t word
+    cdef int64_t at
+    cdef Py_ssize_t j
+    for j in range(n_keys):
+        if job.itemsize == 8:
+            memcpy(&bits, scores + j * key_nbytes, sizeof(bits))
+        else:
+            memcpy(&word, scores + j * key_nbytes, sizeof(word))
+            bits = word
+        if bits & ~arrays != mark:
+            continue
+        at = block.item * job.num_kv_heads * job.group_size + w.row_h[lane]
+        at = (at * job.len_q + w.row_i[lane]) * job.len_k + key0 + j + 1
+        if job.outside_at == 0 or at < job.outside_at:
+            job.outside_at = at
+            job.read_outside = bits & arrays
+        return
+
+
+cdef inline int64_t modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max,
+                                  Py_ssize_t key0) noexcept nogil:
+    """Applies the score_mod to the scores, after the soft-cap, and updates tile_max; not 0 if it left marks."""
     if job.softcap > 0 or job.score_root != 1:
         # w.rescale is free between two steps of the softmax.
         kernels_of(job).adjust(w.scores, w.rescale, block.ld, w.part_stops, job.score_root, job.softcap, NULL, NULL)
-    outside = (<score_loop><size_t>job.score_mod)(w.scores, tile_max, block.ld, block.n_vectors, <Py_ssize_t>w.part_stops, key0, block.item,
-                            w.row_h, w.row_i, <const char *><size_t>job.aux)
-    if outside != 0:
-        job.read_outside = outside
+    return (<score_loop><size_t>job.score_mod)(w.scores, tile_max, block.ld, block.n_vectors,
+                                               <Py_ssize_t>w.part_stops, key0, block.item, w.row_h, w.row_i,
+                                               <const char *><size_t>job.aux)
 
 
 cdef inline void adjust_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
@@ -293,17 +317,22 @@ cdef inline void adjust_scores(Job *job, Scratch *w, const Block *block, TileSta
     0 where there is a bias or a score_mod."""
     cdef const uint32_t *words = words_of(w, state)
     cdef double root = job.score_root, softcap = job.softcap
+    cdef Py_ssize_t lane
+    cdef int64_t marks = 0
+    cdef bint adjusts = words != NULL or job.has_bias
     if n_keys <= 0:
         return
     if job.has_score_mod:
-        if words == NULL and not job.has_bias:
-            modify_scores(job, w, block, w.tile_max, key0)
-            return
-        modify_scores(job, w, block, w.rescale, key0)
+        marks = modify_scores(job, w, block, w.rescale if adjusts else w.tile_max, key0)
         root = 1
         softcap = 0
-    kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, root, softcap,
-                           bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+    if adjusts or not job.has_score_mod:
+        kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, root,
+                               softcap, bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
+    if marks:
+        for lane in range(block.n_rows):
+            note_outside(job, w, block, lane, w.scores + lane * job.itemsize, block.ld * job.itemsize, key0,
+                         w.part_stops[lane // job.lanes])
 
 
 cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,

@@ -170,7 +170,7 @@ cdef struct Job:
     int64_t kernels
     int64_t n_lead, batch, num_kv_heads, group_size, len_q, len_k, head_dim, value_dim, itemsize
     int64_t sinks, mask_bits, score_mod, aux
-    int64_t read_outside
+    int64_t read_outside, outside_at
     int64_t has_lse, has_weights, has_bias, has_dense, has_intervals, has_mask_map, has_band, has_score_mod
     int64_t is_masked, may_mask, adjusts_all
     int64_t band_left, band_right, band_at_end, has_lengths, keep_first

@@ -65,7 +65,8 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
     notes_masked: the words include what a score_mod masked.
     """
     cdef double root = job.score_root, softcap = job.softcap
-    cdef int64_t outside
+    cdef int64_t marks = 0
+    cdef Py_ssize_t r
     cdef fastattn_rows keys
     cdef Py_ssize_t n, at = 0
     if job.converts_keys:
@@ -84,15 +85,16 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
             kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
             root = 1
             softcap = 0
-        outside = (<score_loop><size_t>job.score_mod)(w.scores, NULL, job.block_k, block.n_rows, n_keys, key0, block.item,
+        marks = (<score_loop><size_t>job.score_mod)(w.scores, NULL, job.block_k, block.n_rows, n_keys, key0, block.item,
                                                       w.row_h, w.row_i, <const char *><size_t>job.aux)
-        if outside != 0:
-            job.read_outside = outside
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
         kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, bias_of(job, w),
                                     words_of(w, state))
+    if marks:
+        for r in range(block.n_rows):
+            note_outside(job, w, block, r, w.scores + r * job.block_k * job.itemsize, job.itemsize, key0, n_keys)
     if job.has_score_mod and notes_masked:
         return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
     return state

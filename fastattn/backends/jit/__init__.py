@@ -6,6 +6,7 @@
 `literals`     numbers in the code take the dtype of the scores
 `vector_math`  exp, exp2 and tanh that LLVM vectorises
 `checks`       array reads with a bounds check
+`lowering`     what is refused, with its line: what takes the GIL, and reads that no check covers
 `loops`        the loop over a tile around the function, written as LLVM IR, with an address that C can call
 `memory`       how `aux` and captured arrays are passed to compiled code
 `messages`     errors for functions that do not compile, or read outside of an array

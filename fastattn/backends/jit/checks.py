@@ -1,7 +1,7 @@
 """Array reads with a bounds check.
 
 An index out of bounds sets a bit and reads the first element instead: without a branch, so that LLVM still
-vectorises the loop. The bits are returned by the loop (see `loops`), and the call raises.
+vectorises the loop. What becomes of the bits is said in `loops`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.np.arrayobj import load_item, make_array
+from numba.np.arrayobj import load_item, make_array, make_array_flat_cls
 
+from fastattn.backends.cpu.record import MARK_BITS
 from fastattn.backends.jit.literals import fallback
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 
 #: The bit of all other errors: of arrays without a bit of their own, and of Numba's own checks.
-OTHER = 31
+OTHER = MARK_BITS - 1
 BITS = ir.IntType(32)
 
 
@@ -32,6 +33,10 @@ def _checked(bit: int) -> Any:
         )
         if is_one_element:
             return _element(array, index, indices, checks, bit)
+        if isinstance(array, types.NumpyFlatType) and isinstance(index, types.Integer):
+            return _element_of_flat(array, index, checks, bit)
+        if isinstance(array, (types.Number, types.Boolean)) and not indices:  # an array without axes
+            return array(array, index, checks), lambda context, builder, signature, values: values[0]
         signature, write = fallback(context, operator.getitem, (array, index))
         if signature is None:
             return None, None
@@ -51,25 +56,52 @@ def _element(array: Any, index: Any, indices: Any, checks: Any, bit: int) -> tup
             cgutils.unpack_tuple(builder, values[1]) if isinstance(index, types.BaseTuple) else [values[1]]
         )
         shape = cgutils.unpack_tuple(builder, view.shape, count=array.ndim)
-        strides = cgutils.unpack_tuple(builder, view.strides, count=array.ndim)
-        slot = builder.inttoptr(values[2], BITS.as_pointer())
-        checked = []
         # One check per axis, so that LLVM can hoist those of indices that a loop does not change.
-        for kind, number, length in zip(indices, given, shape, strict=True):
-            at = context.cast(builder, number, kind, types.intp)
-            if kind.signed:
-                is_negative = builder.icmp_signed("<", at, at.type(0))
-                at = builder.select(is_negative, builder.add(at, length), at)
-            is_inside = builder.icmp_unsigned("<", at, length)
-            error = builder.select(is_inside, BITS(0), BITS(1 << bit))
-            builder.store(builder.or_(builder.load(slot), error), slot)
-            checked.append(builder.select(is_inside, at, at.type(0)))
-        element = cgutils.get_item_pointer2(
-            context, builder, view.data, shape, strides, array.layout, checked
-        )
-        return load_item(context, builder, array, element)
+        checked = [
+            _inside(context, builder, number, kind, length, values[2], bit)
+            for kind, number, length in zip(indices, given, shape, strict=True)
+        ]
+        return _load(context, builder, array, view, shape, checked)
 
     return array.dtype(array, index, checks), codegen
+
+
+def _element_of_flat(flat: Any, index: Any, checks: Any, bit: int) -> tuple[Any, Any]:
+    array = flat.array_type
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        iterator = make_array_flat_cls(flat)(context, builder, values[0])
+        view = make_array(array)(context, builder, iterator.array)
+        shape = cgutils.unpack_tuple(builder, view.shape, count=array.ndim)
+        rest = _inside(context, builder, values[1], index, view.nitems, values[2], bit)
+        indices: list[Any] = []
+        for length in reversed(shape):
+            # Without elements the first is read, as ever; nothing is divided by 0.
+            divisor = builder.select(builder.icmp_signed(">", length, length.type(0)), length, length.type(1))
+            indices.insert(0, builder.srem(rest, divisor))
+            rest = builder.sdiv(rest, divisor)
+        return _load(context, builder, array, view, shape, indices)
+
+    return array.dtype(flat, index, checks), codegen
+
+
+def _inside(context: Any, builder: Any, number: Any, kind: Any, length: Any, checks: Any, bit: int) -> Any:
+    """An index from the start: 0 and the bit at `checks`, where it is out of bounds."""
+    at = context.cast(builder, number, kind, types.intp)
+    if kind.signed:
+        is_negative = builder.icmp_signed("<", at, at.type(0))
+        at = builder.select(is_negative, builder.add(at, length), at)
+    is_inside = builder.icmp_unsigned("<", at, length)
+    slot = builder.inttoptr(checks, BITS.as_pointer())
+    error = builder.select(is_inside, BITS(0), BITS(1 << bit))
+    builder.store(builder.or_(builder.load(slot), error), slot)
+    return builder.select(is_inside, at, at.type(0))
+
+
+def _load(context: Any, builder: Any, array: Any, view: Any, shape: Any, indices: Any) -> Any:
+    strides = cgutils.unpack_tuple(builder, view.strides, count=array.ndim)
+    element = cgutils.get_item_pointer2(context, builder, view.data, shape, strides, array.layout, indices)
+    return load_item(context, builder, array, element)
 
 
 #: ``CHECKED[bit](array, index, checks)``: the element; `bit` is set at the address `checks` where the index

@@ -4,13 +4,14 @@ Numba's own passes come first and last; between them
 
     inline     inlines all calls of Python functions, compiled by Numba or not, so that one function is left
     rewrite    gives literals the scores' dtype, replaces exp, exp2 and tanh by ours, makes captured arrays
-    and
-               floats arguments, and reads elements of arrays by `checks.CHECKED`
+               and floats arguments, and reads elements of arrays by `checks.CHECKED`
+
+and `lowering` takes the place of Numba's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from numba.core.untyped_passes import InlineInlinables
 
 from fastattn.backends.jit import literals, vector_math
 from fastattn.backends.jit.checks import CHECKED, OTHER
-from fastattn.backends.jit.identity import as_function
+from fastattn.backends.jit.identity import as_function, holds_array
+from fastattn.backends.jit.lowering import Lowering, refuse, refuse_python
 
 #: Allowed in a caller's arithmetic: to contract multiply-adds, and to multiply by a reciprocal for a
 #: division.
@@ -41,6 +43,7 @@ class Typed(NamedTuple):
     library: Any
     descriptor: Any
     signature: Any
+    reads: frozenset[str]  #: the names of the parameters that it depends on
 
 
 class _Task(NamedTuple):
@@ -51,6 +54,7 @@ class _Task(NamedTuple):
     captured: Sequence[Any]  #: arrays and floats from outside, in the order of the arguments
     checks_indices: bool
     has_weak_literals: bool
+    reads: set[str]  #: filled in: the names of the parameters that the function depends on
 
 
 def typed(
@@ -63,7 +67,8 @@ def typed(
     has_weak_literals: bool,
 ) -> Typed:
     """Types and lowers `call` for arguments of these types, one of which is named ``checks``."""
-    call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals)  # type: ignore[attr-defined]
+    reads: set[str] = set()
+    call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals, reads)  # type: ignore[attr-defined]
     flags = compiler.Flags()
     options = {
         "nopython": True, "_nrt": True, "error_model": "numpy", "fastmath": FASTMATH, "forceinline": True,
@@ -75,7 +80,7 @@ def typed(
         cpu_target.typing_context, cpu_target.target_context, call, tuple(arguments), None, flags, {},
         pipeline_class=_Compiler,
     )  # fmt: skip
-    return Typed(result.library, result.fndesc, result.signature)
+    return Typed(result.library, result.fndesc, result.signature, frozenset(reads))
 
 
 class _Compiler(compiler.CompilerBase):
@@ -85,6 +90,9 @@ class _Compiler(compiler.CompilerBase):
         steps = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
         steps.add_pass_after(_Inline, InlineInlinables)
         steps.add_pass_after(_Rewrite, _Inline)
+        steps.passes = [
+            (Lowering if step is Lowering.replaced else step, what) for step, what in steps.passes
+        ]
         steps.finalize()
         return [steps]
 
@@ -107,6 +115,10 @@ def ir_definition(func_ir: Any, variable: Any) -> Any:
         return None
 
 
+def _is_argument(statement: Any) -> bool:
+    return isinstance(statement, ir.Assign) and isinstance(statement.value, ir.Arg)
+
+
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _Inline(FunctionPass):
     _name = "fastattn_inline"
@@ -115,6 +127,10 @@ class _Inline(FunctionPass):
         super().__init__()
 
     def run_pass(self, state: Any) -> bool:
+        if not hasattr(state.func_id.func, "task"):
+            first = state.func_ir.blocks[min(state.func_ir.blocks)].body
+            inside = next((it for it in first if not _is_argument(it)), first[-1])
+            refuse("a `with` block leaves compiled code, and takes the GIL", inside.loc)
         worker = InlineWorker(
             state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags, callee_ir_validator
         )
@@ -126,6 +142,7 @@ class _Inline(FunctionPass):
                 if not (isinstance(call, ir.Expr) and call.op == "call"):
                     continue
                 callee = value_from_outside(state.func_ir, ir_definition(state.func_ir, call.func))
+                refuse_python(callee, statement.loc)
                 function = as_function(callee)
                 if function is None:
                     continue
@@ -136,7 +153,42 @@ class _Inline(FunctionPass):
                 waiting += [inlined for _, inlined in found[3]]
                 break  # the rest of the block is now a block of its own
         PostProcessor(state.func_ir).run()
+        state.func_id.func.task.reads.update(_parameters_read(state.func_ir))
         return True
+
+
+def _parameters_read(func_ir: Any) -> Iterator[str]:
+    """The names of the parameters that the result depends on, or what the function does."""
+    sources: dict[str, list[Any]] = {}
+    needed = []
+    for block in func_ir.blocks.values():
+        for statement in block.body:
+            if isinstance(statement, ir.Assign):
+                sources.setdefault(statement.target.name, []).append(_source(func_ir, statement.value))
+            if not isinstance(statement, ir.Assign) or getattr(statement.value, "op", "") == "call":
+                needed += [variable.name for variable in statement.list_vars()]
+    seen = set()
+    while needed:
+        name = needed.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for value in sources.get(name, ()):
+            if isinstance(value, ir.Arg):
+                yield value.name
+            elif isinstance(value, ir.Var):
+                needed.append(value.name)
+            elif isinstance(value, ir.Expr):
+                needed += [variable.name for variable in value.list_vars()]
+
+
+def _source(func_ir: Any, value: Any) -> Any:
+    """The value itself; of an item of a tuple made in the function, that item alone."""
+    if isinstance(value, ir.Expr) and value.op == "static_getitem" and isinstance(value.index, int):
+        made = ir_definition(func_ir, value.value)
+        if isinstance(made, ir.Expr) and made.op == "build_tuple" and value.index < len(made.items):
+            return made.items[value.index]
+    return value
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)
@@ -162,7 +214,7 @@ class _Rewriting:
     """Rewrites the assignments of one function."""
 
     def __init__(self, state: Any) -> None:
-        self._ir, self._arguments = state.func_ir, state.args
+        self._ir, self._typing = state.func_ir, state.typingctx
         self._task: _Task = state.func_id.func.task
         self._names = state.func_ir.arg_names
         self._scope = next(iter(state.func_ir.blocks.values())).scope
@@ -175,6 +227,12 @@ class _Rewriting:
                 self._read_checked(statement, scope, body)
             return
         if isinstance(value, ir.Expr) and value.op != "getattr":
+            if value.op == "call" and len(value.args) == 3 and not value.kws:
+                if value_from_outside(self._ir, ir_definition(self._ir, value.func)) is np.where:
+                    self._call(
+                        statement, literals.WHERE[self._task.has_weak_literals], value.args, scope, body
+                    )
+                return
             operate = literals.operation(value) if self._task.has_weak_literals else None
             if operate is not None:
                 self._call(statement, operate, (value.lhs, value.rhs), scope, body)
@@ -182,13 +240,57 @@ class _Rewriting:
         found = value_from_outside(self._ir, value)
         is_variable = isinstance(value, (ir.Global, ir.FreeVar)) and type(found) is float
         if isinstance(found, np.ndarray) or is_variable:
-            statement.value = self._scope.get_exact(self._names[self._argument_of(found)])
+            statement.value = self._argument(found)
+        elif holds_array(found):
+            statement.value = self._tuple(found, value.loc, scope, body)
         elif self._task.has_weak_literals and type(found) is float:
             statement.value = ir.Const(literals.number(found), value.loc)
         elif as_function(found) is not None:
             statement.value = ir.Const(None, value.loc)  # its calls are inlined; there is no other use
         elif (ours := vector_math.instead_of(found)) is not found:
             statement.value = ir.Global(ours.__name__, ours, value.loc)
+        elif isinstance(value, (ir.Global, ir.FreeVar)):
+            if type(found) is np.float16:  # which Numba has no constants of
+                statement.value = ir.Const(np.float32(found), value.loc)
+            else:
+                self._check_known(value)
+
+    def _check_known(self, value: Any) -> None:
+        """Raises for a global, or what a closure holds, that Numba has no type for."""
+        try:
+            if value.value is not ir.UNDEFINED:
+                self._typing.resolve_value_type(value.value)
+        except Exception:  # Numba's errors have no common base class
+            refuse(
+                f"{value.name}, from outside of the function, is of {type(value.value)}: it may read numbers "
+                f"of up to 64 bits, arrays, and tuples of these", value.loc,
+            )  # fmt: skip
+
+    def _argument(self, captured: Any) -> Any:
+        return self._scope.get_exact(self._names[self._argument_of(captured)])
+
+    def _tuple(self, captured: Any, loc: Any, scope: Any, body: list[Any]) -> Any:
+        """A tuple from outside, or a namedtuple, made of what it holds: its arrays are arguments."""
+
+        def variable(value: Any) -> Any:
+            name = scope.redefine("$item", loc)
+            body.append(ir.Assign(value, name, loc))
+            return name
+
+        items = []
+        for item in captured:
+            if isinstance(item, np.ndarray):
+                items.append(self._argument(item))
+            elif holds_array(item):
+                items.append(variable(self._tuple(item, loc, scope, body)))
+            else:
+                constant = ir.Global(f"{item!r} in a tuple", item, loc)
+                self._check_known(constant)
+                items.append(variable(constant))
+        if type(captured) is tuple:
+            return ir.Expr.build_tuple(items, loc)
+        kind = variable(ir.Global(type(captured).__name__, type(captured), loc))
+        return ir.Expr.call(kind, items, (), loc)
 
     def _argument_of(self, captured: Any) -> int:
         """The index among the arguments of a captured array or float."""
@@ -199,12 +301,15 @@ class _Rewriting:
         value = statement.value
         bit = OTHER
         source = ir_definition(self._ir, value.value)
+        is_flat = isinstance(source, ir.Expr) and source.op == "getattr" and source.attr == "flat"
+        if is_flat:
+            source = ir_definition(self._ir, source.value)
         if isinstance(source, ir.Arg):
             bit = min(source.index - self._task.first_value, OTHER)
         elif isinstance(found := value_from_outside(self._ir, source), np.ndarray):
             bit = min(self._argument_of(found) - self._task.first_value, OTHER)
         index = value.index if value.op == "getitem" else value.index_var
-        if value.op == "static_getitem" and (bit == OTHER or index is None):
+        if value.op == "static_getitem" and ((bit == OTHER and not is_flat) or index is None):
             return  # mostly of a tuple, whose items have different types
         checks = self._scope.get_exact("checks")
         self._call(statement, CHECKED[bit], (value.value, index, checks), scope, body)

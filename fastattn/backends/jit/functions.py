@@ -19,11 +19,13 @@ import numpy as np
 from numba import types
 
 from fastattn import _host
+from fastattn._arguments import PLAIN_DTYPES, readable
+from fastattn._device import as_device_array
 from fastattn._problem import Mod
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.jit.frontend import Typed, typed
-from fastattn.backends.jit.identity import has_loop, identify
+from fastattn.backends.jit.identity import captured_names, has_loop, identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
 from fastattn.backends.jit.memory import as_value, kind_of, small_counts, type_key, words_of
 
@@ -76,22 +78,26 @@ class Loop:
             kinds = tuple(map(kind_of, values))
             checks_indices = _host.checks_indices()
             with compiling():
-                made = _typed(kind, mod.function, len(mod.aux), mod.captured, kinds, dtype, checks_indices)
+                made = _typed(kind, mod.function, len(mod.aux), kinds, dtype, checks_indices)
                 known = small_counts(values) if has_loop(mod.function) else {}
                 return write(made, kinds, dtype, known)
 
         self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)
-        self.address = self._machine.address
+        self.address, self.reads = self._machine.address, self._machine.reads
 
     def words(self, mod: Mod) -> array[int]:
         """What the loop reads in a call with this function; it holds addresses of arrays, not the arrays."""
         return words_of((*mod.aux, *mod.captured))
 
-    def check(self, bits: int, sizes: Sequence[int], mod: Mod) -> None:
-        """IndexError for what the loop returned, unless that is 0; sizes: B, H, L and S."""
+    def check(self, bits: int, sizes: Sequence[int], mod: Mod, at: int | None = None) -> None:
+        """IndexError for what the loop returned or its marks said, unless that is 0.
+
+        sizes: B, H, L and S; at: the place of a mark among them.
+        """
         if bits:
-            raise messages.outside(self._kind, mod.function, mod.aux, self._dtype, sizes, bits)
+            where = None if at is None else tuple(map(int, np.unravel_index(at, sizes)))
+            raise messages.outside(self._kind, mod.function, mod.aux, self._dtype, sizes, bits, where)
 
 
 _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_grouped=True)
@@ -100,7 +106,20 @@ _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_g
 def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:
     """A function of the caller's with what it reads, now."""
     found = identify(function)
-    return Mod(function, tuple(aux), (found.key, tuple(map(type_key, aux))), found.captured)
+    captured = tuple(_read(value, function, place) for place, value in enumerate(found.captured))
+    return Mod(function, tuple(aux), (found.key, tuple(map(type_key, aux))), captured)
+
+
+def _read(captured: Any, function: Any, place: int) -> Any:
+    """What a call reads of a captured array or float; TypeError for arrays that compiled code has not."""
+    if type(captured) is float:
+        return captured
+    if type(captured) is not np.ndarray or captured.dtype.char not in PLAIN_DTYPES:
+        name = f"{captured_names(function)[place]}, which {messages.name_of(function)} reads,"
+        as_device_array(captured, name)
+        if captured.dtype.char in "gGO":
+            raise TypeError(f"{name} must be of bool, integer or float dtype, got dtype {captured.dtype}")
+    return readable(captured)
 
 
 def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> Loop:
@@ -124,10 +143,10 @@ def mask_loop(mod: Mod) -> Loop:
 def check_compiles(kind: str, function: Any, kinds: Sequence[Any], dtype: np.dtype) -> None:
     """TypeError or ValueError where a function cannot be compiled, for backends whose compiler explains
     less."""
-    captured = identify(function).captured
+    captured = as_mod(function, ()).captured
     all_kinds = (*kinds, *(kind_of(as_value(value, dtype)) for value in captured))
     with compiling():
-        _typed(kind, function, len(kinds), captured, all_kinds, dtype, checks_indices=True)
+        _typed(kind, function, len(kinds), all_kinds, dtype, checks_indices=True)
 
 
 def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_aux: str = "") -> FunctionType:
@@ -166,11 +185,11 @@ def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_au
 
 
 def _typed(
-    kind: str, function: Any, n_aux: int, captured: Sequence[Any], kinds: Sequence[Any], dtype: np.dtype,
-    checks_indices: bool,
-) -> Typed:  # fmt: skip
+    kind: str, function: Any, n_aux: int, kinds: Sequence[Any], dtype: np.dtype, checks_indices: bool
+) -> Typed:
     """The function in its wrapper, typed and lowered for its arguments."""
     messages.check_raises(kind, function)
+    captured = identify(function).captured
     score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
     call = wrapper(kind, function, n_aux, len(captured), "checks")
     arguments = (*score, *[types.intp] * len(_INDICES), types.intp, *kinds)

@@ -3,7 +3,7 @@
 Two functions are equal if their code is, and all that it uses from outside: defaults, closures, globals and
 attributes of modules, also those of nested and of called functions. Integers and strings are compared by
 value, other objects by identity. Arrays and floats are captured: they are compared by the type that is
-compiled for them, and their values are read at each call.
+compiled for them, and their values are read at each call. So are arrays in tuples and namedtuples.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def as_function(value: Any) -> FunctionType | None:
     if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _FIXED:
         return value
     return None
+
+
+def holds_array(value: Any) -> bool:
+    """Whether a value is a tuple with an array in it, at any depth."""
+    return isinstance(value, tuple) and any(isinstance(it, np.ndarray) or holds_array(it) for it in value)
 
 
 class Same:
@@ -138,10 +143,10 @@ class _Walk:
             self.key.append((kind, value))
         elif kind is float:
             self._capture(float, value, name)
-        elif kind is tuple:
-            self.key.append((tuple, len(value)))
+        elif isinstance(value, tuple):
+            self.key.append((kind, len(value)))
             for item in value:
-                self._add_constant(Same(item) if isinstance(item, np.ndarray) else item, name)
+                self._add_constant(item, name)
         elif isinstance(value, np.ndarray):
             self._capture((value.dtype, value.ndim, value.flags.c_contiguous, value.size > 0), value, name)
         elif isinstance(value, partial):

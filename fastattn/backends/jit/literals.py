@@ -49,6 +49,33 @@ _WEAK = {
 }
 
 
+def _where(is_weak: bool) -> Any:
+    """``np.where`` of numbers as a number, where Numba makes an array without axes."""
+
+    def definition(context: Any, condition: Any, x: Any, y: Any) -> Any:
+        numbers = (types.Number, types.Boolean)
+        if not all(isinstance(kind, numbers) for kind in (condition, x, y)):
+            return fallback(context, np.where, (condition, x, y))
+        x, y = types.unliteral(x), types.unliteral(y)
+        has_integer = isinstance(x, types.Integer) or isinstance(y, types.Integer)
+        is_float32 = is_weak and has_integer and types.float32 in (x, y)
+        result = types.float32 if is_float32 else context.unify_types(x, y)
+
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            chosen = context.cast(builder, values[0], condition, types.boolean)
+            of_x = context.cast(builder, values[1], x, result)
+            of_y = context.cast(builder, values[2], y, result)
+            return builder.select(chosen, of_x, of_y)
+
+        return result(condition, x, y), codegen
+
+    return intrinsic_of(definition, "where", ["condition", "x", "y"])
+
+
+#: Of three arguments, by whether literals are weak.
+WHERE = {is_weak: _where(is_weak) for is_weak in (False, True)}
+
+
 def operation(expression: ir.Expr) -> Any:
     """The replacement of a binary operation of Numba's IR, or None."""
     if expression.op not in ("binop", "inplace_binop"):

@@ -3,6 +3,10 @@ function.
 
 A loop is a C function of ten `intptr_t`. It returns 0, or bits for reads out of bounds: bit i for the i-th of
 the values that the function reads, `checks.OTHER` for those without a bit of their own.
+
+A loop over scores does not know which of them are masked. It puts a mark in the place of a score for which
+the function read out of bounds: a NaN that holds the bits. The driver masks the tile, and only the marks that
+are left are errors. So what is read for a masked key is no error, whatever masks it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
 from fastattn._mask_map import TILE_K, TILE_Q, WORDS
+from fastattn.backends.cpu.record import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
@@ -36,7 +41,8 @@ _REALS = {4: ir.FloatType(), 8: ir.DoubleType()}
 class Machine:
     """Machine code of one loop. It is freed with this object, which must outlive all uses of `address`."""
 
-    def __init__(self, module: Any, name: str) -> None:
+    def __init__(self, module: Any, name: str, reads: frozenset[str]) -> None:
+        self.reads = reads  #: the indices that the function depends on
         target = _target()
         builder = create_pass_builder(target, opt=3, loop_vectorize=True, slp_vectorize=False)
         builder.getModulePassManager().run(module, builder)
@@ -89,6 +95,7 @@ class Loop:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.arguments = dict(zip(names, self.function.args, strict=True))
         self._checks = cgutils.alloca_once_value(self.builder, BITS(0))
+        self._error = cgutils.alloca_once_value(self.builder, BITS(0))
         self._known = known
         self._values: list[Any] = []
 
@@ -124,17 +131,27 @@ class Loop:
             yield number
 
     def call(self, score: ir.Value | None, *indices: ir.Value) -> ir.Value:
-        """The function's result for these four indices, as a real or a bit."""
+        """The function's result for these four indices, as a real, which is a mark after an error, or as a
+        bit."""
         builder, signature = self.builder, self._typed.signature
         descriptor = self._typed.descriptor
         module_function = self.context.declare_function(builder.module, descriptor)
-        given = [*([] if score is None else [score]), *indices, builder.ptrtoint(self._checks, WORD)]
+        builder.store(BITS(0), self._error)
+        given = [*([] if score is None else [score]), *indices, builder.ptrtoint(self._error, WORD)]
         status, returned = self.context.call_conv.call_function(
             builder, module_function, signature.return_type, signature.args, [*given, *self._values]
         )
         bit = builder.select(status.is_error, BITS(1 << OTHER), BITS(0))
-        builder.store(builder.or_(builder.load(self._checks), bit), self._checks)
-        return self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
+        error = builder.or_(builder.load(self._error), bit)
+        builder.store(builder.or_(builder.load(self._checks), error), self._checks)
+        result = self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
+        if score is None:
+            return result
+        nbytes = self._type.bitwidth // 8
+        integer = ir.IntType(8 * nbytes)
+        wide = error if integer == BITS else builder.zext(error, integer)
+        mark = builder.bitcast(builder.or_(wide, integer(MARKS[nbytes])), self.real)
+        return builder.select(builder.icmp_unsigned("==", error, BITS(0)), result, mark)
 
 
 def _compiled(
@@ -157,23 +174,24 @@ def _compiled(
     def loop(name: str, known: Mapping[int, int]) -> Loop:
         return Loop(module, name, names, typed, kinds, dtype, known)
 
-    main = loop("fastattn.loop", {})
-    if known:
-        special = loop("fastattn.known", known)
-        special.read_values()
-        write(special)
-        special.end()
-        main.leave_for(special)
-    main.read_values()
-    write(main)
-    main.end()
+    with cpu_target.target_context.push_code_library(library):
+        main = loop("fastattn.loop", {})
+        if known:
+            special = loop("fastattn.known", known)
+            special.read_values()
+            write(special)
+            special.end()
+            main.leave_for(special)
+        main.read_values()
+        write(main)
+        main.end()
     library.add_ir_module(module)
     for other in library._linking_libraries:
         library._final_module.link_in(other._get_module_for_linking(), preserve=True)
     for function in library._final_module.functions:
         if not function.is_declaration and function.name != main.function.name:
             function.linkage = "internal"
-    return Machine(library._final_module, main.function.name)
+    return Machine(library._final_module, main.function.name, typed.reads)
 
 
 _SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")

@@ -13,6 +13,7 @@ import numpy as np
 from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, MaskMap
 from fastattn._problem import Mod
 from fastattn.backends.jit.functions import mask_loop
+from fastattn.backends.jit.messages import needs_size
 
 #: Tiles of a batch, whose bits take 4 MB, and tiles that a thread takes at a time.
 BATCH_TILES, STEP_TILES = 4096, 16
@@ -20,25 +21,28 @@ BATCH_TILES, STEP_TILES = 4096, 16
 _LOOP = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 8)
 
 
-def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads: int) -> MaskMap:
-    """The mask map of a mask_mod, of index ``(*planes, ...)``.
+def evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMap:
+    """The mask map of a mask_mod: one plane for all items or heads where it does not depend on their index.
 
-    sizes: B, H, L and S. planes: B and H, or 1 where the mask is the same for all of them.
+    sizes: B, H, L and S; B and H may be None where it does not.
 
     Raises
     ------
     TypeError, ValueError
-        The function cannot be compiled, or raises.
+        The function cannot be compiled, or raises, or depends on the index of what is None.
     IndexError
         It reads outside of an array.
     """
-    B, H = planes
-    L, S = sizes[2:]
+    loop = mask_loop(mod)
+    for name, n in zip("bh", sizes, strict=False):
+        if n is None and name in loop.reads:
+            raise ValueError(needs_size("mask_mod", mod.function, name))
+    B, H, L, S = (1 if n is None else n for n in sizes)
+    B, H = (n if name in loop.reads else min(n, 1) for name, n in (("b", B), ("h", H)))
     grid = (-(-L // TILE_Q), -(-S // TILE_K))
     n_tiles = B * H * grid[0] * grid[1]
     index = np.empty(n_tiles, np.int32)
     bits = np.empty((min(n_tiles, BATCH_TILES), TILE_Q, WORDS), np.uint32)
-    loop = mask_loop(mod)
     call, words = _LOOP(loop.address), loop.words(mod)
     aux = words.buffer_info()[0]
 
@@ -52,7 +56,7 @@ def evaluate(mod: Mod, sizes: Sequence[int], planes: Sequence[int], num_threads:
     full = _full_tiles(L - (grid[0] - 1) * TILE_Q, S - (grid[1] - 1) * TILE_K)
     for first in range(0, n_tiles, BATCH_TILES):
         stop = min(n_tiles, first + BATCH_TILES)
-        loop.check(_on_threads(tiles, first, stop, num_threads), (*sizes[:2], L, S), mod)
+        loop.check(_on_threads(tiles, first, stop, num_threads), (B, H, L, S), mod)
         found = bits[: stop - first]
         entries = index[first:stop]
         is_empty = ~found.any((1, 2))

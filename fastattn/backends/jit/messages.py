@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dis import get_instructions
 from functools import partial
 from itertools import chain, islice, product
+from os.path import abspath, dirname, join
 from typing import Any
 
+import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
@@ -45,11 +47,15 @@ def not_compiled(kind: str, function: Any, error: Exception) -> str:
     about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
     objected = " ".join([*about[:1], *[line for line in about[1:4] if line.startswith(">>>")]])
     places = re.findall(r'File "(.*?)", line (\d+)', text)
-    named = [f"{file}, line {line}" for file, line in places if file != WRAPPER]
+    named = [f"{file}, line {line}" for file, line in places if file != WRAPPER and not _is_numbas(file)]
     return (
         f"{kind} {name_of(function)} cannot be compiled, see above for all that Numba says\n"
         f"at {named[0] if named else location_of(function)}:\n{objected}"
     )
+
+
+def _is_numbas(file: str) -> bool:
+    return abspath(file).startswith(join(dirname(numba.__file__), ""))
 
 
 def wrong_result(kind: str, function: Any, returned: Any, arguments: Sequence[Any]) -> str:
@@ -73,15 +79,29 @@ def check_raises(kind: str, function: Any) -> None:
                     )
 
 
+def needs_size(kind: str, function: Any, name: str) -> str:
+    size, what = {"b": ("B", "items, the product of the leading axes"), "h": ("H", "query heads")}[name]
+    return (
+        f"{kind} {name_of(function)} depends on {name}, and {size} is None: pass {size}, the number of {what}"
+        f"\nat {location_of(function)}"
+    )
+
+
 def outside(
-    kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, sizes: Sequence[int], bits: int
+    kind: str,
+    function: Any,
+    aux: Sequence[Any],
+    dtype: np.dtype,
+    sizes: Sequence[int],
+    bits: int,
+    at: Sequence[int] | None = None,
 ) -> IndexError:
-    """The error of a loop that returned these bits."""
+    """The error of a loop that returned these bits, for the indices `at` if they are known."""
     names = [f"aux[{i}]" for i in range(len(aux))] + captured_names(function)
     arrays = [*aux, *identify(function).captured]
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
     read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or "an array"
-    where, cause = _first_failure(kind, function, aux, dtype, sizes)
+    where, cause = _first_failure(kind, function, aux, dtype, sizes, at)
     error = IndexError(
         f"{kind} {name_of(function)} reads outside of {read}{where}\nat {location_of(function)}"
     )
@@ -90,20 +110,31 @@ def outside(
 
 
 def _first_failure(
-    kind: str, function: Any, aux: Sequence[Any], dtype: np.dtype, sizes: Sequence[int]
+    kind: str,
+    function: Any,
+    aux: Sequence[Any],
+    dtype: np.dtype,
+    sizes: Sequence[int],
+    at: Sequence[int] | None,
 ) -> tuple[str, Exception | None]:
-    """The first indices for which the function fails in Python, of those that are tried."""
+    """The indices `at`, or the first of those tried for which the function fails in Python; and how."""
+    known = "" if at is None else _for_indices(at)
     if any(isinstance(value, Dispatcher) for f in reached(function) for value in f.__globals__.values()):
-        return "", None  # a compiled callee would read out of bounds again, unchecked
+        return known, None  # a compiled callee would read out of bounds again, unchecked
     called = plain(function) if not isinstance(function, partial) else function
     score = (dtype.type(0),) if kind == "score_mod" else ()
     corners = product(*[sorted({0, n - 1}) for n in sizes])
-    for indices in islice(chain(corners, product(*map(range, sizes))), MAX_TRIED):
+    tried = chain(corners, product(*map(range, sizes))) if at is None else iter([at])
+    for indices in islice(tried, MAX_TRIED):
         try:
             with np.errstate(all="ignore"):
                 called(*score, *indices, *aux)
         except IndexError as error:
-            return f" for (b, h, q_idx, kv_idx) = {indices}", error
+            return _for_indices(indices), error
         except Exception:  # that Python raises, and compiled code does not
-            return "", None
-    return "", None
+            break
+    return known, None
+
+
+def _for_indices(indices: Sequence[int]) -> str:
+    return f" for (b, h, q_idx, kv_idx) = {tuple(indices)}"

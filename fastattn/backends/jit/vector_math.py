@@ -85,16 +85,20 @@ def _exp2(e: Emitter, x: Any) -> Any:
 
 
 def _replacement(name: str, write: Any) -> Any:
-    """An intrinsic that is `write` for a float, and NumPy's function for all other types."""
+    """An intrinsic that is `write` for a float, and for an integer as float64; NumPy's function for all other
+    types."""
 
     def definition(context: Any, x: Any) -> Any:
-        if not (isinstance(x, types.Float) and x.bitwidth in (32, 64)):
+        real = types.float64 if isinstance(x, (types.Integer, types.Boolean)) else x
+        if not (isinstance(real, types.Float) and real.bitwidth in (32, 64)):
             return fallback(context, getattr(np, name), (x,))
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return write(ScalarEmitter(builder, x.bitwidth // 8), values[0])
+            return write(
+                ScalarEmitter(builder, real.bitwidth // 8), context.cast(builder, values[0], x, real)
+            )
 
-        return x(x), codegen
+        return real(x), codegen
 
     return intrinsic_of(definition, name, ["x"])
 

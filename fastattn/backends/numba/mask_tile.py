@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
+from fastattn.backends.cpu.record import MARK_BITS, MARKS
 from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import (
     at_item,
@@ -27,6 +28,7 @@ from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, MASK_IND
 TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 ALL_BITS = np.uint32(0xFFFFFFFF)
+MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
 
 
 @njit(**OPTIONS)
@@ -257,33 +259,54 @@ def score_keys(job, w, block, top, key0, first, n_keys):
 
 
 @routine
+def note_outside(job, w, block, lane, scores, key_nbytes, key0, n_keys):
+    """Sets job.read_outside where a score of one lane, masked by now, is still the mark of a score_mod that
+    read out of bounds."""
+    for j in range(n_keys):
+        at = scores + j * key_nbytes
+        bits = int64s(at)[0] if job.itemsize == 8 else np.int64(uint32s(at)[0])
+        if bits & ~ARRAY_BITS != (MARK_64 if job.itemsize == 8 else MARK_32):
+            continue
+        head = block.item * job.num_kv_heads * job.group_size + int64s(w + job.to_row_h)[lane]
+        place = (head * job.len_q + int64s(w + job.to_row_i)[lane]) * job.len_k + key0 + j + 1
+        if job.outside_at == 0 or place < job.outside_at:
+            job.outside_at = place
+            job.read_outside = bits & ARRAY_BITS
+        return 0
+    return 0
+
+
+@routine
 def modify_scores(job, w, block, top, key0):
-    """Applies the score_mod to the scores, after the soft-cap, and updates `top`. See `jit`."""
+    """Applies the score_mod to the scores, after the soft-cap, and updates `top`; not 0 if it left marks. See
+    `jit`."""
     scores = w + job.to_scores
     if job.softcap > 0 or job.score_root != 1:
         kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
                        w + job.to_part_stops, job.score_root, job.softcap, 0, 0)  # fmt: skip
-    outside = call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
-                          block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
-    if outside != 0:
-        job.read_outside = outside
-    return 0
+    return call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
+                       block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
 
 
 @routine
 def adjusted_scores(job, w, block, state, key0, first, n_keys):
     """`score_keys`, then the adjustments of raw scores; first is 0 where there is a bias or a score_mod."""
     score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
-    words, root, softcap = words_of(job, w, state), job.score_root, job.softcap
+    words, root, softcap, marks = words_of(job, w, state), job.score_root, job.softcap, 0
     if job.has_score_mod:
         is_last = words == 0 and not job.has_bias
-        modify_scores(job, w, block, w + job.to_tile_max if is_last else w + job.to_spare, key0)
+        marks = modify_scores(job, w, block, w + job.to_tile_max if is_last else w + job.to_spare, key0)
         root, softcap = 1.0, 0.0
     if words != 0:
         words += first // WORD * block.ld * 4
     kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
                    w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, root, softcap,
                    bias_rows_of(job, w), words)  # fmt: skip
+    if marks != 0:
+        part_stops = int64s(w + job.to_part_stops)
+        for lane in range(block.n_rows):
+            note_outside(job, w, block, lane, w + job.to_scores + lane * job.itemsize,
+                         block.ld * job.itemsize, key0, part_stops[lane // job.lanes])  # fmt: skip
     return 0
 
 

@@ -30,7 +30,7 @@ _CONDITIONS = {
     "sweeps": ("run_task",),
     "is_masked": ("find_intervals", "mask_tile"),
     "is_adjusted": ("adjusted_scores", "adjust_rows"),
-    "has_score_mod": ("modify_scores", "note_masked"),
+    "has_score_mod": ("modify_scores", "note_masked", "note_outside"),
     "has_dense": ("read_dense",),
     "has_mask_map": ("read_mask_map",),
     "has_bias": ("find_bias_rows",),
@@ -196,8 +196,9 @@ class _Job:
             for name in ("saw_nonfinite", "runs_again", "is_nonfinite_safe"):
                 words[_INDEX[name]] = 0
         if loop is not None:
-            outside, words[_INDEX["read_outside"]] = int(words[_INDEX["read_outside"]]), 0
-            loop.check(outside, self._prepared.sizes, score_mod)
+            outside, at = (int(words[_INDEX[name]]) for name in ("read_outside", "outside_at"))
+            words[_INDEX["read_outside"]] = words[_INDEX["outside_at"]] = 0
+            loop.check(outside, self._prepared.sizes, score_mod, at - 1)
 
     def _run(self, num_threads: int) -> None:
         if self._left is not None:

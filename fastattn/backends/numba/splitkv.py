@@ -27,6 +27,7 @@ from fastattn.backends.numba.mask_tile import (
     bias_rows_of,
     find_bias_rows,
     note_masked,
+    note_outside,
     tile_state,
     words_of,
 )
@@ -88,20 +89,22 @@ def score_key_tile(job, w, block, state, key0, n_keys):
         keys, key_row, distance = w + job.to_key_copy, job.head_dim * job.itemsize, 0
     row_kernels.score_rows(job, scores, job.block_k, w + job.to_query, job.query_ld, block.n_rows, keys,
                             key_row, n_keys, job.head_dim, distance)  # fmt: skip
-    root, softcap = job.score_root, job.softcap
+    root, softcap, marks = job.score_root, job.softcap, 0
     if job.has_score_mod:
         if softcap > 0 or root != 1:
             row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, root, softcap, 0, 0)
             root, softcap = 1.0, 0.0
-        outside = call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
-                              w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
-        if outside != 0:
-            job.read_outside = outside
+        marks = call_modify(job.score_mod, scores, 0, job.block_k, block.n_rows, n_keys, key0, block.item,
+                            w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
     if job.has_bias:
         find_bias_rows(job, w, block, key0, n_keys)
     if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
         row_kernels.adjust_rows(job, scores, job.block_k, block.n_rows, n_keys, root, softcap,
                                 bias_rows_of(job, w), words_of(job, w, state))  # fmt: skip
+    if marks != 0:
+        for row in range(block.n_rows):
+            note_outside(job, w, block, row, scores + row * job.block_k * job.itemsize, job.itemsize, key0,
+                         n_keys)  # fmt: skip
     if job.has_score_mod and job.is_nonfinite_safe:
         return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
     return state

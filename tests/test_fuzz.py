@@ -127,6 +127,13 @@ def test_a_few_cases(seed):
         assert manner_of(record) is None, record
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_few_functions(seed):
+    pytest.importorskip("numba")
+    record = draw(seed, [*COMPILED, "reference"], "flex")
+    assert manner_of(record) is None, record
+
+
 @pytest.mark.slow
 def test_the_long_mode():
     pytest.importorskip("rich")

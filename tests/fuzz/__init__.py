@@ -4,6 +4,7 @@
 
     python -m tests.fuzz --cases 1000000 --processes 2       # all engines of this machine, seeds 0, 1, ...
     python -m tests.fuzz --cases 100000 --seed 1000000       # goes on with other seeds
+    python -m tests.fuzz --kind flex --cases 10000           # of one kind alone
     python -m tests.fuzz --sanitize --cases 100000           # a build with AddressSanitizer and UBSan
     python -m tests.fuzz --malloc-failures --cases 100000    # the driver's malloc fails now and then
     python -m tests.fuzz --forks 1000 --threads 8            # children forked while eight threads work
@@ -19,8 +20,10 @@ runs it on one engine (a backend, and an instruction set) and compares:
 * the inputs and the bytes around `out`, which must not change;
 * that a call with one thing wrong (`spoils`) is refused and writes nothing;
 * `varlen_attention`, `merge_attention`, `Paged`, `Quantized`, `attention_backward`, and histories of
-  `KVCache` (`histories`); `flex_attention`, `linear_attention`, `rope`, and sums of Gaussian kernels
-  (`beside`); `MultiHeadAttention`, alone and with a cache (`layers`).
+  `KVCache` (`histories`); `linear_attention`, `rope`, and sums of Gaussian kernels (`beside`);
+  `MultiHeadAttention`, alone and with a cache (`layers`);
+* `flex_attention` of functions drawn at random (`trees`) with a Python loop over the allowed pairs
+  (`functions`).
 
 Cases run in processes of their own (`worker`), so that a crash or a hang ends a case, not the run (`runner`).
 A case that fails is made small while it fails in the same manner (`shrink`) and printed. When its cause is

@@ -14,6 +14,7 @@ import numpy as np
 
 import fastattn
 from tests import test_kernel_methods, test_linear
+from tests.fuzz import functions
 from tests.fuzz.build import _NORMAL, _UNIFORM, Case, GuardedOut, integers, numbers
 from tests.fuzz.checks import Engine, Expected, Failure, natural_results, results_of, same_bits, within
 from tests.fuzz.records import Record
@@ -167,7 +168,11 @@ def _read_beside(b, h, q_idx, kv_idx, added, may):  # type: ignore[no-untyped-de
 
 
 def check_flex(record: Record, engine: Engine) -> None:
-    """A bias and a mask as functions that read them: the answer is attention's with both."""
+    """A bias and a mask as functions that read them: the answer is attention's with both. Or functions drawn
+    at random."""
+    if "function" in record["flex"]:
+        functions.check(record, engine)
+        return
     case = Case(record)
     options = dict(case.options)
     computed, _ = case.dtypes

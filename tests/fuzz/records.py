@@ -15,6 +15,8 @@ from math import prod
 from random import Random
 from typing import Any
 
+from tests.fuzz import trees
+
 Record = dict[str, Any]
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -349,6 +351,9 @@ def _without(record: Record, *names: str) -> None:
 
 
 def _flex(r: Random, record: Record) -> None:
+    if r.random() < 0.8:
+        _function(r, record)
+        return
     _without(record, "dropout", "dropout_seed")
     record["flex"] = {"score": r.random() < 0.7, "mask": r.random() < 0.6}
     if "bias" not in record:
@@ -406,6 +411,30 @@ def _kernels(r: Random, record: Record) -> None:
             record["kernels"][name] = r.choice(values)
     if "leave_one_out" in record["kernels"]:
         record["len_k"] = min(record["len_k"], 40)
+
+
+def _function(r: Random, record: Record) -> None:
+    _without(record, "dropout", "dropout_seed", "nonfinite", "styles")
+    record["spread"] = min(record.get("spread", 1.0), 4.0)
+    if "bias" in record:
+        record["bias"]["style"] = r.choice(("normal", "masks", "masks"))
+    if "sinks" in record:
+        record["sinks"]["style"] = "normal"
+    record["flex"] = {"function": trees.draw(r)}
+    # The loop is one of Python's.
+    record["lead"] = [min(n, 2) for n in record["lead"][-1:]]
+    record.pop("leads", None)
+    if record["heads"] > 4:
+        record["heads"] = record["kv_heads"] = min(record["kv_heads"], 2)
+    while (
+        prod(max(n, 1) for n in record["lead"]) * record["heads"] * record["len_q"] * record["len_k"] > 1500
+    ):
+        name = max(("len_q", "len_k"), key=record.__getitem__)
+        record[name] = record[name] // 2 + 1
+    if record.get("causal") == "true" and record["len_q"] != record["len_k"]:
+        record["causal"] = "bottom_right"
+    if "mask" in record:
+        record["mask"] = _mask(r, record, depth=r.choice((0, 0, 1)))
 
 
 def _layers(r: Random, record: Record) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+from tests.fuzz import trees
 from tests.fuzz.records import Record
 
 #: What a record cannot be without.
 _NEEDED = {
     "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
     "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
-    "flex", "linear", "rope", "kernels", "map", "pairs", "layer", "dims", "chunks", "positions",
+    "flex", "function", "linear", "rope", "kernels", "map", "pairs", "layer", "dims", "chunks", "positions",
 }  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 
@@ -82,6 +83,14 @@ def _simpler(record: Record) -> Iterator[Record]:
         for key in record.get(name, {}):
             if key not in _NEEDED and key != "place":
                 yield record | {name: {other: value for other, value in record[name].items() if other != key}}
+    function = record.get("flex", {}).get("function", {})
+    for of in ("score", "mask"):
+        for simpler in trees.simpler(function.get(of)):
+            yield record | {"flex": {"function": function | {of: simpler}}}
+    if {"score", "mask"} <= set(function):
+        for of in ("score", "mask"):
+            rest = {name: part for name, part in function.items() if name != of}
+            yield record | {"flex": {"function": rest}}
     if record.get("window"):
         for at in range(2):
             if record["window"][at] is not None:

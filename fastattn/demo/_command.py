@@ -42,8 +42,15 @@ def run_command(
         sys.stdout.reconfigure(errors="replace")  # the text may need more than the terminal can show
     try:
         run(args)
-    except (DemoError, fastattn.BackendError) as error:
+    except DemoError as error:
+        hint = f". {error.hint}" if error.hint else ""
+        print(f"fastattn demo: {printable(str(error))}{hint}", file=sys.stderr)
+        return 2
+    except fastattn.BackendError as error:
         print(f"fastattn demo: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"fastattn demo: out of memory: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfastattn demo: interrupted", file=sys.stderr)
@@ -103,17 +110,22 @@ def check_extras(names: Sequence[str]) -> None:
     """Complain about packages that are not installed, all at once; none is imported."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise DemoError(
-            f'the demo needs {", ".join(missing)}. Install with\n    pip install "fastattn[demo]"'
+            f"the demo needs {', '.join(missing)}", 'Install with\n    pip install "fastattn[demo]"'
         )
 
 
 def warn(message: str) -> None:
-    print(f"fastattn demo: warning: {message}", file=sys.stderr)
+    print(f"fastattn demo: warning: {printable(message)}", file=sys.stderr)
 
 
 def harmless(text: str) -> str:
-    """Without characters that command the terminal."""
+    """Running text without characters that command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def printable(name: object) -> str:
+    """A path, or a name in a file, on one line, with characters that command the terminal as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
 def track(steps: Sequence[T], description: str) -> Iterator[T]:

@@ -1,8 +1,10 @@
-"""Text files that the user names."""
+"""Files that the user names."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO
 
 from fastattn.demo._errors import DemoError
 
@@ -31,3 +33,22 @@ def read_text(path: Path, option: str) -> str:
     if not text.strip():
         raise DemoError(f"{option} {path} has no text in it: it is empty, or every line is blank")
     return text
+
+
+def open_file(path: Path, hint: str = "") -> BinaryIO:
+    """A file to read bytes from; `hint` is for users who have no such file.
+
+    Raises
+    ------
+    DemoError
+        If it is missing, cannot be read, or is not a file but, say, a folder or a pipe.
+    """
+    try:
+        if S_ISREG(path.stat().st_mode):
+            return path.open("rb")
+    except FileNotFoundError:
+        raise DemoError(f"there is no file {path}", hint) from None
+    except (OSError, ValueError) as error:  # ValueError: of a path with a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise DemoError(f"{path} cannot be read: {reason}") from None
+    raise DemoError(f"{path} cannot be read: it is not a file")

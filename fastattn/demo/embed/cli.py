@@ -21,6 +21,7 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
+    printable,
     run_command,
     set_threads,
     track,
@@ -105,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
 
     ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}
     query_ids = _tokenize(model, queries)
-    print(f"Model {folder}")
+    print(f"Model {printable(folder)}")
     print(
         f"{len(model.layers)} layers of {model.num_heads} heads, {model.words.shape[1]} numbers per embedding"
     )
@@ -241,7 +242,7 @@ def _save_picture(model: SentenceEncoder, ids: Ints, line: Line, path: Path) -> 
     model.encode([ids], recorder)
     layer = len(recorder.weights)
     draw_attention(recorder.weights[layer - 1][0], model.token_names(ids), line.text, layer, path)
-    print(f"Picture of the attention in layer {layer} saved to {path}")
+    print(f"Picture of the attention in layer {layer} saved to {printable(path)}")
 
 
 def _fit(text: str) -> str:

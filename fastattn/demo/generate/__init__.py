@@ -6,7 +6,8 @@ Read it in this order:
 attention.py    what the model calls, and the plain formula; fastattn's cache is in ``_decoding.py``
 clock.py        where the time goes
 model.py        LLaMA in NumPy: from token ids to logits
-loading.py      the weights and the settings, from a GGUF file
+gguf_file.py    a GGUF file, checked as it is read
+loading.py      the weights and the settings in it
 tokenizer.py    text to token ids and back, and the form of a conversation
 generation.py   a prompt, then one token after another
 comparison.py   the same with the plain formula

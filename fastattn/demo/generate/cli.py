@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
+
 import fastattn
 from fastattn.demo._command import (
     add_picture_option,
@@ -19,6 +21,7 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
+    printable,
     run_command,
     set_threads,
     track,
@@ -30,7 +33,8 @@ from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.comparison import Comparison, compare
 from fastattn.demo.generate.corpus import REQUEST, TEXT
 from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
-from fastattn.demo.generate.loading import GGUFFile, find_model, load_model
+from fastattn.demo.generate.gguf_file import GGUFFile
+from fastattn.demo.generate.loading import find_model, load_model
 from fastattn.demo.generate.model import Llama
 from fastattn.demo.generate.perplexity import log_likelihoods, perplexity
 from fastattn.demo.generate.tokenizer import Message, TextTokenizer
@@ -141,22 +145,23 @@ def _run(args: argparse.Namespace) -> None:
     text = None if args.perplexity is None else read_text(args.perplexity, "--perplexity")
     start = perf_counter()
     file = GGUFFile(find_model(args.model))
-    model = load_model(file)
     tokenizer = TextTokenizer(file)
+    model = load_model(file)
     set_threads(args)
-    print(f"Model {file.path}")
+    print(f"Model {printable(file.path)}")
     print(
         f"{model.name}: {model.num_parameters / 1e6:.0f} million parameters as float32, "
         f"{len(model.layers)} layers,\n{model.num_heads} heads on {model.num_kv_heads} key/value heads of "
         f"{model.head_dim}, context {model.context_length}; read in {perf_counter() - start:.1f} s",
         flush=True,
     )
-    if text is not None:
-        _print_perplexities(model, tokenizer, text, args)
-    elif args.chat:
-        _chat(model, tokenizer, args)
-    else:
-        _generate_and_compare(model, tokenizer, prompt, args)
+    with np.errstate(all="ignore"):  # the model says itself where what it computes is not finite
+        if text is not None:
+            _print_perplexities(model, tokenizer, text, args)
+        elif args.chat:
+            _chat(model, tokenizer, args)
+        else:
+            _generate_and_compare(model, tokenizer, prompt, args)
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -191,7 +196,7 @@ def _generate_and_compare(
 
     title = f"{model.name} in NumPy: {len(ids)} tokens of prompt, {len(result.tokens)} generated"
     draw(result, title, tokenizer.texts_of(ids), tokenizer.texts_of(result.tokens), args.picture)
-    print(f"Picture of the times and of one head saved to {args.picture}")
+    print(f"Picture of the times and of one head saved to {printable(args.picture)}")
 
 
 def _encode(model: Llama, tokenizer: TextTokenizer, messages: Sequence[Message]) -> list[int]:
@@ -345,6 +350,7 @@ def _print_perplexities(model: Llama, tokenizer: TextTokenizer, text: str, args:
             f"{clock.tokens_per_second:.0f}",
         )
     print(
-        f"{len(ids)} tokens of {args.perplexity}, in pieces of up to {size}; the lower, the better predicted"
+        f"{len(ids)} tokens of {printable(args.perplexity)}, in pieces of up to {size}; "
+        "the lower, the better predicted"
     )
     print_table(table)

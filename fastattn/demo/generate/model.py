@@ -18,7 +18,8 @@ Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +27,12 @@ import numpy as np
 
 import fastattn
 from fastattn.demo._decoding import Floats
+from fastattn.demo._errors import DemoError
 from fastattn.demo.generate.attention import Attention
 from fastattn.demo.generate.clock import Clock
+
+#: Tables are computed for so many positions at first.
+FIRST_POSITIONS = 2048
 
 
 class RMSNorm(NamedTuple):
@@ -50,6 +55,23 @@ def silu(x: Floats) -> Floats:
     result *= x
     result *= 0.5
     return result
+
+
+class RotaryTables:
+    """Cosines and sines, ``(positions, rotary_dim // 2)``, of twice as many positions where more are needed.
+
+    Those of all positions that a model says it can read might take more memory than the model.
+    """
+
+    def __init__(self, compute: Callable[[int], tuple[Floats, Floats]], limit: int) -> None:
+        self._compute, self._limit = compute, limit
+        self._tables = compute(min(FIRST_POSITIONS, limit))
+
+    def up_to(self, length: int) -> tuple[Floats, Floats]:
+        """Of the first `length` positions or more."""
+        if length > len(self._tables[0]):
+            self._tables = self._compute(min(2 * length, self._limit))
+        return self._tables
 
 
 @dataclass(frozen=True)
@@ -78,8 +100,7 @@ class Llama:
     layers: tuple[Layer, ...]
     norm: RMSNorm
     output: Floats  #: ``(vocabulary, N)``, often the same array as the embedding
-    cos: Floats  #: ``(context_length, rotary_dim // 2)``
-    sin: Floats
+    rope: RotaryTables
 
     @property
     def num_parameters(self) -> int:
@@ -112,6 +133,7 @@ class Llama:
             up *= silu(gate)
             x += up @ layer.down.T
             clock.lap("feed-forward")
+        self._check_finite(np.vdot(x, x))
         x = self.norm(x)
         clock.lap("norms")
         return x
@@ -120,8 +142,14 @@ class Llama:
         """Of the token after each row of the last layer's state, ``(L, vocabulary)``."""
         clock.start()
         logits: Floats = x @ self.output.T
+        self._check_finite(logits.min(), logits.max())
         clock.lap("logits")
         return logits
+
+    def _check_finite(self, *numbers: float) -> None:
+        """Weights that are finite may still be so large that what is computed is not."""
+        if not all(map(math.isfinite, numbers)):
+            raise DemoError(f"the weights of {self.name} are too large: what is computed overflows float32")
 
     def _heads(self, together: Floats) -> tuple[Floats, Floats, Floats]:
         """Query, key and value as views of their common product, ``(L, heads, D)`` each."""
@@ -136,7 +164,6 @@ class Llama:
         )
 
     def _rotated(self, x: Floats, positions: Floats) -> Floats:
+        cos, sin = self.rope.up_to(int(positions[-1]) + 1)
         # GGUF stores LLaMA's matrices for pairs of neighbours.
-        return fastattn.rope(
-            x, self.cos, self.sin, positions=positions, interleaved=True, layout="bshd", out=x
-        )
+        return fastattn.rope(x, cos, sin, positions=positions, interleaved=True, layout="bshd", out=x)

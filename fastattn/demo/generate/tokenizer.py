@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import codecs
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn.demo._errors import DemoError
-from fastattn.demo.generate.loading import GGUFFile
+from fastattn.demo.generate.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+T = TypeVar("T")
+
 #: What GGUF says of each token.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
+KINDS = frozenset(range(7))
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -39,8 +43,10 @@ class TextTokenizer:
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self.tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
-        kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(self.tokens))
+        self.tokens = file.array("tokenizer.ggml.tokens", str)
+        kinds = self._of_each_token("token_type", int, [NORMAL] * len(self.tokens))
+        if wrong := set(kinds) - KINDS:
+            raise DemoError(f"{file.path}: tokenizer.ggml.token_type has {wrong.pop()}, expected 0 to {BYTE}")
         self._control = {number for number, kind in enumerate(kinds) if kind == CONTROL}
         self._literal = {number for number, kind in enumerate(kinds) if kind == USER_DEFINED}
         self._model = file.get("tokenizer.ggml.model", str)
@@ -48,7 +54,10 @@ class TextTokenizer:
             case "gpt2":
                 self._tokenizer = _byte_level(file, self.tokens)
             case "llama":
-                self._tokenizer = _sentence_piece(file, self.tokens, kinds)
+                scores = self._of_each_token("scores", float)
+                if not all(map(math.isfinite, scores)):
+                    raise DemoError(f"{file.path}: tokenizer.ggml.scores has numbers that are not finite")
+                self._tokenizer = _sentence_piece(file, self.tokens, kinds, scores)
             case other:
                 raise DemoError(
                     f"{file.path}: tokenizer.ggml.model is {other!r}, and the demo can do gpt2, llama only"
@@ -61,12 +70,21 @@ class TextTokenizer:
         by_name = {number for number in self._control if self.tokens[number] in END_NAMES}
         self.ends = frozenset(number for number in named | by_name if number is not None)
 
+    def _of_each_token(self, name: str, kind: type[T], default: list[T] | None = None) -> list[T]:
+        key = f"tokenizer.ggml.{name}"
+        values = self._file.array(key, kind, default)
+        if len(values) != len(self.tokens):
+            raise DemoError(
+                f"{self._file.path}: {key} has {len(values)} numbers, and there are {len(self.tokens)} tokens"
+            )
+        return values
+
     def _special(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
-        if not self._file.has(key):
+        if key not in self._file.values:
             return None
         number = self._file.get(key, int)
-        if number >= len(self.tokens):
+        if not 0 <= number < len(self.tokens):
             raise DemoError(f"{self._file.path}: {key} is {number}, and there are {len(self.tokens)} tokens")
         return number
 
@@ -110,7 +128,7 @@ class TextTokenizer:
 
         Without a template, as in a model that was not trained to converse, the contents one after another.
         """
-        if not self._file.has("tokenizer.chat_template"):
+        if "tokenizer.chat_template" not in self._file.values:
             return "\n".join(message["content"] for message in messages)
         return _render(self._file, messages, {name: self._name(name) for name in ("bos", "eos")})
 
@@ -128,24 +146,28 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Tokenizer:
         raise DemoError(
             f"{file.path}: tokenizer.ggml.pre is {kind!r}, and the demo can do {', '.join(CUTS)} only"
         )
-    merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges", list)]
+    merges = []
+    for merge in file.array("tokenizer.ggml.merges", str):
+        one, _, other = merge.partition(" ")
+        merges.append((one, other))
     vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
         # A word of Llama 3 that is a token is taken whole, whatever the merges say.
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise DemoError(f"{file.path}: the vocabulary and its merges do not fit: {error}") from None
+        raise DemoError(f"{file.path}: the vocabulary and its merges do not fit: {error!s:.200}") from None
     cuts = [pre_tokenizers.Split(Regex(words), "isolated") for words in CUTS[kind]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     return tokenizer
 
 
-def _sentence_piece(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
+def _sentence_piece(
+    file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+) -> Tokenizer:
     """SentencePiece's kind: pieces are merged where the result has the best score; else a piece is a byte."""
     from tokenizers import Tokenizer, models, normalizers
 
-    scores: list[float] = file.get("tokenizer.ggml.scores", list)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pieces = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
     pairs = [
@@ -203,4 +225,4 @@ def _render(file: GGUFFile, messages: Sequence[Message], names: Mapping[str, str
             raise_exception=refuse,
         )
     except Exception as error:  # of a program in a file, anything
-        raise DemoError(f"{file.path}: the chat template does not work: {error}") from None
+        raise DemoError(f"{file.path}: the chat template does not work: {error!s:.200}") from None

@@ -14,11 +14,11 @@ from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
     check_extras,
-    harmless,
     new_parser,
     new_table,
     positive,
     print_table,
+    printable,
     run_command,
     set_threads,
     track,
@@ -98,14 +98,14 @@ def _run(args: argparse.Namespace) -> None:
     model = load_model(path)
     set_threads(args)
     image = fit(photograph, args.size, model.patch_size)
-    print(f"Model {path}")
+    print(f"Model {printable(path)}")
     print(
         f"{model.num_weights / 1e6:.1f} million weights, {len(model.layers)} layers of {model.num_heads} "
         f"heads, {len(model.class_token)} numbers per token; read in {perf_counter() - start:.1f} s"
     )
     columns, rows = (side // model.patch_size for side in image.size)
     print(
-        f"Picture: {harmless(photograph.credit)}\n"
+        f"Picture: {printable(photograph.credit)}\n"
         f"{photograph.image.width} x {photograph.image.height} pixels, resized to {image.width} x "
         f"{image.height}: {columns} x {rows} patches, {1 + rows * columns} tokens",
         flush=True,
@@ -172,4 +172,7 @@ def _save_picture(
         foot=textwrap.shorten(f"Photograph: {photograph.credit}", 130, placeholder=" ..."),
     )
     draw(image, colours, weights, text, path)
-    print(f"Picture of the patches' features and of the heads in layer {len(model.layers)} saved to {path}")
+    print(
+        f"Picture of the patches' features and of the heads in layer {len(model.layers)} saved to "
+        f"{printable(path)}"
+    )

@@ -18,6 +18,7 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
+    printable,
     run_command,
     set_threads,
     track,
@@ -113,9 +114,9 @@ def _run(args: argparse.Namespace) -> None:
 
     from fastattn.demo.train.picture import draw
 
-    title = f"{_millions(model)} weights learn from {harmless(text.name)}: loss {loss:.3f} in the end"
+    title = f"{_millions(model)} weights learn from {printable(text.name)}: loss {loss:.3f} in the end"
     draw(trainer.progress, counted, comparison, title, args.picture)
-    print(f"Picture of the loss and the times saved to {args.picture}")
+    print(f"Picture of the loss and the times saved to {printable(args.picture)}")
 
 
 def _millions(model: Model) -> str:
@@ -125,7 +126,7 @@ def _millions(model: Model) -> str:
 def _print_beginning(trainer: Trainer, counted: Baselines) -> None:
     text, sizes = trainer.text, trainer.model.sizes
     print(
-        f"Text: {harmless(text.name)}\n"
+        f"Text: {printable(text.name)}\n"
         f"{len(text.training)} characters to learn from and {len(text.held_out)} held out, "
         f"{len(text.vocabulary)} different ones\n"
         f"Model: {_millions(trainer.model)} weights, {sizes.num_layers} layers, "

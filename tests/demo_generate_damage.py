@@ -303,7 +303,7 @@ def mistake(path: Path, names: set[str], outcome: Outcome) -> str | None:
 
 
 def difference(path: Path, names: set[str]) -> str | None:
-    """Between what the demo and the package gguf read in a file; or to the keys and tensors of the whole file."""
+    """Between what the demo and the package gguf read; or to the keys and tensors of the whole file."""
     from fastattn.demo.generate.gguf_file import GGUFFile
 
     file, reader = GGUFFile(path), gguf.GGUFReader(path)

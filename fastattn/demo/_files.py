@@ -46,9 +46,8 @@ def open_file(path: Path, hint: str = "") -> BinaryIO:
     try:
         if S_ISREG(path.stat().st_mode):
             return path.open("rb")
-    except FileNotFoundError:
-        raise DemoError(f"there is no file {path}", hint) from None
     except (OSError, ValueError) as error:  # ValueError: of a path with a NUL in it
         reason = getattr(error, "strerror", None) or error
-        raise DemoError(f"{path} cannot be read: {reason}") from None
+        is_missing = isinstance(error, FileNotFoundError)
+        raise DemoError(f"{path} cannot be read: {reason}", hint if is_missing else "") from None
     raise DemoError(f"{path} cannot be read: it is not a file")

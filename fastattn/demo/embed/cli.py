@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@np.errstate(all="ignore")  # the model says itself where what it computes is not finite
 def _run(args: argparse.Namespace) -> None:
     check_extras(EXTRAS)
     from fastattn.demo._figures import check_picture_path
@@ -104,8 +105,8 @@ def _run(args: argparse.Namespace) -> None:
     model = load_model(folder)
     set_threads(args)
 
-    ids = {kind: _tokenize(model, lines) for kind, lines in texts.items()}
-    query_ids = _tokenize(model, queries)
+    ids = {kind: _tokenize(model, model.text_prompt, lines) for kind, lines in texts.items()}
+    query_ids = _tokenize(model, model.query_prompt, queries)
     print(f"Model {printable(folder)}")
     print(
         f"{len(model.layers)} layers of {model.num_heads} heads, {model.words.shape[1]} numbers per embedding"
@@ -141,13 +142,14 @@ def _choose_texts(file: Path | None, query: list[str] | None) -> tuple[dict[str,
     return {"lines": others}, [first]
 
 
-def _tokenize(model: SentenceEncoder, lines: Sequence[Line]) -> list[Ints]:
-    """The token ids of each line, and a warning about each line that is too long for the model."""
+def _tokenize(model: SentenceEncoder, prompt: str, lines: Sequence[Line]) -> list[Ints]:
+    """The token ids of each line behind `prompt`, and a warning about each that is too long for the model."""
     result = []
     too_long = 0
     for start in track(range(0, len(lines), TOKENIZED_TOGETHER), "reading"):
         chunk = lines[start : start + TOKENIZED_TOGETHER]
-        for line, encoding in zip(chunk, model.tokenize([line.text for line in chunk]), strict=True):
+        encodings = model.tokenize([prompt + line.text for line in chunk])
+        for line, encoding in zip(chunk, encodings, strict=True):
             count = len(encoding.ids)
             if count == 0:
                 raise DemoError(f"{line.source} has nothing in it that the model's tokenizer knows")

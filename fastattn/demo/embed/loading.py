@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn.demo._errors import DemoError
+from fastattn.demo._files import open_file
 from fastattn.demo._layers import LayerNorm, Linear
 from fastattn.demo.embed.attention import Floats
 from fastattn.demo.embed.model import ACTIVATIONS, Layer, SentenceEncoder
@@ -34,10 +37,10 @@ def find_model(folder: Path | None) -> Path:
     if folder is None:
         package = importlib.util.find_spec(MODEL_PACKAGE)
         if package is None or package.origin is None:
-            raise DemoError(f"the demo's model is not installed. {MODEL_HINT}")
+            raise DemoError("the demo's model is not installed", MODEL_HINT)
         folder = Path(package.origin).parent / "model"
-    if not folder.is_dir():
-        raise DemoError(f"there is no model folder {folder}. {MODEL_HINT}")
+    if not os.path.isdir(folder):
+        raise DemoError(f"there is no model folder {folder}", MODEL_HINT)
     return folder
 
 
@@ -49,13 +52,13 @@ def load_model(folder: Path) -> SentenceEncoder:
     DemoError
         If a file is missing or damaged, or asks for something that this small encoder does not do.
     """
-    transformer, pooling = _module_folders(folder)
+    transformer, pooling, normalized = _modules(folder)
     config = _Config(transformer / "config.json")
-    limits = _Config(transformer / "sentence_bert_config.json", optional=True)
     weights = _Weights(transformer / "model.safetensors")
 
     model_type = config.choice("model_type", MODEL_TYPES)
     config.choice("position_embedding_type", ("absolute",), default="absolute")
+    config.only("is_decoder", False)
     vocabulary, hidden = config.integer("vocab_size"), config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     if hidden % num_heads:
@@ -65,20 +68,29 @@ def load_model(folder: Path) -> SentenceEncoder:
         "embeddings.position_embeddings", config.integer("max_position_embeddings"), hidden
     )
     if model_type in ROBERTA_TYPES:
-        positions = positions[config.values.get("pad_token_id", 1) + 1 :]
+        positions = positions[config.integer("pad_token_id", default=1, least=0) + 1 :]
     segments = weights.get("embeddings.token_type_embeddings", config.integer("type_vocab_size"), hidden)
-    layers = [f"encoder.layer.{number}" for number in range(config.integer("num_hidden_layers"))]
+    tokenizer = _load_tokenizer(transformer, vocabulary)
+    max_tokens, lower_case = _limits(transformer, len(positions))
+    if max_tokens <= (special := tokenizer.num_special_tokens_to_add(False)):
+        raise DemoError(
+            f"{transformer}: the model reads {max_tokens} tokens of a text, and {special} tokens are special"
+        )
+    query_prompt, text_prompt = _prompts(folder, normalized)
+    names = (f"encoder.layer.{number}" for number in range(config.integer("num_hidden_layers")))
     return SentenceEncoder(
-        tokenizer=_load_tokenizer(transformer, vocabulary),
-        lower_case=limits.values.get("do_lower_case", False),
-        max_tokens=min(limits.values.get("max_seq_length") or len(positions), len(positions)),
+        tokenizer=tokenizer,
+        lower_case=lower_case,
+        query_prompt=query_prompt,
+        text_prompt=text_prompt,
+        max_tokens=max_tokens,
         num_heads=num_heads,
         words=weights.get("embeddings.word_embeddings", vocabulary, hidden),
         positions=positions,
         segment=segments[0],
         embedding_norm=_layer_norm(weights, "embeddings.LayerNorm", config),
-        layers=tuple(_layer(weights, name, config) for name in layers),
-        pooling=_pooling_mode(pooling),
+        layers=tuple(_layer(weights, name, config) for name in names),
+        pooling=_pooling_mode(pooling, hidden, prompted=bool(query_prompt or text_prompt)),
     )
 
 
@@ -108,6 +120,8 @@ def _linear(weights: _Weights, name: str, outputs: int, inputs: int) -> Linear:
 
 def _layer_norm(weights: _Weights, name: str, config: _Config) -> LayerNorm:
     hidden, eps = config.integer("hidden_size"), config.values.get("layer_norm_eps", 1e-12)
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise DemoError(f"{config.path}: layer_norm_eps is {eps!r:.60}, expected a number from 0 on")
     return LayerNorm(weights.get(name, hidden), weights.get(name, hidden, part="bias"), eps)
 
 
@@ -116,19 +130,41 @@ class _Config:
 
     def __init__(self, path: Path, *, optional: bool = False) -> None:
         self.path = path
-        self.values: dict[str, Any] = {} if optional and not path.exists() else _read_json(path, dict)
+        self.values: dict[str, Any] = {} if optional and not os.path.exists(path) else _read_json(path, dict)
 
     def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
         value = self.values.get(key, default)
-        if value not in allowed:
-            raise DemoError(f"{self.path}: {key} is {value!r}, and the demo can do {', '.join(allowed)} only")
-        return str(value)
-
-    def integer(self, key: str) -> int:
-        value = self.values.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise DemoError(f"{self.path}: {key} is {value!r}, expected a positive integer")
+        if not isinstance(value, str) or value not in allowed:
+            raise DemoError(
+                f"{self.path}: {key} is {value!r:.60}, and the demo can do {', '.join(allowed)} only"
+            )
         return value
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.values.get(key, default)
+        if type(value) is not int or value < least:
+            expected = "a positive integer" if least == 1 else f"an integer from {least} on"
+            raise DemoError(f"{self.path}: {key} is {value!r:.60}, expected {expected}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if type(value) is not bool:
+            raise DemoError(f"{self.path}: {key} is {value!r:.60}, expected true or false")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Complain about any other value; a key that is not there, or is null, asks for nothing."""
+        value = self.values.get(key)
+        if value is not None and value not in allowed:
+            can = f", and the demo can do {allowed[-1]!r} only" if allowed else ", which the demo cannot do"
+            raise DemoError(f"{self.path}: {key} is {value!r:.60}{can}")
+
+    def no_other(self, *known: str) -> None:
+        """Complain about keys that are not known, unless they ask for nothing."""
+        for key, value in self.values.items():
+            if key not in known and value:
+                raise DemoError(f"{self.path}: {key!r:.60} is {value!r:.60}, and the demo does not know it")
 
 
 class _Weights:
@@ -141,7 +177,7 @@ class _Weights:
         try:
             tensors: list[tuple[str, dict[str, Any]]] = deserialize(_read_bytes(path))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
-            raise DemoError(f"{path} is not a safetensors file, or is damaged: {error}") from None
+            raise DemoError(f"{path} is not a safetensors file, or is damaged: {error!s:.200}") from None
         self.tensors = dict(tensors)
         # A model saved with a head on top has all its names behind a prefix such as "bert.".
         anchor = "embeddings.word_embeddings.weight"
@@ -171,51 +207,117 @@ class _Weights:
         return values.reshape(shape)
 
 
-def _module_folders(folder: Path) -> tuple[Path, Path]:
-    """Where modules.json says the transformer and the pooling are; without it, where they usually are."""
+def _modules(folder: Path) -> tuple[Path, _Config, bool]:
+    """The folder of the transformer, the settings of pooling, and whether embeddings are normalised after it.
+
+    By modules.json, or, where there is none, as they usually are.
+    """
     path = folder / "modules.json"
-    modules = _read_json(path, list) if path.exists() else []
+    if not os.path.exists(path):
+        return folder, _Config(folder / "1_Pooling" / "config.json", optional=True), False
+    modules = _read_json(path, list)
     try:
-        folders = {module["type"].rsplit(".", 1)[-1]: folder / module["path"] for module in modules}
+        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+        folders = [folder / module["path"] for module in modules]
     except (KeyError, TypeError, AttributeError):
         raise DemoError(f"{path} is not a list of modules, each with a type and a path") from None
-    if unknown := sorted(set(folders) - {"Transformer", "Pooling", "Normalize"}):
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise DemoError(
-            f"{path} asks for {', '.join(unknown)}, and the demo can do Transformer, Pooling, Normalize only"
+            f"{path} asks for the modules {', '.join(kinds) or 'none'}, and the demo can do "
+            "Transformer, Pooling and, if it is there, Normalize only, in this order"
         )
-    return folders.get("Transformer", folder), folders.get("Pooling", folder / "1_Pooling")
+    for normalize in folders[2:]:
+        config = _Config(normalize / "config.json", optional=True)
+        for key in ("module_input_name", "module_output_name"):
+            config.only(key, "sentence_embedding")
+        config.no_other("module_input_name", "module_output_name")
+    return folders[0], _Config(folders[1] / "config.json"), len(folders) == 3
 
 
-def _pooling_mode(folder: Path) -> str:
-    config = _Config(folder / "config.json", optional=True)
-    modes = [key for key, value in config.values.items() if key.startswith("pooling_mode_") and value is True]
-    match modes or ["pooling_mode_mean_tokens"]:
-        case ["pooling_mode_mean_tokens"]:
-            return "mean"
-        case ["pooling_mode_cls_token"]:
-            return "cls"
-        case _:
-            raise DemoError(
-                f"{config.path} asks for {' and '.join(modes)}, and the demo can do one of "
-                "pooling_mode_mean_tokens and pooling_mode_cls_token only"
-            )
+def _limits(folder: Path, num_positions: int) -> tuple[int, bool]:
+    """How many tokens of a text are read, and whether the text is lowered before."""
+    paths = [folder / f"sentence_{model_type}_config.json" for model_type in MODEL_TYPES]
+    config = _Config(next(filter(os.path.exists, paths), paths[0]), optional=True)
+    usual = {
+        "transformer_task": "feature-extraction",
+        "module_output_name": "token_embeddings",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    }
+    for key, value in usual.items():
+        config.only(key, value)
+    config.no_other("max_seq_length", "do_lower_case", "unpad_inputs", *usual)
+    of_tokenizer = _Config(folder / "tokenizer_config.json", optional=True)
+    limits = [
+        file.integer(key)
+        for file, key in ((config, "max_seq_length"), (of_tokenizer, "model_max_length"))
+        if file.values.get(key) is not None
+    ]
+    return min([num_positions, *limits[:1]]), config.flag("do_lower_case", False)
+
+
+def _prompts(folder: Path, normalized: bool) -> tuple[str, str]:
+    """What stands before each query, and before each text that is searched."""
+    config = _Config(folder / "config_sentence_transformers.json", optional=True)
+    config.only("model_type", "SentenceTransformer")
+    # Embeddings have length 1 here: a product is the cosine where they have it there, too.
+    config.only("similarity_fn_name", *(["dot"] if normalized else []), "cosine")
+    config.no_other("__version__", "model_type", "similarity_fn_name", "prompts", "default_prompt_name")
+    prompts = config.values.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(it, str | None) for it in prompts.values()):
+        raise DemoError(f"{config.path}: prompts are {prompts!r:.60}, expected a text for each name")
+    if others := [name for name, prompt in prompts.items() if prompt and name not in ("query", "document")]:
+        raise DemoError(
+            f"{config.path}: prompts have {others[0]!r:.60}, and the demo can do query and document only"
+        )
+    default = config.values.get("default_prompt_name")
+    if default is not None and (not isinstance(default, str) or prompts.get(default, True)):
+        raise DemoError(
+            f"{config.path}: default_prompt_name is {default!r:.60}, and the demo puts a prompt before "
+            "queries or documents, by its name, not before both"
+        )
+    return prompts.get("query") or "", prompts.get("document") or ""
+
+
+#: How the tokens become one embedding: of the first token, or of all. Long names are before version 6 of
+#: sentence-transformers.
+POOLING = {"mean": "mean", "pooling_mode_mean_tokens": "mean", "cls": "cls", "pooling_mode_cls_token": "cls"}
+
+
+def _pooling_mode(config: _Config, hidden: int, *, prompted: bool) -> str:
+    old_keys = [key for key in config.values if key.startswith("pooling_mode_")]
+    modes = config.values.get("pooling_mode")
+    if modes is None:
+        modes = [key for key in old_keys if config.flag(key, False)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(POOLING):
+        raise DemoError(
+            f"{config.path} asks for pooling by {modes!r:.200}, and the demo can do mean or cls only"
+        )
+    for key in ("embedding_dimension", "word_embedding_dimension"):
+        config.only(key, hidden)
+    if prompted:
+        config.only("include_prompt", True)
+    config.no_other(
+        "pooling_mode", *old_keys, "embedding_dimension", "word_embedding_dimension", "include_prompt"
+    )
+    return POOLING[modes[0]]
 
 
 def _load_tokenizer(folder: Path, vocabulary: int) -> Tokenizer | BertWordPieceTokenizer:
     from tokenizers import BertWordPieceTokenizer, Tokenizer
 
     path = folder / "tokenizer.json"
-    word_list = folder / "vocab.txt"
-    if not path.exists() and not word_list.exists():
-        raise DemoError(f"model folder {folder} has neither tokenizer.json nor vocab.txt")
     tokenizer: Tokenizer | BertWordPieceTokenizer
     try:
-        if path.exists():
-            tokenizer = Tokenizer.from_file(str(path))
+        if os.path.exists(path):
+            tokenizer = Tokenizer.from_buffer(_read_bytes(path))
             tokenizer.no_truncation()
             tokenizer.no_padding()
         else:
-            path = word_list
+            path = folder / "vocab.txt"
+            if not os.path.exists(path):
+                raise DemoError(f"model folder {folder} has neither tokenizer.json nor vocab.txt")
+            open_file(path).close()
             settings = _Config(folder / "tokenizer_config.json", optional=True).values
             tokenizer = BertWordPieceTokenizer(
                 str(path),
@@ -223,8 +325,12 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> Tokenizer | BertWordPieceT
                 strip_accents=settings.get("strip_accents"),
                 handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
             )
+    except DemoError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
-        raise DemoError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from None
+        raise DemoError(
+            f"{path} is not a tokenizer that the tokenizers library can read: {error!s:.200}"
+        ) from None
     if tokenizer.get_vocab_size() > vocabulary:
         raise DemoError(
             f"{path} knows {tokenizer.get_vocab_size()} tokens, but the model has {vocabulary} (config.json)"
@@ -235,15 +341,13 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> Tokenizer | BertWordPieceT
 def _read_json(path: Path, expected: type) -> Any:
     try:
         value = json.loads(_read_bytes(path))
-    except ValueError as error:
-        raise DemoError(f"{path} is not JSON, or is damaged: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DemoError(f"{path} is not JSON, or is damaged: {error!s:.200}") from None
     if not isinstance(value, expected):
         raise DemoError(f"{path} holds a JSON {type(value).__name__}, expected a {expected.__name__}")
     return value
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DemoError(f"{path} cannot be read: {error.strerror}. {MODEL_HINT}") from None
+    with open_file(path) as file:
+        return file.read()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastattn.demo._errors import DemoError
 from fastattn.demo._layers import LayerNorm, Linear, gelu, gelu_tanh
 from fastattn.demo.embed.attention import Attend, Floats, Ints
 
@@ -79,6 +80,8 @@ class SentenceEncoder:
 
     tokenizer: Tokenizer | BertWordPieceTokenizer
     lower_case: bool  #: whether to lower the text before the tokenizer sees it
+    query_prompt: str  #: what stands before a query, and
+    text_prompt: str  #: before a text that is searched, for the model to tell them apart
     max_tokens: int  #: the longest text the model reads, with its special tokens
     num_heads: int
     words: Floats  #: ``(vocabulary, hidden)``
@@ -92,7 +95,16 @@ class SentenceEncoder:
         """The tokens of each text, all of them: `cut` is a separate step, so that it can be told of."""
         if self.lower_case:
             texts = [text.lower() for text in texts]
-        return self.tokenizer.encode_batch(list(texts))
+        try:
+            encodings = self.tokenizer.encode_batch(list(texts))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise DemoError(f"the model's tokenizer does not work: {error!s:.200}") from None
+        largest = max((max(encoding.ids, default=0) for encoding in encodings), default=0)
+        if largest >= len(self.words):
+            raise DemoError(
+                f"the model's tokenizer gives the id {largest}, and it has {len(self.words)} tokens"
+            )
+        return encodings
 
     def cut(self, encoding: Encoding) -> Ints:
         """The ids of a text, no more than ``max_tokens`` of them; the special tokens stay at both ends."""
@@ -131,6 +143,8 @@ class SentenceEncoder:
             x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
             pooled = x.sum(axis=1) / lengths[:, None].astype(np.float32)
         embeddings: Floats = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+        if not np.isfinite(embeddings).all():
+            raise DemoError("the model's weights are not finite, or so large that what is computed is not")
         return embeddings
 
 

@@ -136,6 +136,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
+@np.errstate(all="ignore")  # the model says itself where what it computes is not finite
 def _run(args: argparse.Namespace) -> None:
     check_extras(EXTRAS)
     from fastattn.demo._figures import check_picture_path
@@ -155,13 +156,12 @@ def _run(args: argparse.Namespace) -> None:
         f"{model.head_dim}, context {model.context_length}; read in {perf_counter() - start:.1f} s",
         flush=True,
     )
-    with np.errstate(all="ignore"):  # the model says itself where what it computes is not finite
-        if text is not None:
-            _print_perplexities(model, tokenizer, text, args)
-        elif args.chat:
-            _chat(model, tokenizer, args)
-        else:
-            _generate_and_compare(model, tokenizer, prompt, args)
+    if text is not None:
+        _print_perplexities(model, tokenizer, text, args)
+    elif args.chat:
+        _chat(model, tokenizer, args)
+    else:
+        _generate_and_compare(model, tokenizer, prompt, args)
 
 
 def _prompt(args: argparse.Namespace) -> str:

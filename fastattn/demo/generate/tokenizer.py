@@ -90,7 +90,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the token that begins a text where the model wants one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise DemoError(f"{self._file.path}: the tokenizer does not work: {error!s:.200}") from None
         if self._begins_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids.insert(0, self.bos)
         return ids

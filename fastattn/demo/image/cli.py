@@ -9,6 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import fastattn
 from fastattn.demo._command import (
     add_picture_option,
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@np.errstate(all="ignore")  # the model says itself where what it computes is not finite
 def _run(args: argparse.Namespace) -> None:
     check_extras(EXTRAS)
     from fastattn.demo._figures import check_picture_path

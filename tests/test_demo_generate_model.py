@@ -26,6 +26,7 @@ import gguf
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from fastattn.demo._decoding import Sampler
+from fastattn.demo._errors import DemoError
 from fastattn.demo.generate import generation
 from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.clock import Clock
@@ -61,6 +62,7 @@ def formula(
     sizes: Mapping[str, Any],
     ids: list[int],
     divisors: np.ndarray | float = 1.0,
+    magnitude: float = 1.0,
 ) -> np.ndarray:
     """Logits after each of `ids`; each pair of numbers of a rotated head is one complex number."""
     weights = {name.removesuffix(".weight"): tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -75,7 +77,7 @@ def formula(
         return x / np.sqrt((x**2).mean() + sizes["attention.layer_norm_rms_epsilon"]) * weights[name]
 
     def rotate(x: np.ndarray, position: int) -> np.ndarray:
-        turned = (x[:rotary:2] + 1j * x[1:rotary:2]) * np.exp(1j * position * frequencies)
+        turned = (x[:rotary:2] + 1j * x[1:rotary:2]) * magnitude * np.exp(1j * position * frequencies)
         return np.concatenate([np.stack([turned.real, turned.imag], axis=-1).ravel(), x[rotary:]])
 
     states = [weights["token_embd"][number] for number in ids]
@@ -169,12 +171,77 @@ class TestLogits:
         assert close(found, formula(tensors, SIZES, PROMPT, divisors))
         assert not close(found, formula(tensors, SIZES, PROMPT))
 
-    def test_with_positions_scaled(self, tmp_path: Path) -> None:
-        scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    @pytest.mark.parametrize(
+        "scaled",
+        [
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope.scaling.factor": 4.0},
+            {"rope.scale_linear": 4.0},
+            {
+                "rope.scale_linear": 4.0,
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 99,
+            },
+        ],
+    )
+    def test_with_positions_scaled(self, tmp_path: Path, scaled: dict[str, Any]) -> None:
+        """Also by the older key, and without the type: as llama.cpp reads them."""
         tensors = random_tensors(SIZES, len(BYTE_LEVEL))
         model = load_model(GGUFFile(write_gguf(tmp_path / "it.gguf", sizes=SIZES | scaled, tensors=tensors)))
         found = all_logits(model, new_cache(model, "float32"), PROMPT)
         assert close(found, formula(tensors, SIZES, PROMPT, 4.0))
+
+    @pytest.mark.parametrize("betas", [(32.0, 1.0), (3.0, 0.5)])
+    @pytest.mark.parametrize("original", [None, 64])
+    def test_with_yarn(self, tmp_path: Path, betas: tuple[float, float], original: int | None) -> None:
+        """By llama.cpp's ``rope_yarn``, whose original length is the context's where none is named."""
+        factor, rotary, base = 8.0, 8, SIZES["rope.freq_base"]
+        scaled: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
+        if original is not None:
+            scaled["rope.scaling.original_context_length"] = original
+        if betas != (32.0, 1.0):
+            scaled |= dict(
+                zip(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), betas, strict=True)
+            )
+        length = SIZES["context_length"] if original is None else original
+        start, stop = (
+            rotary * math.log(length / (beta * 2 * math.pi)) / (2 * math.log(base)) for beta in betas
+        )
+        low, high = max(0, math.floor(start)), min(rotary - 1, math.ceil(stop))
+        kept = 1 - np.clip((np.arange(rotary // 2) - low) / max(0.001, high - low), 0, 1)
+        divisors = 1 / (kept + (1 - kept) / factor)
+        assert 1 < divisors.max() <= factor and len(set(divisors)) > 1
+
+        tensors = random_tensors(SIZES, len(BYTE_LEVEL))
+        model = load_model(GGUFFile(write_gguf(tmp_path / "it.gguf", sizes=SIZES | scaled, tensors=tensors)))
+        found = all_logits(model, new_cache(model, "float32"), PROMPT)
+        assert close(found, formula(tensors, SIZES, PROMPT, divisors, 1 + 0.1 * math.log(factor)))
+
+    @pytest.mark.parametrize("divided", [False, True])
+    def test_with_tables_that_grow(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: bool
+    ) -> None:
+        """They are no longer than what is read, whatever the model says that it can read."""
+        monkeypatch.setattr("fastattn.demo.generate.model.FIRST_POSITIONS", 5)
+        tensors = random_tensors(SIZES, len(BYTE_LEVEL))
+        divisors = np.array([1, 2, 5, 8] if divided else [1, 1, 1, 1], np.float32)
+        path = write_gguf(
+            tmp_path / "it.gguf",
+            sizes=SIZES | {"context_length": 2**32 - 1},
+            tensors=tensors | ({"rope_freqs.weight": divisors} if divided else {}),
+        )
+        model = load_model(GGUFFile(path))
+        assert model.context_length == 2**32 - 1
+        found = all_logits(model, new_cache(model, "float32"), PROMPT, chunk=7)
+        assert close(found, formula(tensors, SIZES, PROMPT, divisors))
+        assert len(model.rope.up_to(1)[0]) < 4 * len(PROMPT)
+
+    def test_scaled_twice(self, tmp_path: Path) -> None:
+        tensors = random_tensors(SIZES, len(BYTE_LEVEL)) | {"rope_freqs.weight": np.ones(4, np.float32)}
+        for scaled in ({"rope.scale_linear": 4.0}, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}):
+            path = write_gguf(tmp_path / "it.gguf", sizes=SIZES | scaled, tensors=tensors)
+            with pytest.raises(DemoError, match=r"rope_freqs.weight and by llama.rope.scal"):
+                load_model(GGUFFile(path))
 
     @pytest.mark.parametrize("stored", ["F16", "BF16", "Q8_0", "Q4_1"])
     def test_of_quantised_matrices(self, tmp_path: Path, stored: str) -> None:

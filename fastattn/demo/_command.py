@@ -22,6 +22,9 @@ T = TypeVar("T")
 # Text is shown on lines of so many columns; of fewer on a narrow terminal.
 COLUMNS = 110
 
+# A message may quote what a file says, which may be of any length.
+LONGEST_MESSAGE = 1000
+
 
 def new_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """The parser of a demo's command, whose texts have the lines that they are given with."""
@@ -43,8 +46,10 @@ def run_command(
     try:
         run(args)
     except DemoError as error:
-        hint = f". {error.hint}" if error.hint else ""
-        print(f"fastattn demo: {printable(str(error))}{hint}", file=sys.stderr)
+        message = printable(error)
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[:LONGEST_MESSAGE]} ..."
+        print(f"fastattn demo: {message}{error.hint and f'. {error.hint}'}", file=sys.stderr)
         return 2
     except fastattn.BackendError as error:
         print(f"fastattn demo: {error}", file=sys.stderr)

@@ -85,7 +85,7 @@ def load_model(folder: Path) -> SentenceEncoder:
         text_prompt=text_prompt,
         max_tokens=max_tokens,
         num_heads=num_heads,
-        words=weights.get("embeddings.word_embeddings", vocabulary, hidden),
+        words=weights.get("embeddings.word_embeddings", vocabulary, hidden, finite=False),
         positions=positions,
         segment=segments[0],
         embedding_norm=_layer_norm(weights, "embeddings.LayerNorm", config),
@@ -183,8 +183,11 @@ class _Weights:
         anchor = "embeddings.word_embeddings.weight"
         self.prefix = next((name.removesuffix(anchor) for name in self.tensors if name.endswith(anchor)), "")
 
-    def get(self, name: str, *shape: int, part: str = "weight") -> Floats:
-        """One tensor, which must have the given shape. bfloat16 is the upper half of a float32."""
+    def get(self, name: str, *shape: int, part: str = "weight", finite: bool = True) -> Floats:
+        """One tensor, which must have the given shape, and finite numbers unless not all of it is read.
+
+        bfloat16 is the upper half of a float32.
+        """
         full_name = f"{self.prefix}{name}.{part}"
         tensor = self.tensors.get(full_name)
         if tensor is None:
@@ -204,6 +207,8 @@ class _Weights:
                 raise DemoError(
                     f"{self.path}: {full_name} is stored as {other}, expected F32, F16, BF16 or F64"
                 )
+        if finite and not np.isfinite(values).all():
+            raise DemoError(f"{self.path} is damaged: {full_name} has numbers that are not finite")
         return values.reshape(shape)
 
 
@@ -278,8 +283,7 @@ def _prompts(folder: Path, normalized: bool) -> tuple[str, str]:
     return prompts.get("query") or "", prompts.get("document") or ""
 
 
-#: How the tokens become one embedding: of the first token, or of all. Long names are before version 6 of
-#: sentence-transformers.
+#: How the tokens become one embedding. The long names are those before version 6 of sentence-transformers.
 POOLING = {"mean": "mean", "pooling_mode_mean_tokens": "mean", "cls": "cls", "pooling_mode_cls_token": "cls"}
 
 

@@ -143,9 +143,7 @@ class _Graph:
         self.consumers: dict[str, list[NodeProto]] = defaultdict(list)
         for node in self.nodes:
             if len(node.input) < LEAST_INPUTS.get(node.op_type, 0) or not node.output:
-                raise DemoError(
-                    f"{self.path} is damaged: it has a node {node.op_type!r:.60} without its inputs"
-                )
+                raise DemoError(f"{self.path} is damaged: a node {node.op_type!r:.60} lacks its inputs")
             for name in node.input:
                 self.consumers[name].append(node)
             for name in filter(None, node.output):

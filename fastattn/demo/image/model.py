@@ -90,9 +90,10 @@ class VisionTransformer:
         x = np.concatenate([self.class_token[None], tokens])
         for layer in self.layers:
             x = layer(x, self.num_heads, attend)
-        if not np.isfinite(x).all():
+        features = self.norm(x)
+        if not np.isfinite(features).all():
             raise DemoError("the model's weights are so large that what is computed overflows float32")
-        return self.norm(x)
+        return features
 
 
 def interpolate(grid: Floats, rows: int, columns: int) -> Floats:

@@ -29,7 +29,7 @@ TEXTS = [
     "it rains",
 ]
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = sorted(set(" ".join(TEXTS).split()))
 VOCABULARY = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
 HIDDEN, INNER, HEADS, LAYERS, POSITIONS = 24, 40, 3, 2, 20

@@ -38,7 +38,7 @@ def complaint(result: tuple[int, str, str]) -> str:
     return err
 
 
-def line(result: tuple[int, str, str]) -> str:
+def one_line(result: tuple[int, str, str]) -> str:
     """What the demo said about a file: a complaint of one line, which commands no terminal."""
     err = complaint(result)
     assert err.count("\n") == 1

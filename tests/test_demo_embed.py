@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -43,7 +44,7 @@ from tests.demo_embed_models import (
     write_json,
     write_model,
 )
-from tests.demos import call_demo, complaint, go_to_empty_folder
+from tests.demos import call_demo, complaint, go_to_empty_folder, one_line
 
 
 @pytest.fixture
@@ -396,6 +397,7 @@ class TestComplaints:
             ({"hidden_size": "24"}, ["hidden_size is '24'"]),
             ({"hidden_size": 23}, ["hidden_size 23", "3 heads"]),
             ({"num_hidden_layers": 3}, ["no tensor", "encoder.layer.2."]),
+            ({"num_hidden_layers": 10**9}, ["no tensor", "encoder.layer.2."]),
             ({"intermediate_size": 41}, ["(40, 24)", "(41, 24)"]),
             ({"vocab_size": 9}, ["9"]),
         ],
@@ -420,12 +422,12 @@ class TestComplaints:
     @pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b'{"a": ', b"7", b'["x"]'])
     def test_damaged_file(self, run, tiny: Path, name: str, content: bytes) -> None:
         (tiny / name).write_bytes(content)
-        assert name in complaint(run())
+        assert name in one_line(run())
 
     def test_cut_off_weights(self, run, tiny: Path) -> None:
         path = tiny / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
-        assert "model.safetensors" in complaint(run())
+        assert "model.safetensors" in one_line(run())
 
     def test_weights_of_another_type(self, run, tmp_path: Path) -> None:
         tensors = random_tensors()
@@ -433,6 +435,88 @@ class TestComplaints:
         tensors[name] = tensors[name].astype(np.int32)
         message = complaint(run(model_folder=write_model(tmp_path / "integers", tensors=tensors)))
         assert name in message and "I32" in message
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "modules.json"])
+    def test_pipe_instead_of_a_file(self, run, tiny: Path, name: str) -> None:
+        (tiny / name).unlink()
+        os.mkfifo(tiny / name)
+        assert f"{name} cannot be read: it is not a file" in one_line(run())
+
+    @pytest.mark.parametrize("number", [np.nan, np.inf])
+    def test_weights_that_are_not_finite(self, run, tmp_path: Path, number: float) -> None:
+        tensors = random_tensors()
+        tensors["encoder.layer.1.output.dense.bias"][3] = number
+        message = one_line(run(model_folder=write_model(tmp_path / "nan", tensors=tensors)))
+        assert "encoder.layer.1.output.dense.bias has numbers that are not finite" in message
+
+    def test_weights_that_overflow(self, run, tmp_path: Path) -> None:
+        tensors = random_tensors()
+        tensors["encoder.layer.1.output.dense.weight"] *= np.float32(1e38)
+        folder = write_model(tmp_path / "large", tensors=tensors)
+        status, _, err = run("--query", "dog", "--file", write_lines(), model_folder=folder)
+        assert status == 2
+        assert err.splitlines()[-1].startswith("fastattn demo: the model's weights are")
+        assert err.count("\n") == 1 + err.count("warning")
+
+    @pytest.mark.parametrize(
+        ("file", "changes", "said"),
+        [
+            ("config.json", {"is_decoder": True}, "is_decoder is True"),
+            ("config.json", {"layer_norm_eps": "small"}, "layer_norm_eps is 'small'"),
+            ("config.json", {"layer_norm_eps": -1}, "layer_norm_eps is -1"),
+            ("config.json", {"hidden_size": True}, "hidden_size is True"),
+            ("config.json", {"model_type": ["bert"]}, "model_type is ['bert']"),
+            ("sentence_bert_config.json", {"max_seq_length": "long"}, "max_seq_length is 'long'"),
+            ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length is 0"),
+            ("sentence_bert_config.json", {"max_seq_length": 2}, "reads 2 tokens"),
+            ("sentence_bert_config.json", {"do_lower_case": "no"}, "do_lower_case is 'no'"),
+            ("sentence_bert_config.json", {"query_length": 8}, "'query_length' is 8"),
+            ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "'fill-mask'"),
+            ("tokenizer_config.json", {"model_max_length": 0}, "model_max_length is 0"),
+            ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "lasttoken"),
+            ("1_Pooling/config.json", {"pooling_mode": {}}, "pooling by {}"),
+            ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
+            ("1_Pooling/config.json", {"word_embedding_dimension": 7}, "word_embedding_dimension is 7"),
+            ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
+            ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
+            ("config_sentence_transformers.json", {"prompts": ["query: "]}, "prompts are"),
+            ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "prompts are"),
+            ("config_sentence_transformers.json", {"default_prompt_name": "a\x1b"}, "'a\\x1b'"),
+        ],
+    )
+    def test_settings(self, run, tiny: Path, file: str, changes: dict[str, object], said: str) -> None:
+        path = tiny / file
+        write_json(path, (json.loads(path.read_text()) if path.exists() else {}) | changes)
+        message = one_line(run())
+        assert file in message or "max_seq_length" in changes
+        assert said in message.replace("\\\\", "\\")
+
+    def test_prompt_that_is_not_to_be_pooled(self, run, tiny: Path) -> None:
+        write_json(tiny / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False})
+        given = ["--query", "dog", "--file", write_lines()]
+        assert run(*given)[0] == 0
+        write_json(tiny / "config_sentence_transformers.json", {"prompts": {"query": "a "}})
+        assert "include_prompt is False" in one_line(run(*given))
+
+    @pytest.mark.parametrize("modules", [["Transformer"], ["Pooling", "Transformer"], ["Transformer"] * 2])
+    def test_modules_of_another_order(self, run, tiny: Path, modules: list[str]) -> None:
+        write_json(tiny / "modules.json", [{"type": f"x.{kind}", "path": ""} for kind in modules])
+        assert f"asks for the modules {', '.join(modules)}" in one_line(run())
+
+    def test_tokens_beyond_the_vocabulary(self, run, tiny: Path) -> None:
+        settings = json.loads((tiny / "tokenizer.json").read_text())
+        settings["post_processor"]["special_tokens"]["[CLS]"]["ids"] = [10**6]
+        write_json(tiny / "tokenizer.json", settings)
+        assert "the id 1000000, and it has" in one_line(run())
+
+    def test_paths_command_no_terminal(self, run, tmp_path: Path) -> None:
+        folder = write_model(tmp_path / "a\x1b[31m\n")
+        given = ["--query", "dog", "--file", write_lines("a\x1b[31m.txt"), "--picture", "\x1b.png"]
+        status, out, err = run(*given, model_folder=folder)
+        assert status == 0 and (out + err).replace("\n", "").isprintable()
+        assert "a\\x1b[31m\\n" in out
+        write_json(folder / "modules.json", [{"type": "x.\x1b[2J", "path": ""}])
+        assert "\\x1b[2J" in one_line(run(model_folder=folder))
 
     def test_no_tokenizer(self, run, tiny: Path) -> None:
         (tiny / "tokenizer.json").unlink()
@@ -475,6 +559,11 @@ def test_whole_run(run_and_draw, monkeypatch: pytest.MonkeyPatch) -> None:
     # The embeddings have length 1; six layers of float32 keep their entries apart by some 1e-7.
     assert difference < 2e-6
     assert Path("fastattn-demo.png").stat().st_size > 20_000
+
+
+def write_lines(name: str = "notes.txt") -> str:
+    Path(name).write_text("\n".join(TEXTS), encoding="utf-8")
+    return name
 
 
 class TestReadLines:

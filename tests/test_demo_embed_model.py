@@ -10,9 +10,11 @@ import functools
 import itertools
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, normalizers
 
+from fastattn.demo._errors import DemoError
 from fastattn.demo._layers import gelu
 from fastattn.demo.embed import cli, loading, model
 from fastattn.demo.embed.attention import fast_attention, plain_attention
@@ -190,6 +193,84 @@ class TestModelAgreesWithTheFormula:
         assert not np.array_equal(demo_embeddings(tiny, loud), demo_embeddings(tiny, quiet))
         write_json(tiny / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": True})
         np.testing.assert_array_equal(demo_embeddings(tiny, loud), demo_embeddings(tiny, quiet))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_folder_as_sentence_transformers_6_writes_it(tiny: Path, pooling: str) -> None:
+    write_json(
+        tiny / "1_Pooling" / "config.json",
+        {"embedding_dimension": HIDDEN, "pooling_mode": pooling, "include_prompt": True},
+    )
+    inner = {"method": "forward", "method_output_name": "last_hidden_state"}
+    settings = {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": inner},
+        "module_output_name": "token_embeddings",
+    }
+    write_json(tiny / "sentence_bert_config.json", settings)
+    write_json(tiny / "tokenizer_config.json", {"model_max_length": MAX_TOKENS, "padding_side": "right"})
+    named = ["module_input_name", "module_output_name"]
+    write_json(tiny / "2_Normalize" / "config.json", dict.fromkeys(named, "sentence_embedding"))
+    whole = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine", "default_prompt_name": None}
+    write_json(tiny / "config_sentence_transformers.json", whole | {"prompts": {"query": "", "document": ""}})
+    check_against_formula(tiny, random_tensors(), pooling=f"{pooling}_token{'s' * (pooling == 'mean')}")
+
+
+@pytest.mark.slow
+class TestSavedBySentenceTransformers:
+    """What the library computes from the folders that it writes, the demo computes."""
+
+    @staticmethod
+    def save(folder: Path, pooling: str, *, normalize: bool = True, **options: object) -> Any:
+        library = pytest.importorskip("sentence_transformers")
+        from sentence_transformers.base.modules import Normalize, Transformer
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
+        transformer = Transformer(str(write_model(folder / "by hand")), max_seq_length=MAX_TOKENS - 4)
+        modules = [transformer, Pooling(HIDDEN, pooling), *([Normalize()] if normalize else [])]
+        model = library.SentenceTransformer(modules=modules, device="cpu", **options)
+        model.save(str(folder / "saved"), create_model_card=False)
+        return model
+
+    @pytest.mark.parametrize(("pooling", "normalize"), [("mean", False), ("cls", True)])
+    def test_pooling_and_length(self, tmp_path: Path, pooling: str, normalize: bool) -> None:
+        model = self.save(tmp_path, pooling, normalize=normalize)
+        assert loading.load_model(tmp_path / "saved").max_tokens == MAX_TOKENS - 4
+        expected = model.encode(TEXTS, normalize_embeddings=True)
+        np.testing.assert_allclose(demo_embeddings(tmp_path / "saved", TEXTS), expected, atol=2e-6)
+
+    def test_prompts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Before queries and before what is searched: not the same embeddings as without."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(cli, "_print_timing", lambda *given: None)
+        monkeypatch.setattr(cli, "_save_picture", lambda *given: None)
+        shown: list[np.ndarray] = []
+        monkeypatch.setattr(cli, "_print_matches", lambda *given, **options: shown.append(given[2]))
+        model = self.save(tmp_path, "mean", prompts={"query": "the cat ", "document": "it rains "})
+        Path("texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+        words = ["--model", "saved", "--file", "texts.txt", "--query", "a dog"]
+        assert cli.main(words) == 0
+        expected = model.encode_query(["a dog"]) @ model.encode_document(TEXTS).T
+        np.testing.assert_allclose(shown[0], expected, atol=5e-6)
+        assert np.abs(expected - model.encode(["a dog"]) @ model.encode(TEXTS).T).max() > 0.01
+
+    @pytest.mark.parametrize(
+        ("pooling", "options", "said"),
+        [
+            ("max", {}, "pooling by ['max']"),
+            (("mean", "cls"), {}, "pooling by ['mean', 'cls']"),
+            ("mean", {"prompts": {"a": "the "}}, "prompts have 'a'"),
+            ("mean", {"prompts": {"query": "the "}, "default_prompt_name": "query"}, "default_prompt_name"),
+            ("mean", {"similarity_fn_name": "euclidean"}, "similarity_fn_name is 'euclidean'"),
+            ("mean", {"truncate_dim": 8}, "'truncate_dim' is 8"),
+        ],
+    )
+    def test_what_the_demo_does_not_do(
+        self, tmp_path: Path, pooling: Any, options: dict[str, Any], said: str
+    ) -> None:
+        self.save(tmp_path, pooling, **options)
+        with pytest.raises(DemoError, match=re.escape(said)):
+            loading.load_model(tmp_path / "saved")
 
 
 def test_gelu_is_accurate_to_its_promise() -> None:

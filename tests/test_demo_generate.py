@@ -51,7 +51,7 @@ from tests.demo_generate_models import (
     sentence_piece_vocabulary,
     write_gguf,
 )
-from tests.demos import call_demo, complaint, go_to_empty_folder, line
+from tests.demos import call_demo, complaint, go_to_empty_folder, one_line
 from tests.gguf_bytes import Writer, contents, whole
 
 Write = Callable[..., Path]
@@ -471,20 +471,20 @@ class TestComplaints:
     def test_not_gguf(self, run, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "it.gguf"
         path.write_bytes(content)
-        assert "it.gguf is not a GGUF file" in line(run(model_file=path))
+        assert "it.gguf is not a GGUF file" in one_line(run(model_file=path))
 
     def test_folder_or_pipe_instead_of_a_file(self, run, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.gguf")
         (tmp_path / "folder.gguf").mkdir()
         for name in ("pipe.gguf", "folder.gguf"):
-            assert f"{name} cannot be read" in line(run(model_file=tmp_path / name))
-        assert "cannot be read: File name too long" in line(run(model_file=tmp_path / ("x" * 300)))
+            assert f"{name} cannot be read" in one_line(run(model_file=tmp_path / name))
+        assert "cannot be read: File name too long" in one_line(run(model_file=tmp_path / ("x" * 300)))
 
     @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
     def test_cut_off(self, run, tiny: Path, share: float) -> None:
         content = tiny.read_bytes()
         tiny.write_bytes(content[: int(share * len(content))])
-        assert "tiny.gguf is damaged" in line(run("--prompt", "a"))
+        assert "tiny.gguf is damaged" in one_line(run("--prompt", "a"))
 
     def test_architecture(self, run, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "other.gguf", architecture="mamba")
@@ -568,7 +568,7 @@ class TestComplaints:
     def test_what_the_demo_does_not_do_or_know(
         self, run, write: Write, key: str, value: object, said: str
     ) -> None:
-        message = line(run("--prompt", "a", model_file=write({key: value})))
+        message = one_line(run("--prompt", "a", model_file=write({key: value})))
         assert repr(key)[1:-1] in message.replace("\\\\", "\\") and said in message
 
     def test_keys_that_ask_for_nothing(self, run, write: Write) -> None:
@@ -623,7 +623,7 @@ class TestComplaints:
         ],
     )
     def test_metadata(self, run, write: Write, changes: dict[str, object], said: str) -> None:
-        assert said in line(run("--prompt", "a", model_file=write(changes)))
+        assert said in one_line(run("--prompt", "a", model_file=write(changes)))
 
     @pytest.mark.parametrize(
         ("scores", "said"),
@@ -631,23 +631,23 @@ class TestComplaints:
     )
     def test_scores(self, run, write: Write, scores: list[float] | None, said: str) -> None:
         path = write({"tokenizer.ggml.scores": scores}, kind="pieces")
-        assert said in line(run("--prompt", "a", model_file=path))
+        assert said in one_line(run("--prompt", "a", model_file=path))
 
     def test_a_part_by_its_name(self, run, tmp_path: Path) -> None:
         path = tmp_path / "it-00002-of-00005.gguf"
         path.write_bytes(Writer().file({}, {}))
-        assert "one of 5 parts" in line(run(model_file=path))
+        assert "one of 5 parts" in one_line(run(model_file=path))
 
     def test_big_endian(self, run, tmp_path: Path) -> None:
         path = tmp_path / "it.gguf"
         path.write_bytes(Writer(order=">").file(*contents()))
-        assert "big-endian" in line(run("--prompt", "a", model_file=path))
+        assert "big-endian" in one_line(run("--prompt", "a", model_file=path))
 
     @pytest.mark.parametrize("version", [0, 1, 4, 2**32 - 1])
     def test_version(self, run, tmp_path: Path, version: int) -> None:
         path = tmp_path / "it.gguf"
         path.write_bytes(Writer(version=version).file(*contents()))
-        assert f"version {version}" in line(run("--prompt", "a", model_file=path))
+        assert f"version {version}" in one_line(run("--prompt", "a", model_file=path))
 
     @pytest.mark.parametrize("count", [2**22, 2**40, 2**64 - 1])
     @pytest.mark.parametrize("of", ["tensors", "keys", "strings", "numbers"])
@@ -666,14 +666,14 @@ class TestComplaints:
         struct.pack_into("<Q", writer.content, at[of], count)
         path.write_bytes(writer.content)
         start = perf_counter()
-        assert "it.gguf is damaged" in line(run("--prompt", "a", model_file=path))
+        assert "it.gguf is damaged" in one_line(run("--prompt", "a", model_file=path))
         assert perf_counter() - start < 5
 
     def test_a_tensor_twice_or_a_key(self, run, tmp_path: Path) -> None:
         path = tmp_path / "it.gguf"
         for one, other in ((b"blk.0.attn_k", b"blk.0.attn_q"), (b"eos_token_id", b"bos_token_id")):
             path.write_bytes(whole().content.replace(one, other))
-            assert f"{other.decode()}" in (message := line(run("--prompt", "a", model_file=path)))
+            assert f"{other.decode()}" in (message := one_line(run("--prompt", "a", model_file=path)))
             assert "twice" in message
 
     @pytest.mark.parametrize("name", ["token_embd", "blk.1.attn_k", "blk.0.ffn_norm", "output_norm"])
@@ -681,7 +681,7 @@ class TestComplaints:
     def test_weights_that_are_not_finite(self, run, write: Write, name: str, number: float) -> None:
         tensors = contents()[1]
         tensors[f"{name}.weight"][..., 3] = number
-        message = line(run("--prompt", "a", model_file=write({}, tensors)))
+        message = one_line(run("--prompt", "a", model_file=write({}, tensors)))
         assert f"{name}.weight has numbers that are not finite" in message
 
     @pytest.mark.parametrize("name", ["token_embd", "blk.1.ffn_up", "blk.0.attn_v", "blk.1.attn_q"])
@@ -698,7 +698,7 @@ class TestComplaints:
     def test_not_utf_8(self, run, tmp_path: Path, text: bytes) -> None:
         path = tmp_path / "it.gguf"
         path.write_bytes(whole().content.replace(text, b"\xff" + text[1:], 1))
-        assert "not UTF-8: byte 0xff" in line(run("--prompt", "a", model_file=path))
+        assert "not UTF-8: byte 0xff" in one_line(run("--prompt", "a", model_file=path))
 
     def test_biases(self, run, tmp_path: Path) -> None:
         tensors = random_tensors(SIZES, len(BYTE_LEVEL)) | {"blk.0.attn_q.bias": np.zeros(32, np.float32)}
@@ -743,7 +743,7 @@ class TestTerminal:
     def test_paths_in_complaints(self, run) -> None:
         path = f"{self.NAME}/x.png"
         for option in ("--file", "--perplexity", "--picture"):
-            assert repr(path)[1:-1] in line(run(option, path))
+            assert repr(path)[1:-1] in one_line(run(option, path))
         message = complaint(run(model_file=Path(path)))
         assert repr(path)[1:-1] in message and message.replace("\n", "").isprintable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from tests.demo_image_models import (
     needs_real_model,
     write_model,
 )
-from tests.demos import call_demo, complaint, go_to_empty_folder
+from tests.demos import call_demo, complaint, go_to_empty_folder, one_line
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -324,7 +325,7 @@ class TestOtherArchitectures:
         change(model)
         path = tmp_path / "other.onnx"
         path.write_bytes(model.SerializeToString())
-        message = complaint(run(model=path))
+        message = one_line(run(model=path))
         for words in ("other.onnx", *said):
             assert words in message
 
@@ -405,6 +406,77 @@ class TestOtherArchitectures:
                     node.op_type = "Gemm"
 
         self.check(run, tmp_path, rename, "query.bias is not added to a product")
+
+    @pytest.mark.parametrize("number", [np.nan, np.inf])
+    def test_weights_that_are_not_finite(self, run, tmp_path: Path, number: float) -> None:
+        name = "backbone.encoder.layer.1.norm2.weight"
+        values = np.full(HIDDEN, number, np.float32)
+        self.check(run, tmp_path, lambda model: self.replace(model, name, values), name, "not finite")
+
+    def test_weights_that_overflow(self, run, tmp_path: Path) -> None:
+        model = make_model()
+        name = "backbone.encoder.layer.1.layer_scale2.lambda1"
+        self.replace(model, name, np.full(HIDDEN, 3e38, np.float32))
+        (tmp_path / "large.onnx").write_bytes(model.SerializeToString())
+        status, _, err = run(model=tmp_path / "large.onnx")
+        assert status == 2
+        assert err.startswith("fastattn demo: the model's weights are so large") and err.count("\n") == 1
+
+    @pytest.mark.parametrize("kind", ["Resize", "Reshape", "MatMul"])
+    def test_a_node_without_inputs(self, run, tmp_path: Path, kind: str) -> None:
+        def remove(model: onnx.ModelProto) -> None:
+            node = next(node for node in model.graph.node if node.op_type == kind)
+            del node.input[:]
+
+        self.check(run, tmp_path, remove, repr(kind), "lacks its inputs")
+
+    def test_a_circle(self, run, tmp_path: Path) -> None:
+        """What the resized embeddings are made of is themselves."""
+
+        def close(model: onnx.ModelProto) -> None:
+            (resize,) = (node for node in model.graph.node if node.op_type == "Resize")
+            (before,) = (node for node in model.graph.node if list(node.output) == [resize.input[0]])
+            before.input[0] = before.output[0]
+
+        self.check(run, tmp_path, close, "is read before it is computed")
+
+    def test_sizes_below_one(self, run, tmp_path: Path) -> None:
+        def lie(model: onnx.ModelProto) -> None:
+            for tensor in model.graph.initializer:
+                if len(tensor.dims) == 3:
+                    tensor.dims[1] = -tensor.dims[1]
+
+        self.check(run, tmp_path, lie, "expected 1 or more")
+
+    def test_no_layers(self, run, tmp_path: Path) -> None:
+        def remove(model: onnx.ModelProto) -> None:
+            kept = [it for it in model.graph.initializer if "encoder.layer" not in it.name]
+            del model.graph.initializer[:]
+            model.graph.initializer.extend(kept)
+
+        self.check(run, tmp_path, remove, "no tensor 'backbone.encoder.layer.0.")
+
+    @pytest.mark.parametrize("ending", ["onnx", "json", "textproto"])
+    def test_other_files(self, run, tmp_path: Path, ending: str) -> None:
+        path = tmp_path / f"it.{ending}"
+        for content in (b"", b"{}", b"\xff" * 99):
+            path.write_bytes(content)
+            assert f"it.{ending}" in one_line(run(model=path))
+        os.mkfifo(tmp_path / "pipe")
+        for name in (".", "pipe"):
+            assert "cannot be read: it is not a file" in one_line(run(model=tmp_path / name))
+
+    def test_names_command_no_terminal(self, run, tmp_path: Path) -> None:
+        path = write_model(tmp_path / "a\x1b[31m.onnx")
+        a_picture(64, 48).save("\x1b.png")
+        status, out, err = run("\x1b.png", "--picture", "b\n.png", model=path)
+        assert (status, err) == (0, "") and out.replace("\n", "").isprintable()
+        assert "a\\x1b[31m.onnx" in out and "\\x1b.png" in out and "b\\n.png" in out
+        self.check(
+            run,
+            tmp_path,
+            lambda model: setattr(model.graph.initializer[0], "name", "backbone.encoder.\x1b[2J"),
+        )
 
     def test_weights_beside_the_file_that_are_not_there(self, run, tmp_path: Path) -> None:
         def move_out(model: onnx.ModelProto) -> None:

@@ -240,7 +240,7 @@ class TestLogits:
         tensors = random_tensors(SIZES, len(BYTE_LEVEL)) | {"rope_freqs.weight": np.ones(4, np.float32)}
         for scaled in ({"rope.scale_linear": 4.0}, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}):
             path = write_gguf(tmp_path / "it.gguf", sizes=SIZES | scaled, tensors=tensors)
-            with pytest.raises(DemoError, match=r"rope_freqs.weight and by llama.rope.scal"):
+            with pytest.raises(DemoError, match=r"rope_freqs.weight and by llama.rope.scal\w+"):
                 load_model(GGUFFile(path))
 
     @pytest.mark.parametrize("stored", ["F16", "BF16", "Q8_0", "Q4_1"])

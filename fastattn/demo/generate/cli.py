@@ -146,8 +146,8 @@ def _run(args: argparse.Namespace) -> None:
     text = None if args.perplexity is None else read_text(args.perplexity, "--perplexity")
     start = perf_counter()
     file = GGUFFile(find_model(args.model))
-    tokenizer = TextTokenizer(file)
     model = load_model(file)
+    tokenizer = TextTokenizer(file)
     set_threads(args)
     print(f"Model {printable(file.path)}")
     print(

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,10 +148,9 @@ def _check_keys(file: GGUFFile) -> None:
         )
     for key, value in file.values.items():
         if key in NEUTRAL:
-            if value != NEUTRAL[key]:
-                raise DemoError(
-                    f"{file.path}: {key} is {value!r:.60}, and the demo can do {NEUTRAL[key]!r} only"
-                )
+            only: Any = NEUTRAL[key]
+            if file.get(key, type(only)) != only:
+                raise DemoError(f"{file.path}: {key} is {value!r:.60}, and the demo can do {only!r} only")
         elif key not in OBEYED and not HARMLESS.fullmatch(key):
             raise DemoError(f"{file.path}: {key!r:.80} is {value!r:.60}, and the demo does not know it")
 
@@ -264,27 +262,32 @@ def _rotary_tables(file: GGUFFile, config: _Config) -> RotaryTables:
     base = file.get(f"{ARCHITECTURE}.rope.freq_base", float, 10000.0)
     scaling = _scaling(file, config)
     dim, limit = config.rotary_dim, config.context_length
-    try:
-        fastattn.rope_tables(2, dim, base=base, scaling=scaling)
-    except ValueError as error:
-        raise DemoError(f"{file.path}: {ARCHITECTURE}.rope.* cannot be: {error}") from None
+
+    def tables(length: int) -> tuple[Floats, Floats]:
+        try:
+            return fastattn.rope_tables(length, dim, base=base, scaling=scaling)
+        except ValueError as error:
+            raise DemoError(f"{file.path}: {ARCHITECTURE}.rope.* cannot be: {error}") from None
+
+    found = RotaryTables(tables, limit)
     if "rope_freqs.weight" not in file.tensors:
-        return RotaryTables(partial(fastattn.rope_tables, rotary_dim=dim, base=base, scaling=scaling), limit)
+        return found
     if scaling is not None:
+        keys = ", ".join(key for key in file.values if key.startswith(f"{ARCHITECTURE}.rope.scal"))
         raise DemoError(
-            f"{file.path} scales positions twice, by rope_freqs.weight and by {ARCHITECTURE}.rope.scal*, "
-            f"{scaling}, and the demo can do one of them only"
+            f"{file.path} scales positions twice, by rope_freqs.weight and by {keys}, and the demo can do "
+            "one of them only"
         )
     divisors = file.matrix("rope_freqs.weight").astype(np.float64)
     if not (divisors > 0).all():
         raise DemoError(f"{file.path}: rope_freqs.weight has numbers that are not positive")
     frequencies = base ** (-np.arange(0, dim, 2) / dim) / divisors
 
-    def tables(length: int) -> tuple[Floats, Floats]:
+    def divided_tables(length: int) -> tuple[Floats, Floats]:
         angles = np.arange(length)[:, None] * frequencies
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
-    return RotaryTables(tables, limit)
+    return RotaryTables(divided_tables, limit)
 
 
 def _scaling(file: GGUFFile, config: _Config) -> tuple[Any, ...] | None:

@@ -171,8 +171,9 @@ class _Config:
         self.rotary_dim = self._size("rope.dimension_count", self.head_dim)
         self.eps = file.get(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon", float)
         self.vocabulary = len(file.array("tokenizer.ggml.tokens", str))
-        if self._size("vocab_size", self.vocabulary) != self.vocabulary:
-            self._fail(f"vocab_size is not the number of tokens, {self.vocabulary}")
+        vocabulary = file.get(f"{ARCHITECTURE}.vocab_size", int, self.vocabulary)
+        if vocabulary != self.vocabulary:
+            self._fail(f"vocab_size is {vocabulary}, and there are {self.vocabulary} tokens")
         if self.num_heads % self.num_kv_heads:
             self._fail(f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:

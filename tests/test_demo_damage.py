@@ -28,9 +28,9 @@ for extra in (
 @pytest.mark.parametrize(
     ("demo", "count"),
     [
-        ("generate", 100),
-        ("embed", 50),
-        ("image", 25),
+        ("generate", 80),
+        ("embed", 40),
+        ("image", 15),
         pytest.param("generate", 10_000, marks=pytest.mark.slow),
         pytest.param("embed", 2_000, marks=pytest.mark.slow),
         pytest.param("image", 1_000, marks=pytest.mark.slow),

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: What GGUF says of each token.
-UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
-KINDS = frozenset(range(7))
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -45,7 +44,7 @@ class TextTokenizer:
         self._file = file
         self.tokens = file.array("tokenizer.ggml.tokens", str)
         kinds = self._of_each_token("token_type", int, [NORMAL] * len(self.tokens))
-        if wrong := set(kinds) - KINDS:
+        if wrong := set(kinds) - set(range(BYTE + 1)):
             raise DemoError(f"{file.path}: tokenizer.ggml.token_type has {wrong.pop()}, expected 0 to {BYTE}")
         self._control = {number for number, kind in enumerate(kinds) if kind == CONTROL}
         self._literal = {number for number, kind in enumerate(kinds) if kind == USER_DEFINED}

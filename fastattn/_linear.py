@@ -2,7 +2,8 @@
 
 What keys add up to is a `LinearState`. The compiled kernels run calls with features ``elu(x) + 1``. Other
 features, and all without the extension, are computed for `_CHUNK` rows of all heads at a time; the rest is
-products of matrices by BLAS.
+products of matrices by BLAS. Rows whose denominators are far from 1 are computed again, from features that
+are relative to the largest: random features always are.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ _LANES = 16
 _CHUNK = 64
 #: Elements of one array of a chunk, over the items worked on together: some hundred kilobytes.
 _BLOCK = 1 << 17
-#: How far below the greatest of a chunk the exponents of its first key may be: features of a row that sees
-#: only this key are above the smallest float32 by a factor of e**47.
+#: How far below the greatest of a chunk the logarithms of its first key's features may be: those of a row
+#: that sees only this key are above the smallest float32 by a factor of e**47.
 _MAX_RANGE = 40.0
-#: The scale of features of which there is none yet, below that of any key.
-_NO_SCALE = -1e30
+#: Denominators from products of features as they are: beyond, features or products may have left their range.
+_LEAST, _MOST = 2.0**-40, 2.0**60
+#: The largest logarithm that exponentials are taken of, and of factors that are taken out.
+_MAX_LOG = 700.0
+#: The scale of features of which there is none yet, below that of any key: of random features and of others.
+_NO_SCALE, _NONE = -1e30, -1e300
 
 
 class LinearState(NamedTuple):
@@ -71,7 +76,8 @@ class LinearState(NamedTuple):
     key_sum : ndarray, shape (..., K, M)
         ``sum_j phi(k_j)``, float64.
     log_scale : ndarray, shape (..., K, M), or None
-        Of random features, whose sums are these times ``exp(log_scale)``, so that nothing overflows; float64.
+        The sums are these times ``exp(log_scale)``, float64. Given with random features, and with others
+        where the sum of a feature is too small or too large; None stands for 0.
     """
 
     key_value_sum: np.ndarray
@@ -132,7 +138,8 @@ def linear_attention(
         ``"elu+1"`` is ``x + 1`` above 0 and ``exp(x)`` below [1]_, with ``M = D``. What `random_features`
         gives approximates softmax attention [2]_. Any other callable gets rows ``(..., heads, n, D)`` of
         queries or of keys, in the dtype of the computation and ``n`` at a time, and returns
-        ``(..., heads, n, M)``: each row a function of its row alone. Features are best not negative.
+        ``(..., heads, n, M)``: each row a function of its row alone. It may be called for the same rows
+        again. Features are best not negative.
     causal : bool, default False
         Key ``j <= i``, for ``L = S``. The keys of `state` stand before all.
     key_lengths : array_like of int, optional
@@ -187,15 +194,17 @@ def linear_attention(
     of random features.
 
     Accuracy: products are in the dtype of the computation, and sums over chunks of keys in float64. Of a
-    callable's features, denominators and the division are in float64 as well. ``exp(x)`` is 0 where it is
-    below the smallest normal number.
+    callable's features, denominators and the division are in float64 as well. A factor common to a row of
+    queries, or to a feature of all keys so far, cancels, whatever its size: ``elu(x) + 1`` of -1000 is
+    e**-1000. Rows with a denominator below 2**-40 or above 2**60 are computed again, in float64, from
+    features relative to the largest, which takes several times as long.
 
     Determinism: with ``"elu+1"`` the same bits on every number of threads, for arrays of these sizes. With a
     callable BLAS may round products of other sizes, or on another number of threads, differently.
 
     Memory: inputs, output, the state, and features and scores of some hundred rows a thread, or of 64 rows of
-    some heads. With ``"elu+1"``, where there are few heads or items share their keys, a state for each 1024
-    positions of a head, and at most 64 of them.
+    some heads; results of some items, where rows are computed again. With ``"elu+1"``, where there are few
+    heads or items share their keys, a state for each 1024 positions of a head, and at most 64 of them.
 
     References
     ----------
@@ -230,11 +239,9 @@ def linear_attention(
     call = _checked(query, key, value, causal=causal, key_lengths=key_lengths)
     earlier = None if state is None else _checked_state(state, call, function)
     out = np.empty((*call.query.shape[:-1], call.value.shape[-1]), call.result)
-    sizes = out.size, *call.key.shape[-2:]
-    if function is _elu_plus_one and driver is not None and all(sizes):
-        whole = _run_compiled(call, bool(causal), earlier, return_state, out)
-    else:
-        whole = _run_in_blocks(call, function, causal, earlier, return_state, out)
+    run = _run_in_blocks if isinstance(function, RandomFeatures) else _run_unscaled
+    lost = np.zeros(out.shape[:-1], bool)
+    whole = run(call, function, bool(causal), earlier, return_state, out, lost)
     if call.lengths is not None and earlier is None:
         out[call.lengths == 0] = 0  # where a query is NaN as well
     result = in_library_of(query, out[0] if call.flat else out)
@@ -295,12 +302,12 @@ def _checked_state(state: Any, call: _Call, function: Any) -> LinearState:
     """The state in float64, with an axis of heads."""
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState, got {type(state).__name__}")
-    if (state.log_scale is not None) != isinstance(function, RandomFeatures):
-        kinds = "random features", "other features"
-        wanted, got = kinds if isinstance(function, RandomFeatures) else kinds[::-1]
-        raise ValueError(f"state must be of {wanted}, as feature_map is, got that of {got}")
+    if state.log_scale is None and isinstance(function, RandomFeatures):
+        raise ValueError("state must be of random features, as feature_map is, got that of other features")
     K, E = call.key.shape[-3], call.value.shape[-1]
     M = np.shape(state.key_sum)[-1] if np.ndim(state.key_sum) else 0
+    if function is _elu_plus_one:
+        M = call.key.shape[-1]
 
     def checked(given: Any, axes: int) -> np.ndarray:
         name = next(f"state.{name}" for name, array in state._asdict().items() if array is given)
@@ -316,13 +323,88 @@ def _checked_state(state: Any, call: _Call, function: Any) -> LinearState:
     return _each(state, checked)
 
 
-# Compiled ------------------------------------------------------------------------------------------
+# Features as they are, and relative to the largest where that is not enough -------------------------------
+
+
+def _run_unscaled(
+    call: _Call,
+    function: Any,
+    causal: bool,
+    earlier: LinearState | None,
+    return_state: bool,
+    out: np.ndarray,
+    lost: np.ndarray,
+) -> LinearState | None:
+    """Fills `out`, and `lost` for rows that are computed twice; returns the state if asked to."""
+    plain = None if earlier is None else _unscaled(earlier)
+    is_compiled = function is _elu_plus_one and driver is not None and all((out.size, *call.key.shape[-2:]))
+    run = _run_compiled if is_compiled else _run_in_blocks
+    whole = run(call, function, causal, plain, return_state, out, lost)
+    if call.lengths is not None and earlier is None:
+        lost[call.lengths == 0] = False
+    lost_sums: Any = np.False_
+    if whole is not None:
+        lost_sums = _lost_sums(whole.key_sum, function is _elu_plus_one)
+    if not (lost.any() or lost_sums.any()):
+        return whole
+    return _run_again(call, function, causal, earlier, whole, out, lost, lost_sums)
+
+
+def _unscaled(state: LinearState) -> LinearState:
+    if state.log_scale is None:
+        return state
+    with np.errstate(all="ignore"):
+        factor = np.exp(state.log_scale)
+        return LinearState(state.key_value_sum * factor[..., None], state.key_sum * factor)
+
+
+def _lost_sums(key_sum: np.ndarray, has_no_zeros: bool) -> np.ndarray:
+    """Of which heads, ``(..., K)``, sums of a feature may be made of what has left its range."""
+    size = np.abs(key_sum)
+    is_lost = ~((size >= _LEAST**2) & (size <= _MOST**2))
+    return (is_lost if has_no_zeros else is_lost & (size != 0)).any(axis=-1)
+
+
+def _run_again(
+    call: _Call,
+    function: Any,
+    causal: bool,
+    earlier: LinearState | None,
+    whole: LinearState | None,
+    out: np.ndarray,
+    lost: np.ndarray,
+    lost_sums: np.ndarray,
+) -> LinearState | None:
+    """Replaces lost rows of `out`, and lost sums of the state, by those of scaled features."""
+    scales: Any = None if whole is None else np.zeros(whole.key_sum.shape)
+    for items in _blocks(call):
+        if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
+            continue
+        rows, again = np.empty(out[items].shape), np.empty(out[items].shape[:-1], bool)
+        with np.errstate(all="ignore"):
+            block = _Block(call, items, function, earlier, _ScaledFeatures)
+            (_attend_causal if causal else _attend)(block, rows, again)
+            np.copyto(out[items], rows, where=lost[items][..., None], casting="unsafe")
+        if whole is not None:
+            new: Any = block.features.state(block.lead)
+            key_value_sum, key_sum, scale = new
+            is_lost = lost_sums[items][..., None]
+            np.copyto(whole.key_value_sum[items], key_value_sum, where=is_lost[..., None])
+            np.copyto(whole.key_sum[items], key_sum, where=is_lost)
+            np.copyto(scales[items], scale, where=is_lost & (scale != _NONE))
+    return whole if whole is None or not scales.any() else whole._replace(log_scale=scales)
 
 
 def _run_compiled(
-    call: _Call, causal: bool, earlier: LinearState | None, return_state: bool, out: np.ndarray
+    call: _Call,
+    _: Any,
+    causal: bool,
+    earlier: LinearState | None,
+    return_state: bool,
+    out: np.ndarray,
+    lost: np.ndarray,
 ) -> LinearState | None:
-    """Fills `out`; no size is 0. Returns the state if asked to."""
+    """Fills `out`, and `lost` where a denominator is out of range; no size is 0. The state, if asked for."""
     load("cython")  # which chooses the instruction set
     lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
     key, value, key_lead = call.key, call.value, lead
@@ -344,6 +426,9 @@ def _run_compiled(
         np.broadcast_to(item_of_keys, lead).flatten(),
         np.full(item_of_keys.size, S) if call.lengths is None else call.lengths.flatten(),
         sums,
+        lost,
+        _LEAST,
+        _MOST,
         causal,
         call.dtype.itemsize,
         thread_limit,
@@ -372,17 +457,20 @@ def _broadcast(state: LinearState, lead: tuple[int, ...]) -> LinearState:
 
 
 def _run_in_blocks(
-    call: _Call, function: Any, causal: Any, earlier: LinearState | None, return_state: bool, out: np.ndarray
+    call: _Call,
+    function: Any,
+    causal: bool,
+    earlier: LinearState | None,
+    return_state: bool,
+    out: np.ndarray,
+    lost: np.ndarray,
 ) -> LinearState | None:
-    """Fills `out`; returns the state if asked to."""
-    states = []
+    """Fills `out`, and `lost` where a denominator is out of range; returns the state if asked to."""
+    states, kind = [], _ScaledFeatures if isinstance(function, RandomFeatures) else _Features
     with np.errstate(all="ignore"):  # NaN and inf pass through, and padding is computed too
         for items in _blocks(call):
-            block = _Block(call, items, function, earlier)
-            if causal:
-                _attend_causal(block, out[items])
-            else:
-                _attend(block, out[items])
+            block = _Block(call, items, function, earlier, kind)
+            (_attend_causal if causal else _attend)(block, out[items], lost[items])
             if return_state:
                 states.append(block.features.state(block.lead))
     if len(states) <= 1:
@@ -407,7 +495,9 @@ def _blocks(call: _Call) -> Iterator[Any]:
 class _Block:
     """Some items of a call."""
 
-    def __init__(self, call: _Call, items: Any, function: Any, earlier: LinearState | None) -> None:
+    def __init__(
+        self, call: _Call, items: Any, function: Any, earlier: LinearState | None, kind: type[_Features]
+    ) -> None:
         self.dtype = call.dtype
         self.query, self.key, self.value = call.query[items], call.key[items], call.value[items]
         self.lengths = None if call.lengths is None else call.lengths[items]
@@ -427,7 +517,6 @@ class _Block:
             earlier = _each(
                 earlier, lambda x, axes: np.broadcast_to(x, (*whole, *x.shape[-axes:]))[items].copy()
             )
-        kind = _ScaledFeatures if isinstance(function, RandomFeatures) else _Features
         rows = (self.heads, self.key.shape[-1])
         self.features = kind(function, self.dtype, lead, rows, self.value.shape[-1], earlier)
 
@@ -441,10 +530,7 @@ class _Block:
 
     def queries(self, start: int, stop: int) -> np.ndarray:
         """Features of a chunk of queries, ``(..., K, G, n, M)`` with ``G`` queries of a group."""
-        phi = self.features.of_query_rows(_chunk(self.query, start, stop, self.dtype))
-        return self.features.of_queries(
-            phi.reshape(*phi.shape[:-3], self.heads, self.group, *phi.shape[-2:])
-        )  # fmt: skip
+        return self.features.of_queries(_chunk(self.query, start, stop, self.dtype), self.group)
 
 
 def _shared(array: np.ndarray) -> np.ndarray:
@@ -464,8 +550,8 @@ def _chunk(array: np.ndarray, start: int, stop: int, dtype: np.dtype) -> np.ndar
     return rows
 
 
-def _attend(block: _Block, out: np.ndarray) -> None:
-    """Every query reads every key."""
+def _attend(block: _Block, out: np.ndarray, lost: np.ndarray) -> None:
+    """Every query reads every key. `lost` becomes True where a denominator is out of range."""
     features = block.features
     for start in range(0, block.most, _CHUNK):
         k, v, hidden = block.keys(start, min(start + _CHUNK, block.most))
@@ -477,10 +563,10 @@ def _attend(block: _Block, out: np.ndarray) -> None:
             rows[...] = 0
         else:
             phi = block.queries(start, start + rows.shape[-2])
-            _divide(phi @ sums[0], _denominators(phi, sums[1]), rows)
+            _divide(phi @ sums[0], _denominators(phi, sums[1]), rows, lost[..., start : start + _CHUNK])
 
 
-def _attend_causal(block: _Block, out: np.ndarray) -> None:
+def _attend_causal(block: _Block, out: np.ndarray, lost: np.ndarray) -> None:
     """A query reads the keys up to its own: those of its chunk one by one, all before by their sums."""
     features, L = block.features, out.shape[-2]
     chunks = [(start, min(start + _CHUNK, L)) for start in range(0, L, _CHUNK)][::-1]
@@ -508,7 +594,7 @@ def _attend_causal(block: _Block, out: np.ndarray) -> None:
             numerator = numerator + _weighted(scores, v[..., None, :, :])
             denominator = denominator + scores.sum(axis=-1, dtype=FLOAT64)
             features.add(phi_k, v)
-        _divide(numerator, denominator, rows)
+        _divide(numerator, denominator, rows, lost[..., start:stop])
 
 
 def _lower(scores: np.ndarray) -> np.ndarray:
@@ -538,10 +624,12 @@ def _denominators(phi: np.ndarray, key_sum: np.ndarray) -> np.ndarray:
     return (phi.astype(FLOAT64, copy=False) @ key_sum[..., None])[..., 0]
 
 
-def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray) -> None:
-    """The quotient as rows ``(..., H, n, E)``; 0 where both are 0."""
+def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray, lost: np.ndarray) -> None:
+    """The quotient as rows ``(..., H, n, E)``, 0 where both are 0; where denominators are out of range."""
     numerator = numerator.reshape(out.shape)
     denominator = denominator.reshape(*out.shape[:-1], 1)
+    size = np.abs(denominator[..., 0])
+    lost[...] = ~((size >= _LEAST) & (size <= _MOST))
     np.divide(numerator, denominator, out=out, casting="unsafe")
     if not denominator.all():
         np.copyto(out, 0, where=(denominator == 0) & (numerator == 0))
@@ -572,6 +660,7 @@ class _Features:
         self.function, self.dtype = function, dtype
         self.lead, self.rows, self.value_dim = lead, rows, value_dim  #: of the sums; ``(K, D)``; ``E``
         self.sums = earlier  #: None: of no key yet
+        self.rows_dtype = dtype
 
     def of(self, x: np.ndarray) -> np.ndarray:
         """What the function gives, checked."""
@@ -595,12 +684,9 @@ class _Features:
         phi = self.of(k)
         return phi if hidden is None else np.where(hidden, 0, phi)
 
-    def of_query_rows(self, x: np.ndarray) -> np.ndarray:
-        """What `of_queries` takes, of rows."""
-        return self.of(x)
-
-    def of_queries(self, phi: np.ndarray) -> np.ndarray:
-        return phi
+    def of_queries(self, x: np.ndarray, group: int) -> np.ndarray:
+        """``(..., K, G, n, M)``, of rows ``(..., H, n, D)``."""
+        return _grouped(self.of(x), group)
 
     def add(self, phi: np.ndarray, v: np.ndarray) -> None:
         sums = self.begun(phi.shape[-1])
@@ -627,63 +713,113 @@ class _Features:
         """The sums, of all items."""
         if self.sums is None:
             K, D = self.rows
-            self.begun(self.of(np.zeros((K, 1, D), self.dtype)).shape[-1])
+            self.begun(self.of(np.zeros((K, 1, D), self.rows_dtype)).shape[-1])
         sums: Any = self.sums
         return _broadcast(sums, lead)
 
 
 class _ScaledFeatures(_Features):
-    """Random features, relative to the greatest of all keys so far.
+    """Features relative to the greatest of all keys so far: random ones, and others that are out of range.
 
-    That of a key is ``exp(e - c)``, with ``c`` the greatest exponent ``e`` of this feature, and that of a
-    query ``exp(e + c - r)``, with ``r`` the greatest of its row, which is in numerator and denominator. A
-    denominator is 1 at least, then, where all keys are read. Where ``c`` grows the sums are scaled to it: to
-    rounding, they do not depend on how the keys were cut.
+    A feature is ``a * exp(e)``, with ``a`` 1 for random features, and its size ``e + log|a|``. That of a key
+    becomes ``a * exp(e - c)``, with ``c`` the greatest size of this feature, and that of a query
+    ``a * exp(e + c - r)``, with ``r`` the greatest of its row, which is in numerator and denominator. A
+    denominator is 1 at least, then, where all keys are read and no feature is negative. Where ``c`` grows the
+    sums are scaled to it: to rounding, they do not depend on how the keys were cut.
     """
 
-    def of(self, x: np.ndarray) -> np.ndarray:
-        return self.function.log(x)
-
-    def of_query_rows(self, x: np.ndarray) -> np.ndarray:
-        return self.function.log(x, up_to_a_factor=True)
+    def __init__(self, function: Any, dtype: np.dtype, *others: Any) -> None:
+        super().__init__(function, dtype, *others)
+        self.is_random = isinstance(function, RandomFeatures)
+        if self.is_random:
+            return
+        self.dtype = FLOAT64
+        if self.sums is not None:
+            key_value_sum, key_sum, log_scale = self.sums
+            # Sums that were given as they are may be out of range as well.
+            size = np.abs(key_sum)
+            is_far = (size > 0) & (size < np.inf) & ~((size >= _LEAST) & (size <= _MOST))
+            shift = np.log(np.where(is_far, size, 1))
+            scale = shift if log_scale is None else shift + log_scale
+            is_none = (size == 0) & ~key_value_sum.any(axis=-1)
+            factor = np.exp(-shift)
+            self.sums = LinearState(
+                key_value_sum * factor[..., None], key_sum * factor, np.where(is_none, _NONE, scale)
+            )
 
     def no_scale(self, shape: tuple[int, ...]) -> np.ndarray | None:
-        return np.full(shape, _NO_SCALE)
+        return np.full(shape, _NO_SCALE if self.is_random else _NONE)
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        return self.function.log(x) if self.is_random else super().of(x)
+
+    def terms(self, x: np.ndarray, *, are_queries: bool = False) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Of each feature a, or None where it is 1; e; and the size."""
+        if self.is_random:
+            e = self.function.log(x, up_to_a_factor=are_queries)
+            return None, e, e
+        if self.function is _elu_plus_one:
+            x = x.astype(FLOAT64)
+            a, e = 1 + np.maximum(x, 0), np.minimum(x, 0)
+        else:
+            a = self.of(x)
+            e = np.zeros(a.shape)
+        # Subnormal numbers are relative to a normal one; what is 0 has no size.
+        size = e + np.where(a == 0, -np.inf, np.clip(np.log(np.abs(a)), -_MAX_LOG, _MAX_LOG))
+        return a, e, size
 
     def fits(self, k: np.ndarray, hidden: np.ndarray | None) -> bool:
         if k.shape[-2] == 1:
             return True
-        exponents = self.exponents(k, hidden)
-        scale = self.scale(exponents)
-        first = np.fmax(scale, exponents[..., 0, :])
-        return not np.any(np.fmax.reduce(exponents, axis=-2) - first > _MAX_RANGE)
+        size = self.sizes(self.terms(k)[2], hidden)
+        greatest = np.maximum(np.maximum.accumulate(size, axis=-2), self.scale(size)[..., None, :])
+        ranges = greatest[..., -1:, :] - np.where(greatest > self.no_scale(()), greatest, np.inf)
+        return not np.any(ranges > _MAX_RANGE)
 
     def of_keys(self, k: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
-        exponents = self.exponents(k, hidden)
-        scale = self.scale(exponents)
-        greatest = np.fmax(scale, np.fmax.reduce(exponents, axis=-2))  # a key that is NaN changes no other
+        a, e, size = self.terms(k)
+        scale = self.scale(e)
+        greatest = np.maximum(scale, self.sizes(size, hidden).max(axis=-2))
         sums: Any = self.sums
         factor = np.exp(scale - greatest)
         sums.key_value_sum[...] *= factor[..., None]
         sums.key_sum[...] *= factor
         sums.log_scale[...] = greatest
-        exponents = exponents - greatest.astype(self.dtype)[..., None, :]
-        return np.exp(exponents, out=exponents)
+        phi = np.exp(np.minimum(e - greatest.astype(self.dtype)[..., None, :], _MAX_LOG))
+        if a is not None:
+            phi *= a
+        return phi if hidden is None else np.where(hidden, 0, phi)
 
-    def exponents(self, k: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
-        exponents = self.of(k)
-        return exponents if hidden is None else np.where(hidden, -np.inf, exponents)
+    def sizes(self, size: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
+        """With -inf for hidden keys, and for what is NaN or inf: it changes no other feature."""
+        is_seen = size < np.inf
+        return np.where(is_seen if hidden is None else is_seen & ~hidden, size, -np.inf)
 
-    def scale(self, exponents: np.ndarray) -> np.ndarray:
-        scale: Any = self.begun(exponents.shape[-1]).log_scale
+    def scale(self, features: np.ndarray) -> np.ndarray:
+        scale: Any = self.begun(features.shape[-1]).log_scale
         return scale
 
-    def of_queries(self, phi: np.ndarray) -> np.ndarray:
-        """Of their exponents."""
-        sums: Any = self.sums
-        exponents = phi + sums.log_scale.astype(self.dtype)[..., None, None, :]
-        exponents -= np.fmax.reduce(exponents, axis=-1)[..., None]
-        return np.exp(exponents, out=exponents)
+    def of_queries(self, x: np.ndarray, group: int) -> np.ndarray:
+        """Relative to the largest of each row, in differences from its exponent and scale."""
+        terms: Any = self.terms(x, are_queries=True)
+        a, e, size = (None if array is None else _grouped(array, group) for array in terms)
+        c = self.scale(size).astype(self.dtype)
+        c = np.broadcast_to(
+            (c - c.max(axis=-1, keepdims=True, initial=-np.inf))[..., None, None, :], size.shape
+        )
+        at = np.argmax((size - size.max(axis=-1, keepdims=True)) + c, axis=-1)[..., None]
+        top, top_e, top_c = (np.take_along_axis(array, at, axis=-1) for array in (size, e, c))
+        has_size = top > -np.inf
+        phi = np.exp(np.minimum((e - np.where(has_size, top_e, 0)) + (c - top_c), _MAX_LOG))
+        if a is not None:
+            phi *= a / np.where(has_size, np.abs(np.take_along_axis(a, at, axis=-1)), 1)
+        return phi
+
+
+def _grouped(array: np.ndarray, group: int) -> np.ndarray:
+    """``(..., H, n, M)`` as ``(..., K, G, n, M)``"""
+    H, n, M = array.shape[-3:]
+    return array.reshape(*array.shape[:-3], H // max(group, 1), group, n, M)
 
 
 # Random features -----------------------------------------------------------------------------------

@@ -233,6 +233,122 @@ def test_threads_change_no_bit(monkeypatch, causal, heads):
         assert_same_bits(state.key_value_sum, results[0][1].key_value_sum)
 
 
+# Features of any size ------------------------------------------------------------------------------
+
+
+def below_zero(length, dtype, **sizes):
+    """Multiples of 1/16 below 0, where ``phi(x - c) = exp(-c) phi(x)`` and no difference is rounded."""
+    q, k, v = arrays(len_q=length, len_k=length, dtype=dtype, value_dim=5, **sizes)
+    return -np.abs(np.rint(q * 16) / 16), -np.abs(np.rint(k * 16) / 16), v
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("shift", [(88, 0), (0, 95), (50, 50), (800, 0), (0, 800), (1e5, 1e5)], ids=str)
+def test_a_common_factor_cancels(way, dtype, causal, length, shift):
+    """Whole, by tokens, and from a state."""
+    q, k, v = below_zero(length, dtype)
+    low = q - q.dtype.type(shift[0]), k - k.dtype.type(shift[1]), v
+    assert_linear(linear_attention(*low, causal=causal), q, k, v, "elu+1", causal=causal)
+    state, pieces = None, []
+    for start, stop in pairwise([0, length // 3, length // 3 + 1, length]):
+        rows = np.s_[..., start:stop, :]
+        queries = low[0][rows] if causal else low[0]
+        out, state = linear_attention(
+            queries, low[1][rows], v[rows], causal=causal, state=state, return_state=True
+        )
+        pieces.append(out)
+    out = np.concatenate(pieces, axis=-2) if causal else out
+    assert_linear(out, q, k, v, "elu+1", causal=causal)
+    assert (state.log_scale is None) == (shift[1] <= 50)
+    factor = 1 if state.log_scale is None else np.exp(state.log_scale + shift[1])
+    phi = np.exp(k.astype(float) - (shift[1] if state.log_scale is None else 0))
+    np.testing.assert_allclose(
+        state.key_sum * factor, phi.sum(-2), rtol=1e-6 if dtype == "float32" else 1e-14
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cut", [0, 20, 70])
+def test_the_factor_is_that_of_all_keys_so_far(way, dtype, cut):
+    """Rows that read small keys alone, and then much larger ones, in the same chunk; and small ones again."""
+    q, k, v = below_zero(100, dtype)
+    low = k.copy()
+    low[:, :, :70] -= 900
+    low[:, :, 85:] -= 2000
+    first, rest = np.s_[..., :cut, :], np.s_[..., cut:, :]
+    a, state = linear_attention(q[first], low[first], v[first], causal=True, return_state=True)
+    b = linear_attention(q[rest], low[rest], v[rest], causal=True, state=state)
+    out = np.concatenate([a, b], axis=-2)
+    assert_linear(out[..., :70, :], q[..., :70, :], k[..., :70, :], v[..., :70, :], "elu+1", causal=True)
+    seen = np.s_[..., 70:85, :]
+    assert_linear(out[seen], q[seen], k[seen], v[seen], "elu+1", causal=True)
+    rows = np.s_[..., 85:, :]
+    assert_linear(out[rows], q[rows], k[seen], v[seen], "elu+1")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_of_large_and_small_features(way, dtype, causal):
+    """Half of the features are small in the queries, and the others in the keys."""
+    q, k, v = below_zero(70, dtype)
+    small = np.where(np.arange(16) % 2, 900, 0).astype(dtype)
+    out = linear_attention(q - small, k - small[::-1], v, causal=causal)
+    assert_linear(out, q, k, v, "elu+1", causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_rows_keep_their_bits(way, causal):
+    q, k, v = below_zero(150, "float32")
+    expected = linear_attention(q, k, v, causal=causal)
+    low = q.copy()
+    low[1, 2, 70] -= 1000
+    out = linear_attention(low, k, v, causal=causal)
+    one = linear_attention(q[1, 2, 70][None], *(x[1, 1, : 71 if causal else 150] for x in (k, v)))
+    np.testing.assert_allclose(out[1, 2, 70], one[0], rtol=1e-5, atol=1e-6)
+    out[1, 2, 70] = expected[1, 2, 70]
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_small_features_of_16_bit_arrays(way, stored):
+    q, k, v = (x.astype(stored) for x in arrays(len_q=70, len_k=70))
+    low = np.full_like(q, -30000), np.full_like(k, -60000), v
+    out = linear_attention(*low, causal=True)
+    mean = np.cumsum(np.repeat(v, 2, axis=1).astype(float), axis=-2) / np.arange(1, 71)[:, None]
+    np.testing.assert_allclose(
+        out.astype(float), mean, rtol=2 * float(ml_dtypes.finfo(stored).eps), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1e-30, 1e-30), (1e-38, 1.0), (1e30, 1e30), (1e-37, 1e30)], ids=str)
+def test_maps_of_small_and_large_features(dtype, causal, sizes):
+    """Powers of two, of 4 heads of queries and 2 of keys; some features are negative."""
+    q, k, v = arrays(len_q=100, len_k=100, dtype=dtype)
+    of_q, of_k = (x.dtype.type(2.0 ** np.rint(np.log2(size))) for x, size in zip((q, k), sizes, strict=True))
+    signed = lambda x: squares(x) - x.dtype.type(1e-3)  # noqa: E731
+
+    def sized(x):
+        return signed(x) * (of_q if x.shape[-3] == 4 else of_k)
+
+    expected, plain = linear_attention(q, k, v, feature_map=signed, causal=causal, return_state=True)
+    first, rest = np.s_[..., :30, :], np.s_[..., 30:, :]
+    options = {"feature_map": sized, "causal": causal}
+    _, state = linear_attention(q[first] if causal else q, k[first], v[first], **options, return_state=True)
+    cut, last = linear_attention(
+        q[rest] if causal else q, k[rest], v[rest], **options, state=state, return_state=True
+    )
+    out = linear_attention(q, k, v, **options)
+    rtol = 1e-4 if dtype == "float32" else 1e-12
+    np.testing.assert_allclose(out, expected, rtol=rtol, atol=rtol / 10)
+    np.testing.assert_allclose(cut, expected[rest] if causal else expected, rtol=rtol, atol=rtol / 10)
+    scale = 1 if last.log_scale is None else np.exp(last.log_scale)
+    np.testing.assert_allclose(last.key_sum * scale / float(of_k), plain.key_sum, rtol=rtol)
+
+
 # Lengths, NaN, empty sizes, types ------------------------------------------------------------------
 
 
@@ -310,7 +426,7 @@ def test_nothing_over_nothing_is_nothing(way, causal):
     assert_linear(out, q, k, v, "squares", causal=causal)
     signed = linear_attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], feature_map=lambda x: x)
     assert signed == -np.inf  # 1 - 2 over 0
-    q[0, 1, 7] = k[1, 1, :140] = -1e4
+    q[0, 1, 7] = k[1, 1, :140] = -np.inf
     out = linear_attention(q, k, v, causal=causal)
     assert not out[0, 1, 7].any()
     assert_linear(out, q, k, v, "elu+1", causal=causal)
@@ -425,7 +541,9 @@ WRONG = [
     (TypeError, "state must be a LinearState, got tuple", {"state": tuple(STATE)}),
     (ValueError, "state.key_value_sum must have shape", {"state": STATE._replace(key_value_sum=[1])}),
     (ValueError, "state.key_sum must have shape", {"state": STATE._replace(key_sum=np.ones((3, 2, 16)))}),
-    (ValueError, "state must be of other features, .* got that of ra", {"state": LinearState(*STATE[:2], 1)}),
+    (ValueError, "state.log_scale must have shape", {"state": LinearState(*STATE[:2], 1)}),
+    (ValueError, r"state.log_scale must have shape \(2, 2, 16\)", {"state": LinearState(
+        np.ones((2, 2, 40, 3)), np.ones((2, 2, 40)), np.ones((2, 2, 40)))}),
     (ValueError, "state must be of random features", {"state": STATE, "feature_map": FAVOR}),
     (ValueError, "gives 24 features, and had given 16", {"state": STATE, "feature_map": squares}),
 ]  # fmt: skip

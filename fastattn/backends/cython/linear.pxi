@@ -43,6 +43,8 @@ cdef struct Linear:
     Py_ssize_t n_sums            # of one head: (value_dim + 1) * ld
     double *sums                 # of each head: of earlier keys, and then of all; or NULL
     double *parts                # of each segment of each head
+    char *lost                   # (item, head, position) of queries: 1 where the denominator is outside of these two
+    double least, most
     Py_ssize_t segment           # positions
     Py_ssize_t key_segments, query_segments
     LinearPhase phase
@@ -213,6 +215,8 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
     """The results of the queries of some positions, all heads of the group, from the rounded sums and the chunk."""
     cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i
     cdef int n_vectors
+    cdef char *sums
+    cdef double total
     while row < stop * n.group:
         n_rows = min(lanes * n.kernels.max_vectors, stop * n.group - row)
         n_vectors = <int>((n_rows + lanes - 1) // lanes)
@@ -241,7 +245,13 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
                         NULL, 0, 0)
         if has_chunk:
             add_scores(n, t, row, n_rows, ld, n_vectors)
-        n.kernels.finish(t.inverse, NULL, NULL, t.acc + n.value_dim * ld * n.itemsize, ld, 1, 1)
+        sums = t.acc + n.value_dim * ld * n.itemsize
+        for lane in range(n_rows):
+            total = get_real(sums + lane * n.itemsize, n.itemsize)
+            if not n.least <= total <= n.most:
+                h = head * n.group + (row + lane) % n.group
+                n.lost[(item * n.num_kv_heads * n.group + h) * n.len_q + (row + lane) // n.group] = 1
+        n.kernels.finish(t.inverse, NULL, NULL, sums, ld, 1, 1)
         if n.out.storage:
             for lane in range(n_rows):
                 t.staged_rows[lane] = t.staged + lane * n.value_dim * n.itemsize
@@ -380,12 +390,13 @@ cdef void set_item_rows(ItemRows *rows, cnp.ndarray array, cnp.ndarray items, in
 
 
 def linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarray item_of_keys, cnp.ndarray key_stops, sums,
-                     bint is_running, int itemsize, thread_limit):
+                     cnp.ndarray lost, double least, double most, bint is_running, int itemsize, thread_limit):
     """Fills the last of `arrays`: query, key, value and out, (*lead, head, position, column), no size of them 0.
 
     items: for each the bytes from its start to each item. storages: how each is stored. item_of_keys and key_stops: see
     `Linear`. sums: None, or float64 (item of keys, head, value_dim + 1, features padded to a multiple of 16), of earlier
-    keys, which becomes that of all. All of these are int64 or float64 and contiguous.
+    keys, which becomes that of all. All of these are int64 or float64 and contiguous. lost: bool, contiguous, (*lead,
+    head, position) of queries, which becomes True where the denominator is not within least and most.
     """
     cdef Linear n
     cdef cnp.ndarray query = arrays[0], key = arrays[1], value = arrays[2]
@@ -395,6 +406,9 @@ def linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarray item
     n.kernels = chosen[itemsize == 8]
     n.itemsize = itemsize
     n.is_running = is_running
+    n.lost = <char *>cnp.PyArray_DATA(lost)
+    n.least = least
+    n.most = most
     set_item_rows(&n.query, query, items[0], storages[0])
     set_item_rows(&n.key, key, items[1], storages[1])
     set_item_rows(&n.value, value, items[2], storages[2])

@@ -21,9 +21,17 @@ if TYPE_CHECKING:
 
 _ROWS = 8192  # points worked on at once, which bounds the memory for their columns
 _PLAIN_REACH = 32.0  # bandwidths from the centre up to which plain products round to some 1e-13
+_CUT_REACH = 256.0  # the same of products of coordinates cut in two
 _GRID_BITS = 25  # with which products of two coordinates, and all their sums, are exact in float64
 _CHAIN = 16  # columns of a partial sum of the kernels: no sum holds exact and rounded terms but the whole
 _FEW_ROWS = 32  # below, the kernels for few rows may sum the columns in another order
+_EPS = float(np.finfo(np.float64).eps)
+_PRODUCT = (
+    1 << 18
+)  # multiply-adds of a product at once: the most that OpenBLAS does not share out among threads
+_RANGE = (
+    45.0  # kernels of this, and of the logarithm of their number, below the largest change no bit of a sum
+)
 _LARGEST = 400  # exponent of the largest coordinate of an observation, in bandwidths
 _FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
 
@@ -96,24 +104,32 @@ def kernel_regression(
 
     It is attention with points as queries, observations as keys and scores
     ``p @ x - p @ p / 2 - x @ x / 2``, in bandwidths and centred. The sums cancel where distances are small
-    beside the coordinates. Up to 32 bandwidths from the centre their rounding, in float64, is some 1e-13.
-    Where observations lie further away each coordinate is cut in two: a multiple of a power of two such that
-    its products and their sums are exact, and a rest, whose products are small. What is left of the rounding
-    is that of one coordinate in bandwidths, and that of the products of the rests.
+    beside the coordinates. With R the largest distance of an observation from the centre, in bandwidths:
 
-    Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With R the distance
-    from the centre and d that of the observations that matter, in bandwidths, the log density has an error
-    of the order ``eps * (1 + R * d + d**2 + R**2 / 2**24)``, and so have the weights of `out`, relatively;
-    where R is at most 32, ``eps * (1 + R**2)``. (On the reference backend the order in which BLAS sums is not
-    known, and the error may be that for any R.) The mean of `x` is subtracted first, so that a shift common
-    to points and x changes nothing but the rounding of the arguments themselves.
+    * R up to 32: the rounding of these sums, in float64, is some 1e-13.
+    * R up to 256: each coordinate is cut in two, a multiple of a power of two such that its products and
+      their sums are exact, and a rest, whose products are small [3]_.
+    * R above 256: the products only say which observations may matter to a point. Their scores are computed
+      again, from differences of the coordinates as they are given.
+
+    Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With d the distance of
+    the observations that matter, in bandwidths, the log density has an error of the order
+    ``eps * (1 + d**2)``, and in addition ``eps * R * (d + R)`` where R is up to 32 and ``eps * R * d`` where it
+    is up to 256; and so have the weights of `out`, relatively. (On the reference backend the order in which
+    BLAS sums is not known, and the error may be ``eps * R * (d + R)`` for R up to 256.) The mean of `x` is
+    subtracted first, so that a shift common to points and x changes nothing but the rounding of the arguments
+    themselves.
+
+    Time: products of every point with every observation, and differences of few pairs, unless R is above 256
+    because of a few observations far from the others.
 
     NaN in a point makes its row NaN, NaN in an observation all rows.
 
     Determinism: the bits of a row do not depend on the other points, on other items of the batch, on strides
     or the number of threads, except that few points (up to 32) may be computed in another order than many.
 
-    Memory: some copies of the observations and of 8192 points, never of size ``L * S``.
+    Memory: some copies of the observations and of 8192 points, never of size ``L * S``; and a few megabytes
+    where R is above 256.
 
     References
     ----------
@@ -194,7 +210,8 @@ def kernel_logsumexp(
     bandwidth : float or array_like, shape (D,)
         The standard deviation of the Gaussian, of all features or of each; positive.
     log_weights : array_like, shape (..., S), optional
-        Added to each observation's exponent. One of ``-inf`` is never seen, be it NaN.
+        Added to each observation's exponent; not NaN or ``inf``. An observation of ``-inf`` is never seen, be
+        it NaN.
 
     Returns
     -------
@@ -258,16 +275,17 @@ class _Keys(NamedTuple):
     bandwidth: np.ndarray  #: ``(D,)``
     reach: np.ndarray  #: ``(..., 1)``: the largest distance from the centre, in bandwidths
     grid: np.ndarray  #: ``(..., 1, 1)``: a power of two, of which cut coordinates are multiples
-    at: np.ndarray  #: ``(..., S, D)``: the observations, centred and in bandwidths
+    x: np.ndarray  #: ``(..., S, D)``: the observations, 0 for what is excluded
+    at: np.ndarray  #: the same, centred and in bandwidths
     log_weights: np.ndarray | None  #: ``(..., S)``, 0 for what is excluded
-    allowed: Mask | None  #: what is not excluded, where something is
+    seen: np.ndarray | None  #: ``(..., S)``: what is not excluded, where something is
 
     @classmethod
     def of(cls, x: np.ndarray, bandwidth: np.ndarray, log_weights: np.ndarray | None) -> _Keys:
         x = _as_float64(x)
-        allowed, is_seen = None, np.True_
+        seen, is_seen = None, np.True_
         if log_weights is not None and (excluded := log_weights == -np.inf).any():
-            allowed, is_seen = Dense(~excluded[..., None, None, :]), ~excluded[..., None]
+            seen, is_seen = ~excluded, ~excluded[..., None]
             log_weights = np.where(excluded, 0.0, log_weights)
             x = np.where(is_seen, x, 0.0)
         with np.errstate(all="ignore"):
@@ -287,7 +305,7 @@ class _Keys(NamedTuple):
                     f"observation, and less than 2**{_LARGEST} may"
                 )
             grid = np.ldexp(1.0, np.maximum(np.frexp(2 * reach)[1], -_LARGEST) - _GRID_BITS)[..., None]
-        return cls(centre, bandwidth, reach, grid, at, log_weights, allowed)
+        return cls(centre, bandwidth, reach, grid, x, at, log_weights, seen)
 
     def plain(self) -> tuple[np.ndarray, None]:
         """Columns, and no bias."""
@@ -309,6 +327,21 @@ class _Keys(NamedTuple):
         bias = np.zeros(self._shape()) if self.log_weights is None else self.log_weights
         return columns, bias - np.einsum("...d,...d->...", high + 0.5 * low, low)
 
+    def item(self, at: tuple[int, ...], lead: tuple[int, ...]) -> _Keys:
+        """Those of one item of the batch."""
+
+        def one(array: np.ndarray | None, axes: int) -> Any:
+            return (
+                None
+                if array is None
+                else np.broadcast_to(array, (*lead, *array.shape[array.ndim - axes :]))[at]
+            )
+
+        return _Keys(
+            one(self.centre, 2), self.bandwidth, one(self.reach, 1), one(self.grid, 2), one(self.x, 2),
+            one(self.at, 2), one(self.log_weights, 1), one(self.seen, 1),
+        )  # fmt: skip
+
     def _shape(self) -> tuple[int, ...]:
         """``(..., S)``"""
         weights = () if self.log_weights is None else self.log_weights.shape
@@ -318,7 +351,8 @@ class _Keys(NamedTuple):
 class _Points(NamedTuple):
     """Some of the points, in bandwidths from the centre of the keys, as queries."""
 
-    at: np.ndarray  #: ``(..., L, D)``
+    at: np.ndarray  #: ``(..., L, D)``, times ``2**-exponent``
+    exponent: np.ndarray  #: ``(..., L)``: 0, but for points whose squares would overflow
     own: np.ndarray  #: ``(..., L)``: half their squares, the same for every key
     is_near: np.ndarray  #: which of them have that among the products, where it cancels
 
@@ -330,7 +364,7 @@ class _Points(NamedTuple):
         exponent = np.maximum(exponent - _FAR, 0)
         at = np.ldexp(at, -exponent[..., None]) / keys.bandwidth
         own = _squares(at)
-        return cls(at, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
+        return cls(at, exponent, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
 
     def plain(self) -> tuple[np.ndarray, np.ndarray]:
         """Columns, and what is to be added to each row's lse."""
@@ -368,40 +402,134 @@ def _attend(
     """The means of `value`, and the logs of the sums of the kernels."""
     num_points = points.shape[-2]
     out, lse = np.empty((*lead, num_points, value.shape[-1])), np.empty((*lead, num_points))
-    is_cut = keys.reach > _PLAIN_REACH
-    ways = [way for way, is_needed in ((False, (~is_cut).any()), (True, is_cut.any())) if is_needed]
+    # Items of a batch may differ in this: each has the bits that it has alone.
+    way = 0 + (keys.reach > _PLAIN_REACH) + (keys.reach > _CUT_REACH)
     n_parts = max(1, -(-num_points // _ROWS))
     bounds = [num_points * n // n_parts for n in range(n_parts + 1)]
     with np.errstate(all="ignore"):
-        for way in ways:
-            columns, bias = keys.cut() if way else keys.plain()
+        for this_way in np.unique(way):
+            is_own = way == this_way
             for start, stop in pairwise(bounds):
-                rows = points[..., start:stop, :]
-                if way and 0 < num_points < _FEW_ROWS:
-                    rows = rows[..., np.arange(_FEW_ROWS) % num_points, :]
-                queries = _Points.of(rows, keys)
-                query, added = queries.cut(keys.grid) if way else queries.plain()
-                mask = keys.allowed
-                if leave_one_out:
-                    others = NotSelf().shifted(start, 0)
-                    mask = others if mask is None else mask & others
-                found, total = attention(
-                    query[..., None, :, :],
-                    columns[..., None, :, :],
-                    value[..., None, :, :],
-                    mask=mask,
-                    bias=None if bias is None else bias[..., None, None, :],
-                    scale=1.0,
-                    return_lse=True,
-                )
-                n = stop - start
-                here = np.s_[..., start:stop]
-                found, total = found[..., 0, :n, :], (total[..., 0, :] + added)[..., :n]
-                # Items of a batch may differ in this: each has the bits that it has alone.
-                is_own = np.True_ if len(ways) == 1 else is_cut == way
-                np.copyto(out[(*here, slice(None))], found, where=np.asarray(is_own)[..., None])
+                rows, here = points[..., start:stop, :], np.s_[..., start:stop]
+                own = start if leave_one_out else None
+                if this_way == 2:
+                    for item in np.argwhere(np.broadcast_to(is_own[..., 0], lead)):
+                        at = tuple(item)
+                        one = np.broadcast_to(rows, (*lead, *rows.shape[-2:]))[at]
+                        of_one = np.broadcast_to(value, (*lead, *value.shape[-2:]))[at]
+                        out[at][start:stop], lse[at][start:stop] = _by_differences(
+                            one, keys.item(at, lead), of_one, own
+                        )
+                    continue
+                found, total = _by_products(rows, keys, value, own, is_cut=this_way == 1)
+                np.copyto(out[(*here, slice(None))], found, where=is_own[..., None])
                 np.copyto(lse[here], total, where=is_own)
     return out, lse
+
+
+def _by_products(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None, *, is_cut: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of some points, the first of which is left out as this observation, if any is."""
+    n = points.shape[-2]
+    if is_cut and 0 < n < _FEW_ROWS:
+        points = points[..., np.arange(_FEW_ROWS) % n, :]
+    queries = _Points.of(points, keys)
+    query, added = queries.cut(keys.grid) if is_cut else queries.plain()
+    columns, bias = keys.cut() if is_cut else keys.plain()
+    mask: Mask | None = None if keys.seen is None else Dense(keys.seen[..., None, None, :])
+    if first_own is not None:
+        others = NotSelf().shifted(first_own, 0)
+        mask = others if mask is None else mask & others
+    found, total = attention(
+        query[..., None, :, :],
+        columns[..., None, :, :],
+        value[..., None, :, :],
+        mask=mask,
+        bias=None if bias is None else bias[..., None, None, :],
+        scale=1.0,
+        return_lse=True,
+    )
+    return found[..., 0, :n, :], (total[..., 0, :] + added)[..., :n]
+
+
+def _by_differences(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one item from differences, of those pairs alone whose products say that they may matter."""
+    n, (num_keys, dim) = len(points), keys.x.shape
+    queries, (columns, _) = _Points.of(points, keys), keys.plain()
+    query, _ = queries.plain()
+    is_nan = ~np.isfinite(points).all(axis=-1)
+    out = np.where(is_nan[:, None], np.nan, np.zeros((n, value.shape[-1])))
+    lse = np.where(is_nan, np.nan, -np.inf)
+    added = np.zeros(num_keys) if keys.log_weights is None else keys.log_weights
+    # How far a product may be from the score, some roundings of all of its terms; and what is out of range.
+    largest = np.sqrt(_squares(queries.at)) + keys.reach
+    wrong = (
+        4
+        * (dim + 4)
+        * _EPS
+        * (largest * np.where(queries.is_near, largest, keys.reach) + abs(added).max(initial=0))
+    )
+    range_ = _RANGE + log(num_keys + 1)
+    step = max(1, _PRODUCT // max(1, num_keys * max(columns.shape[-1], value.shape[-1])))
+    for start in range(0, n, step):
+        here = np.arange(start, min(start + step, n))
+        scores = query[here] @ columns.T
+        if keys.seen is not None:
+            scores[:, ~keys.seen] = -np.inf
+        if first_own is not None:
+            scores[here - start, first_own + here] = -np.inf
+        least = scores.max(axis=-1, initial=-np.inf) - range_ - 5 - 2 * wrong[here]
+        row, j = np.nonzero((scores >= least[:, None]) & (scores > -np.inf))
+        if not len(row):
+            continue
+        row += start
+        first, pair_of = _segments(row)
+        # Far from observations, squares are relative to 4**exponent, and differences of them to 2**exponent.
+        p, x, exponent, w = points[row], keys.x[j], queries.exponent[row], added[j]
+        away, rounded = _difference(np.ldexp(p, -exponent[:, None]), np.ldexp(x, -exponent[:, None]))
+        squares = _squares(away / keys.bandwidth)
+        score = np.ldexp(w, -2 * exponent) - 0.5 * squares
+        is_best = score == np.maximum.reduceat(score, first)[pair_of]
+        best = np.minimum.reduceat(np.where(is_best, np.arange(len(row)), len(row)), first)
+        other = best[pair_of]
+        # d_j**2 - d_best**2 = (d_j - d_best) (d_j + d_best), of which the first does not depend on the point.
+        both = (away + away[other]) + (rounded + rounded[other])
+        apart = np.einsum("pd,pd->p", (x[other] - x) / keys.bandwidth, both / keys.bandwidth)
+        change = np.ldexp(w - w[other], -exponent) - 0.5 * apart
+        most = np.maximum.reduceat(change, first)
+        least_square = squares[best] - 2 * np.ldexp(most, -exponent[best])
+        top = w[best] - np.ldexp(0.5 * least_square, 2 * exponent[best])
+        change = np.ldexp(change - most[pair_of], exponent)
+        # No bit depends on how many more pairs were found.
+        kept = change >= -range_
+        row, j, kernels = row[kept], j[kept], np.exp(change[kept])
+        first, pair_of = _segments(row)
+        total = np.add.reduceat(kernels, first)
+        share = kernels / total[pair_of]
+        lse[row[first]] = top + np.log(total)
+        out[row[first]] = np.add.reduceat(share[:, None] * value[j], first, axis=0)
+    # Targets that are NaN or inf are read by all points, as by products.
+    wild = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
+    if wild.any():
+        others = wild.sum(axis=0) - (0 if first_own is None else wild[first_own : first_own + n])
+        out[(others > 0) & np.isfinite(out)] = np.nan
+    return out, lse
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``a - b``, rounded, and what the rounding took [Knuth, The Art of Computer Programming 2, 4.2.2]."""
+    rounded = a - b
+    of_b = rounded - a
+    return rounded, (a - (rounded - of_b)) - (b + of_b)
+
+
+def _segments(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row begins among pairs that are sorted by it; and of each pair, which of these rows it has."""
+    begins = np.diff(row, prepend=-1) > 0
+    return np.flatnonzero(begins), np.cumsum(begins) - 1
 
 
 def _as_float64(array: np.ndarray) -> np.ndarray:
@@ -461,15 +589,23 @@ def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarr
     return np.broadcast_to(h, dim)
 
 
-def _check_log_weights(value: Any, num_keys: int, name: str = "log_weights") -> np.ndarray:
+def _per_observation(value: Any, num_keys: int, name: str) -> np.ndarray:
     array = _numbers(value, name)
     if not array.ndim or array.shape[-1] != num_keys:
         raise ValueError(f"{name} must have shape (..., S) with S={num_keys}, got {array.shape}")
     return array.astype(FLOAT64)
 
 
+def _check_log_weights(value: Any, num_keys: int) -> np.ndarray:
+    log_weights = _per_observation(value, num_keys, "log_weights")
+    is_right = log_weights < np.inf
+    if not is_right.all():
+        raise ValueError(f"log_weights must be finite or -inf, got {log_weights[~is_right].flat[0]}")
+    return log_weights
+
+
 def _check_weights(value: Any, num_keys: int) -> np.ndarray:
-    weights = _check_log_weights(value, num_keys, "weights")
+    weights = _per_observation(value, num_keys, "weights")
     is_right = (weights >= 0) & (weights < np.inf)
     if not is_right.all():
         raise ValueError(f"weights must be finite and not negative, got {weights[~is_right].flat[0]}")

@@ -801,8 +801,8 @@ class _ScaledFeatures(_Features):
 
     def of_queries(self, x: np.ndarray, group: int) -> np.ndarray:
         """Relative to the largest of each row, in differences from its exponent and scale."""
-        terms: Any = self.terms(x, are_queries=True)
-        a, e, size = (None if array is None else _grouped(array, group) for array in terms)
+        a, e, size = self.terms(x, are_queries=True)
+        e, size = _grouped(e, group), _grouped(size, group)
         c = self.scale(size).astype(self.dtype)
         c = np.broadcast_to(
             (c - c.max(axis=-1, keepdims=True, initial=-np.inf))[..., None, None, :], size.shape
@@ -812,6 +812,7 @@ class _ScaledFeatures(_Features):
         has_size = top > -np.inf
         phi = np.exp(np.minimum((e - np.where(has_size, top_e, 0)) + (c - top_c), _MAX_LOG))
         if a is not None:
+            a = _grouped(a, group)
             phi *= a / np.where(has_size, np.abs(np.take_along_axis(a, at, axis=-1)), 1)
         return phi
 

@@ -61,6 +61,23 @@ class TestDensity:
         got, wanted = ours.score_samples(points[is_near]), theirs.score_samples(points[is_near])
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
+    @pytest.mark.parametrize("ratio", range(15), ids=lambda n: f"1e{n}")
+    @pytest.mark.parametrize("dtype", ["float64", "float32"])
+    def test_scores_are_scikit_learns_at_any_ratio(self, ratio, dtype):
+        """Of spread to bandwidth; near samples, and between them."""
+        rng = np.random.default_rng(ratio)
+        for dim in (1, 3):
+            h = 10.0**-ratio
+            X = rng.standard_normal((150, dim))
+            X = np.concatenate([X, X + h * rng.standard_normal(X.shape)]).astype(dtype)
+            points = np.concatenate([X[:50] + h * rng.standard_normal((50, dim)), 2 * X[50:70]]).astype(dtype)
+            ours = KernelDensity(bandwidth=h).fit(X).score_samples(points)
+            theirs = (
+                neighbors.KernelDensity(bandwidth=h, leaf_size=300).fit(X).score_samples(points)
+            )  # a single leaf
+            assert ours.dtype == dtype
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12 if dtype == "float64" else 1e-7, atol=1e-12)
+
     def test_a_bandwidth_for_each_feature(self):
         X, _, _ = data()
         h = np.array([0.1, 1.0, 10.0])
@@ -100,13 +117,25 @@ class TestLeaveOneOut:
         y, weights = np.c_[y, y**2], weights / weights.sum()
 
         def value(log_h):
-            return _leave_one_out(X / np.exp(log_h), y, weights)[0]
+            return _leave_one_out(X, np.exp(log_h), y, weights)[0]
 
         def slope(log_h):
-            return _leave_one_out(X / np.exp(log_h), y, weights)[1]
+            return _leave_one_out(X, np.exp(log_h), y, weights)[1]
 
         for log_h in (np.zeros(3), np.array([-1.0, 0.5, 1.0])):
             assert check_grad(value, slope, log_h) < 1e-6 * (1e-3 + np.abs(slope(log_h)).max())
+
+    @pytest.mark.parametrize("bandwidth", [1.0, 1e-6, 1e-12])
+    def test_error_at_small_bandwidths(self, bandwidth):
+        """Pairs a bandwidth apart, whose squares cancel in products."""
+        X, y, weights = data(60)
+        X[30:] = X[:30] + bandwidth * X[30:]
+        scores = -0.5 * (((X[:, None] - X) / bandwidth) ** 2).sum(axis=-1)
+        scores[np.diag_indices(60)] = -np.inf
+        kernels = weights * np.exp(scores - scores.max(axis=1, keepdims=True))
+        others = kernels @ y / kernels.sum(axis=1)
+        error, _ = _leave_one_out(X, np.full(3, bandwidth), y[:, None], weights)
+        assert error == pytest.approx(weights @ (others - y) ** 2, rel=1e-12)
 
     def test_error_is_that_of_fits_without_each(self):
         X, y, weights = data(30)

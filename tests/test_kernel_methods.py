@@ -1,21 +1,22 @@
 """`kernel_regression` and `kernel_logsumexp` against loops in extended precision, and what must not matter.
 
 Bounds: a coordinate in bandwidths is rounded some times on its way, which moves a score by ``eps * R * d``,
-with R the distance from the centre and d that of the observation; the exponent itself by ``eps * d**2``; and
-up to 32 bandwidths from the centre products are rounded as they are, ``eps * R**2``. Further away they are
-products of R and the rest of a coordinate, at most ``R / 2**24``. `SLACK` roundings of each are allowed.
+with R the distance from the centre and d that of the observation, where R is up to 256; the exponent itself
+by ``eps * d**2``; and up to 32 bandwidths from the centre products are rounded as they are, ``eps * R**2``.
+`SLACK` roundings of each are allowed.
 """
 
 from __future__ import annotations
 
 import tracemalloc
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import fastattn
-from fastattn._kernel_methods import _PLAIN_REACH, _ROWS
+from fastattn._kernel_methods import _CUT_REACH, _PLAIN_REACH, _ROWS
 from tests.cases import MEMORY_LAYOUTS
 from tests.tolerances import assert_same_bits
 
@@ -57,8 +58,8 @@ def loops(points, x, y, bandwidth, weights=None, leave_one_out=False):
         density[i] = lse[i] - np.log(w[others].sum()) - np.log(h * np.sqrt(2 * WIDE(np.pi))).sum()
         out[i] = share @ y[others]
         reach = max(far, float(np.sqrt((((points[i] - middle) / h) ** 2).sum())))
-        moved = 1 + np.abs(np.log(w[others])) + reach * np.sqrt(squares) + squares
-        moved = (moved + min(reach, 2 * _PLAIN_REACH) ** 2 + (reach / 2**12) ** 2).astype(float)
+        moved = 1 + np.abs(np.log(w[others])) + min(reach, 2 * _CUT_REACH) * np.sqrt(squares) + squares
+        moved = (moved + min(reach, 2 * _PLAIN_REACH) ** 2).astype(float)
         lse_reach[i] = share @ moved + abs(lse[i]) + abs(density[i])
         out_reach[i] = (share * moved) @ np.abs(y[others]) + (share @ moved) * (share @ np.abs(y[others]))
     return Sums(out, lse, density, out_reach, lse_reach)
@@ -104,7 +105,7 @@ def chosen(backend, monkeypatch):
 
 class TestAccuracy:
     @pytest.mark.parametrize("dim", [1, 3, 14, 15, 40])
-    @pytest.mark.parametrize("bandwidth", [30.0, 1.0, 0.05, 1e-3, 1e-6])
+    @pytest.mark.parametrize("bandwidth", [30.0, 1.0, 0.05, 1e-3, 1e-6, 1e-10, 1e-14])
     @pytest.mark.parametrize("num_points", [1, 5, 40])
     def test_like_loops(self, chosen, dim, bandwidth, num_points):
         """Bandwidths from beyond the data to far below it, near observations and between them."""
@@ -121,11 +122,55 @@ class TestAccuracy:
         points[:] = x[: len(points)]
         assert_right(points, x, y, bandwidth)
 
-    @pytest.mark.parametrize("bandwidth", [0.5, 1e-4])
-    def test_a_bandwidth_for_each_feature(self, bandwidth):
+    @pytest.mark.parametrize("bandwidth", [0.5, 1e-4, 1e-10, np.array([1.0, 1e-12, 1e-5])], ids=str)
+    def test_a_bandwidth_for_each_feature(self, chosen, bandwidth):
         points, x, y = problem()
         scales = np.array([1e-3, 1.0, 1e4])
         assert_right(points * scales, x * scales, y, bandwidth * scales)
+
+    def test_a_year_of_time_stamps(self, chosen):
+        """Seconds, and a bandwidth of a tenth of a millisecond."""
+        rng = np.random.default_rng(0)
+        bursts = 1.7e9 + rng.uniform(0, 365 * 86400, 40)
+        x = (bursts[:, None] + rng.normal(0, 3e-4, (40, 5))).reshape(-1, 1)
+        points, y = x[::3] + rng.normal(0, 1e-4, (67, 1)), rng.normal(size=(200, 1))
+        assert_right(points, x, y, 1e-4)
+        assert_right(x[:60], x[:60], y[:60], 1e-4, leave_one_out=True)
+
+    @pytest.mark.parametrize("bandwidth", [1e-4, 1e-9])
+    @pytest.mark.parametrize("dim", [1, 3])
+    def test_between_observations_the_nearer_decides(self, chosen, bandwidth, dim):
+        """Half way, squares are equal but for less than they are rounded by: in rational numbers."""
+        rng = np.random.default_rng(0)
+        x, y = rng.standard_normal((12, dim)), np.arange(12.0)
+        points = np.concatenate([(x[i] + x[i + 1 :]) / 2 for i in range(11)])
+        out = fastattn.kernel_regression(points, x, y, bandwidth=bandwidth)
+        rational = [[Fraction(float(number)) for number in row] for row in x]
+        for point, got in zip(points, out, strict=True):
+            p = [Fraction(float(number)) for number in point]
+            squares = [sum((a - b) ** 2 for a, b in zip(p, row, strict=True)) for row in rational]
+            scores = [float((min(squares) - square) / Fraction(bandwidth) ** 2 / 2) for square in squares]
+            kernels = np.exp(np.maximum(scores, -800))
+            assert abs(got - kernels @ y / kernels.sum()) < 1e-6
+
+    def test_bits_of_a_row_are_its_own(self, chosen):
+        points, x, y = problem(num_points=60, num_keys=300, dim=1)
+        points[::2] = x[:30] + 1e-4 * points[::2]
+        whole = fastattn.kernel_regression(points, x, y, bandwidth=1e-4, return_log_density=True)
+        for rows in (slice(7, 8), slice(20, 60)):
+            some = fastattn.kernel_regression(points[rows], x, y, bandwidth=1e-4, return_log_density=True)
+            for a, b in zip(some, whole, strict=True):
+                assert_same_bits(a, b[rows])
+
+    def test_targets_that_are_not_finite_are_read_by_all(self, chosen):
+        """Whatever the bandwidth; but not by the point that leaves them out."""
+        _, x, y = problem()
+        y[5, 1] = np.nan
+        for bandwidth in (1.0, 1e-2, 1e-6):
+            out = fastattn.kernel_regression(x, x, y, bandwidth=bandwidth)
+            assert np.isnan(out).all(axis=0).tolist() == [False, True]
+            out = fastattn.kernel_regression(x, x, y, bandwidth=bandwidth, leave_one_out=True)
+            assert np.flatnonzero(~np.isnan(out[:, 1])).tolist() == [5]
 
     @pytest.mark.parametrize("away", [1e2, 1e8, 1e100])
     @pytest.mark.parametrize("bandwidth", [1.0, 1e-3])
@@ -457,5 +502,7 @@ class TestRefused:
         assert str(caught.value).endswith(self.SHAPES)
         with pytest.raises(ValueError) as caught:
             fastattn.kernel_logsumexp(np.ones((5, 2)), np.ones((7, 2)), bandwidth=1.0, log_weights=[1.0])
+        with pytest.raises(ValueError, match=r"^log_weights must be finite or -inf, got nan"):
+            fastattn.kernel_logsumexp(np.ones((5, 2)), np.ones((1, 2)), bandwidth=1.0, log_weights=[np.nan])
         said = "log_weights must have shape (..., S) with S=7, got (1,); points (5, 2), x (7, 2)"
         assert str(caught.value) == said

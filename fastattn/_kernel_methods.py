@@ -114,11 +114,11 @@ def kernel_regression(
 
     Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With d the distance of
     the observations that matter, in bandwidths, the log density has an error of the order
-    ``eps * (1 + d**2)``, and in addition ``eps * R * (d + R)`` where R is up to 32 and ``eps * R * d`` where it
-    is up to 256; and so have the weights of `out`, relatively. (On the reference backend the order in which
-    BLAS sums is not known, and the error may be ``eps * R * (d + R)`` for R up to 256.) The mean of `x` is
-    subtracted first, so that a shift common to points and x changes nothing but the rounding of the arguments
-    themselves.
+    ``eps * (1 + d**2)``, and in addition ``eps * R * (d + R)`` where R is up to 32 and ``eps * R * d`` where
+    it is up to 256; and so have the weights of `out`, relatively. (On the reference backend the order in
+    which BLAS sums is not known, and the error may be ``eps * R * (d + R)`` for R up to 256.) The mean of `x`
+    is subtracted first, so that a shift common to points and x changes nothing but the rounding of the
+    arguments themselves.
 
     Time: products of every point with every observation, and differences of few pairs, unless R is above 256
     because of a few observations far from the others.
@@ -527,7 +527,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _segments(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row begins among pairs that are sorted by it; and of each pair, which of these rows it has."""
+    """Where each row begins among pairs that are sorted by it, and which of these rows each pair has."""
     begins = np.diff(row, prepend=-1) > 0
     return np.flatnonzero(begins), np.cumsum(begins) - 1
 

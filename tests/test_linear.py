@@ -55,8 +55,12 @@ def weights_of(query, key, phi, *, causal=False, key_lengths=None, dtype=WIDE):
     return weights
 
 
-def formula(query, key, value, phi, *, dtype=WIDE, **options):
-    weights = weights_of(query, key, phi, dtype=dtype, **options)
+def formula(query, key, value, phi, *, dtype=WIDE, relative=False, **options):
+    """`relative` rounds weights to `dtype` that are relative to the largest of their row."""
+    weights = weights_of(query, key, phi, dtype=WIDE if relative else dtype, **options)
+    if relative:
+        largest = weights.max(-1, keepdims=True, initial=0)
+        weights = (weights / np.where(largest == 0, 1, largest)).astype(dtype)
     v = np.repeat(np.asarray(value).astype(dtype), weights.shape[-3] // np.shape(value)[-3], axis=-3)
     total = weights.sum(-1, keepdims=True)
     with np.errstate(invalid="ignore"):

@@ -4,7 +4,7 @@
 
     python -m tests.fuzz --cases 1000000 --processes 2       # all engines of this machine, seeds 0, 1, ...
     python -m tests.fuzz --cases 100000 --seed 1000000       # goes on with other seeds
-    python -m tests.fuzz --kind flex --cases 10000           # of one kind alone
+    python -m tests.fuzz --kinds linear,kernels              # of these kinds of cases alone
     python -m tests.fuzz --sanitize --cases 100000           # a build with AddressSanitizer and UBSan
     python -m tests.fuzz --malloc-failures --cases 100000    # the driver's malloc fails now and then
     python -m tests.fuzz --forks 1000 --threads 8            # children forked while eight threads work

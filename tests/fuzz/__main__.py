@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.fuzz import __doc__ as description
 from tests.fuzz import checks, forks, mallocs, sanitized
-from tests.fuzz.records import Record
+from tests.fuzz.records import KINDS, Record
 from tests.fuzz.runner import Progress, Run
 from tests.fuzz.worker import manner_of, prepare
 
@@ -26,6 +26,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first; a run goes on where another ended")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--engines", help="comma-separated, of those that are here; default all")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; default all: %(default)s")
     parser.add_argument("--timeout", type=float, default=60, help="seconds after which a case hangs")
     parser.add_argument("--sanitize", action="store_true", help="on a build with AddressSanitizer and UBSan")
     parser.add_argument("--malloc-failures", action="store_true", help="some malloc of the driver fail")
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             options = {"environment": {"LD_PRELOAD": str(library)}, "mode": "malloc"}
         stop = given.seed + given.cases
         run = Run(
-            given.seed, stop, processes=given.processes, engines=engines, timeout=given.timeout, **options
+            given.seed, stop, processes=given.processes, engines=engines, kinds=given.kinds.split(","),
+            timeout=given.timeout, **options,
         )  # fmt: skip
         began = time.monotonic()
         with Bar(given.cases) as bar:

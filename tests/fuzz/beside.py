@@ -112,6 +112,8 @@ def check_linear(record: Record, engine: Engine) -> None:
     case, chosen = Case(record), record["linear"]
     name, causal = chosen["map"], chosen.get("causal", False)
     given_map, phi, factor = test_linear.MAPS[name]
+    if "power" in chosen:  # a factor common to all features
+        given_map = lambda x: phi(x) * x.dtype.type(2.0 ** chosen["power"])  # noqa: E731
     computed, result = case.dtypes
     arrays = list(case.arrays.values())
     wide = [np.broadcast_to(x, (*case.lead, *x.shape[-3:])) for x in case.naturals.values()]
@@ -119,6 +121,7 @@ def check_linear(record: Record, engine: Engine) -> None:
     if case.key_lengths is not None:
         options["key_lengths"] = case.key_lengths
     exact, reach = test_linear.formula(*wide, phi, **options)
+    relative = any(style.startswith("low") for style in record.get("styles", {}).values())
 
     def compare(got: Array, what: str, rows: slice = np.s_[:]) -> None:
         if got.dtype != result:
@@ -126,7 +129,9 @@ def check_linear(record: Record, engine: Engine) -> None:
         within(
             what, got[None] if case.is_flat else got, exact[..., rows, :],
             (2 * factor * reach[..., rows, :]).astype(float), None, computed,
-            lambda: [test_linear.formula(*wide, phi, dtype=computed, **options)[0][..., rows, :]],
+            lambda: [
+                test_linear.formula(*wide, phi, dtype=computed, relative=relative, **options)[0][..., rows, :]
+            ],
         )  # fmt: skip
 
     before = [(name, x, x.tobytes()) for name, x in case.arrays.items()]
@@ -218,6 +223,8 @@ def check_kernels(record: Record, engine: Engine) -> None:
     bandwidth: Any = chosen.get("bandwidth", 1.0)
     if chosen.get("per_dim"):
         bandwidth = bandwidth * (0.5 + numbers(_UNIFORM, data, "bias", (dim,)))
+    if chosen.get("pairs"):
+        x[1::2] = x[: num_keys - 1 : 2] + bandwidth * x[1::2]
     weights = None
     if chosen.get("weights"):
         uniform = numbers(_UNIFORM, data, "sinks", (num_keys,))
@@ -226,7 +233,8 @@ def check_kernels(record: Record, engine: Engine) -> None:
     points = x
     if not leave_one_out:
         near = integers(data, "query", (record["len_q"],), 0, num_keys - 1)
-        points = x[near] + chosen.get("away", 0.3) * numbers(_NORMAL, data, "other", (record["len_q"], dim))
+        away = bandwidth if chosen.get("pairs") and "away" not in chosen else chosen.get("away", 0.3)
+        points = x[near] + away * numbers(_NORMAL, data, "other", (record["len_q"], dim))
     try:
         with _default(engine):
             test_kernel_methods.assert_right(points, x, y, bandwidth, weights, leave_one_out)

@@ -176,6 +176,11 @@ class Case:
             return x * 8 * float(ml_dtypes.finfo(dtype_of(dtype)).smallest_subnormal)
         if style == "steps":
             return np.rint(2 * x) / 2
+        if style == "low":
+            return x - 300
+        if style == "low_rows":  # some of them, by up to a thousand
+            steps = np.maximum(0, np.rint(8 * numbers(_UNIFORM, self.data, "other", (*x.shape[:-1], 1))) - 3)
+            return x - 200 * steps
         if style == "mixed":
             powers = np.log10(_LARGE[dtype]) * (2 * numbers(_UNIFORM, self.data, "other", x.shape) - 1)
             return x * 10**powers

@@ -51,15 +51,18 @@ VARIANTS = (
 MOST_WORK = (60_000, 8, 200)
 
 
-def draw(seed: int, engines: Sequence[str]) -> Record:
+#: What is drawn, and how often.
+KINDS = {
+    "attention": 72, "backward": 3, "varlen": 3, "merge": 3, "stored": 4, "cache": 2, "sdpa": 1, "error": 7,
+    "flex": 1, "linear": 2, "rope": 1.5, "kernels": 0.5, "layers": 1,
+}  # fmt: skip
+
+
+def draw(seed: int, engines: Sequence[str], kinds: Sequence[str] = tuple(KINDS)) -> Record:
     """The case of a seed, for one of these engines (names of backends, with an instruction set or not)."""
     r = Random(seed)
     engine = _engine(r, engines)
-    kind = r.choices(
-        ("attention", "backward", "varlen", "merge", "stored", "cache", "sdpa", "error",
-         "flex", "linear", "rope", "kernels", "layers"),
-        (72, 3, 3, 3, 4, 2, 1, 7, 1, 2, 1.5, 0.5, 1),
-    )[0]  # fmt: skip
+    kind = r.choices(kinds, [KINDS[name] for name in kinds])[0]
     if engine == "numba" and kind in ("backward", "stored", "cache"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
     record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
@@ -371,6 +374,12 @@ def _linear(r: Random, record: Record) -> None:
     record["linear"] = {"map": r.choice(("elu+1", "elu+1", "squares", "favor"))}
     if record["linear"]["map"] != "elu+1":
         record["head_dim"] = 16
+    if record["linear"]["map"] == "squares" and r.random() < 0.4:
+        record["linear"]["power"] = r.choice((-100, -60, 60, 100))
+    if record["linear"]["map"] == "elu+1" and r.random() < 0.4:
+        record["styles"] = {
+            name: r.choice(("low", "low_rows")) for name in r.sample(("query", "key"), r.randint(1, 2))
+        }
     if "spread" in record:
         record["spread"] = min(record["spread"], 4.0)
     record["heads"], record["kv_heads"] = max(1, record["heads"]), max(1, record["kv_heads"])
@@ -402,10 +411,10 @@ def _kernels(r: Random, record: Record) -> None:
         record[name] = max(1, record[name])
     record["len_k"] = min(record["len_k"], 200)
     record["len_q"] = min(record["len_q"], max(1, 2000 // record["len_k"]))
-    record["kernels"] = {"bandwidth": r.choice((30.0, 1.0, 0.3, 0.05, 1e-3, 1e-6))}
+    record["kernels"] = {"bandwidth": r.choice((30.0, 1.0, 0.3, 0.05, 1e-3, 10.0 ** -r.randint(4, 14)))}
     for name, values, chance in (
         ("per_dim", (True,), 0.4), ("weights", (1, 20), 0.4), ("leave_one_out", (True,), 0.3),
-        ("shift", (5.0, -1e4, 1e8), 0.3), ("away", (0.0, 3.0, 100.0), 0.4),
+        ("shift", (5.0, -1e4, 1e8), 0.3), ("away", (0.0, 3.0, 100.0), 0.4), ("pairs", (True,), 0.5),
     ):  # fmt: skip
         if r.random() < chance:
             record["kernels"][name] = r.choice(values)

@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.records import Record, draw
+from tests.fuzz.records import KINDS, Record, draw
 from tests.fuzz.shrink import shrink
 from tests.process import ROOT
 
@@ -58,6 +58,7 @@ class _Worker:
             str(self.path),
             ",".join(self._run.engines),
             self._run.mode,
+            ",".join(self._run.kinds),
         ]
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
         self.process = subprocess.Popen(
@@ -111,13 +112,14 @@ class Run:
         *,
         processes: int,
         engines: list[str],
+        kinds: Sequence[str] = tuple(KINDS),
         timeout: float,
         mode: str = "plain",
         root: Path = ROOT,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.first, self.stop, self.processes, self.timeout = first, stop, processes, timeout
-        self.engines, self.mode, self.root = engines, mode, root
+        self.engines, self.kinds, self.mode, self.root = engines, kinds, mode, root
         variables = {name: text for name, text in os.environ.items() if not name.startswith("FASTATTN_")}
         variables |= {"PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"} | (environment or {})
         self.environment = variables
@@ -184,7 +186,7 @@ class Run:
         if not first <= seed < stop:
             raise RuntimeError(f"a worker does not start:\n{worker.last_errors()}")
         manner = "hangs" if worker.hangs else f"ended with {status}"
-        record = draw(seed, self.engines)
+        record = draw(seed, self.engines, self.kinds)
         if manner != "hangs" and self.mode == "plain" and len(self.progress.failures) < CRASHES_SHRUNK:
             record = shrink(record, manner, self.alone, most=60)
         self.progress.failures.append(

@@ -70,7 +70,7 @@ class Reporter:
         return {"failed": record.get("seed"), "manner": manner, "message": message[:600], "record": smaller}
 
 
-def main(path: str, engine_names: list[str], mode: str) -> None:
+def main(path: str, engine_names: list[str], mode: str, kinds: list[str]) -> None:
     faulthandler.enable()
     prepare()
     fail_mallocs = None
@@ -85,7 +85,7 @@ def main(path: str, engine_names: list[str], mode: str) -> None:
         first, stop = map(int, line.split())
         for seed in range(first, stop):
             seat[:] = struct.pack("q", seed)
-            record = draw(seed, engine_names)
+            record = draw(seed, engine_names, kinds)
             found = (manner_of if fail_mallocs is None else fail_mallocs.manner_of)(record)
             if found is not None:
                 print(json.dumps(reporter.report(record, *found)), flush=True)
@@ -94,4 +94,4 @@ def main(path: str, engine_names: list[str], mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].split(","), sys.argv[3])
+    main(sys.argv[1], sys.argv[2].split(","), sys.argv[3], sys.argv[4].split(","))

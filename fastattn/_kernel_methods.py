@@ -26,12 +26,8 @@ _GRID_BITS = 25  # with which products of two coordinates, and all their sums, a
 _CHAIN = 16  # columns of a partial sum of the kernels: no sum holds exact and rounded terms but the whole
 _FEW_ROWS = 32  # below, the kernels for few rows may sum the columns in another order
 _EPS = float(np.finfo(np.float64).eps)
-_PRODUCT = (
-    1 << 18
-)  # multiply-adds of a product at once: the most that OpenBLAS does not share out among threads
-_RANGE = (
-    45.0  # kernels of this, and of the logarithm of their number, below the largest change no bit of a sum
-)
+_PRODUCT = 1 << 18  # multiply-adds of a product: the most that OpenBLAS does not share out among threads
+_RANGE = 45.0  # how far below the largest score, and log(S), a score changes no bit of a sum
 _LARGEST = 400  # exponent of the largest coordinate of an observation, in bandwidths
 _FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
 
@@ -331,11 +327,9 @@ class _Keys(NamedTuple):
         """Those of one item of the batch."""
 
         def one(array: np.ndarray | None, axes: int) -> Any:
-            return (
-                None
-                if array is None
-                else np.broadcast_to(array, (*lead, *array.shape[array.ndim - axes :]))[at]
-            )
+            if array is None:
+                return None
+            return np.broadcast_to(array, (*lead, *array.shape[array.ndim - axes :]))[at]
 
         return _Keys(
             one(self.centre, 2), self.bandwidth, one(self.reach, 1), one(self.grid, 2), one(self.x, 2),
@@ -409,40 +403,48 @@ def _attend(
     with np.errstate(all="ignore"):
         for this_way in np.unique(way):
             is_own = way == this_way
+            compute = (_by_products, _by_cut_products, _by_differences)[this_way]
             for start, stop in pairwise(bounds):
-                rows, here = points[..., start:stop, :], np.s_[..., start:stop]
+                here = np.s_[..., start:stop]
                 own = start if leave_one_out else None
-                if this_way == 2:
-                    for item in np.argwhere(np.broadcast_to(is_own[..., 0], lead)):
-                        at = tuple(item)
-                        one = np.broadcast_to(rows, (*lead, *rows.shape[-2:]))[at]
-                        of_one = np.broadcast_to(value, (*lead, *value.shape[-2:]))[at]
-                        out[at][start:stop], lse[at][start:stop] = _by_differences(
-                            one, keys.item(at, lead), of_one, own
-                        )
-                    continue
-                found, total = _by_products(rows, keys, value, own, is_cut=this_way == 1)
+                found, total = compute(points[..., start:stop, :], keys, value, own)
                 np.copyto(out[(*here, slice(None))], found, where=is_own[..., None])
                 np.copyto(lse[here], total, where=is_own)
     return out, lse
 
 
 def _by_products(
-    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None, *, is_cut: bool
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of some points, the first of which is left out as this observation, if any is."""
+    """Of some points, of which each leaves out an observation where `first_own` says that of the first."""
+    return _by_attention(_Points.of(points, keys).plain(), keys.plain(), keys.seen, value, first_own)
+
+
+def _by_cut_products(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     n = points.shape[-2]
-    if is_cut and 0 < n < _FEW_ROWS:
+    if 0 < n < _FEW_ROWS:
         points = points[..., np.arange(_FEW_ROWS) % n, :]
-    queries = _Points.of(points, keys)
-    query, added = queries.cut(keys.grid) if is_cut else queries.plain()
-    columns, bias = keys.cut() if is_cut else keys.plain()
-    mask: Mask | None = None if keys.seen is None else Dense(keys.seen[..., None, None, :])
+    query = _Points.of(points, keys).cut(keys.grid)
+    out, lse = _by_attention(query, keys.cut(), keys.seen, value, first_own)
+    return out[..., :n, :], lse[..., :n]
+
+
+def _by_attention(
+    query: tuple[np.ndarray, np.ndarray],
+    key: tuple[np.ndarray, np.ndarray | None],
+    seen: np.ndarray | None,
+    value: np.ndarray,
+    first_own: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    (rows, added), (columns, bias) = query, key
+    mask: Mask | None = None if seen is None else Dense(seen[..., None, None, :])
     if first_own is not None:
         others = NotSelf().shifted(first_own, 0)
         mask = others if mask is None else mask & others
     found, total = attention(
-        query[..., None, :, :],
+        rows[..., None, :, :],
         columns[..., None, :, :],
         value[..., None, :, :],
         mask=mask,
@@ -450,28 +452,37 @@ def _by_products(
         scale=1.0,
         return_lse=True,
     )
-    return found[..., 0, :n, :], (total[..., 0, :] + added)[..., :n]
+    return found[..., 0, :, :], total[..., 0, :] + added
 
 
 def _by_differences(
     points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same of one item from differences, of those pairs alone whose products say that they may matter."""
+    lead = np.broadcast_shapes(
+        points.shape[:-2], keys.x.shape[:-2], value.shape[:-2], _items(keys.log_weights)
+    )
+    out, lse = np.empty((*lead, points.shape[-2], value.shape[-1])), np.empty((*lead, points.shape[-2]))
+    points, value = (np.broadcast_to(array, (*lead, *array.shape[-2:])) for array in (points, value))
+    for at in np.ndindex(*lead):
+        item = keys.item(at, lead)
+        if item.reach > _CUT_REACH:
+            out[at], lse[at] = _item_by_differences(points[at], item, value[at], first_own)
+    return out, lse
+
+
+def _item_by_differences(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """One item, from differences of those pairs alone whose products say that they may matter."""
     n, (num_keys, dim) = len(points), keys.x.shape
     queries, (columns, _) = _Points.of(points, keys), keys.plain()
     query, _ = queries.plain()
-    is_nan = ~np.isfinite(points).all(axis=-1)
-    out = np.where(is_nan[:, None], np.nan, np.zeros((n, value.shape[-1])))
-    lse = np.where(is_nan, np.nan, -np.inf)
+    out, lse = np.full((n, value.shape[-1]), np.nan), np.full(n, np.nan)
     added = np.zeros(num_keys) if keys.log_weights is None else keys.log_weights
     # How far a product may be from the score, some roundings of all of its terms; and what is out of range.
-    largest = np.sqrt(_squares(queries.at)) + keys.reach
-    wrong = (
-        4
-        * (dim + 4)
-        * _EPS
-        * (largest * np.where(queries.is_near, largest, keys.reach) + abs(added).max(initial=0))
-    )
+    far = np.sqrt(_squares(queries.at)) + keys.reach
+    terms = far * np.where(queries.is_near, far, keys.reach) + np.abs(added).max()
+    wrong = 4 * (dim + 4) * _EPS * terms
     range_ = _RANGE + log(num_keys + 1)
     step = max(1, _PRODUCT // max(1, num_keys * max(columns.shape[-1], value.shape[-1])))
     for start in range(0, n, step):
@@ -481,7 +492,9 @@ def _by_differences(
             scores[:, ~keys.seen] = -np.inf
         if first_own is not None:
             scores[here - start, first_own + here] = -np.inf
-        least = scores.max(axis=-1, initial=-np.inf) - range_ - 5 - 2 * wrong[here]
+        largest = scores.max(axis=-1)
+        out[here[largest == -np.inf]], lse[here[largest == -np.inf]] = 0, -np.inf
+        least = largest - range_ - 5 - 2 * wrong[here]
         row, j = np.nonzero((scores >= least[:, None]) & (scores > -np.inf))
         if not len(row):
             continue

@@ -313,7 +313,9 @@ def hold_weights(case: Case, results: dict[str, Array]) -> None:
     of_out = ml_dtypes.finfo(results["out"].dtype)
     reach = weights @ np.abs(value)
     lost = least * np.abs(value).sum(axis=-2, keepdims=True) + float(of_out.smallest_normal)
-    budget = (32 * eps + unit + float(of_out.eps)) * reach + lost / share
+    # Half a unit for each key of a partial sum, and for each of those, in outputs and in the sum of a row.
+    rounding = eps * (64 + case.S / 64) + unit + float(of_out.eps)
+    budget = rounding * reach + lost / share
     wrong = known[..., None] & np.isfinite(out) & ~(np.abs(out - weights @ value) <= budget)
     if wrong.any():
         at = _first(wrong)

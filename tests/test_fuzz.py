@@ -76,6 +76,10 @@ def test_the_oracle_is_the_definition(seed):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-300, err_msg=name)
         mine, theirs = (getattr(answer, f"{name}_reach")[judged].astype(float) for answer in (got, wanted))
         finite = np.isfinite(theirs)
+        if name == "lse":  # scores that are wrong by more than `oracle.FIRST_ORDER` have a reach of their own
+            beyond = ~clear["weights"].all(axis=-1)[judged]
+            assert (mine >= theirs)[beyond & finite].all()
+            finite &= ~beyond
         np.testing.assert_allclose(
             mine[finite], theirs[finite], rtol=1e-6, atol=1e-25, err_msg=f"{name}_reach"
         )
@@ -130,7 +134,7 @@ def test_a_few_cases(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_few_functions(seed):
     pytest.importorskip("numba")
-    record = draw(seed, [*COMPILED, "reference"], "flex")
+    record = draw(seed, [*COMPILED, "reference"], ("flex",))
     assert manner_of(record) is None, record
 
 

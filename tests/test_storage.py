@@ -40,7 +40,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
     "window": {"window": (5, 60), "softcap": 4.0},
-    "mask": {"mask": masks.Window(7, 3) | masks.GlobalTokens([0, 64])},
+    "mask": {"mask": masks.Window(7, 3) | masks.GlobalTokens([0])},
     "bias": {"bias": "bias"},
     "sinks": {"sinks": "sinks"},
 }

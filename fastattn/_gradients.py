@@ -16,16 +16,23 @@ from fastattn._problem import FLOAT64, Problem
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
-#: From here on, in natural units, a row's lse is replaced by that of the scores that its weights are computed
-#: from, where the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
+#: Where a row's lse, or the product of the scale and the norms of its query and its largest key, is as large,
+#: the lse is replaced by that of the scores that its weights are computed from, if the two agree: half a unit
+#: of a float32 score of this size moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
 
 
-def score_rounding(head_dim: int, dtype: np.dtype) -> float:
-    """By how much two ways to compute a score may differ, relative to the product of the norms of the query
-    and the key: half a unit for the scale, the products, the sums' last roundings and the lse, and one for
-    every second of the sums before, of which kernels have at most SCORE_COLUMNS in a chain."""
-    return float(np.finfo(dtype).eps) / 2 * (4 + min(head_dim, SCORE_COLUMNS) / 4)
+def score_roundings(problem: Problem) -> tuple[float, float]:
+    """By how much two ways to compute an lse may differ, relative to its size and to the product of the norms
+    of query and key: at most, and usually.
+
+    In half units: four for the scale, products and last sums, eight for a soft-cap's tanh; and for a chain of
+    n sums of numbers of one sign, of which kernels have at most SCORE_COLUMNS, n / 4 or, where roundings are
+    independent, less than sqrt(n).
+    """
+    half_unit, chain = float(np.finfo(problem.dtype).eps) / 2, min(problem.head_dim, SCORE_COLUMNS)
+    few = 4 if problem.softcap is None else 12
+    return half_unit * (few + chain / 4), half_unit * (few + chain**0.5)
 
 
 class Backward(NamedTuple):

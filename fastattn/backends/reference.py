@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn._constants import SCORE_COLUMNS
-from fastattn._gradients import Backward, Gradients, score_rounding
+from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_roundings
 from fastattn._mask_map import UNBOUNDED
 from fastattn._problem import Problem
 from fastattn._storage import HeadRows, Rows
@@ -21,6 +21,7 @@ from fastattn.backends._base import Backend
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
 _CHUNK_BYTES = 2**19  # keys or values that are copied at once
+_SMALL = 2.0**-64  # by which norms are multiplied: no such product overflows
 
 
 class ReferenceBackend(Backend):
@@ -297,10 +298,9 @@ def _differentiate(
     sink = None if problem.sinks is None else dtype(problem.sinks[head])
     # Whose lse may be off by rounding from that of these scores: Cauchy and Schwarz bound them.
     key_norms = np.where(allowed, _norms(key), 0).max(axis=-1, initial=0)
-    norms = abs(problem.scale) * _norms(query) * key_norms
-    share, lse = _own_lse(
-        backward.lse[item][head, rows], scores, sink, norms, score_rounding(problem.head_dim, problem.dtype)
-    )
+    factors = np.sort([np.full(len(query), abs(problem.scale)), _norms(query), key_norms], axis=0)
+    norms = factors[0] * factors[2] * factors[1] / _SMALL**2  # without overflow on the way
+    share, lse = _own_lse(problem, backward.lse[item][head, rows], scores, sink, norms)
     weights = np.where(scores == -np.inf, dtype(0), np.exp(scores - lse[:, None]) * share[:, None])
     delta = (grad_out.astype(np.float64) * out).sum(axis=-1)
     if backward.grad_lse is not None:
@@ -331,23 +331,28 @@ def _differentiate(
 
 
 def _own_lse(
-    given: np.ndarray, scores: np.ndarray, sink: np.floating | None, norms: np.ndarray, rounding: float
+    problem: Problem, given: np.ndarray, scores: np.ndarray, sink: np.floating | None, norms: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or, where that is the one
-    of these scores but for rounding, the largest of them and 1 / sum, so that weights add up to 1."""
+    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or, where that is large
+    and the one of these scores but for rounding, their largest and 1 / sum, so that weights add up to 1. An
+    lse that is the larger one may be of other keys as well: it is taken for rounding within what is usual.
+    """
     top = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
     sums = np.exp(scores - top[:, None]).sum(axis=-1) + (0 if sink is None else np.exp(sink - top))
-    apart = np.abs((top.astype(np.float64) - given) + np.log(sums.astype(np.float64)))
-    bound = rounding * (np.abs(given) + norms)
-    is_own = (apart <= bound) & (bound < np.inf)
+    above = (top.astype(np.float64) - given) + np.log(sums.astype(np.float64))
+    size = np.abs(given).astype(np.float64)
+    most, usual = score_roundings(problem)
+    capped = norms if problem.softcap is None else np.minimum(norms, problem.softcap)
+    is_own = (above <= most * (size + norms)) & (-above <= usual * (size + capped / 4))
+    is_own &= (np.maximum(size, norms) >= LARGE_SCORE) & (size + norms < np.inf)
     return np.where(is_own, 1 / sums, given.dtype.type(1)), np.where(is_own, top, given)
 
 
 def _norms(rows: np.ndarray) -> np.ndarray:
-    """The Euclidean norms of rows, of numbers of any size, in float64."""
+    """_SMALL times the Euclidean norms of rows, of numbers of any size, in float64."""
     largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
-    norms: np.ndarray = largest[:, 0] * np.linalg.norm(rows / np.where(largest > 0, largest, 1), axis=-1)
-    return norms
+    norms: np.ndarray = np.linalg.norm(rows / np.where(largest > 0, largest, 1), axis=-1)
+    return norms * (_SMALL * largest[:, 0])
 
 
 def _add_broadcast(to: np.ndarray, array: np.ndarray) -> None:

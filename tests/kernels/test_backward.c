@@ -50,22 +50,22 @@ static void check_differentiate(int n_vectors, int n_keys, double factor, int is
     char *s = take(tile, 64, 0), *change = take(tile, 64, 0), *high = take(row, 1, 0), *low = take(row, 1, 0);
     char *delta = take(row, 1, 0);
     uint32_t *words = drops ? random_words(n_keys, ld) : NULL;
-    const double kept_share = drops ? 0.625 : 1, eps = size == 4 ? 0x1p-23 : 0x1p-52;
+    const double unit = factor == LOG2E ? 1 : factor, kept_share = drops ? 0.625 : 1, eps = size == 4 ? 0x1p-23 : 0x1p-52;
     double scores[200], changes[200];
     for (int lane = 0; lane < ld; lane++) {
-        put(high, lane, uniform(2, 5)), put(low, lane, uniform(-1e-8, 1e-8)), put(delta, lane, uniform(-1, 1));
+        put(high, lane, uniform(2, 5) / unit), put(low, lane, uniform(-1e-8, 1e-8) / unit), put(delta, lane, uniform(-1, 1));
         if (lane % 7 == 3) put(high, lane, NAN);
         if (lane % 7 == 5) put(high, lane, lane % 2 ? INFINITY : largest()), put(low, lane, 0);
         if (lane % 7 == 6 && is_large) {
-            put(high, lane, uniform(-1, 1) * pow(2, uniform(8, size == 4 ? 100 : 1000)));
+            put(high, lane, uniform(-1, 1) * pow(2, uniform(8, size == 4 ? 100 : 1000)) / unit);
             put(low, lane, uniform(-1, 1) * fabs(get(high, lane)) * eps / 2);
         }
     }
     for (int i = 0; i < ld * n_keys; i++) {
-        put(s, i, below(5) ? uniform(-20, 2) : -INFINITY), put(change, i, uniform(-2, 2));
+        put(s, i, below(5) ? uniform(-20, 2) / unit : -INFINITY), put(change, i, uniform(-2, 2));
         if (get(s, i) == -INFINITY && below(2)) put(change, i, NAN); /* of a masked value */
         if (i % ld % 7 == 5 && get(s, i) != -INFINITY) put(s, i, -largest()); /* whose difference is -inf */
-        if (i % ld % 7 == 6 && get(s, i) != -INFINITY) put(s, i, get(high, i % ld) + any_difference());
+        if (i % ld % 7 == 6 && get(s, i) != -INFINITY) put(s, i, get(high, i % ld) + any_difference() / unit);
         scores[i] = get(s, i), changes[i] = get(change, i);
     }
     kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor, is_large, words, kept_share);
@@ -108,6 +108,9 @@ static void test_differentiate(void) {
                 for (int is_large = 0; is_large < 2; is_large++) {
                     check_differentiate(n_vectors, n_keys, 1, is_large, drops);
                     check_differentiate(n_vectors, n_keys, LOG2E, is_large, drops);
+                    check_differentiate(n_vectors, n_keys, 0x1p4, is_large, drops);
+                    check_differentiate(n_vectors, n_keys, 0x1p21, is_large, drops);
+                    check_differentiate(n_vectors, n_keys, 0x1p100, is_large, drops);
                 }
             }
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastattn._constants import LN2, LOG2E
-from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_rounding, sum_to
+from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
 from fastattn._schedule import Schedule
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
@@ -29,6 +29,7 @@ class Room:
     unit: float  #: by which scores of the kernels are multiplied to be natural
     large_score: float  #: see `fastattn._gradients`
     score_rounding: float
+    usual_rounding: float
     base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
     delta: np.ndarray  #: (*lead, K, padded_rows): holds grad_lse, 0 without
     seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, where there are sinks to differentiate
@@ -69,7 +70,7 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         scale,
         unit,
         LARGE_SCORE,
-        score_rounding(sizes.head_dim, dtype),
+        *score_roundings(problem),
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,

@@ -17,6 +17,7 @@ cdef extern from "turns.h" nogil:
     void fastattn_pass_turn(int64_t *, int64_t)
 
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
+cdef double SMALL = 2.0 ** -64         # by which norms are multiplied: no such product overflows
 
 cdef enum BiasGradient:
     # The kinds of `fastattn.backends.cpu.backward`.
@@ -41,8 +42,8 @@ cdef struct Gradients:
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
                              # keys may be masked
     char *is_large           # (heads, n_blocks) bool: whether an lse or a score of a query block may be large_score or more
-    double *query_norms      # (heads, n_blocks): of each query block the largest norm, times the scale
-    double *key_norms        # (n_tasks of keys): of each task the largest norm of its keys
+    double *query_norms      # (heads, padded_rows), see `norm_of`
+    double *key_norms        # (n_tasks of keys): of each task the largest of its keys
     # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
     # does are set to 0: queries when their block is prepared, keys and values by their task.
     char *query              # (heads, rows, query_ld)
@@ -60,8 +61,9 @@ cdef struct Gradients:
     double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
     double scale             # the rest
     double unit              # by which scores and lse are multiplied to be natural
-    double large_score       # see `fastattn._gradients`, in natural units as norms are
-    double score_rounding
+    double natural_cap       # the soft-cap in natural units, inf where there is none
+    double large_score       # see `fastattn._gradients`, in natural units
+    double score_rounding, usual_rounding
     Stage stage
     Py_ssize_t next, n_tasks
 
@@ -169,7 +171,8 @@ cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, 
 
 
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The delta of each row of a query block, and whether the block is finite; zeros, where no tile will add to it."""
+    """The delta and the norm of each row of a query block, whether the block is finite, and whether any lse is large;
+    zeros, where no tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
     cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
@@ -179,7 +182,7 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef const char *grad
     cdef const char *out
     cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
-    cdef bint nonfinite = False
+    cdef bint nonfinite
     find_query_block(job, g, w, &block, head, index)
     if g.wants_query and block.low >= block.high:
         row = head * job.len_q * job.group_size + index * block_rows(job)
@@ -189,7 +192,6 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
                       job.head_dim, 1)
     nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
-    g.query_norms[task] = largest_norm(job, t.query_rows, block.n_rows, g.query_ld) * fabs(g.grad_scale * g.scale)
     if not in_place:
         find_lane_rows(job, w, &block, &job.out)
         rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
@@ -200,6 +202,7 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
                           job.value_dim, 1)
     for row in range(block.n_rows):
+        g.query_norms[first // size + row] = norm_of(job, t.query_rows + row * g.query_ld * size, g.query_ld)
         grad = t.grad_rows + row * g.value_ld * size
         out = t.values + row * g.value_ld * size
         if in_place:
@@ -214,18 +217,18 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
 
 
 cdef double norm_of(const Job *job, const char *row, Py_ssize_t n) noexcept nogil:
-    """The Euclidean norm of n contiguous numbers, or a bound where their squares overflow or underflow float64."""
+    """SMALL times the Euclidean norm of n contiguous numbers, or a bound where squares overflow or underflow float64."""
     cdef Py_ssize_t c
     cdef double largest = 0, squares = kernels_of(job).dot(row, row, n)
     if 1e-200 < squares < INFINITY:
-        return sqrt(squares)
+        return SMALL * sqrt(squares)
     for c in range(n):
         largest = max(largest, fabs(get_real(row + c * job.itemsize, job.itemsize)))
-    return largest * sqrt(<double>n)
+    return SMALL * largest * sqrt(<double>n)
 
 
 cdef double largest_norm(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
-    """The largest norm of the rows; NaN counts as 0."""
+    """The largest `norm_of` the rows; NaN counts as 0."""
     cdef Py_ssize_t r
     cdef double norm, largest = 0
     for r in range(n_rows):
@@ -620,34 +623,49 @@ cdef void find_key_norms(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_
         key0 += n_keys
 
 
+cdef inline double largest_score(const Gradients *g, double query_norm, double key_norm) noexcept nogil:
+    """A bound of scores before soft-cap and bias, from what `norm_of` gives, by the inequality of Cauchy and Schwarz."""
+    cdef double scale = fabs(g.grad_scale * g.scale), low = min(query_norm, key_norm), high = max(query_norm, key_norm)
+    # The largest times the smallest first: it does not overflow where the product of the three does not.
+    return min(low, scale) * max(high, scale) * max(low, min(high, scale)) / SMALL / SMALL
+
+
 cdef bint find_large_scores(const Job *job, Gradients *g) noexcept nogil:
-    """Marks the query blocks with scores that may be large, by the Cauchy-Schwarz inequality; whether any block is."""
-    cdef Py_ssize_t task
+    """Marks the query blocks with scores that may be large; whether any block is.
+
+    Keys count whether they are allowed or not, so this may only be too much, and by a margin: `set_own_lse` decides.
+    """
+    cdef Py_ssize_t task, row, head
     cdef double *largest = g.key_norms   # of each head: that of its first task becomes that of all
     cdef bint any_large = False
     for task in range(job.n_tasks):
         largest[task % g.heads] = max(largest[task % g.heads], g.key_norms[task])
     for task in range(g.heads * job.n_blocks):
-        g.is_large[task] |= not g.query_norms[task] * largest[task // job.n_blocks] < g.large_score
+        head = task // job.n_blocks
+        for row in range(task % job.n_blocks * block_rows(job),
+                         min((task % job.n_blocks + 1) * block_rows(job), job.len_q * job.group_size)):
+            g.is_large[task] |= not largest_score(
+                g, g.query_norms[head * g.padded_rows + row], largest[head]) < 0.99 * g.large_score
         any_large |= g.is_large[task]
     return any_large
 
 
-cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tiles *t, Py_ssize_t row,
-                      Py_ssize_t lane) noexcept nogil:
-    """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest key is in w.inverse.
+cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, Py_ssize_t row, Py_ssize_t lane) noexcept nogil:
+    """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest `norm_of` a key is in
+    w.inverse.
 
-    The decision is made of allowed keys alone.
+    The decision is made of allowed keys alone. An lse that is the larger one may be of other keys as well: it is taken
+    for rounding within what is usual.
     """
-    cdef Py_ssize_t size = job.itemsize, ld = g.query_ld * size
+    cdef Py_ssize_t size = job.itemsize
     cdef char *high = g.base + row * size
     cdef char *low = high + g.heads * g.padded_rows * size
     cdef double unit = g.unit, given = get_real(high, size), top = get_real(w.row_max + lane * size, size)
     cdef double rest = log(get_real(w.row_sum + lane * size, size)) / unit
-    cdef double scores = (norm_of(job, t.query_rows + lane * ld, g.query_ld) * fabs(g.grad_scale)
-                          * get_real(w.inverse + lane * size, size))
-    cdef double sizes = fabs(given) * unit, apart = fabs((top - given) + (rest - get_real(low, size))) * unit
-    if max(sizes, scores) >= g.large_score and apart <= g.score_rounding * (sizes + scores) < INFINITY:
+    cdef double scores = largest_score(g, g.query_norms[row], get_real(w.inverse + lane * size, size))
+    cdef double lse = fabs(given) * unit, above = ((top - given) + (rest - get_real(low, size))) * unit
+    if (max(lse, scores) >= g.large_score and above <= g.score_rounding * (lse + scores) < INFINITY
+            and -above <= g.usual_rounding * (lse + min(scores, g.natural_cap) / 4)):
         set_real(high, top + rest, size)
         set_real(low, (top - get_real(high, size)) + rest, size)
 
@@ -697,7 +715,7 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
                         KEY_CHUNK - tile.key0 % KEY_CHUNK, job.exponent_factor)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     for lane in range(block.n_rows):
-        set_own_lse(job, g, w, t, tile.head * g.padded_rows + tile.first_row + lane, lane)
+        set_own_lse(job, g, w, tile.head * g.padded_rows + tile.first_row + lane, lane)
 
 
 cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil:
@@ -751,8 +769,8 @@ cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_
 
 
 def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, tuple wants, *,
-                  double grad_scale, double scale, double unit, double large_score, double score_rounding, cnp.ndarray base,
-                  delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
+                  double grad_scale, double scale, double unit, double large_score, double score_rounding,
+                  double usual_rounding, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
                   int bias_kind, cnp.ndarray bias_strides, bias_turns):
     """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`, and sets `base` to what weights are computed
     with; see `Gradients` for the arrays.
@@ -788,15 +806,17 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.unit = unit
     g.large_score = large_score
     g.score_rounding = score_rounding
+    g.usual_rounding = usual_rounding
+    g.natural_cap = job.softcap * unit if job.softcap > 0 else INFINITY
     n_blocks = g.heads * job.n_blocks
     turns = np.zeros(n_blocks, np.int64)
     of_blocks = np.zeros(2 * n_blocks, np.bool_)
-    norms = np.zeros(n_blocks + job.n_tasks, np.float64)
+    norms = np.zeros(g.heads * g.padded_rows + job.n_tasks, np.float64)
     g.turns = <int64_t *>cnp.PyArray_DATA(turns)
     g.nonfinite = <char *>cnp.PyArray_DATA(of_blocks)
     g.is_large = g.nonfinite + n_blocks
     g.query_norms = <double *>cnp.PyArray_DATA(norms)
-    g.key_norms = g.query_norms + n_blocks
+    g.key_norms = g.query_norms + g.heads * g.padded_rows
     g.bias_kind = <BiasGradient>bias_kind
     g.bias = <char *>address_of(bias)
     g.bias_turns = <int64_t *>address_of(bias_turns)

@@ -45,19 +45,20 @@ INLINE void NAME(exp2_of_any)(const int n, const int scaled, REAL factor, VEC x[
     for (int i = 0; i < n; i++) x[i] = y[i] * half_power[i];
 }
 
-/* From here on the first-order correction of an exponent is not exact. */
+/* Of an exponent, times the factor: from here on its first-order correction is not exact. */
 #define CORRECTED ((REAL)(REAL_BITS == 32 ? 0x1p-12 : 0x1p-27))
 #define LARGEST ((REAL)(REAL_BITS == 32 ? (double)FLT_MAX : DBL_MAX))
 
 /* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
  * So the weight is also multiplied by the power of 2 of what that leaves, to first order: of a unit of an lse below 2^10
  * the second is nothing. With is_large, what is left may be large, and is added to the difference first. What is left is
- * known where the lse is larger than the score; other weights are small. */
+ * known where the lse is larger than the score; other weights are small, or have another lse than the scores'. */
 INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, const int is_large, REAL *s_tile,
                                        REAL *change_tile, const REAL *high, const REAL *low, const REAL *delta,
                                        ptrdiff_t ld, ptrdiff_t n_keys, REAL factor, const uint32_t *words,
                                        REAL kept_factor) {
     const VEC masked = NAME(splat)(-(REAL)INFINITY), half = NAME(splat)((REAL)0.5), largest = NAME(splat)(LARGEST);
+    const VEC corrected = NAME(splat)(CORRECTED / factor);
     const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
@@ -75,7 +76,7 @@ INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, const 
             if (is_large) {                                                                                    \
                 /* NaN beside an infinite difference must not change it. */                                    \
                 left = NAME(min)(largest, NAME(max)(left, -largest));                                          \
-                const IVEC small = (IVEC)(NAME(max)(left, -left) <= CORRECTED);                                \
+                const IVEC small = (IVEC)(NAME(max)(left, -left) <= corrected);                                \
                 const VEC sum = x[i] + left;                                                                   \
                 left = NAME(select)(small, left, left - (sum - x[i]));                                         \
                 x[i] = NAME(select)(small, x[i], sum);                                                         \

@@ -226,7 +226,7 @@ typedef struct {
 
     /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
      * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf. A
-     * weight may be of any size, inf included. is_large: some high is above 2^10, in units of 1 / factor.
+     * weight may be of any size, inf included. is_large: not every |high| is known to be below 2^10 / factor.
      * With words, unless NULL, it is the gradient of each weight after dropout, which divides it by kept_share or drops
      * it as `drop` does; s becomes those weights. */
     void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,

@@ -540,11 +540,11 @@ def _shared(array: np.ndarray) -> np.ndarray:
 
 
 def _chunk(array: np.ndarray, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
-    """Rows in the dtype of the computation, as BLAS reads them."""
+    """Rows in the dtype of the computation, packed: NumPy rounds products of strided ones in other ways."""
     rows = array[..., start:stop, :]
     width = rows.shape[-1] * rows.itemsize
-    is_read = rows.strides[-1] == rows.itemsize and rows.strides[-2] >= width and rows.flags.aligned
-    if rows.dtype != dtype or not is_read:
+    is_packed = rows.strides[-2:] == (width, rows.itemsize) and rows.flags.aligned
+    if rows.dtype != dtype or not is_packed:
         return np.array(rows, dtype, order="C")
     rows.flags.writeable = False  # a feature map has no business to write to them
     return rows

@@ -68,6 +68,29 @@ def formula(query, key, value, phi, *, dtype=WIDE, relative=False, **options):
     return share @ v, share @ np.abs(v)
 
 
+def formula_by_sums(query, key, value, phi, *, dtype, causal=False, key_lengths=None):
+    """The same, and rounded as, sums over keys of products with features, relative to the largest of each."""
+    q, k = (phi(np.asarray(x).astype(WIDE)) for x in (query, key))
+    if key_lengths is not None:
+        lengths = np.broadcast_to(key_lengths, k.shape[:-3])[..., None, None, None]
+        k = np.where(np.arange(k.shape[-2])[:, None] < lengths, k, 0)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (np.repeat(x, group, axis=-3) for x in (k, np.asarray(value).astype(dtype)))
+    largest = k.max(-2, keepdims=True, initial=0)
+    k = (k / np.where(largest == 0, 1, largest)).astype(dtype)
+    q = q * largest
+    largest = q.max(-1, keepdims=True, initial=0)
+    q = (q / np.where(largest == 0, 1, largest)).astype(dtype)
+    columns = np.concatenate([v, np.ones_like(v[..., :1])], axis=-1)  # the last adds up the features
+    if causal:
+        sums = np.cumsum(k[..., :, None] * columns[..., None, :], axis=-3)
+        products = (q[..., None, :] @ sums)[..., 0, :]
+    else:
+        products = q @ (k.swapaxes(-1, -2) @ columns)
+    with np.errstate(invalid="ignore"):
+        return np.where(products[..., -1:] == 0, 0, products[..., :-1] / products[..., -1:])
+
+
 def assert_linear(got, query, key, value, name, **options):
     """Within twice the error of the formula in the same type, and some roundings of each feature."""
     _, phi, factor = MAPS[name]

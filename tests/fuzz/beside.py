@@ -129,9 +129,10 @@ def check_linear(record: Record, engine: Engine) -> None:
         within(
             what, got[None] if case.is_flat else got, exact[..., rows, :],
             (2 * factor * reach[..., rows, :]).astype(float), None, computed,
-            lambda: [
-                test_linear.formula(*wide, phi, dtype=computed, relative=relative, **options)[0][..., rows, :]
-            ],
+            lambda: [form[..., rows, :] for form in (
+                test_linear.formula(*wide, phi, dtype=computed, relative=relative, **options)[0],
+                test_linear.formula_by_sums(*wide, phi, dtype=computed, **options),
+            )],
         )  # fmt: skip
 
     before = [(name, x, x.tobytes()) for name, x in case.arrays.items()]

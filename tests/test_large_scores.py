@@ -151,6 +151,49 @@ def test_any_difference_of_score_and_lse(engine, way, dtype):
             np.testing.assert_allclose(got.value[0, 0], weight, rtol=rtol, err_msg=f"{difference[at]}")
 
 
+#: Sizes of query and key, and the scale: scores are finite, though products of two of these may not be.
+FACTORS = {
+    "float32": [
+        (1, 1, 1e7), (1, 1, 1e20), (1, 1, 1e37), (300, 300, 1e-4), (1e36, 1e-20, 300), (1e-5, 1e38, 1),
+        (1e30, 1e-20, 1e10),
+    ],
+    "float64": [(1, 1, 1e20), (1, 1, 1e300), (1e300, 1e-200, 1e10), (1e-5, 1e306, 1), (1e100, 1e100, 1e-30)],
+}  # fmt: skip
+
+
+@computes_gradients
+@pytest.mark.parametrize("dtype, factors", [(d, f) for d, each in FACTORS.items() for f in each], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0, 1e5])
+def test_equal_keys_share_a_weight(engine, softcap, dtype, factors):
+    """However large the factors of a score are."""
+    size_q, size_k, scale = factors
+    rng = np.random.default_rng(4)
+    query = (size_q * rng.uniform(0.5, 1, (1, 40, 16))).astype(dtype)
+    key = np.broadcast_to((size_k * rng.uniform(0.2, 1, (1, 1, 16))).astype(dtype), (1, 64, 16))
+    ones = np.ones((1, 64, 1), dtype)
+    options = {"scale": scale, "softcap": softcap}
+    out, lse = engine.attention(query, key, ones, return_lse=True, **options)
+    assert np.isfinite(lse).all()
+    got = engine.backward(np.ones_like(out), query, key, ones, out, lse, wrt=("value",), **options)
+    np.testing.assert_allclose(got.value, 40 / 64, rtol=64 * compute_eps(np.dtype(dtype)))
+
+
+@computes_gradients
+@pytest.mark.parametrize("size", [30.0, 1e3, 1e4])
+def test_capped_scores_of_pieces_keep_their_shares(engine, size):
+    """Scores at the soft-cap are known to its rounding, whatever they were before."""
+    query, key, value = draw((40, 96, 16), (size, size), np.dtype(np.float32))
+    out, lse = engine.attention(query, key, value, softcap=30.0, return_lse=True)
+    grad_out = np.ones_like(out)
+    whole = engine.backward(grad_out, query, key, value, out, lse, softcap=30.0)
+    parts = [
+        engine.backward(grad_out, query, key[:, part], value[:, part], out, lse, softcap=30.0)
+        for part in (slice(0, 48), slice(48, 96))
+    ]
+    together = np.concatenate([part.value for part in parts], axis=-2)
+    np.testing.assert_allclose(together, whole.value, rtol=1e-3, atol=1e-4)
+
+
 @computes_gradients
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
 def test_an_lse_of_more_keys_keeps_its_share(engine, dtype):

@@ -342,8 +342,9 @@ def _own_lse(
     above = (top.astype(np.float64) - given) + np.log(sums.astype(np.float64))
     size = np.abs(given).astype(np.float64)
     most, usual = score_roundings(problem)
-    capped = norms if problem.softcap is None else np.minimum(norms, problem.softcap)
-    is_own = (above <= most * (size + norms)) & (-above <= usual * (size + capped / 4))
+    # The slope of the soft-cap, at the largest scores.
+    slope = 1 - np.minimum(size / (problem.softcap or np.inf), 1) ** 2
+    is_own = (above <= most * (size + norms)) & (-above <= usual * (size + slope * norms / 4))
     is_own &= (np.maximum(size, norms) >= LARGE_SCORE) & (size + norms < np.inf)
     return np.where(is_own, 1 / sums, given.dtype.type(1)), np.where(is_own, top, given)
 

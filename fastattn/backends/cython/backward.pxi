@@ -664,8 +664,9 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, Py_ssize_t
     cdef double rest = log(get_real(w.row_sum + lane * size, size)) / unit
     cdef double scores = largest_score(g, g.query_norms[row], get_real(w.inverse + lane * size, size))
     cdef double lse = fabs(given) * unit, above = ((top - given) + (rest - get_real(low, size))) * unit
+    cdef double slope = 1 - min(lse / g.natural_cap, 1) ** 2   # of the soft-cap, at the largest scores
     if (max(lse, scores) >= g.large_score and above <= g.score_rounding * (lse + scores) < INFINITY
-            and -above <= g.usual_rounding * (lse + min(scores, g.natural_cap) / 4)):
+            and -above <= g.usual_rounding * (lse + slope * scores / 4)):
         set_real(high, top + rest, size)
         set_real(low, (top - get_real(high, size)) + rest, size)
 

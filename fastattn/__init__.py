@@ -84,7 +84,6 @@ from fastattn._api import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from fastattn._blas import share_threads_with_blas
 from fastattn._host import get_num_threads, set_num_threads
 from fastattn._registry import BackendError
 from fastattn._storage import Paged, Quantized
@@ -94,6 +93,7 @@ from fastattn._version import __version__
 if TYPE_CHECKING:
     from fastattn import layers
     from fastattn._backward import attention_backward
+    from fastattn._blas import share_threads_with_blas
     from fastattn._cache import KVCache
     from fastattn._capi import get_include
     from fastattn._flex import create_block_mask, flex_attention
@@ -154,6 +154,7 @@ _ON_FIRST_USE = {
     "random_features": "fastattn._linear",
     "rope": "fastattn._rope",
     "rope_tables": "fastattn._rope",
+    "share_threads_with_blas": "fastattn._blas",
     "show_config": "fastattn._info",
 }
 

@@ -115,11 +115,12 @@ def attention_backward(
 
     Scores of any size: with the `lse` of the forward call the weights of a row add up to 1, whatever scores
     and `lse` were rounded to. A row for which that rounding may matter gets the lse of its scores as they are
-    computed here, if the two agree but for rounding: where the `lse`, or the norm of the query times that of
-    the largest key times the scale, is 256 or more. For blocks of queries with such rows the product of
-    queries and keys is computed once more. Any other `lse`, as of a row that reads more keys than these, is
-    taken as it is: a weight is what ``np.exp`` gives, inf and 0 included. Where it is large, other keys that
-    have a share of the row within that rounding, some 1e-6 times the `lse` in float32, are not told from it.
+    computed here, if the two agree but for rounding: where the `lse` is 256 or more, which takes the product
+    of queries and keys once more, or where the norm of the query times that of the largest key times the
+    scale is 4096 or more, which takes all of it once more. Any other `lse`, as of a row that reads more keys
+    than these, is taken as it is: a weight is what ``np.exp`` gives, inf and 0 included. Where it is large,
+    other keys whose share of the row is within that rounding, some 1e-6 times the `lse` in float32, are not
+    told from it.
 
     Determinism: the bits do not depend on the number of threads, on other items of the batch, on layout or
     strides. They may depend on the instruction set, with ``amx`` as those of `attention` do.

@@ -16,10 +16,12 @@ from fastattn._problem import FLOAT64, Problem
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
-#: Where a row's lse, or the product of the scale and the norms of its query and its largest key, is as large,
-#: the lse is replaced by that of the scores that its weights are computed from, if the two agree: half a unit
-#: of a float32 score of this size moves a weight by 1.5e-5.
+#: Where a row's lse is as large, it is replaced by that of the scores that its weights are computed from, if
+#: the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
+#: So it is where the product of the scale and the norms of its query and its largest key is as large: scores
+#: that cancel down to a small lse have roundings of that size.
+LARGE_NORMS = 4096.0
 
 
 def score_roundings(problem: Problem) -> tuple[float, float]:

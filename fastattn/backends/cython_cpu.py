@@ -70,17 +70,21 @@ class CythonBackend(Backend):
         problem = backward.problem
         target = Target(*driver.target(problem.dtype.itemsize))
         schedule = make_backward_schedule(problem, target, num_threads)
-        room = make_room(backward, schedule, target.lanes)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}
         if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
             row = max(problem.head_dim, problem.value_dim) * problem.dtype.itemsize
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
-        driver.differentiate(
-            write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
-            write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
-            tuple(name in backward.wrt for name in ("query", "key", "value")), **vars(room),
-        )  # fmt: skip
+        for all_large in (False, True):
+            room = make_room(backward, schedule, target.lanes)
+            again = driver.differentiate(
+                write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
+                write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
+                tuple(name in backward.wrt for name in ("query", "key", "value")), all_large=all_large,
+                **vars(room),
+            )  # fmt: skip
+            if not again:
+                break
         return gradients_of(backward, room)
 
 

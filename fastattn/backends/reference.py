@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn._constants import SCORE_COLUMNS
-from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_roundings
+from fastattn._gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings
 from fastattn._mask_map import UNBOUNDED
 from fastattn._problem import Problem
 from fastattn._storage import HeadRows, Rows
@@ -345,7 +345,7 @@ def _own_lse(
     # The slope of the soft-cap, at the largest scores.
     slope = 1 - np.minimum(size / (problem.softcap or np.inf), 1) ** 2
     is_own = (above <= most * (size + norms)) & (-above <= usual * (size + slope * norms / 4))
-    is_own &= (np.maximum(size, norms) >= LARGE_SCORE) & (size + norms < np.inf)
+    is_own &= ((size >= LARGE_SCORE) | (norms >= LARGE_NORMS)) & (size + norms < np.inf)
     return np.where(is_own, 1 / sums, given.dtype.type(1)), np.where(is_own, top, given)
 
 

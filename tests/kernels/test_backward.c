@@ -116,6 +116,29 @@ static void test_differentiate(void) {
         }
 }
 
+static void test_largest_square(void) {
+    for (int n_rows = 0; n_rows <= 2 * kernels->lanes + 3; n_rows++)
+        for (int vectors = 1; vectors <= 3; vectors++) {
+            const ptrdiff_t ld = vectors * kernels->lanes;
+            char *rows = take(n_rows * ld * size, 1, 0);
+            double largest = 0;
+            for (int r = 0; r < n_rows; r++) {
+                double square = 0;
+                for (int c = 0; c < ld; c++) {
+                    put(rows, r * ld + c, uniform(-2, 2));
+                    square += get(rows, r * ld + c) * get(rows, r * ld + c);
+                }
+                if (r % 5 == 4)
+                    put(rows, r * ld + below((int)ld), NAN);
+                else if (square > largest)
+                    largest = square;
+            }
+            const double got = kernels->largest_square(rows, n_rows, ld);
+            CHECK(fabs(got - largest) <= 1e-5 * largest, "%d rows: " NUMBER ", not " NUMBER, n_rows, got, largest);
+            release();
+        }
+}
+
 static void test_find_largest(void) {
     for (int n_keys = 0; n_keys <= 9; n_keys++) {
         const ptrdiff_t ld = 2 * kernels->lanes;

@@ -72,6 +72,7 @@ static const struct {
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},
+    {"largest_square", test_largest_square},
     {"find_largest", test_find_largest},
     {"add_columns", test_add_columns},
     {"uncap", test_uncap},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastattn._constants import LN2, LOG2E
-from fastattn._gradients import LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
+from fastattn._gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
 from fastattn._schedule import Schedule
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
@@ -28,6 +28,7 @@ class Room:
     scale: float  #: the rest of the scale, by which the gradients of queries and keys are
     unit: float  #: by which scores of the kernels are multiplied to be natural
     large_score: float  #: see `fastattn._gradients`
+    large_norms: float
     score_rounding: float
     usual_rounding: float
     base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
@@ -70,6 +71,7 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         scale,
         unit,
         LARGE_SCORE,
+        LARGE_NORMS,
         *score_roundings(problem),
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),

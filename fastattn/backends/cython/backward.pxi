@@ -5,7 +5,8 @@
 #
 # A weight is exp(score - lse). Where scores are large, the lse as it was rounded, or the score as it was computed, may be
 # off by units: weights would be off by any factor. Rows for which that may be so get an lse of their own first, from the
-# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`.
+# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`. A large lse tells
+# so before; scores that are large and cancel are found on the way, and all is done again.
 #
 # FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
 # values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
@@ -28,8 +29,8 @@ cdef enum BiasGradient:
 
 
 cdef enum Stage:
-    STAGE_PREPARE   # tasks: query blocks, then tasks of keys, for their norms
-    STAGE_OWN_LSE   # query blocks
+    STAGE_PREPARE   # tasks: query blocks
+    STAGE_OWN_LSE   # those that are large
     STAGE_KEYS      # key tiles
 
 
@@ -41,9 +42,9 @@ cdef struct Gradients:
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
                              # keys may be masked
-    char *is_large           # (heads, n_blocks) bool: whether an lse or a score of a query block may be large_score or more
-    double *query_norms      # (heads, padded_rows), see `norm_of`
-    double *key_norms        # (n_tasks of keys): of each task the largest of its keys
+    char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more, or any block
+                             # counts as large
+    bint needs_own_lse       # some block that is not large may have scores of large_norms or more
     # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
     # does are set to 0: queries when their block is prepared, keys and values by their task.
     char *query              # (heads, rows, query_ld)
@@ -63,6 +64,7 @@ cdef struct Gradients:
     double unit              # by which scores and lse are multiplied to be natural
     double natural_cap       # the soft-cap in natural units, inf where there is none
     double large_score       # see `fastattn._gradients`, in natural units
+    double large_norms
     double score_rounding, usual_rounding
     Stage stage
     Py_ssize_t next, n_tasks
@@ -92,6 +94,7 @@ cdef struct Tile:
     # A query block and the keys of the task that it may attend.
     Py_ssize_t head, index, first_row, key0, n_keys, turn
     Py_ssize_t task_key0   # the first key of the task, whose keys and values are in Tiles
+    double query_norm, key_norm   # the largest of the block's and of the task's
     TileState state
     bint is_last        # no later key tile adds to the gradients of the queries
     bint sets_queries   # no earlier one has
@@ -170,9 +173,19 @@ cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, 
         w.rows[lane] = lane_row(w, view, item, lane)
 
 
+cdef void pack_query_rows(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                          double factor) noexcept nogil:
+    """The query rows of a block, times a factor, into t.query_rows."""
+    cdef const char *const *rows
+    find_lane_rows(job, w, block, &job.query)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    kernels_of(job).pack_rows(t.query_rows, g.query_ld, rows, block.n_rows,
+                              job.itemsize if job.query_storage else job.query.col, job.head_dim, factor)
+
+
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The delta and the norm of each row of a query block, whether the block is finite, and whether any lse is large;
-    zeros, where no tile will add to it."""
+    """The delta of each row of a query block, whether the block is finite, and whether any lse is large; zeros, where no
+    tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
     cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
@@ -182,16 +195,14 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef const char *grad
     cdef const char *out
     cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
-    cdef bint nonfinite
+    cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
     if g.wants_query and block.low >= block.high:
         row = head * job.len_q * job.group_size + index * block_rows(job)
         memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)
-    find_lane_rows(job, w, &block, &job.query)
-    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
-    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, size if job.query_storage else job.query.col,
-                      job.head_dim, 1)
-    nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
+    if masks_any(job):
+        pack_query_rows(job, g, w, t, &block, 1)
+        nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
     if not in_place:
         find_lane_rows(job, w, &block, &job.out)
         rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
@@ -202,7 +213,6 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
                           job.value_dim, 1)
     for row in range(block.n_rows):
-        g.query_norms[first // size + row] = norm_of(job, t.query_rows + row * g.query_ld * size, g.query_ld)
         grad = t.grad_rows + row * g.value_ld * size
         out = t.values + row * g.value_ld * size
         if in_place:
@@ -227,15 +237,10 @@ cdef double norm_of(const Job *job, const char *row, Py_ssize_t n) noexcept nogi
     return SMALL * largest * sqrt(<double>n)
 
 
-cdef double largest_norm(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
-    """The largest `norm_of` the rows; NaN counts as 0."""
-    cdef Py_ssize_t r
-    cdef double norm, largest = 0
-    for r in range(n_rows):
-        norm = norm_of(job, rows + r * ld * job.itemsize, ld)
-        if norm > largest:
-            largest = norm
-    return largest
+cdef inline double largest_norm(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
+    """A bound of the Euclidean norms of rows that are padded with zeros."""
+    # Squares below all normal numbers may be lost.
+    return sqrt(kernels_of(job).largest_square(rows, n_rows, ld) + ld * <double>FLT_MIN)
 
 
 cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
@@ -529,6 +534,11 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if tile.state != TILE_EMPTY:
         if not loaded:
             load_block(job, g, w, t, block)
+            tile.query_norm = largest_norm(job, t.query_rows, block.n_rows, g.query_ld) * fabs(g.grad_scale)
+        # By a margin, for rounding: `set_own_lse` decides.
+        if (not tile.query_norm * tile.key_norm < 0.99 * g.large_norms
+                and not g.is_large[tile.head * job.n_blocks + tile.index]):
+            g.needs_own_lse = True
         if job.has_bias:
             find_bias_rows(job, w, block, tile.key0, tile.n_keys)
         find_scores(job, g, w, t, block, tile)
@@ -575,6 +585,7 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
         if not has_keys and max(block.low, key0) < min(block.high, key0 + n_keys):
             has_keys = True
             nonfinite_keys = load_keys(job, &block.key, t.keys, g.query_ld, key0, n_keys, job.head_dim)
+            tile.key_norm = largest_norm(job, t.keys, n_keys, g.query_ld)
             nonfinite_keys |= load_keys(job, &block.value, t.values, g.value_ld, key0, n_keys, job.value_dim)
             if job.scores_on_tiles:
                 split_task_keys(job, g, t, n_keys)
@@ -605,24 +616,6 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
 
 
-cdef void find_key_norms(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The largest norm of the keys of a task, if any query block may attend some of them: others may be anything."""
-    cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, index, n_keys
-    cdef Py_ssize_t stop = min(key0 + g.task_tiles * job.block_k, job.len_k)
-    cdef Block block
-    for index in range(job.n_blocks - 1, -1, -1):   # causal masks leave the last block most keys
-        find_query_block(job, g, w, &block, task % g.heads, index)
-        if max(block.low, key0) < min(block.high, stop):
-            break
-    else:
-        return
-    while key0 < stop:
-        n_keys = min(job.block_k, stop - key0)
-        load_keys(job, &block.key, t.keys, g.query_ld, key0, n_keys, job.head_dim)
-        g.key_norms[task] = max(g.key_norms[task], largest_norm(job, t.keys, n_keys, g.query_ld))
-        key0 += n_keys
-
-
 cdef inline double largest_score(const Gradients *g, double query_norm, double key_norm) noexcept nogil:
     """A bound of scores before soft-cap and bias, from what `norm_of` gives, by the inequality of Cauchy and Schwarz."""
     cdef double scale = fabs(g.grad_scale * g.scale), low = min(query_norm, key_norm), high = max(query_norm, key_norm)
@@ -630,27 +623,8 @@ cdef inline double largest_score(const Gradients *g, double query_norm, double k
     return min(low, scale) * max(high, scale) * max(low, min(high, scale)) / SMALL / SMALL
 
 
-cdef bint find_large_scores(const Job *job, Gradients *g) noexcept nogil:
-    """Marks the query blocks with scores that may be large; whether any block is.
-
-    Keys count whether they are allowed or not, so this may only be too much, and by a margin: `set_own_lse` decides.
-    """
-    cdef Py_ssize_t task, row, head
-    cdef double *largest = g.key_norms   # of each head: that of its first task becomes that of all
-    cdef bint any_large = False
-    for task in range(job.n_tasks):
-        largest[task % g.heads] = max(largest[task % g.heads], g.key_norms[task])
-    for task in range(g.heads * job.n_blocks):
-        head = task // job.n_blocks
-        for row in range(task % job.n_blocks * block_rows(job),
-                         min((task % job.n_blocks + 1) * block_rows(job), job.len_q * job.group_size)):
-            g.is_large[task] |= not largest_score(
-                g, g.query_norms[head * g.padded_rows + row], largest[head]) < 0.99 * g.large_score
-        any_large |= g.is_large[task]
-    return any_large
-
-
-cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, Py_ssize_t row, Py_ssize_t lane) noexcept nogil:
+cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tiles *t, Py_ssize_t row,
+                      Py_ssize_t lane) noexcept nogil:
     """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest `norm_of` a key is in
     w.inverse.
 
@@ -662,10 +636,11 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, Py_ssize_t
     cdef char *low = high + g.heads * g.padded_rows * size
     cdef double unit = g.unit, given = get_real(high, size), top = get_real(w.row_max + lane * size, size)
     cdef double rest = log(get_real(w.row_sum + lane * size, size)) / unit
-    cdef double scores = largest_score(g, g.query_norms[row], get_real(w.inverse + lane * size, size))
+    cdef double query_norm = norm_of(job, t.query_rows + lane * g.query_ld * size, g.query_ld)
+    cdef double scores = largest_score(g, query_norm, get_real(w.inverse + lane * size, size))
     cdef double lse = fabs(given) * unit, above = ((top - given) + (rest - get_real(low, size))) * unit
     cdef double slope = 1 - min(lse / g.natural_cap, 1) ** 2   # of the soft-cap, at the largest scores
-    if (max(lse, scores) >= g.large_score and above <= g.score_rounding * (lse + scores) < INFINITY
+    if ((lse >= g.large_score or scores >= g.large_norms) and above <= g.score_rounding * (lse + scores) < INFINITY
             and -above <= g.usual_rounding * (lse + slope * scores / 4)):
         set_real(high, top + rest, size)
         set_real(low, (top - get_real(high, size)) + rest, size)
@@ -688,6 +663,7 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
     tile.first_row = tile.index * block_rows(job)
     find_query_block(job, g, w, &block, tile.head, tile.index)
     load_block(job, g, w, t, &block)
+    pack_query_rows(job, g, w, t, &block, 1)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
     memset(w.inverse, 0, block.ld * size)
     next_key = block.low // job.block_k * job.block_k
@@ -716,7 +692,7 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
                         KEY_CHUNK - tile.key0 % KEY_CHUNK, job.exponent_factor)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     for lane in range(block.n_rows):
-        set_own_lse(job, g, w, tile.head * g.padded_rows + tile.first_row + lane, lane)
+        set_own_lse(job, g, w, t, tile.head * g.padded_rows + tile.first_row + lane, lane)
 
 
 cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil:
@@ -742,10 +718,8 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil
             run_keys(job, g, &scratch, &tiles, task)
         elif g.stage == STAGE_OWN_LSE:
             find_own_lse(job, g, &scratch, &tiles, task)
-        elif task < g.heads * job.n_blocks:
-            prepare_block(job, forward, g, &scratch, &tiles, task)
         else:
-            find_key_norms(job, g, &scratch, &tiles, task - g.heads * job.n_blocks)
+            prepare_block(job, forward, g, &scratch, &tiles, task)
     if job.scores_on_tiles:
         fused_of(job).end()
     free(memory)
@@ -770,11 +744,12 @@ cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_
 
 
 def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, tuple wants, *,
-                  double grad_scale, double scale, double unit, double large_score, double score_rounding,
-                  double usual_rounding, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
+                  double grad_scale, double scale, double unit, double large_score, double large_norms,
+                  double score_rounding, double usual_rounding, bint all_large, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
                   int bias_kind, cnp.ndarray bias_strides, bias_turns):
     """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`, and sets `base` to what weights are computed
-    with; see `Gradients` for the arrays.
+    with; see `Gradients` for the arrays. Returns whether it must be done again with `all_large`, as scores may be large
+    where no lse is.
 
     `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
     is the outputs. `bias`, `seen` and `bias_turns` are 0, and `delta` holds grad_lse. `wants`: whether the gradients of
@@ -783,7 +758,7 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     cdef Job *job = new_job(record[0], record[1])
     cdef Job *forward = new_job(forward_record[0], forward_record[1])
     cdef Gradients g
-    cdef cnp.ndarray turns, of_blocks, norms
+    cdef cnp.ndarray turns, of_blocks
     cdef const Py_ssize_t *strides = <const Py_ssize_t *>cnp.PyArray_DATA(bias_strides)
     cdef bint done
     cdef Py_ssize_t n_blocks
@@ -806,18 +781,18 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.scale = scale
     g.unit = unit
     g.large_score = large_score
+    g.large_norms = large_norms
     g.score_rounding = score_rounding
     g.usual_rounding = usual_rounding
     g.natural_cap = job.softcap * unit if job.softcap > 0 else INFINITY
     n_blocks = g.heads * job.n_blocks
     turns = np.zeros(n_blocks, np.int64)
     of_blocks = np.zeros(2 * n_blocks, np.bool_)
-    norms = np.zeros(g.heads * g.padded_rows + job.n_tasks, np.float64)
     g.turns = <int64_t *>cnp.PyArray_DATA(turns)
     g.nonfinite = <char *>cnp.PyArray_DATA(of_blocks)
     g.is_large = g.nonfinite + n_blocks
-    g.query_norms = <double *>cnp.PyArray_DATA(norms)
-    g.key_norms = g.query_norms + g.heads * g.padded_rows
+    if all_large:
+        memset(g.is_large, 1, n_blocks)
     g.bias_kind = <BiasGradient>bias_kind
     g.bias = <char *>address_of(bias)
     g.bias_turns = <int64_t *>address_of(bias_turns)
@@ -826,11 +801,12 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     g.bias_head = strides[2]
     g.bias_lead = strides + 3
     with nogil:
-        done = run_stage(job, forward, &g, STAGE_PREPARE, n_blocks + job.n_tasks, num_threads)
-        if done and find_large_scores(job, &g):
+        done = run_stage(job, forward, &g, STAGE_PREPARE, n_blocks, num_threads)
+        if done and memchr(g.is_large, 1, n_blocks) != NULL:
             done = run_stage(job, forward, &g, STAGE_OWN_LSE, n_blocks, num_threads)
         done = done and run_stage(job, forward, &g, STAGE_KEYS, job.n_tasks, num_threads)
     free(job)
     free(forward)
     if not done:
         raise MemoryError("no memory for the tiles of a thread")
+    return g.needs_own_lse

@@ -19,11 +19,11 @@ ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the
 """
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.float cimport DBL_MAX, FLT_MAX
+from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy, memset, strlen
+from libc.string cimport memchr, memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize

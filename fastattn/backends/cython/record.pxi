@@ -119,6 +119,7 @@ cdef extern from "kernels.h" nogil:
         int (*has_nonfinite)(const void *, Py_ssize_t) noexcept nogil
         void (*differentiate)(void *, void *, const void *, const void *, const void *, Py_ssize_t, Py_ssize_t, double,
                               int, const uint32_t *, double) noexcept nogil
+        double (*largest_square)(const void *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*find_largest)(void *, void *, const void *, const void *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*add_columns)(char *const *, Py_ssize_t, Py_ssize_t, const void *, Py_ssize_t, Py_ssize_t) noexcept nogil
         void (*uncap)(void *, const void *, Py_ssize_t, Py_ssize_t, double) noexcept nogil

@@ -122,6 +122,25 @@ static void NAME(differentiate)(void *s, void *change, const void *high, const v
 #undef DIFFERENTIATE
 }
 
+static double NAME(largest_square)(const void *rows, ptrdiff_t n_rows, ptrdiff_t ld) {
+    const REAL *row = rows;
+    VEC largest = {};
+    for (ptrdiff_t left = n_rows; left > 0; left -= LANES) {
+        VEC sum[LANES] = {};
+        for (int i = 0; i < LANES && i < left; i++, row += ld)
+            for (ptrdiff_t c = 0; c < ld; c += LANES) {
+                const VEC x = NAME(load)(row + c);
+                sum[i] += x * x;
+            }
+        NAME(transpose)(sum);
+        for (int i = 1; i < LANES; i++) sum[0] += sum[i];
+        largest = NAME(max)(sum[0], largest);
+    }
+    REAL square = 0;
+    for (int i = 0; i < LANES; i++) square = largest[i] > square ? largest[i] : square;
+    return square;
+}
+
 static void NAME(find_largest)(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,
                                ptrdiff_t n_keys) {
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {

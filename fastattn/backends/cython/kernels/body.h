@@ -475,6 +475,7 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .dot = NAME(dot),
     .has_nonfinite = NAME(has_nonfinite),
     .differentiate = NAME(differentiate),
+    .largest_square = NAME(largest_square),
     .find_largest = NAME(find_largest),
     .add_columns = NAME(add_columns),
     .uncap = NAME(uncap),

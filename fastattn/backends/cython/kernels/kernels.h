@@ -233,6 +233,10 @@ typedef struct {
                           ptrdiff_t n_keys, double exponent_factor, int is_large, const uint32_t *words,
                           double kept_share);
 
+    /* The largest of the sums of the squares of each row, in REAL and in any order; rows of NaN count as 0. ld is a
+     * multiple of `lanes`. */
+    double (*largest_square)(const void *rows, ptrdiff_t n_rows, ptrdiff_t ld);
+
     /* tile_max[lane] = max(tile_max[lane], s[j][lane]), and largest[lane] = max(largest[lane], sizes[j]) over the keys j
      * whose score is not -inf. */
     void (*find_largest)(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,

@@ -686,7 +686,7 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
         headroom = np.ldexp(0.5, -np.frexp(total)[1])
         acc = np.zeros(pieces[0][0].shape)
         for (out, lse), weight in zip(pieces, weights, strict=True):
-            read = lse != -np.inf  # a piece without keys has nothing to say, whatever its out holds
+            read = lse != -np.inf  # a piece without keys is ignored, whatever its out holds
             weight *= headroom
             acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
         out = acc / np.where(total == 0, 1, total * headroom)[..., None]

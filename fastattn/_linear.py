@@ -59,7 +59,7 @@ _MAX_RANGE = 40.0
 _LEAST, _MOST = 2.0**-40, 2.0**60
 #: The largest logarithm that exponentials are taken of, and of factors that are taken out.
 _MAX_LOG = 700.0
-#: The scale of features of which there is none yet, below that of any key: of random features and of others.
+#: The scale of a feature that no key has yet: below that of any key, of random features and of others.
 _NO_SCALE, _NONE = -1e30, -1e300
 
 

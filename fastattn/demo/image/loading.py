@@ -137,6 +137,10 @@ class _Graph:
         self.prefix = next((name.removesuffix(anchor) for name in self.tensors if name.endswith(anchor)), "")
 
     def _read_graph(self, graph: GraphProto) -> None:
+        names = [tensor.name for tensor in graph.initializer]
+        names += [name for node in graph.node for name in (node.op_type, *node.input, *node.output)]
+        if not all(isinstance(name, str) for name in names):  # protobuf's way to say so
+            raise DemoError(f"{self.path} is damaged: a name in it is not UTF-8")
         self.tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
         self.nodes: list[NodeProto] = list(graph.node)
         self.producers: dict[str, NodeProto] = {}

@@ -58,7 +58,7 @@ OUTLINE VEC NAME(larger)(VEC a, VEC b) { return NAME(max)(a, b); }
 
 INLINE VEC NAME(upper)(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
 /* Rounded to 8 bits, half away from 0: what is left has its sign and one bit less. */
-INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((IVEC)x + 0x8000) & HIGH_HALF); }
+INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((NAME(words))x + 0x8000) & (uint32_t)HIGH_HALF); }
 
 /* Lane i: the bfloat16 of a in the lower half, that of b in the upper one; both are cut off. On hardware by one shuffle:
  * shifts share a port with multiply-adds, which have but that one while the tile unit works. */

@@ -20,7 +20,8 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 #: the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
 #: So it is where the product of the scale and the norms of its query and its largest key is as large: scores
-#: that cancel down to a small lse have roundings of that size.
+#: that cancel down to a small lse have the roundings of their products. Normal numbers have 10 to 20 of it;
+#: as all is computed twice then, it is far above that of `LARGE_SCORE`.
 LARGE_NORMS = 4096.0
 
 

@@ -42,8 +42,8 @@ cdef struct Gradients:
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
     char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
                              # keys may be masked
-    char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more, or any block
-                             # counts as large
+    char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
+                             # all_large, every block is taken for such
     bint needs_own_lse       # some block that is not large may have scores of large_norms or more
     # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
     # does are set to 0: queries when their block is prepared, keys and values by their task.

@@ -67,8 +67,8 @@ INLINE VEC NAME(select)(IVEC mask, VEC yes, VEC no) {
  * both give +0: for that 0 is added, which makes a fused multiply-add of the product x * low. */
 INLINE VEC NAME(multiply_exactly)(VEC x, VEC high, VEC low) { return x * high + (x * low + 0); }
 
-/* The lanes that are NaN or inf, all bits of which are set. */
-INLINE IVEC NAME(nonfinite)(VEC x) { return (IVEC)(x - x != (VEC){}); }
+/* 0 in the lanes of x that are finite, some other bits in those that are not. */
+INLINE IVEC NAME(nonfinite)(VEC x) { return (IVEC)(x - x); }
 
 /* A finite x that is not 0, rounded towards 0 by one unit in the last place. */
 INLINE REAL NAME(towards_zero)(REAL x) {

@@ -65,7 +65,7 @@ def refusing(function: Function) -> Function:
     """The function, which says what to write instead where it is given arguments that it does not have.
 
     Each call takes 0.1 us longer. Functions with calls of a few us take ``**unknown`` themselves, and hand
-    it to `refuse_arguments`.
+    it to `refuse_arguments`. One that hands ``**options`` on to another leaves their names to that.
     """
 
     @wraps(function)
@@ -74,8 +74,10 @@ def refusing(function: Function) -> Function:
             return function(*args, **options)
         except TypeError:
             parameters = inspect.signature(function).parameters
-            n_places = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
-            unknown = {name: value for name, value in options.items() if name not in parameters}
+            kinds = [p.kind for p in parameters.values()]
+            n_places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+            unknown = {} if takes_any else {n: value for n, value in options.items() if n not in parameters}
             if unknown or len(args) > n_places:
                 refuse_arguments(function, args[n_places:], unknown)
             raise
@@ -205,10 +207,10 @@ def as_dtype(array: np.ndarray | Rows, dtype: np.dtype, name: str) -> np.ndarray
 def as_mask(mask: Any, flat: bool) -> masks.Mask:
     if isinstance(mask, masks.Mask):
         return mask
-    if callable(mask):
-        raise TypeError(
-            f"mask must be a fastattn.masks object or a bool or integer array, got {masks.describe(mask)}"
-        )
+    is_flag = isinstance(mask, bool)  # which NumPy would broadcast
+    if callable(mask) or is_flag:
+        got = f"{mask!r}; for causal attention say causal=True" if is_flag else masks.describe(mask)
+        raise TypeError(f"mask must be a fastattn.masks object or a bool or integer array, got {got}")
     dense = masks.Dense(as_array(mask, "mask"))
     if flat and dense.array.ndim > 2:
         raise ValueError(f"mask must broadcast to (L, S), got shape {dense.array.shape}")

@@ -12,15 +12,35 @@ from fastattn.masks import Mask, has_zeros_and_ones
 
 _SIZES = ("query", "leave it out: it is read from the arrays' shapes, (..., H, L, D)")
 _ROTATED = ("query key", "rotate query and key before, by fastattn.rope")
-_KNOWN_LENGTHS = ("KVCache.attend", "leave it out: the cache knows the length of each item")
-_NEW_LENGTHS = ("KVCache.append", "say lengths=, how many of the new rows are tokens")
-_PACKED = ("cu_seqlens_q", "leave it out: cu_seqlens_q and cu_seqlens_k say where each document begins")
 _ROWS_OF_PADDING = ("query", "leave it out: rows of padding among the queries change no other row")
 _DROPPED_ELSEWHERE = ("query", "leave it out: no weights are dropped here, as fastattn.attention can")
+_RETURNED_ELSEWHERE = (
+    "query", "call fastattn.attention, which returns weights and the log-sum-exp when asked"
+)  # fmt: skip
+_HEADS = (
+    ("x cos", "leave it out: the number of heads is read from the shape of x, (..., H, L, D)"),
+    ("cu_seqlens_q", "leave it out: the number of heads is read from the arrays' shapes, (T, H, D)"),
+    ("query layout", "leave it out: the number of heads is read from the arrays' shapes, (..., H, L, D), "
+        'or (..., L, H, D) with layout="bshd"'),
+    ("MultiHeadAttention.__call__", "leave it out: the layer is made with it"),
+    ("query", "leave it out: the number of heads is read from the arrays' shapes, (..., H, L, D)"),
+    ("KVCache.append", "leave it out: the number of heads is read from the arrays' shapes"),
+)  # fmt: skip
+_FIRST_KEYS = ("keep_first", "say keep_first=, how many of the first keys stay visible")
+_LENGTHS = (
+    ("KVCache.append", "leave it out where it counts what the cache has, which knows that, and say lengths= "
+        "for how many of the new rows are tokens"),
+    ("KVCache.attend", "leave it out: the cache knows the length of each item; step and append have "
+        "`lengths`, how many of the new rows are tokens"),
+    ("cu_seqlens_q", "leave it out: cu_seqlens_q and cu_seqlens_k say where each document begins; rows "
+        "beyond its length have no place in the arrays"),
+    ("attn_mask", "say attn_mask=np.arange(S) < NAME[:, None, None, None]"),
+)  # fmt: skip
 
 #: What to say for an argument of another library, or of another function here. Each answer stands behind the
 #: parameters that a function must have for it, or behind the function's name. The first that fits is given.
-#: Each ``name=`` in an answer is a parameter of the function, and NAME is the argument itself.
+#: Each ``name=`` in an answer is a parameter of the function, and NAME is the argument itself. Where
+#: libraries differ, as in what True means in a mask, it says whose name it speaks of.
 _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     # Masks and what is added to scores
     ("attn_mask", (
@@ -45,25 +65,21 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("attn_mask", "say attn_mask=attention_mask[:, None, None, :] != 0 for one of (B, S) (True = may "
             "attend)"),
     )),
-    ("key_padding_mask", (
-        ("key_lengths mask", "say key_lengths= where the padding stands at the end, or mask=~padding[:, "
-            "None, None, :], as True means ignore there and may attend here"),
+    ("key_padding_mask value_mask key_mask padding_mask", (
+        ("key_lengths mask", "say key_lengths= where the padding stands at the end, or "
+            "mask=~NAME[:, None, None, :] where True means ignore, as in torch.nn.MultiheadAttention, and "
+            "without ~ where it means keep"),
         ("key_lengths block_mask", "say key_lengths= where the padding stands at the end, or "
-            "block_mask=fastattn.masks.Dense(~padding[:, None, None, :]), as True means ignore there and may "
-            "attend here"),
-        ("mask", "say mask=~padding[:, None, None, :], as True means ignore there and may attend here"),
-        ("attn_mask", "say attn_mask=~padding[:, None, None, :], as True means ignore there and may attend "
-            "here"),
-        ("key_lengths", "say key_lengths=, as the padding has to stand at the end"),
-        ("cu_seqlens_q", "leave the padding out of the packed arrays"),
+            "block_mask=fastattn.masks.Dense(~NAME[:, None, None, :]) where True means ignore, as in "
+            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
+        ("mask", "say mask=~NAME[:, None, None, :] where True means ignore, as in "
+            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
+        ("attn_mask", "say attn_mask=~NAME[:, None, None, :] where True means ignore, as in "
+            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
     )),
-    ("value_mask key_mask padding_mask", (
-        ("key_lengths mask", "say key_lengths= where the padding stands at the end, or mask= of shape (B, 1, "
-            "1, S), where True means may attend"),
-        ("key_lengths block_mask", "say key_lengths= where the padding stands at the end, or "
-            "block_mask=fastattn.masks.Dense(array) of shape (B, 1, 1, S), where True means may attend"),
-        ("mask", "say mask= of shape (B, 1, 1, S), where True means may attend"),
-        ("attn_mask", "say attn_mask= of shape (B, 1, 1, S), where True means may attend"),
+    ("attention_mask key_padding_mask value_mask key_mask padding_mask", (
+        ("KVCache.append", "say lengths=, how many of the new rows are tokens, as the padding has to stand "
+            "at the end"),
         ("key_lengths", "say key_lengths=, as the padding has to stand at the end"),
         ("cu_seqlens_q", "leave the padding out of the packed arrays"),
     )),
@@ -73,6 +89,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             "fastattn.masks.Dense(array), and mask_mod= for a function"),
         ("attn_mask", "say attn_mask=, bool (True = may attend) or float (added to the scores)"),
     )),
+    ("custom_mask", (("mask", "say mask=, where True means may attend"),)),
     ("block_mask", (("mask", "say mask=, which takes block masks, too"),)),
     ("mask_mod mask_fn mask_function", (
         ("mask_mod", "say mask_mod="),
@@ -94,7 +111,8 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("alibi_slopes", (
         ("score_mod", "say score_mod=, a function that gives score - slopes[h] * abs(q_idx + S - L - "
             "kv_idx)"),
-        ("bias", "say bias=-alibi_slopes[:, None, None] * abs(np.arange(L)[:, None] + S - L - np.arange(S))"),
+        ("bias", "say bias=-alibi_slopes[..., None, None] * abs(np.arange(L)[:, None] + S - L - "
+            "np.arange(S))"),
     )),
     ("bias", (
         ("attn_mask", "say attn_mask=, as a float one is added to the scores"),
@@ -102,7 +120,10 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     )),
     ("use_bias", (("MultiHeadAttention", "say b_q=, b_k=, b_v= and b_o=, the arrays"),)),
     ("mask_filter_value", (("query", "leave it out: a masked key is never seen"),)),
-    ("head_mask layer_head_mask", (("query", "leave it out, and multiply the heads of the result by it"),)),
+    ("head_mask layer_head_mask", (
+        ("MultiHeadAttention.__call__", "leave it out, and multiply each head's rows of w_o by it"),
+        ("query", "leave it out, and multiply the heads of the result by it"),
+    )),
     # Causal masks and windows
     ("is_causal use_causal_mask unidirectional", (
         ("KVCache.attend", "leave it out for causal attention, and say causal=False for cross attention"),
@@ -117,7 +138,13 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("window_size", (
         ("window", "say window=(left, right), both included as in flash-attn, with None in the place of -1"),
     )),
+    ("window_left", (
+        ("KVCache", "say window=window_left + 1, how many keys a query sees, its own among them"),
+        ("window", "say window=(window_left, None), included as in FlashInfer, with None in the place of -1"),
+    )),
     ("local_window_size", (
+        ("mask window", "say window=(left, right), both included as in JAX, where one number w stands for "
+            '(w, w), and where L != S mask=fastattn.masks.Window(left, right, "top_left")'),
         ("window", "say window=(left, right), both included as in JAX, where one number w stands for (w, w)"),
     )),
     ("sliding_window", (
@@ -130,9 +157,17 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("logits_soft_cap attn_logits_soft_cap attn_logit_softcapping logit_cap", (
         ("softcap", "say softcap=, a positive number, and leave it out for none"),
     )),
-    ("s_aux sink head_sink attention_sinks learnable_sink num_sink_tokens sink_size", (
-        ("keep_first", "say keep_first=, how many of the first keys stay visible"),
+    ("attention_sinks", (_FIRST_KEYS,)),
+    ("num_sink_tokens sink_size", (
+        _FIRST_KEYS,
+        ("KVCache.attend", "leave it out: the cache is made with it, as keep_first"),
+        ("mask causal", "say mask=fastattn.masks.Window(left, None) | "
+            "fastattn.masks.GlobalTokens(range(NAME)), with causal= as it is"),
+    )),
+    ("s_aux sink head_sink attention_sinks learnable_sink", (
         ("sinks", "say sinks=, one logit for each head"),
+        ("KVCache", "leave it out: attend and step take it, as sinks"),
+        ("attn_mask", "call fastattn.attention, which takes it, as sinks"),
     )),
     ("add_zero_attn smooth_softmax", (
         ("MultiHeadAttention", "leave it out, and give each call a sink of 0 for every head"),
@@ -143,10 +178,14 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("dropout_p", "say dropout_p=, which must be 0 here, or call fastattn.attention, which drops weights "
             "by a seed"),
         ("dropout_mask", "say p="),
+        ("MultiHeadAttention", "leave it out, and give each call dropout and a seed"),
         _DROPPED_ELSEWHERE,
     )),
     ("rate prob", (("dropout_mask", "say p="),)),
-    ("keep_prob", (("dropout_mask", "say p=1 - keep_prob"),)),
+    ("keep_prob", (
+        ("dropout seed", "say dropout=1 - keep_prob, and seed=, as there is no global random state"),
+        ("dropout_mask", "say p=1 - keep_prob"),
+    )),
     ("rng dropout_rng generator random_state", (("seed", "say seed=, an int"),)),
     ("deterministic", (("query", "leave it out: the same call gives the same bits"),)),
     ("training", (
@@ -154,32 +193,25 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         _DROPPED_ELSEWHERE,
     )),
     # Sizes and layouts
-    ("num_heads n_heads n_head nhead num_attention_heads num_query_heads q_num_heads num_kv_heads "
-     "num_key_value_heads kv_num_heads n_kv_heads num_k_heads num_v_heads", (
-        ("create_block_mask", "say H=, the heads of the queries"),
-        ("x cos", "leave it out: the number of heads is read from the shape of x, (..., H, L, D)"),
-        ("cu_seqlens_q", "leave it out: the number of heads is read from the arrays' shapes, (T, H, D)"),
-        ("query layout", "leave it out: the number of heads is read from the arrays' shapes, (..., H, L, D), "
-            'or (..., L, H, D) with layout="bshd"'),
-        ("MultiHeadAttention.__call__", "leave it out: the layer is made with it"),
-        ("query", "leave it out: the number of heads is read from the arrays' shapes, (..., H, L, D)"),
-        ("KVCache.append", "leave it out: the number of heads is read from the arrays' shapes"),
-    )),
     ("num_heads n_heads n_head nhead num_attention_heads num_query_heads q_num_heads", (
+        ("create_block_mask", "say H=, the heads of the queries"),
         ("num_heads", "say num_heads="),
         ("num_kv_heads", "say num_kv_heads=, the heads of keys and values; those of queries are read from "
             "their shape"),
+        *_HEADS,
     )),
     ("num_kv_heads num_key_value_heads kv_num_heads n_kv_heads num_k_heads num_v_heads", (
+        ("create_block_mask", "leave it out: a mask is that of the heads of the queries"),
         ("num_kv_heads", "say num_kv_heads="),
         ("num_heads", "leave it out: there are as many as num_heads"),
+        *_HEADS,
     )),
     ("enable_gqa num_key_value_groups n_rep", (
         ("enable_gqa", "say enable_gqa=True"),
         ("query", "leave it out, for query may always have a multiple of the heads of key and value"),
     )),
+    ("head_dim head_size dim_head qk_head_dim key_dim", (("head_dim", "say head_dim="),)),
     ("head_dim head_size dim_head qk_head_dim key_dim dim rotary_dim rotary_embedding_dim", (
-        ("head_dim", "say head_dim="),
         ("rotary_dim", "say rotary_dim=, how many columns are rotated"),
         ("x cos", "leave it out: twice as many columns are rotated as cos and sin have"),
     )),
@@ -216,8 +248,9 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("device", (("", "leave it out: results are where the arrays are"),)),
     ("q Q queries inputs_q", (("query", "say query="),)),
     ("k K keys", (("key", "say key="),)),
-    ("inputs_kv memory", (("MultiHeadAttention.__call__", "say key="),)),
     ("v V values", (("value", "say value="),)),
+    ("x inputs hidden_states", (("MultiHeadAttention.__call__", "say query="),)),
+    ("inputs_kv memory encoder_hidden_states", (("MultiHeadAttention.__call__", "say key="),)),
     # Results
     ("need_weights", (
         ("cache return_weights", 'say return_weights="mean", which averages over the heads as there, or '
@@ -227,41 +260,38 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("cache return_weights", 'say return_weights="mean"'),
         ("return_weights", "say return_weights=True, which gives the weights of each head, and average them "
             "by .mean(-3)"),
+        _RETURNED_ELSEWHERE,
     )),
     ("return_attn_probs return_softmax", (
         ("return_weights", "say return_weights=True for the weights, and return_lse=True for the "
             "log-sum-exp"),
         ("return_lse", "say return_lse=True for the log-sum-exp; weights are not returned here"),
+        _RETURNED_ELSEWHERE,
     )),
-    ("need_weights average_attn_weights return_attention_scores output_attentions return_attention "
-     "return_attn return_attention_weights return_attn_weights", (
+    ("need_weights return_attention_scores output_attentions return_attention return_attn "
+     "return_attention_weights return_attn_weights", (
         ("return_weights", "say return_weights=True"),
+        _RETURNED_ELSEWHERE,
     )),
     ("qk_matmul_output_mode", (("return_weights", "say return_weights=True for mode 3, the weights"),)),
     ("return_softmax_lse return_residual return_aux return_logsumexp", (
         ("return_lse", "say return_lse=True"),
-    )),
-    ("need_weights average_attn_weights return_attention_scores output_attentions return_attention "
-     "return_attn return_attention_weights return_attn_weights return_attn_probs return_softmax "
-     "return_softmax_lse return_residual return_aux return_logsumexp", (
-        ("query", "call fastattn.attention, which returns weights and the log-sum-exp when asked"),
+        _RETURNED_ELSEWHERE,
     )),
     # Lengths, packed documents, caches
     ("seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv_lens kv_seqlens "
      "key_value_seq_lengths cache_seqlens seqused_k nonpad_kv_seqlen context_lens", (
+        ("cache key_lengths", "say key_lengths=, with a cache how many of the new rows are tokens"),
         ("key_lengths", "say key_lengths="),
+        *_LENGTHS,
     )),
+    ("key_lengths", _LENGTHS),
     ("seqlens_k", (
         ("key_lengths", "say key_lengths=, the number of keys of each item; onnxruntime's seqlens_k is one "
             "less"),
-    )),
-    # Lengths, packed documents, caches
-    ("seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv_lens kv_seqlens "
-     "key_lengths key_value_seq_lengths cache_seqlens seqused_k nonpad_kv_seqlen context_lens seqlens_k", (
-        _NEW_LENGTHS,
-        _KNOWN_LENGTHS,
-        _PACKED,
-        ("attn_mask", "say attn_mask=np.arange(S) < lengths[:, None, None, None]"),
+        ("attn_mask", "say attn_mask=np.arange(S) <= seqlens_k[:, None, None, None], as onnxruntime's is one "
+            "less than the number of keys"),
+        *_LENGTHS,
     )),
     ("cu_seqlens cu_seq_q cu_seqlens_query qo_indptr", (("cu_seqlens_q", "say cu_seqlens_q="),)),
     ("cu_seqlens_kv cu_seq_k cu_seqlens_key kv_indptr", (("cu_seqlens_k", "say cu_seqlens_k="),)),
@@ -281,6 +311,8 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("past_key_values past_key_value past_key past_value layer_past past use_cache kv_cache k_cache v_cache "
      "key_cache value_cache cache", (
         ("cache", "say cache=, a fastattn.KVCache"),
+        ("feature_map", "say state=, which return_state=True gives"),
+        ("grad_out", "give all keys and values: there are no gradients of a cache"),
         ("query key", "use a fastattn.KVCache, whose step appends keys and values and attends to all so far"),
     )),
     ("block_table block_tables page_table", (
@@ -298,17 +330,22 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("mmap_mode", (("mmap", "say mmap=True"),)),
     ("file filename fname", (("path", "say path="),)),
     # Rotary positions
-    ("offset start_pos seqlen_offset seqlen_offsets", (("positions", "say positions=NAME + np.arange(L)"),)),
+    ("offset start_pos seqlen_offset seqlen_offsets", (
+        ("positions", "say positions=NAME + np.arange(L), or NAME[:, None] + np.arange(L) where each "
+            "item has its own"),
+    )),
     ("position_ids position cache_position input_pos pos", (("positions", "say positions="),)),
     ("offset start_pos seqlen_offset seqlen_offsets position_ids positions position cache_position input_pos "
      "pos", (
         ("MultiHeadAttention.__call__", "leave it out: the layer counts positions, after what its cache "
             "holds"),
-        ("query key", "rotate query and key before, by fastattn.rope, which takes positions"),
         ("KVCache.append", "leave it out: new rows follow those of the cache; rotate keys before, by "
             "fastattn.rope"),
         ("KVCache.attend", "leave it out: the last query is at the last position; rotate before, by "
             "fastattn.rope"),
+    )),
+    ("start_pos seqlen_offset seqlen_offsets position_ids positions position cache_position input_pos pos", (
+        ("query key", "rotate query and key before, by fastattn.rope, which takes positions"),
     )),
     ("rotary_cos rotary_sin cos sin rotary_emb rotary_embedding position_embeddings freqs_cis rope", (
         ("MultiHeadAttention", "say rope=(cos, sin)"),
@@ -320,6 +357,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("interleaved", "say interleaved="),
         _ROTATED,
     )),
+    ("is_neox_style", (("interleaved", "say interleaved=not is_neox_style"), _ROTATED)),
     ("unsqueeze_dim", (("x cos", 'leave it out, and say layout="bshd" where x is (..., L, H, D)'),)),
     ("conjugate", (("inverse", "say inverse=True"),)),
     ("theta rope_theta rotary_base", (("rope_tables", "say base="),)),
@@ -397,7 +435,9 @@ def refusal(function: Callable[..., Any], extra: tuple[Any, ...], unknown: Itera
             f"{name}() takes {len(places)} positional arguments ({', '.join(places)}), but "
             f"{len(places) + len(extra)} were given: the others go by name{_place_of(extra[0], names)}"
         )
-    complaints = [f"{argument!r}{_instead(argument, name, names)}" for argument in unknown]
+    # An integration's `attention` takes no more of what answers say of `fastattn.attention` than it names.
+    here = {*names, *(() if ".integrations." in function.__module__ else (name,))}
+    complaints = [f"{argument!r}{_instead(argument, here, names)}" for argument in unknown]
     return f"{name}() got an unexpected keyword argument {', and '.join(complaints)}"
 
 
@@ -408,7 +448,8 @@ def _place_of(value: Any, parameters: list[str]) -> str:
     dtype = str(getattr(value, "dtype", ""))
     is_array = bool(dtype and np.ndim(value))
     is_float = is_array and "float" in dtype
-    if is_float and not _is_mask_of_floats(value):
+    is_mask = is_array and (not is_float or _is_mask_of_floats(value))
+    if is_array and not is_mask:
         options = {"bias": "..."}
     elif is_array:
         array = "array.astype(bool)" if is_float else "array"
@@ -418,20 +459,24 @@ def _place_of(value: Any, parameters: list[str]) -> str:
     place = next((option for option in options if option in parameters), None)
     if place is None:
         return ""
-    convention = " (non-zero = may attend)" if is_array and place != "bias" else ""
+    convention = " (non-zero = may attend)" if is_mask else ""
+    if is_mask is None:
+        convention = ", unless it holds zeros and ones alone: those are a mask, array.astype(bool)"
     return f", here {place}={options[place]}{convention}"
 
 
-def _is_mask_of_floats(value: Any) -> bool:
+def _is_mask_of_floats(value: Any) -> bool | None:
+    """None where its numbers are not here: in a graph that is yet to run, on a GPU, or one of autograd's."""
+    if hasattr(value, "__dask_graph__"):
+        return None
     try:
         return has_zeros_and_ones(np.asarray(value))
-    except (TypeError, ValueError, RuntimeError):  # of a tensor elsewhere, or one that requires grad
-        return False
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
-def _instead(argument: str, name: str, parameters: list[str]) -> str:
+def _instead(argument: str, here: set[str], parameters: list[str]) -> str:
     if argument in ANSWERS:
-        here = {name, *parameters}
         answer = next((say for needed, say in ANSWERS[argument] if here.issuperset(needed.split())), None)
         return "" if answer is None else f": {answer.replace('NAME', argument)}"
     close = next((p for p in parameters if _is_slip(argument, p)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ SAY_MASK = (
 )
 SAY_CAUSAL = 'say causal=True, or causal="top_left" where L != S, as PyTorch does'
 SAY_PADDING = (
-    "say key_lengths= where the padding stands at the end, or mask=~padding[:, None, None, :], "
-    "as True means ignore there and may attend here"
+    "say key_lengths= where the padding stands at the end, or mask=~key_padding_mask[:, None, None, :] "
+    "where True means ignore, as in torch.nn.MultiheadAttention, and without ~ where it means keep"
 )
 AVERAGE = "say return_weights=True, which gives the weights of each head, and average them by .mean(-3)"
 
@@ -181,7 +182,8 @@ class TestByPosition:
         assert message_of("attention", torch.ones(5, 5) > 0).endswith(mask)
         assert message_of("attention", torch.zeros(5, 5)).endswith("by name, here bias=...")
         assert message_of("attention", torch.ones(5, 5)).endswith(mask.replace("array", "array.astype(bool)"))
-        assert message_of("attention", torch.ones(5, 5, requires_grad=True)).endswith("here bias=...")
+        unknown = message_of("attention", torch.ones(5, 5, requires_grad=True))
+        assert "here bias=..., unless it holds zeros and ones alone" in unknown
 
 
 CACHE = fastattn.KVCache(1, 2, 4)
@@ -284,8 +286,30 @@ class TestHints:
             ("rope_tables", "rope_theta", "say base="),
             ("KVCache", "num_heads", "say num_kv_heads="),
             ("KVCache", "sliding_window", "its own among them"),
-            ("KVCache.append", "cache_seqlens", "say lengths="),
+            ("KVCache.append", "seq_lens", "say lengths= for how many of the new rows are tokens"),
+            ("KVCache.append", "cache_seqlens", "leave it out where it counts what the cache has"),
+            ("KVCache.append", "attention_mask", "say lengths="),
             ("KVCache.attend", "key_lengths", "the cache knows"),
+            ("KVCache.attend", "seq_lens", "step and append have `lengths`"),
+            ("KVCache.attend", "num_sink_tokens", "the cache is made with it, as keep_first"),
+            ("KVCache", "num_sink_tokens", "say keep_first="),
+            ("KVCache", "s_aux", "attend and step take it, as sinks"),
+            ("KVCache", "key_dim", "say head_dim="),
+            ("attention", "num_sink_tokens", "| fastattn.masks.GlobalTokens(range(num_sink_tokens))"),
+            ("attention", "keep_prob", "say dropout=1 - keep_prob, and seed="),
+            ("attention", "value_mask", "without ~ where it means keep"),
+            ("attention", "seqlens_k", "onnxruntime's seqlens_k is one less"),
+            ("scaled_dot_product_attention", "seqlens_k", "np.arange(S) <= seqlens_k[:, None, None, None]"),
+            ("varlen_attention", "attention_mask", "leave the padding out"),
+            ("linear_attention", "attention_mask", "say key_lengths="),
+            ("linear_attention", "cache", "say state="),
+            ("rope", "seqlen_offsets", "seqlen_offsets[:, None] + np.arange(L)"),
+            ("rope", "is_neox_style", "say interleaved=not is_neox_style"),
+            ("rope_tables", "dim", "say rotary_dim="),
+            ("create_block_mask", "num_key_value_heads", "leave it out"),
+            ("MultiHeadAttention", "dropout", "give each call dropout and a seed"),
+            ("MultiHeadAttention.__call__", "head_mask", "rows of w_o"),
+            ("MultiHeadAttention.__call__", "seq_lens", "with a cache how many of the new rows"),
             ("KVCache.load", "mmap_mode", "say mmap=True"),
             ("MultiHeadAttention", "embed_dim", "those of w_q, w_k, w_v and w_o"),
             ("MultiHeadAttention.__call__", "attn_mask", "say mask=~attn_mask"),
@@ -297,6 +321,19 @@ class TestHints:
     )
     def test_what_takes_the_place(self, name, argument, said):
         assert said in refusal(CALLABLES[name], (), [argument])
+
+    @pytest.mark.parametrize(
+        ("name", "argument"),
+        [
+            ("KVCache", "rotary_dim"),  # no head_dim, and neither is the dim of a model
+            ("KVCache", "dim"),
+            ("attention", "offset"),  # of the diagonal, more likely than of rotary positions
+            ("attention", "temperature"),
+        ],
+    )
+    def test_nothing_is_said_where_nothing_is_the_same(self, name, argument):
+        message = refusal(CALLABLES[name], (), [argument])
+        assert message == f"{name}() got an unexpected keyword argument {argument!r}"
 
     @pytest.mark.parametrize(
         "word", ["acausal", "dausal", "caussaal", "cos", "pos", "w_k", "cu_seqlens_v", ""]
@@ -338,10 +375,17 @@ class TestHints:
         w = 3  # sliding_window: the token and two before it
         wanted = fastattn.attention(q, k, v, mask=(j <= i) & (i - j < w))
         np.testing.assert_allclose(fastattn.attention(q, k, v, causal=True, window=(w - 1, 0)), wanted)
-        slopes, L, S = np.array([0.5, 0.25]), 2, 6
-        bias = -slopes[:, None, None] * abs(np.arange(L)[:, None] + S - L - np.arange(S))
-        wanted = fastattn.attention(q, k, v, bias=-slopes[:, None, None] * abs(i - j))[..., 4:, :]
-        np.testing.assert_allclose(fastattn.attention(q[..., 4:, :], k, v, bias=bias), wanted)
+        for slopes in (np.array([0.5, 0.25]), np.array([[0.5, 0.25], [1, 2]])):  # (H,) and (B, H)
+            L, S = 2, 6
+            bias = -slopes[..., None, None] * abs(np.arange(L)[:, None] + S - L - np.arange(S))
+            wanted = fastattn.attention(q, k, v, bias=-slopes[..., None, None] * abs(i - j))[..., 4:, :]
+            np.testing.assert_allclose(fastattn.attention(q[..., 4:, :], k, v, bias=bias), wanted)
+        sinks = fastattn.masks.Window(w - 1, None) | fastattn.masks.GlobalTokens(range(2))
+        wanted = fastattn.attention(q, k, v, mask=(j <= i) & ((i - j < w) | (j < 2)))  # num_sink_tokens=2
+        np.testing.assert_allclose(fastattn.attention(q, k, v, causal=True, mask=sinks), wanted)
+        attn_mask = np.arange(6) <= np.array([3, 5])[:, None, None, None]  # seqlens_k of onnxruntime
+        got = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        np.testing.assert_array_equal(got, expected)
         zero = np.zeros((2, 2, 1, 4))
         more_k, more_v = (np.concatenate([x, zero], axis=-2) for x in (k, v))
         wanted = fastattn.attention(q, more_k, more_v)  # add_zero_attn
@@ -349,6 +393,60 @@ class TestHints:
         out = fastattn.kernel_regression(q[0, 0], k[0, 0], v[0, 0], bandwidth=(2 * 0.3) ** -0.5)
         kernels = np.exp(-0.3 * ((q[0, 0][:, None] - k[0, 0]) ** 2).sum(-1))  # gamma = 0.3
         np.testing.assert_allclose(out, kernels @ v[0, 0] / kernels.sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("jax", "attention"), ("dask", "attention"), ("dask", "attention_backward")],
+)
+class TestIntegrations:
+    """Functions that take less than those of the same name here."""
+
+    def test_a_hint_names_what_the_function_takes(self, module, name):
+        pytest.importorskip(module)
+        function = getattr(import_module(f"fastattn.integrations.{module}"), name)
+        parameters = set(inspect.signature(function).parameters)
+        for argument in sorted((ANSWERS.keys() | OWN_NAMES) - parameters):
+            message = refusal(function, (), [argument])
+            assert set(re.findall(r"\b(\w+)=(?!=)", message.replace("!=", ""))) <= parameters, message
+            assert "Did you mean" not in message, message
+            for other in ("Paged", "Quantized", "scaled_dot_product_attention"):  # which it does not take
+                assert other not in message, message
+
+    def test_each_says_it_when_called(self, module, name):
+        pytest.importorskip(module)
+        function = getattr(import_module(f"fastattn.integrations.{module}"), name)
+        arrays = [X] * sum(p.default is p.empty for p in inspect.signature(function).parameters.values())
+        with pytest.raises(TypeError, match=r"'softmax_scale': say scale=$"):
+            function(*arrays, softmax_scale=1.0)
+        with pytest.raises(TypeError, match=r"the others go by name, here mask=array \(non-zero = may att"):
+            function(*arrays, np.ones((5, 5), bool))
+
+
+@pytest.mark.parametrize("module", ["torch", "autograd"])
+def test_integrations_that_hand_options_on(module):
+    """They take those of `fastattn.attention`, which says what else to say; a mask by position is theirs."""
+    pytest.importorskip(module)
+    attention = import_module(f"fastattn.integrations.{module}").attention
+    arrays = [X] * 3
+    if module == "torch":
+        arrays = [import_module("torch").from_numpy(X)] * 3
+    attention(*arrays, window=(1, 1))
+    with pytest.raises(TypeError, match=r"attention\(\) got .* 'softmax_scale': say scale=$"):
+        attention(*arrays, softmax_scale=1.0)
+    with pytest.raises(TypeError, match="window must be a pair"):
+        attention(*arrays, window=3)
+    with pytest.raises(TypeError, match=r"takes 3 positional .*: the others go by name, here bias="):
+        attention(*arrays, np.full((5, 5), 0.5, np.float32))
+
+
+def test_a_message_computes_no_graph():
+    """Numbers that are not here yet are a bias, or a mask of zeros and ones."""
+    da = pytest.importorskip("dask.array")
+    graph = da.from_array(X[0, 0]).map_blocks(lambda _: pytest.fail("computed"), dtype="f4", meta=X[0, 0, :0])
+    assert message_of("attention", graph).endswith(
+        "here bias=..., unless it holds zeros and ones alone: those are a mask, array.astype(bool)"
+    )
 
 
 @pytest.mark.parametrize("function", [function for function, _, _ in FUNCTIONS.values()])

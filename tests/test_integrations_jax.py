@@ -20,6 +20,7 @@ import pytest
 
 import fastattn
 from fastattn.backends import cython_cpu
+from fastattn.masks import GlobalTokens, KeyLengths
 from tests.c_entry import OPTIONS
 from tests.cases import random_arrays
 from tests.process import ROOT
@@ -172,7 +173,21 @@ def test_errors_when_it_is_traced() -> None:
         (ValueError, "causal=True needs L == S", (query, key, value), {"causal": True}),
         (TypeError, "use bias=", (query, key, value), {"mask": np.zeros((17, 33))}),
         (ValueError, "bias of shape", (query, key, value), {"bias": np.zeros((3, 1, 17, 33))}),
-    ]
+        # Arrays with an axis for the items and none for heads: in the shape that they were given.
+        (ValueError, r"mask of shape \(2, 17, 33\) .* say mask\[:, None\]; query", (query, key, value),
+         {"mask": np.ones((2, 17, 33), bool)}),
+        (ValueError, r"bias of shape \(2, 17, 33\) .* say bias\[:, None\]; query", (query, key, value),
+         {"bias": np.zeros((2, 17, 33), np.float32)}),
+        (ValueError, r"mask of shape \(2, 33\) .* say mask\[:, None, None, :\]", (query, key, value),
+         {"mask": np.ones((2, 33), bool)}),
+        (ValueError, r"mask of shape \(8, 17, 33\) .* say mask.reshape\(2, 4, 17, 33\)", (query, key, value),
+         {"mask": np.ones((8, 17, 33), bool)}),
+        (ValueError, "index must be below S=33, got 33; query", (query, key, value),
+         {"mask": GlobalTokens([33])}),
+        (TypeError, "got True; for causal attention say causal=True", (query, key, value), {"mask": True}),
+        (ValueError, "does not broadcast to the leading batch axes", (query, key, value),
+         {"mask": KeyLengths([1, 2, 3])}),
+    ]  # fmt: skip
     for kind, message, arrays, options in wrong:
         for call in (attention, jax.jit(lambda *x, options=options: attention(*x, **options))):
             with pytest.raises(kind, match=message):

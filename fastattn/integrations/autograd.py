@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fastattn
+from fastattn._arguments import refusing
 from fastattn._gradients import DIFFERENTIABLE
 from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
@@ -13,6 +14,7 @@ with extra("autograd"):
     from autograd.extend import defvjp_argnums, primitive
 
 
+@refusing
 def attention(
     query: Any, key: Any, value: Any, *, bias: Any = None, sinks: Any = None, **options: Any
 ) -> Any:

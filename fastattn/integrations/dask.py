@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_array, check_key_lengths, check_wrt
+from fastattn._arguments import as_array, check_key_lengths, check_wrt, refusing
 from fastattn._gradients import Gradients
 from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
 from fastattn._mask_parts import of_band, states_of_keys
@@ -39,6 +39,7 @@ Layer = dict[Key, Any]
 DIFFERENTIABLE = ("query", "key", "value")
 
 
+@refusing
 def attention(
     query: da.Array,
     key: da.Array,
@@ -151,6 +152,7 @@ def attention(
     return out, lse[0] if call.flat else lse
 
 
+@refusing
 def attention_backward(
     grad_out: da.Array,
     query: da.Array,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 import fastattn
+from fastattn._arguments import as_mask, refusing
 from fastattn._gradients import DIFFERENTIABLE
 from fastattn._normalize import outline
 from fastattn.integrations._extras import extra
@@ -31,6 +32,7 @@ except (ImportError, RuntimeError):  # no kernels, or a JAX of which the interfa
     _has_custom_call = False
 
 
+@refusing
 def attention(
     query: Any,
     key: Any,
@@ -71,22 +73,23 @@ def attention(
                 f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
             )
     query, key, value = map(_floating, (query, key, value))
+    if isinstance(mask, bool):
+        as_mask(mask, flat=False)  # which refuses it
+    static = _Static(causal, window, scale, softcap, mask if isinstance(mask, Mask) else None)
+    bias, sinks, mask, lengths = (
+        None if x is None or x is static.mask else jnp.asarray(x) for x in (bias, sinks, mask, key_lengths)
+    )
+    if any(x is not None and x.ndim < query.ndim for x in (bias, mask)):
+        # In the shapes that were given, which a message tells.
+        _check(static, query, key, value, bias, sinks, mask, lengths)
     is_one_head = query.ndim == 2
     if is_one_head:
         query, key, value = query[None], key[None], value[None]
-    static = _Static(causal, window, scale, softcap, mask if isinstance(mask, Mask) else None)
     # With an axis for each one of the scores, so that what `vmap` puts in front is one more batch axis.
-    mask = None if static.mask is not None else _with_axes(mask, query.ndim)
-    out = _attention(
-        static,
-        query,
-        key,
-        value,
-        _with_axes(bias, query.ndim),
-        None if sinks is None else jnp.asarray(sinks),
-        mask,
-        _with_axes(key_lengths, query.ndim - 3),
+    bias, mask, lengths = (
+        _with_axes(x, n) for x, n in ((bias, query.ndim), (mask, query.ndim), (lengths, query.ndim - 3))
     )
+    out = _attention(static, query, key, value, bias, sinks, mask, lengths)
     return out[0] if is_one_head else out
 
 
@@ -113,7 +116,6 @@ def _with_axes(array: Any, ndim: int) -> Any:
     """An array with axes of 1 in front, as many as make it `ndim`."""
     if array is None:
         return None
-    array = jnp.asarray(array)
     return array.reshape((1,) * (ndim - array.ndim) + array.shape)
 
 
@@ -138,9 +140,7 @@ def _attention(static: _Static, *arrays: Any) -> jax.Array:
 def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The output, and lse as the integers of its bits: -inf, without keys, is nothing for jax_debug_infs."""
     query, key, value = arrays[:3]
-    for name, x in zip(_ARRAYS, arrays, strict=True):
-        if x is not None and not all(isinstance(n, int) for n in x.shape):
-            raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
+    checked = _check(static, *arrays)
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     rows = (*lead, *query.shape[-3:-1])
     dtype = jnp.result_type(query, key, value)
@@ -150,20 +150,15 @@ def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     )
     found: tuple[jax.Array, jax.Array]
     if _has_custom_call and static.mask is None and jax.default_backend() == "cpu":
-        found = _custom_call(static, results, *arrays)
+        found = _custom_call(static, checked, results, *arrays)
     else:
         found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
     return found
 
 
-def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
+def _custom_call(static: _Static, checked: Any, results: Any, *arrays: Any) -> Any:
     """The call by XLA: see ``_xla.c`` for its arguments."""
-    # Zeros of these shapes and dtypes, for the call's options and for its errors.
-    zeros: list[Any] = [
-        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
-    ]
-    options = _options(static, *zeros[3:])
-    inputs, _, _, scale, softcap = outline(*zeros[:3], layout="bhsd", **options)
+    inputs, _, _, scale, softcap = checked
     query, key, value, bias, sinks, mask, key_lengths = arrays
     ndim = len(results[0].shape)
     given = {
@@ -184,6 +179,17 @@ def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
         scale=np.float64(scale),
         softcap=np.float64(softcap or 0.0),
     )
+
+
+def _check(static: _Static, *arrays: Any) -> Any:
+    """What `outline` finds, which raises the errors that shapes, dtypes and options tell."""
+    for name, x in zip(_ARRAYS, arrays, strict=True):
+        if x is not None and not all(isinstance(n, int) for n in x.shape):
+            raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
+    zeros: list[Any] = [
+        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
+    ]
+    return outline(*zeros[:3], layout="bhsd", **_options(static, *zeros[3:]))
 
 
 def _lengths(key_lengths: Any) -> Any:

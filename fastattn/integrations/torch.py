@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import fastattn
+from fastattn._arguments import refusing
 from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
 from fastattn.masks import Mask
@@ -18,6 +19,7 @@ with extra("torch"):
     from torch.autograd.forward_ad import unpack_dual
 
 
+@refusing
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -434,6 +434,8 @@ def normalize_sdpa(
     band = _band(inputs, "top_left" if is_causal else False, None, None)
     mask = bias = None
     if attn_mask is not None:
+        if isinstance(attn_mask, (bool, int, float, str)):  # an argument that was given one place too early
+            raise TypeError(f"attn_mask must be an array, got {attn_mask!r}; is_causal and scale go by name")
         array = as_array(attn_mask, "attn_mask")
         if array.dtype.kind != "b" and not is_bias_dtype(array.dtype):
             raise TypeError(

@@ -205,6 +205,16 @@ def doors(mask, bias):
     yield "bias", lambda: layer(x, bias=bias)
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_is_no_mask(flag):
+    """True would broadcast and mask nothing, whatever it is meant to say."""
+    said = rf"got {flag}; for causal attention say causal=True; query"
+    for name, call in doors(flag, None):
+        if name == "mask" and "Dense" not in call.__code__.co_names:
+            with pytest.raises(TypeError, match=said):
+                call()
+
+
 class TestAxesInBetween:
     """Arrays with an axis for the items and none for heads, or for heads and queries."""
 

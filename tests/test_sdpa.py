@@ -221,6 +221,14 @@ class TestRefused:
         ):
             fastattn.scaled_dot_product_attention(*random_arrays(heads=5, kv_heads=2), enable_gqa=True)
 
+    @pytest.mark.parametrize("given", [True, 0.0, 1, "causal"])
+    def test_an_argument_one_place_too_early(self, given):
+        """PyTorch takes nothing but a tensor there; NumPy would broadcast these."""
+        with pytest.raises(
+            TypeError, match=rf"^attn_mask must be an array, got {given!r}; is_causal and scale"
+        ):
+            fastattn.scaled_dot_product_attention(*random_arrays(), given)
+
     def test_mask_that_does_not_broadcast(self):
         with pytest.raises(ValueError, match=r"^attn_mask of shape \(17, 32\) does not broadcast to "):
             fastattn.scaled_dot_product_attention(*random_arrays(), np.ones((17, 32), bool))

@@ -291,7 +291,12 @@ def _table(value: Any, name: str) -> np.ndarray:
             f"{name} must be a float16, bfloat16, float32 or float64 array, got dtype {table.dtype}"
         )
     if table.ndim != 2:
-        raise ValueError(f"{name} must have shape (positions, rotary_dim / 2), got {table.shape}")
+        hint = ""
+        if table.ndim > 2:  # (batch, positions, columns), as Hugging Face's
+            axes = ", ".join("0" * (table.ndim - 2))
+            hint = f"; where the first axes are those of items, say {name}[{axes}]: "
+            hint += "one table is for all, and the positions of each item's tokens choose its rows"
+        raise ValueError(f"{name} must have shape (positions, rotary_dim / 2), got {table.shape}{hint}")
     return table
 
 

@@ -449,6 +449,18 @@ def test_a_layer_refuses_doubled_tables():
         MultiHeadAttention(w, w, w, w, num_heads=2, rope=[DOUBLED[":4"](table) for table in tables])
 
 
+def test_tables_of_several_items_are_refused(way):
+    """As Hugging Face's (batch, positions, r); what the message says to write is then told to be doubled."""
+    x, (cos, sin) = numbers(2, 3, 12, 16), (DOUBLED[":4"](table) for table in fastattn.rope_tables(12, 8))
+    for lead, index in (((1,), "0"), ((2,), "0"), ((2, 1), "0, 0")):
+        tables = [np.broadcast_to(table, (*lead, 12, 8)) for table in (cos, sin)]
+        with pytest.raises(ValueError, match=rf"those of items, say cos\[{index}\]: one table is for all"):
+            fastattn.rope(x, *tables)
+        of_one = np.zeros(len(lead), int)
+        with pytest.raises(ValueError, match=r"say cos\[..., :4\] and sin\[..., :4\]"):
+            fastattn.rope(x, *(table[tuple(of_one)] for table in tables))
+
+
 @pytest.mark.parametrize("base", [1.5, 1e4, 5e5, 1e30])
 @pytest.mark.parametrize("rotary_dim", [2, 4, 6, 8, 64])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16], ids=str)

@@ -288,6 +288,10 @@ class KVCache:
     ) -> Any:
         """`append`, then `attend` with the `options`. Where either raises, nothing is appended.
 
+        As there, an item's last query stands at its last position. Where `lengths` differ and queries are
+        padded at the end, as keys are, say ``causal=False, mask=Causal(offset=starts)``, where `starts` are
+        the `lengths` of the cache before.
+
         Parameters
         ----------
         query : array_like, shape (batch, H, L, D)

@@ -866,6 +866,24 @@ class TestMoreQueriesThanTokens:
             assert out.shape == (batch, H, L, E)
 
 
+def test_queries_that_are_padded_as_keys_are(backend):
+    """As the docstring of `step` says, for prompts of different lengths and for what follows them."""
+    rng = np.random.default_rng(0)
+    cache = fastattn.KVCache(2, 2, 8)
+    alone = [fastattn.KVCache(1, 2, 8) for _ in range(2)]
+    for counts in ((5, 3), (2, 4), (0, 1)):
+        query, key, value = rng.standard_normal((3, 2, 2, 5, 8), dtype=np.float32)
+        mask = fastattn.masks.Causal(offset=cache.lengths)
+        options = {"causal": False, "mask": mask, "backend": backend.backend}
+        out = cache.step(query, key, value, lengths=counts, **options)
+        for item, count in enumerate(counts):
+            if count:
+                rows = [x[item : item + 1, :, :count] for x in (query, key, value)]
+                np.testing.assert_allclose(
+                    out[item : item + 1, :, :count], alone[item].step(*rows), atol=1e-6
+                )
+
+
 def test_errors_name_what_they_got():
     cache = fastattn.KVCache(2, 3, 8, 4)
     key, value = np.zeros((2, 3, 5, 8)), np.zeros((2, 3, 5, 4))

@@ -12,7 +12,6 @@ from fastattn.masks import Mask, has_zeros_and_ones
 
 _SIZES = ("query", "leave it out: it is read from the arrays' shapes, (..., H, L, D)")
 _ROTATED = ("query key", "rotate query and key before, by fastattn.rope")
-_ROWS_OF_PADDING = ("query", "leave it out: rows of padding among the queries change no other row")
 _DROPPED_ELSEWHERE = ("query", "leave it out: no weights are dropped here, as fastattn.attention can")
 _RETURNED_ELSEWHERE = (
     "query", "call fastattn.attention, which returns weights and the log-sum-exp when asked"
@@ -83,7 +82,12 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("key_lengths", "say key_lengths=, as the padding has to stand at the end"),
         ("cu_seqlens_q", "leave the padding out of the packed arrays"),
     )),
-    ("query_mask query_seq_lengths query_lengths q_lengths seqused_q", (_ROWS_OF_PADDING,)),
+    ("query_mask query_seq_lengths query_lengths q_lengths seqused_q", (
+        ("cu_seqlens_q", "leave the padding out of the packed arrays"),
+        ("causal window", "leave it out: rows of padding among the queries change no other row; with "
+            'causal="bottom_right" they have to stand at the beginning'),
+        ("query", "leave it out: rows of padding among the queries change no other row"),
+    )),
     ("mask", (
         ("block_mask mask_mod", "say block_mask= for a fastattn.masks object, or for an array in "
             "fastattn.masks.Dense(array), and mask_mod= for a function"),
@@ -122,6 +126,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("mask_filter_value", (("query", "leave it out: a masked key is never seen"),)),
     ("head_mask layer_head_mask", (
         ("MultiHeadAttention.__call__", "leave it out, and multiply each head's rows of w_o by it"),
+        ("grad_out", "leave it out, and multiply the heads of grad_out by it"),
         ("query", "leave it out, and multiply the heads of the result by it"),
     )),
     # Causal masks and windows
@@ -187,7 +192,11 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ("dropout_mask", "say p=1 - keep_prob"),
     )),
     ("rng dropout_rng generator random_state", (("seed", "say seed=, an int"),)),
-    ("deterministic", (("query", "leave it out: the same call gives the same bits"),)),
+    ("deterministic", (
+        ("dropout", "leave it out: the same call gives the same bits, and weights are dropped wherever "
+            "dropout= is above 0"),
+        ("query", "leave it out: the same call gives the same bits"),
+    )),
     ("training", (
         ("dropout", "leave it out: weights are dropped wherever dropout= is above 0"),
         _DROPPED_ELSEWHERE,
@@ -381,7 +390,9 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     )),
     ("log_weights", (("kernel_regression", "say weights=np.exp(log_weights)"),)),
     ("outputs", (("outs", "say outs="),)),
-    ("lse softmax_lse", (("lses", "say lses="),)),
+    ("lse softmax_lse", (("lses", "say lses="), ("lse", "say lse="))),
+    ("dout grad_output", (("grad_out", "say grad_out="),)),
+    ("dlse", (("grad_lse", "say grad_lse="),)),
     ("size", (("dropout_mask", "say shape="),)),
     # How it is computed
     ("n_jobs n_threads nthreads threads num_workers workers num_threads", (

@@ -248,6 +248,8 @@ class MultiHeadAttention:
 
         Raises
         ------
+        TypeError
+            A module in the place of its ``state_dict()``.
         ValueError
             A name that is missing or that there is not, ``bias_k`` and ``bias_v`` (``add_bias_kv=True``),
             which add a key that is no row of `key`, shapes that do not fit.
@@ -282,6 +284,9 @@ class MultiHeadAttention:
         >>> layer(np.ones((2, 5, 16), np.float32)).shape
         (2, 5, 16)
         """
+        if not hasattr(state_dict, "items"):
+            got = type(state_dict).__name__
+            raise TypeError(f"state_dict must be a mapping, as module.state_dict() gives, got {got}")
         state = {name: x for name, x in state_dict.items() if x is not None}
         if refused := [name for name in ("bias_k", "bias_v") if name in state]:
             raise ValueError(

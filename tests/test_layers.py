@@ -573,3 +573,11 @@ WRONG_STATES = [
 def test_errors_of_state_dicts(message, wrong):
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention.from_torch(STATE | wrong, 4)
+
+
+def test_from_torch_of_a_module():
+    module = type("MultiheadAttention", (), {"state_dict": lambda self: STATE})()
+    with pytest.raises(
+        TypeError, match=r"^state_dict must be a mapping, as module\.state_dict\(\) gives, got Mul"
+    ):
+        MultiHeadAttention.from_torch(module, 4)

@@ -316,7 +316,8 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
      "total_sequence_length", (
         ("query", "leave it out: it is read from the arrays"),
     )),
-    ("length new_length max_length", (("KVCache.truncate", "say lengths="),)),
+    ("length", (("lengths", "say lengths="),)),
+    ("new_length max_length", (("KVCache.truncate", "say lengths="),)),
     ("past_key_values past_key_value past_key past_value layer_past past use_cache kv_cache k_cache v_cache "
      "key_cache value_cache cache", (
         ("cache", "say cache=, a fastattn.KVCache"),
@@ -456,27 +457,23 @@ def _place_of(value: Any, parameters: list[str]) -> str:
     """Where a value given by position was most likely meant to go."""
     if callable(value) and "score_mod" in parameters:
         return ", here score_mod=..."
-    dtype = str(getattr(value, "dtype", ""))
-    is_array = bool(dtype and np.ndim(value))
-    is_float = is_array and "float" in dtype
-    is_mask = is_array and (not is_float or _is_mask_of_floats(value))
-    if is_array and not is_mask:
-        options = {"bias": "..."}
-    elif is_array:
-        array = "array.astype(bool)" if is_float else "array"
+    options = {"mask": "...", "block_mask": "..."} if isinstance(value, Mask) else {}
+    note = ""
+    dtype = str(value.dtype) if hasattr(value, "dtype") and np.ndim(value) else ""
+    is_mask = "bool" in dtype or (_has_zeros_and_ones(value) if "float" in dtype or "int" in dtype else False)
+    if is_mask:
+        array = "array.astype(bool)" if "float" in dtype else "array"
         options = {"mask": array, "block_mask": f"fastattn.masks.Dense({array})"}
-    else:
-        options = {"mask": "...", "block_mask": "..."} if isinstance(value, Mask) else {}
+        note = " (non-zero = may attend)"
+    elif "float" in dtype:
+        options = {"bias": "..."}
+        if is_mask is None:
+            note = ", unless it holds zeros and ones alone: those are a mask, array.astype(bool)"
     place = next((option for option in options if option in parameters), None)
-    if place is None:
-        return ""
-    convention = " (non-zero = may attend)" if is_mask else ""
-    if is_mask is None:
-        convention = ", unless it holds zeros and ones alone: those are a mask, array.astype(bool)"
-    return f", here {place}={options[place]}{convention}"
+    return "" if place is None else f", here {place}={options[place]}{note}"
 
 
-def _is_mask_of_floats(value: Any) -> bool | None:
+def _has_zeros_and_ones(value: Any) -> bool | None:
     """None where its numbers are not here: in a graph that is yet to run, on a GPU, or one of autograd's."""
     if hasattr(value, "__dask_graph__"):
         return None

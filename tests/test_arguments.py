@@ -150,6 +150,9 @@ class TestByPosition:
             ("attention", (Causal(),), ", here mask=..."),
             ("attention", (np.ones((5, 5), bool),), ", here mask=array (non-zero = may attend)"),
             ("attention", (np.ones((5, 5), np.int8), 0.0), ", here mask=array (non-zero = may attend)"),
+            ("attention", (np.array([5, 3]),), ""),  # lengths, more likely than a mask
+            ("attention", (np.ones((5, 5), complex),), ""),
+            ("attention", ([[1], [1, 0]],), ""),
             ("attention", (np.zeros((5, 5), np.float32),), ", here bias=..."),
             ("attention", (np.full((5, 5), 0.5),), ", here bias=..."),
             ("attention", (np.tri(5),), ", here mask=array.astype(bool) (non-zero = may attend)"),
@@ -289,6 +292,7 @@ class TestHints:
             ("KVCache.append", "seq_lens", "say lengths= for how many of the new rows are tokens"),
             ("KVCache.append", "cache_seqlens", "leave it out where it counts what the cache has"),
             ("KVCache.append", "attention_mask", "say lengths="),
+            ("KVCache.append", "length", "say lengths="),
             ("KVCache.attend", "key_lengths", "the cache knows"),
             ("KVCache.attend", "seq_lens", "step and append have `lengths`"),
             ("KVCache.attend", "num_sink_tokens", "the cache is made with it, as keep_first"),

@@ -12,6 +12,7 @@ import numpy as np
 
 import fastattn
 from fastattn import _capi
+from fastattn._arguments import refusing
 from fastattn.integrations._extras import extra
 
 with extra("numba"):
@@ -46,6 +47,7 @@ _MESSAGE_WORDS = 64
 _DTYPES = {types.float32: _capi.FLOAT32, types.float64: _capi.FLOAT64}
 
 
+@refusing
 def attention(
     query: Any, key: Any, value: Any, causal: CausalRule = False, scale: float | None = None
 ) -> Any:

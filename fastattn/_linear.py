@@ -203,7 +203,7 @@ def linear_attention(
     callable BLAS may round products of other sizes, or on another number of threads, differently.
 
     Memory: inputs, output, the state, and features and scores of some hundred rows a thread, or of 64 rows of
-    some heads; results of some items, where rows are computed again. With ``"elu+1"``, where there are few
+    some heads; results of an item, where rows are computed again. With ``"elu+1"``, where there are few
     heads or items share their keys, a state for each 1024 positions of a head, and at most 64 of them.
 
     References
@@ -377,7 +377,7 @@ def _run_again(
 ) -> LinearState | None:
     """Replaces lost rows of `out`, and lost sums of the state, by those of scaled features."""
     scales: Any = None if whole is None else np.zeros(whole.key_sum.shape)
-    for items in _blocks(call):
+    for items in np.ndindex(lost.shape[:-2]):  # alone: where a chunk is cut depends on all that is in it
         if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
             continue
         rows, again = np.empty(out[items].shape), np.empty(out[items].shape[:-1], bool)

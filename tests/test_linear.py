@@ -338,6 +338,22 @@ def test_other_rows_keep_their_bits(way, causal):
     assert_same_bits(out, expected)
 
 
+@pytest.mark.parametrize("feature_map", ["elu+1", np.exp], ids=["elu+1", "exp"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_with_small_features_keep_their_bits(way, feature_map, causal):
+    """Whatever the size of those of other items."""
+    q, k, v = below_zero(130, "float64", lead=(5,))
+    q, k = q - 80, k - 300
+    k[1:, :, 40:] += np.random.default_rng(0).choice([0, 100, 300], (4, *k.shape[1:-2], 90, 1))
+    options = {"feature_map": feature_map, "causal": causal, "return_state": True}
+    out, state = linear_attention(q, k, v, **options)
+    for item in range(5):
+        alone, its = linear_attention(q[item], k[item], v[item], **options)
+        assert_same_bits(out[item], alone)
+        for whole, own in zip(state, its, strict=True):
+            assert_same_bits(whole[item], np.zeros_like(whole[item]) if own is None else own)
+
+
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_small_features_of_16_bit_arrays(way, stored):
     q, k, v = (x.astype(stored) for x in arrays(len_q=70, len_k=70))

@@ -354,8 +354,8 @@ class _Points(NamedTuple):
     def of(cls, points: np.ndarray, keys: _Keys) -> _Points:
         at = _as_float64(points) - keys.centre
         # So far away that squares overflow, the direction alone says which observation is the nearest.
-        exponent = (np.frexp(at)[1] - np.frexp(keys.bandwidth)[1]).max(axis=-1)
-        exponent = np.maximum(exponent - _FAR, 0)
+        exponent = np.frexp(at)[1] - np.frexp(keys.bandwidth)[1]
+        exponent = np.where(at == 0, 0, exponent - _FAR).max(axis=-1, initial=0)
         at = np.ldexp(at, -exponent[..., None]) / keys.bandwidth
         own = _squares(at)
         return cls(at, exponent, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
@@ -523,7 +523,15 @@ def _item_by_differences(
         total = np.add.reduceat(kernels, first)
         share = kernels / total[pair_of]
         lse[row[first]] = top + np.log(total)
-        out[row[first]] = np.add.reduceat(share[:, None] * value[j], first, axis=0)
+        terms_of_mean = share[:, None] * value[j]
+        mean = np.add.reduceat(terms_of_mean, first, axis=0)
+        if not np.isfinite(mean).all():
+            # Shares may add up to more than 1 by rounding: sums of halves are finite where the targets are.
+            half = np.add.reduceat(0.5 * terms_of_mean, first, axis=0)
+            limit = np.finfo(FLOAT64).max
+            has_passed = np.isfinite(half) & ~np.isfinite(mean)
+            mean = np.where(has_passed, np.clip(2 * half, -limit, limit), mean)
+        out[row[first]] = mean
     # Targets that are NaN or inf are read by all points, as by products.
     wild = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
     if wild.any():

@@ -205,12 +205,31 @@ class TestAccuracy:
             assert_right(points, x, y, 0.5, np.random.default_rng(1).random(57) * size)
 
     @pytest.mark.parametrize("num_points", [1, 40])
-    def test_targets_near_the_largest_number(self, chosen, num_points):
-        points, x, y = problem(num_points, num_keys=300)
+    @pytest.mark.parametrize("bandwidth", [2.0, 0.05, 1e-2])
+    def test_targets_near_the_largest_number(self, chosen, num_points, bandwidth):
+        points, x, y = problem(num_points, num_keys=300, dim=1)
         largest = np.finfo(float).max
         y = np.where(np.arange(300)[:, None] % 3, y / np.abs(y).max(), [1.0, -1.0]) * 0.999
-        out, wanted = (fastattn.kernel_regression(points, x, it, bandwidth=2.0) for it in (y * largest, y))
+        out, wanted = (
+            fastattn.kernel_regression(points, x, it, bandwidth=bandwidth) for it in (y * largest, y)
+        )
         np.testing.assert_allclose(out / largest, wanted, rtol=0, atol=1e-14)
+        equal = np.full(300, largest)
+        for same in (equal, -equal):
+            out = fastattn.kernel_regression(points, x, same, bandwidth=bandwidth)
+            np.testing.assert_allclose(out / largest, same[: len(out)] / largest, rtol=1e-14)
+
+    @pytest.mark.parametrize("unit", [1e-140, 1e-170, 1e-290])
+    def test_units_of_a_feature(self, unit):
+        """However small, at the centre of it too."""
+        points, x, _ = problem(dim=2)
+        x = np.concatenate([x, -x])
+        points[::2, 1] = 0
+        units = np.array([1.0, unit])
+        for scale in (1.0, 0.02):
+            got = fastattn.kernel_logsumexp(points * units, x * units, bandwidth=scale * units)
+            wanted = fastattn.kernel_logsumexp(points, x, bandwidth=scale)
+            np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
     def test_a_single_observation(self):
         points, x, y = problem(num_keys=1)

@@ -111,10 +111,17 @@ def _sqrt(x: Any) -> Bounded:
     return x.rounded(root, error)
 
 
-def _extreme(choose: Callable[..., float]) -> Callable[[Any, Any], Any]:
+def _extreme(choose: Callable[..., float], *, is_numpy: bool = False) -> Callable[[Any, Any], Any]:
+    """NumPy's gives what is beside a Python number in its own type, Python's in the wider of two types."""
+
     def of(x: Any, y: Any) -> Any:
-        if not isinstance(x, Bounded) and not isinstance(y, Bounded):
+        floats = [z for z in (x, y) if isinstance(z, Bounded)]
+        if not floats:
             return choose(x, y)
+        x, y = (
+            z if isinstance(z, Bounded) or not is_numpy else Bounded(float(z), 0.0, floats[0].eps)
+            for z in (x, y)
+        )
         x, y = Bounded.of(x), Bounded.of(y)
         return x.rounded(choose(x.value, y.value), max(x.error, y.error), 2, y)
 
@@ -124,7 +131,8 @@ def _extreme(choose: Callable[..., float]) -> Callable[[Any, Any], Any]:
 _MATH = SimpleNamespace(
     tanh=_smooth(math.tanh), exp=_smooth(lambda x: math.exp(x)), exp2=_smooth(lambda x: 2.0**x),
     log1p=_smooth(math.log1p), sin=_smooth(math.sin), cos=_smooth(math.cos), sqrt=_sqrt, inf=math.inf,
-    minimum=_extreme(min), maximum=_extreme(max), where=lambda condition, x, y: x if condition else y,
+    minimum=_extreme(min, is_numpy=True), maximum=_extreme(max, is_numpy=True),
+    where=lambda condition, x, y: x if condition else y,
 )  # fmt: skip
 _BOUNDED = {"math": _MATH, "np": _MATH, "min": _extreme(min), "max": _extreme(max)}
 

@@ -2,8 +2,8 @@
 
 What keys add up to is a `LinearState`. The compiled kernels run calls with features ``elu(x) + 1``. Other
 features, and all without the extension, are computed for `_CHUNK` rows of all heads at a time; the rest is
-products of matrices by BLAS. Rows whose denominators are far from 1 are computed again, from features that
-are relative to the largest: random features always are.
+products of matrices by BLAS. Rows whose denominators are far from 1, or whose results are nonfinite, are
+computed again, from features that are relative to the largest, as random features always are.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ _BLOCK = 1 << 17
 _MAX_RANGE = 40.0
 #: Denominators from products of features as they are: beyond, features or products may have left their range.
 _LEAST, _MOST = 2.0**-40, 2.0**60
+#: What values are multiplied by where sums of them as they are leave their range.
+_UNIT = 2.0**-512
 #: The largest logarithm that exponentials are taken of, and of factors that are taken out.
 _MAX_LOG = 700.0
 #: The scale of a feature that no key has yet: below that of any key, of random features and of others.
@@ -197,7 +199,8 @@ def linear_attention(
     callable's features, denominators and the division are in float64 as well. A factor common to a row of
     queries, or to a feature of all keys so far, cancels, whatever its size: ``elu(x) + 1`` of -1000 is
     e**-1000. Rows with a denominator below 2**-40 or above 2**60 are computed again, in float64, from
-    features relative to the largest, which takes several times as long.
+    features relative to the largest, which takes several times as long, and so are rows with NaN or inf: no
+    sum of finite values overflows, nor a state.
 
     Determinism: with ``"elu+1"`` the same bits on every number of threads, for arrays of these sizes. With a
     callable BLAS may round products of other sizes, or on another number of threads, differently.
@@ -239,9 +242,7 @@ def linear_attention(
     call = _checked(query, key, value, causal=causal, key_lengths=key_lengths)
     earlier = None if state is None else _checked_state(state, call, function)
     out = np.empty((*call.query.shape[:-1], call.value.shape[-1]), call.result)
-    run = _run_in_blocks if isinstance(function, RandomFeatures) else _run_unscaled
-    lost = np.zeros(out.shape[:-1], bool)
-    whole = run(call, function, bool(causal), earlier, return_state, out, lost)
+    whole = _run(call, function, bool(causal), earlier, return_state, out)
     if call.lengths is not None and earlier is None:
         out[call.lengths == 0] = 0  # where a query is NaN as well
     result = in_library_of(query, out[0] if call.flat else out)
@@ -326,25 +327,25 @@ def _checked_state(state: Any, call: _Call, function: Any) -> LinearState:
 # Features as they are, and relative to the largest where that is not enough -------------------------------
 
 
-def _run_unscaled(
-    call: _Call,
-    function: Any,
-    causal: bool,
-    earlier: LinearState | None,
-    return_state: bool,
-    out: np.ndarray,
-    lost: np.ndarray,
+def _run(
+    call: _Call, function: Any, causal: bool, earlier: LinearState | None, return_state: bool, out: np.ndarray
 ) -> LinearState | None:
-    """Fills `out`, and `lost` for rows that are computed twice; returns the state if asked to."""
-    plain = None if earlier is None else _unscaled(earlier)
-    is_compiled = function is _elu_plus_one and driver is not None and all((out.size, *call.key.shape[-2:]))
+    """Fills `out`; returns the state if asked to."""
+    is_random, is_elu = isinstance(function, RandomFeatures), function is _elu_plus_one
+    plain = earlier if earlier is None or is_random else _unscaled(earlier)
+    is_compiled = is_elu and driver is not None and all((out.size, *call.key.shape[-2:]))
+    lost = np.zeros(out.shape[:-1], bool)
     run = _run_compiled if is_compiled else _run_in_blocks
     whole = run(call, function, causal, plain, return_state, out, lost)
     if call.lengths is not None and earlier is None:
         lost[call.lengths == 0] = False
+    if is_random and lost.any():  # relative to the largest already: no denominator is out of range
+        lost &= ~np.isfinite(out).all(axis=-1)
     lost_sums: Any = np.False_
     if whole is not None:
-        lost_sums = _lost_sums(whole.key_sum, function is _elu_plus_one)
+        lost_sums = ~np.isfinite(whole.key_value_sum).all(axis=(-2, -1))
+        if not is_random:
+            lost_sums |= _lost_sums(whole.key_sum, is_elu)
     if not (lost.any() or lost_sums.any()):
         return whole
     return _run_again(call, function, causal, earlier, whole, out, lost, lost_sums)
@@ -375,19 +376,37 @@ def _run_again(
     lost: np.ndarray,
     lost_sums: np.ndarray,
 ) -> LinearState | None:
-    """Replaces lost rows of `out`, and lost sums of the state, by those of scaled features."""
-    scales: Any = None if whole is None else np.zeros(whole.key_sum.shape)
+    """Replaces lost rows of `out`, and lost sums of the state, by those of scaled features and values."""
+    scales: Any = None
+    if whole is not None:
+        scales = np.zeros(whole.key_sum.shape) if whole.log_scale is None else whole.log_scale
+    if isinstance(function, RandomFeatures):
+        call = call._replace(dtype=FLOAT64)
+    if earlier is not None:
+        earlier = earlier._replace(key_value_sum=earlier.key_value_sum * _UNIT)
+    largest = np.finfo(FLOAT64 if call.result.itemsize == 8 else FLOAT32).max
     for items in np.ndindex(lost.shape[:-2]):  # alone: where a chunk is cut depends on all that is in it
         if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
             continue
         rows, again = np.empty(out[items].shape), np.empty(out[items].shape[:-1], bool)
         with np.errstate(all="ignore"):
-            block = _Block(call, items, function, earlier, _ScaledFeatures)
+            block = _Block(call, items, function, earlier, _ScaledFeatures, _UNIT)
             (_attend_causal if causal else _attend)(block, rows, again)
+            # By rounding a mean of the largest number may be above it.
+            at_largest = np.abs(rows) <= largest * _UNIT * (1 + 2.0**-40)
+            np.clip(rows, -largest * _UNIT, largest * _UNIT, out=rows, where=at_largest)
+            rows /= _UNIT
             np.copyto(out[items], rows, where=lost[items][..., None], casting="unsafe")
         if whole is not None:
             new: Any = block.features.state(block.lead)
             key_value_sum, key_sum, scale = new
+            with np.errstate(over="ignore"):
+                fits = np.isfinite(key_value_sum / _UNIT).all()
+            if fits:
+                key_value_sum /= _UNIT
+            else:
+                key_sum *= _UNIT
+                scale -= log(_UNIT)
             is_lost = lost_sums[items][..., None]
             np.copyto(whole.key_value_sum[items], key_value_sum, where=is_lost[..., None])
             np.copyto(whole.key_sum[items], key_sum, where=is_lost)
@@ -404,7 +423,7 @@ def _run_compiled(
     out: np.ndarray,
     lost: np.ndarray,
 ) -> LinearState | None:
-    """Fills `out`, and `lost` where a denominator is out of range; no size is 0. The state, if asked for."""
+    """Fills `out`, and `lost` of rows to compute again; no size is 0. The state, if asked for."""
     load("cython")  # which chooses the instruction set
     lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
     key, value, key_lead = call.key, call.value, lead
@@ -465,7 +484,7 @@ def _run_in_blocks(
     out: np.ndarray,
     lost: np.ndarray,
 ) -> LinearState | None:
-    """Fills `out`, and `lost` where a denominator is out of range; returns the state if asked to."""
+    """Fills `out`, and `lost` of rows to compute again; returns the state if asked to."""
     states, kind = [], _ScaledFeatures if isinstance(function, RandomFeatures) else _Features
     with np.errstate(all="ignore"):  # NaN and inf pass through, and padding is computed too
         for items in _blocks(call):
@@ -496,9 +515,15 @@ class _Block:
     """Some items of a call."""
 
     def __init__(
-        self, call: _Call, items: Any, function: Any, earlier: LinearState | None, kind: type[_Features]
+        self,
+        call: _Call,
+        items: Any,
+        function: Any,
+        earlier: LinearState | None,
+        kind: type[_Features],
+        unit: float | None = None,
     ) -> None:
-        self.dtype = call.dtype
+        self.dtype, self.unit = call.dtype, unit
         self.query, self.key, self.value = call.query[items], call.key[items], call.value[items]
         self.lengths = None if call.lengths is None else call.lengths[items]
         self.lead = self.query.shape[:-3]
@@ -521,8 +546,10 @@ class _Block:
         self.features = kind(function, self.dtype, lead, rows, self.value.shape[-1], earlier)
 
     def keys(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """A chunk of keys and of values, and which of them are padding, which is 0 then."""
+        """A chunk of keys, and of values by the unit, and which of them are padding, which is 0 then."""
         k, v = _chunk(self.key, start, stop, self.dtype), _chunk(self.value, start, stop, self.dtype)
+        if self.unit is not None:
+            v = v.astype(FLOAT64) * self.unit
         if self.lengths is None or stop <= self.least:
             return k, v, None
         hidden = (np.arange(start, stop) >= self.lengths[..., None])[..., None, :, None]
@@ -551,7 +578,7 @@ def _chunk(array: np.ndarray, start: int, stop: int, dtype: np.dtype) -> np.ndar
 
 
 def _attend(block: _Block, out: np.ndarray, lost: np.ndarray) -> None:
-    """Every query reads every key. `lost` becomes True where a denominator is out of range."""
+    """Every query reads every key. `lost` becomes True for rows to compute again."""
     features = block.features
     for start in range(0, block.most, _CHUNK):
         k, v, hidden = block.keys(start, min(start + _CHUNK, block.most))
@@ -625,7 +652,8 @@ def _denominators(phi: np.ndarray, key_sum: np.ndarray) -> np.ndarray:
 
 
 def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray, lost: np.ndarray) -> None:
-    """The quotient as rows ``(..., H, n, E)``, 0 where both are 0; where denominators are out of range."""
+    """The quotient as rows ``(..., H, n, E)``, 0 where both are 0; where denominators are out of range, or
+    results are nonfinite."""
     numerator = numerator.reshape(out.shape)
     denominator = denominator.reshape(*out.shape[:-1], 1)
     size = np.abs(denominator[..., 0])
@@ -633,6 +661,7 @@ def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray, los
     np.divide(numerator, denominator, out=out, casting="unsafe")
     if not denominator.all():
         np.copyto(out, 0, where=(denominator == 0) & (numerator == 0))
+    lost |= ~np.isfinite(out).all(axis=-1)
 
 
 # Features ------------------------------------------------------------------------------------------

@@ -354,6 +354,38 @@ def test_items_with_small_features_keep_their_bits(way, feature_map, causal):
             assert_same_bits(whole[item], np.zeros_like(whole[item]) if own is None else own)
 
 
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", [*FLOATS, "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_near_the_largest_number(way, name, dtype, causal):
+    """Sums of them are beyond all numbers, those of a state as well; other items keep their bits."""
+    dtype, cut = np.dtype(dtype), 40
+    q, k, v = (x.astype(dtype) for x in arrays(len_q=100, len_k=100, lead=(3,)))
+    largest, down = float(ml_dtypes.finfo(dtype).max), 2.0**-64
+    expected = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal)
+    v[1:] = np.where(np.arange(100) % 3, 1, -1)[:, None] * np.linspace(0.7, 1, 100)[:, None] * largest
+    v[2] = largest
+    out, state = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal, return_state=True)
+    assert_same_bits(out[0], expected[0])
+    assert np.isfinite(out).all()
+    (q1, k1, v1), options = (
+        (x[1].astype(np.promote_types(dtype, np.float32)) for x in (q, k, v)),
+        {"causal": causal},
+    )
+    tolerance = {
+        "rtol": 0,
+        "atol": largest * down * (0.01 if dtype.itemsize == 2 else 4000 * np.finfo(dtype).eps),
+    }
+    exact, _ = formula(q1, k1, v1 * v1.dtype.type(down), MAPS[name][1], **options)
+    np.testing.assert_allclose(out[1].astype(v1.dtype) * v1.dtype.type(down), exact, **tolerance)
+    np.testing.assert_allclose(out[2].astype(WIDE) * down, WIDE(largest) * down, **tolerance)
+    first, rest = np.s_[..., :cut, :], np.s_[..., cut:, :]
+    _, early = linear_attention(q[first], k[first], v[first], feature_map=MAPS[name][0], return_state=True)
+    assert all(x is None or np.isfinite(x).all() for state in (state, early) for x in state)
+    last = linear_attention(q[rest], k[rest], v[rest], feature_map=MAPS[name][0], causal=causal, state=early)
+    np.testing.assert_allclose(last.astype(WIDE) * down, out[rest].astype(WIDE) * down, **tolerance)
+
+
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_small_features_of_16_bit_arrays(way, stored):
     q, k, v = (x.astype(stored) for x in arrays(len_q=70, len_k=70))

@@ -43,7 +43,8 @@ cdef struct Linear:
     Py_ssize_t n_sums            # of one head: (value_dim + 1) * ld
     double *sums                 # of each head: of earlier keys, and then of all; or NULL
     double *parts                # of each segment of each head
-    char *lost                   # (item, head, position) of queries: 1 where the denominator is outside of these two
+    char *lost                   # (item, head, position) of queries: 1 where the denominator is outside of these two, or
+                                 # a result is nonfinite
     double least, most
     Py_ssize_t segment           # positions
     Py_ssize_t key_segments, query_segments
@@ -210,12 +211,19 @@ cdef void add_scores(const Linear *n, LinearTiles *t, Py_ssize_t first_row, Py_s
     accumulate_chunk(n, t, t.acc, t.scores, t.ones, ld, n_vectors)
 
 
+cdef inline void lose_row(const Linear *n, Py_ssize_t item, Py_ssize_t head, Py_ssize_t row) noexcept nogil:
+    cdef Py_ssize_t h = head * n.group + row % n.group
+    n.lost[(item * n.num_kv_heads * n.group + h) * n.len_q + row // n.group] = 1
+
+
 cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first, Py_ssize_t stop,
                       bint has_chunk) noexcept nogil:
     """The results of the queries of some positions, all heads of the group, from the rounded sums and the chunk."""
-    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i
+    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i, e
     cdef int n_vectors
+    cdef bint nonfinite
     cdef char *sums
+    cdef char *at
     cdef double total
     while row < stop * n.group:
         n_rows = min(lanes * n.kernels.max_vectors, stop * n.group - row)
@@ -249,17 +257,22 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
         for lane in range(n_rows):
             total = get_real(sums + lane * n.itemsize, n.itemsize)
             if not n.least <= total <= n.most:
-                h = head * n.group + (row + lane) % n.group
-                n.lost[(item * n.num_kv_heads * n.group + h) * n.len_q + (row + lane) // n.group] = 1
+                lose_row(n, item, head, row + lane)
         n.kernels.finish(t.inverse, NULL, NULL, sums, ld, 1, 1)
         if n.out.storage:
             for lane in range(n_rows):
                 t.staged_rows[lane] = t.staged + lane * n.value_dim * n.itemsize
-            n.kernels.unpack(t.staged_rows, n.itemsize, n_rows, t.acc, ld, n.value_dim, t.inverse)
+            nonfinite = n.kernels.unpack(t.staged_rows, n.itemsize, n_rows, t.acc, ld, n.value_dim, t.inverse)
             for lane in range(n_rows):
                 n.kernels.store_row(t.out_rows[lane], n.out.col, t.staged_rows[lane], n.value_dim, n.out.storage & STORAGE)
         else:
-            n.kernels.unpack(t.out_rows, n.out.col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+            nonfinite = n.kernels.unpack(t.out_rows, n.out.col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+        for lane in range(n_rows if nonfinite else 0):
+            at = t.staged_rows[lane] if n.out.storage else t.out_rows[lane]
+            for e in range(n.value_dim):
+                if not isfinite(get_real(at + e * (n.itemsize if n.out.storage else n.out.col), n.itemsize)):
+                    lose_row(n, item, head, row + lane)
+                    break
         row += n_rows
 
 
@@ -396,7 +409,8 @@ def linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarray item
     items: for each the bytes from its start to each item. storages: how each is stored. item_of_keys and key_stops: see
     `Linear`. sums: None, or float64 (item of keys, head, value_dim + 1, features padded to a multiple of 16), of earlier
     keys, which becomes that of all. All of these are int64 or float64 and contiguous. lost: bool, contiguous, (*lead,
-    head, position) of queries, which becomes True where the denominator is not within least and most.
+    head, position) of queries, which becomes True where the denominator is not within least and most, or a result is
+    nonfinite.
     """
     cdef Linear n
     cdef cnp.ndarray query = arrays[0], key = arrays[1], value = arrays[2]

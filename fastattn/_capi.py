@@ -17,6 +17,7 @@ The design, in ten lines:
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +130,8 @@ def solve(
     query: Any
     key: Any
     value: Any
-    query, key, value, out, lse, mask, bias, key_lengths, sinks = (
-        _array(name, *of) for name, of in zip(_NAMES, described, strict=True)
-    )
+    arrays = {name: _array(name, *of) for name, of in zip(_NAMES, described, strict=True)}
+    query, key, value, out, lse, mask, bias, key_lengths, sinks = arrays.values()
     left, right = (None if bound == -1 else bound for bound in window)
     if not 0 <= causal < len(_CAUSAL):
         raise ValueError(f"causal must be 0, 1 or 2, got {causal}")
@@ -147,13 +147,12 @@ def solve(
         scale=None if np.isnan(scale) else scale,
         softcap=softcap or None,
         sinks=sinks,
-        layout="bhsd",
         out=out,
         return_lse=lse is not None,
         return_weights=False,
     )
     if lse is not None:
-        request = request.with_lse(lse)
+        request = request.with_lse(lse, {name: x for name, x in arrays.items() if name != "lse"})
     given = (query, key, value, mask, bias, key_lengths, sinks, out)
     threads = _host.check_num_threads(num_threads, "num_threads") if num_threads else None
     found = _prepared.run_once(request, given, select(request.problem), threads)
@@ -187,7 +186,9 @@ def _array(
     steps = list(zip(shape, strides, strict=True))
     first = data + sum((n - 1) * step for n, step in steps if step < 0)
     last = data + sum((n - 1) * step for n, step in steps if step > 0)
-    if sum(n * abs(step) for n, step in steps) >= 2**63 or first < 0 or last >= 2**64:
+    nbytes = _dtype(dtype).itemsize * prod(max(n, 1) for n in shape)  # as NumPy counts, empty or not
+    reach = sum(n * abs(step) for n, step in steps)
+    if max(nbytes, reach) >= 2**63 or first < 0 or last >= 2**64:
         raise ValueError(f"{name} must lie within the address space, got sizes {shape} and strides {strides}")
     return _driver().array_at(data, _dtype(dtype), shape, strides, name in ("out", "lse"))
 

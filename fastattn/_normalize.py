@@ -51,7 +51,7 @@ from fastattn._problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
 from fastattn._storage import Paged, Quantized, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -90,15 +90,14 @@ class Request(NamedTuple):
             results = (out, *results[1:])
         return results[0] if len(results) == 1 else results
 
-    def with_lse(self, lse: np.ndarray) -> Request:
-        """The same request, whose lse goes to the array `lse` of the caller."""
-        problem, own = self.problem, self.results[1]
+    def with_lse(self, lse: np.ndarray, others: Mapping[str, np.ndarray | None]) -> Request:
+        """The same request, whose lse goes to the array `lse` of the caller, as the `others` are."""
+        own = self.results[1]
         check_out(lse, own.shape, own.dtype, own.dtype, "lse")
-        others = {name: getattr(problem, name) for name in ("query", "key", "value", "bias", "sinks")}
-        for name, array in (others | {"mask": problem.dense, "out": self.results[0]}).items():
+        for name, array in others.items():
             if array is not None and overlap(lse, array):
                 raise ValueError(f"lse must not share memory with {name}")
-        return self._replace(problem=problem._replace(lse=lse), results=(self.results[0], lse))
+        return self._replace(problem=self.problem._replace(lse=lse), results=(self.results[0], lse))
 
 
 class _Inputs:
@@ -137,7 +136,8 @@ class _Inputs:
 
 
 def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Ends every complaint about arguments with the shapes of query, key and value, and hints."""
+    """Ends every complaint about arguments with the shapes of query, key and value, and hints at a
+    layout where the caller has one."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -187,7 +187,7 @@ def normalize(
     scale: float | None,
     softcap: float | None,
     sinks: ArrayLike | None,
-    layout: str,
+    layout: str = "bhsd",
     out: np.ndarray | None,
     return_lse: bool,
     return_weights: bool,
@@ -233,7 +233,7 @@ def outline(
     scale: float | None,
     softcap: float | None,
     sinks: ArrayLike | None,
-    layout: str,
+    layout: str = "bhsd",
 ) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
     """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
 

@@ -171,6 +171,12 @@ def test_numbers_and_addresses_are_checked_on_a_known_call() -> None:
     of_query = np.lib.stride_tricks.as_strided(query, lse.shape, lse.strides)
     code, message = c_entry.attend(query, key, value, out, lse=of_query, key_lengths=lengths)
     assert (code, message.split(";")[0]) == (_capi.VALUE_ERROR, "lse must not share memory with query")
+    room = np.empty_like(lse)
+    shared_lengths = room.reshape(-1)[:4].view("i8")
+    shared_lengths[:] = lengths
+    code, message = c_entry.attend(query, key, value, out, lse=room, key_lengths=shared_lengths)
+    assert (code, message.split(";")[0]) == (_capi.VALUE_ERROR, "lse must not share memory with key_lengths")
+    assert (shared_lengths == lengths).all()
 
 
 def test_arrays_side_by_side_do_not_overlap(asked: list[str]) -> None:
@@ -340,6 +346,23 @@ def test_sizes_that_lead_out_of_the_address_space(name: str, size: int) -> None:
     call, out = full_call(len_q=3, len_k=3)
     setattr(call, name, size)
     assert c_entry.function()(ctypes.byref(call)) == _capi.VALUE_ERROR
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"batch": 2**62, "num_heads": 0, "num_kv_heads": 0}, {"batch": 0, "len_q": 2**62}],
+    ids=str,
+)
+def test_empty_arrays_of_sizes_that_no_array_has(sizes: dict[str, int]) -> None:
+    """Which are in no address space either, and the message says whose they are."""
+    call, out = full_call(len_q=3, len_k=3)
+    message = ctypes.create_string_buffer(200)
+    call.message, call.message_size = ctypes.cast(message, ctypes.c_char_p), len(message)
+    for name, size in sizes.items():
+        setattr(call, name, size)
+    assert c_entry.function()(ctypes.byref(call)) == _capi.VALUE_ERROR
+    assert " must lie within the address space, got sizes (" in message.value.decode()
     assert (out == 7).all()
 
 

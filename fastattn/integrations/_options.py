@@ -17,9 +17,13 @@ def check_options(options: Mapping[str, Any], *refused: str) -> None:
 
 @contextmanager
 def caller_names(names: Mapping[str, str], kind: type[Exception] | None = None) -> Iterator[None]:
-    """Errors from within name arguments by what `names` has for them, and are of `kind`, or as they were."""
+    """Errors from within name arguments by what `names` has for them, and are of `kind`, or as they were.
+
+    Without hints at `layout`, which these callers do not have.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
-        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error))
+        parts = (part for part in str(error).split("; ") if "layout=" not in part)
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], "; ".join(parts))
         raise (kind or (TypeError if isinstance(error, TypeError) else ValueError))(text) from None

@@ -10,6 +10,7 @@ import numpy as np
 
 import fastattn
 from fastattn.integrations._extras import extra
+from fastattn.integrations._options import caller_names
 
 with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
     import keras
@@ -92,16 +93,17 @@ def _dot_product_attention(
         # Its errors, and what it makes of integers.
         return _keras_attention(query, key, value, bias, mask, scale, is_causal, flash_attention)
     dtype = nn.backend.result_type(query.dtype, key.dtype, value.dtype)
-    out, lse = fastattn.attention(
-        *(x.astype(dtype, copy=False) for x in (query, key, value)),
-        bias=None if bias is None else nn.convert_to_tensor(bias, dtype),
-        mask=None if mask is None else np.asarray(mask, bool),
-        scale=scale,
-        causal="top_left" if is_causal else False,
-        softcap=attn_logits_soft_cap,
-        layout="bshd",
-        return_lse=True,
-    )
+    with caller_names({"softcap": "attn_logits_soft_cap"}):
+        out, lse = fastattn.attention(
+            *(x.astype(dtype, copy=False) for x in (query, key, value)),
+            bias=None if bias is None else nn.convert_to_tensor(bias, dtype),
+            mask=None if mask is None else np.asarray(mask, bool),
+            scale=scale,
+            causal="top_left" if is_causal else False,
+            softcap=attn_logits_soft_cap,
+            layout="bshd",
+            return_lse=True,
+        )
     without_keys = np.isneginf(lse).swapaxes(1, 2)  # (B, T, N)
     if without_keys.any():
         mean = np.mean(value, axis=1, keepdims=True, dtype=lse.dtype).astype(out.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn import masks
 from fastattn.backends import cython_cpu
 from fastattn.masks import GlobalTokens, KeyLengths
 from tests.c_entry import OPTIONS
@@ -61,7 +62,6 @@ def is_custom_call(function: Any, *arrays: Any) -> bool:
 
 
 def test_which_calls_are_custom_calls() -> None:
-    from fastattn import masks
 
     arrays = arrays_of()
     for name in OPTIONS:
@@ -164,7 +164,12 @@ def test_a_mask_of_integers_and_sinks_of_other_floats() -> None:
     assert_same_bits(np.asarray(attention(*arrays, **options)), fastattn.attention(*arrays, **options))
 
 
-def test_errors_when_it_is_traced() -> None:
+@pytest.mark.parametrize("by", ["custom call", "callback"])
+def test_errors_when_it_is_traced(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs, with the shapes that the caller gave."""
+    from fastattn.integrations import jax as integration
+
+    monkeypatch.setattr(integration, "_has_custom_call", by == "custom call")
     query, key, value = arrays_of()
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (ValueError, "same length, got 33 and 32", (query, key, value[:, :, 1:]), {}),
@@ -187,11 +192,40 @@ def test_errors_when_it_is_traced() -> None:
         (TypeError, "got True; for causal attention say causal=True", (query, key, value), {"mask": True}),
         (ValueError, "does not broadcast to the leading batch axes", (query, key, value),
          {"mask": KeyLengths([1, 2, 3])}),
+        (
+            ValueError,
+            r"mask of shape \(2, 17, 33\).* say mask\[:, None\]",
+            (query, key, value),
+            {"mask": np.ones((2, 17, 33), bool)},
+        ),
+        (
+            ValueError,
+            r"batch axes of .* do not broadcast; query \(3, 4, 17, 16\)",
+            (np.ones((3, 4, 17, 16)), key, value),
+            {},
+        ),
+        (ValueError, "two axes stand for one head", (query[0, 0], key[0, :1], value[0, :1]), {}),
+        (ValueError, "at least 2 axes", (np.float32(1), key, value), {}),
+        (
+            ValueError,
+            r"sinks must have shape \(H,\) = \(4,\), got \(2, 4\)",
+            (query, key, value),
+            {"sinks": np.zeros((2, 4))},
+        ),
+        (TypeError, "two 16-bit types", (query.astype("f2"), key.astype(jax.numpy.bfloat16), value), {}),
+        (ValueError, r"mask Causal\(\) needs L == S", (query, key, value), {"mask": masks.Causal()}),
+        (ValueError, "index must be below S=33", (query, key, value), {"mask": masks.GlobalTokens([40])}),
+        (
+            ValueError,
+            r"got \(2, 4\)",
+            (query, key, value),
+            {"mask": masks.NotSelf(), "sinks": np.zeros((2, 4))},
+        ),
     ]  # fmt: skip
     for kind, message, arrays, options in wrong:
-        for call in (attention, jax.jit(lambda *x, options=options: attention(*x, **options))):
+        for call in (lambda way: way(), jax.eval_shape):
             with pytest.raises(kind, match=message):
-                call(*arrays, **(options if call is attention else {}))
+                call(partial(attention, *arrays, **options))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +247,9 @@ def test_options_that_are_traced_are_named(name: str, x: Any) -> None:
             way(x)
     wanted = fastattn.attention(*arrays, **{name: x})
     assert_same_bits(np.asarray(jax.jit(lambda: call(x))()), wanted)
-    for known in (jax.numpy.asarray(x), np.asarray(x)[()]) if isinstance(x, float) else ():
+    known_ways = (jax.numpy.asarray(x), np.asarray(x)[()]) if isinstance(x, float) else ()
+    known_ways = (np.array(x), list(x)) if x == (2, 0) else known_ways
+    for known in known_ways:
         assert_same_bits(np.asarray(jax.jit(lambda known=known: call(known))()), wanted)
 
 
@@ -239,7 +275,6 @@ def test_export() -> None:
 @pytest.mark.parametrize("by", ["custom call", "callback"])
 def test_a_query_without_keys_is_nothing_to_debug(by: str, flag: str) -> None:
     """Eager or not, and with lse saved for gradients beyond a `jit` or a loop, where JAX looks at it."""
-    from fastattn import masks
 
     query, key, value = map(jax.numpy.asarray, arrays_of(value_dim=16))
     lengths = np.array([0, 3])

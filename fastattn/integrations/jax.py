@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_mask, refusing
+from fastattn._arguments import as_mask, check_window, refusing
 from fastattn._gradients import DIFFERENTIABLE
 from fastattn._normalize import outline
 from fastattn.integrations._extras import extra
@@ -72,29 +72,22 @@ def attention(
             raise TypeError(
                 f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
             )
-    query, key, value = map(_floating, (query, key, value))
+    given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     if isinstance(mask, bool):
         as_mask(mask, flat=False)  # which refuses it
-    static = _Static(causal, window, scale, softcap, mask if isinstance(mask, Mask) else None)
-    bias, sinks, mask, lengths = (
-        None if x is None or x is static.mask else jnp.asarray(x) for x in (bias, sinks, mask, key_lengths)
-    )
-    if any(x is not None and x.ndim < query.ndim for x in (bias, mask)):
-        # In the shapes that were given, which a message tells.
-        _check(static, query, key, value, bias, sinks, mask, lengths)
+    of_mask = mask if isinstance(mask, Mask) else None
+    given |= {"mask": None if of_mask is not None else mask, "key_lengths": key_lengths}
+    arrays: dict[str, Any] = {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+    arrays |= {name: _floating(arrays[name]) for name in ("query", "key", "value")}
+    static = _checked(_Static(causal, window, scale, softcap, of_mask), arrays)
+    query, key, value, bias, sinks, mask, key_lengths = arrays.values()
     is_one_head = query.ndim == 2
     if is_one_head:
         query, key, value = query[None], key[None], value[None]
     # With an axis for each one of the scores, so that what `vmap` puts in front is one more batch axis.
-    bias, mask, lengths = (
-        _with_axes(x, n) for x, n in ((bias, query.ndim), (mask, query.ndim), (lengths, query.ndim - 3))
-    )
-    out = _attention(static, query, key, value, bias, sinks, mask, lengths)
+    bias, mask = (_with_axes(x, query.ndim) for x in (bias, mask))
+    out = _attention(static, query, key, value, bias, sinks, mask, _with_axes(key_lengths, query.ndim - 3))
     return out[0] if is_one_head else out
-
-
-#: What `_attention` takes, in order.
-_ARRAYS = (*DIFFERENTIABLE, "mask", "key_lengths")
 
 
 class _Static(NamedTuple):
@@ -107,8 +100,19 @@ class _Static(NamedTuple):
     mask: Mask | None
 
 
-def _floating(array: Any) -> jax.Array:
-    array = jnp.asarray(array)
+def _checked(static: _Static, arrays: dict[str, Any]) -> _Static:
+    """The options as numbers, after all checks that need no numbers of arrays."""
+    for name, x in arrays.items():
+        if x is not None and not all(isinstance(n, int) for n in x.shape):
+            raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
+    zeros: list[Any] = [
+        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays.values()
+    ]
+    *_, scale, softcap = outline(*zeros[:3], **_options(static, *zeros[3:]))
+    return static._replace(window=check_window(static.window), scale=scale, softcap=softcap)
+
+
+def _floating(array: jax.Array) -> jax.Array:
     return array.astype(float) if array.dtype.kind in "biu" else array
 
 
@@ -116,6 +120,7 @@ def _with_axes(array: Any, ndim: int) -> Any:
     """An array with axes of 1 in front, as many as make it `ndim`."""
     if array is None:
         return None
+    array = jnp.asarray(array)
     return array.reshape((1,) * (ndim - array.ndim) + array.shape)
 
 
@@ -140,7 +145,6 @@ def _attention(static: _Static, *arrays: Any) -> jax.Array:
 def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The output, and lse as the integers of its bits: -inf, without keys, is nothing for jax_debug_infs."""
     query, key, value = arrays[:3]
-    checked = _check(static, *arrays)
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     rows = (*lead, *query.shape[-3:-1])
     dtype = jnp.result_type(query, key, value)
@@ -150,22 +154,21 @@ def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     )
     found: tuple[jax.Array, jax.Array]
     if _has_custom_call and static.mask is None and jax.default_backend() == "cpu":
-        found = _custom_call(static, checked, results, *arrays)
+        found = _custom_call(static, results, *arrays)
     else:
         found = jax.pure_callback(partial(_call, static), results, *arrays, vmap_method="broadcast_all")
     return found
 
 
-def _custom_call(static: _Static, checked: Any, results: Any, *arrays: Any) -> Any:
+def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
     """The call by XLA: see ``_xla.c`` for its arguments."""
-    inputs, _, _, scale, softcap = checked
     query, key, value, bias, sinks, mask, key_lengths = arrays
-    ndim = len(results[0].shape)
+    ndim, dtype = len(results[0].shape), jnp.promote_types(results[0].dtype, jnp.float32)
     given = {
         "mask": None if mask is None else _with_axes(mask, ndim).astype(bool),
         "bias": _with_axes(bias, ndim),
         "key_lengths": _with_axes(_lengths(key_lengths), ndim - 3),
-        "sinks": None if sinks is None else _with_axes(sinks, ndim - 2).astype(inputs.dtype),
+        "sinks": None if sinks is None else _with_axes(sinks, ndim - 2).astype(dtype),
     }
     left, right = static.window or (None, None)
     call = jax.ffi.ffi_call("fastattn_attention", results, vmap_method="expand_dims")
@@ -176,20 +179,9 @@ def _custom_call(static: _Static, checked: Any, results: Any, *arrays: Any) -> A
         causal=np.int64({False: 0, True: 1, "top_left": 1, "bottom_right": 2}[static.causal]),
         window_left=_bound(left),
         window_right=_bound(right),
-        scale=np.float64(scale),
-        softcap=np.float64(softcap or 0.0),
+        scale=np.float64(static.scale),
+        softcap=np.float64(static.softcap or 0.0),
     )
-
-
-def _check(static: _Static, *arrays: Any) -> Any:
-    """What `outline` finds, which raises the errors that shapes, dtypes and options tell."""
-    for name, x in zip(_ARRAYS, arrays, strict=True):
-        if x is not None and not all(isinstance(n, int) for n in x.shape):
-            raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
-    zeros: list[Any] = [
-        None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays
-    ]
-    return outline(*zeros[:3], layout="bhsd", **_options(static, *zeros[3:]))
 
 
 def _lengths(key_lengths: Any) -> Any:

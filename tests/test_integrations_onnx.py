@@ -226,6 +226,7 @@ MISTAKES = {
         ("attn_mask of shape (5, 9) does not broadcast", {"attn_mask": (5, 9)}),
         ("attn_mask of shape (3, 7) does not", {"attn_mask": np.ones((3, 7), bool)}),
         ("attn_mask", {"attn_mask": np.ones((3, 7), bool), "is_causal": 1}),
+        ("attn_mask must have an axis at least", {"attn_mask": np.float32(1).reshape(())}),
         ("attn_mask must be a float16", {"attn_mask": np.ones((5, 7), "c8")}),
         ("nonpad_kv_seqlen must be in 0..S=7, got 8; Q", {"nonpad_kv_seqlen": np.array([3, 8])}),
         ("nonpad_kv_seqlen must be in 0..S=7, got -1; Q", {"nonpad_kv_seqlen": np.array([3, -1])}),
@@ -265,6 +266,8 @@ MISTAKES = {
         ("update must fit past_cache (2, 3, 5, 4) on axis 2, got (3, 2, 4)", {"update": (3, 2, 4)}),
         ("on axis 2, got (2, 3, 6, 4)", {"update": (2, 3, 6, 4)}),
         ("mode must be one of linear, circular, got 'ring'", {"mode": "ring"}),
+        ("update must have past_cache's dtype float32, got float64", {"update": np.zeros((2, 3, 2, 4))}),
+        ("update must have past_cache's dtype float16", {"past_cache": np.zeros((2, 3, 5, 4), "f2")}),
     ],
 }
 
@@ -311,6 +314,23 @@ def test_rows_go_around_the_end_in_circular_mode_alone(axis, mode):
             run_operator("TensorScatter", past_cache=cache, update=update, **it) for it in (far, near)
         )
         assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("sizes", [(2, 0), (0, 4), (0, 0)], ids=str)
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_rotary_embedding_of_nothing(has_ids, sizes):
+    B, L = sizes
+    caches = dict.fromkeys(("cos_cache", "sin_cache"), (9, 4) if has_ids else (B, L, 4))
+    given = {"X": (B, 3, L, 8)} | caches | ({"position_ids": np.zeros(sizes, int)} if has_ids else {})
+    assert run_operator("RotaryEmbedding", **given).shape == (B, 3, L, 8)
+
+
+def test_write_indices_of_few_bits():
+    """Whose sums with the length, and remainders by it, are beyond their type."""
+    cache, update = np.zeros((2, 1, 200, 1), "f4"), np.ones((2, 1, 3, 1), "f4")
+    given = {"past_cache": cache, "update": update, "write_indices": np.array([126, -1], "i1")}
+    got = run_operator("TensorScatter", mode="circular", **given)
+    assert [np.flatnonzero(item).tolist() for item in got] == [[126, 127, 128], [0, 1, 199]]
 
 
 RULES = ["linear", "gated", "delta", "gated_delta"]

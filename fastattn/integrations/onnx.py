@@ -66,6 +66,8 @@ class Attention(OpRun):
             raise ValueError("nonpad_kv_seqlen and past_key must not both be given")
         _check_choice("qk_matmul_output_mode", qk_matmul_output_mode or 0, (0, 1, 2, 3))
         _check_choice("softmax_precision", softmax_precision, (None, 1, 10, 11, 16))
+        if attn_mask is not None and not attn_mask.ndim:
+            raise ValueError("attn_mask must have an axis at least, got a number")
         if not Q.ndim == K.ndim == V.ndim:
             raise ValueError(f"Q, K and V must have as many axes, got {Q.shape}, {K.shape} and {V.shape}")
         is_flat = Q.ndim == 3
@@ -237,7 +239,7 @@ class RotaryEmbedding(OpRun):
         _check_shape("cos_cache", cos_cache, *tables, because=because)
         _check_shape("sin_cache", sin_cache, cos_cache.shape)
         if position_ids is None:
-            position_ids = np.arange(len(cos_cache) * L).reshape(-1, L)
+            position_ids = np.arange(len(cos_cache) * L).reshape(len(cos_cache), L)
         cos_cache, sin_cache = (table.reshape(-1, half) for table in (cos_cache, sin_cache))
         with _names_of_rope():
             rotated = fastattn.rope(
@@ -265,19 +267,23 @@ class TensorScatter(OpRun):
         n, count = shape[at], update.shape[at] if update.ndim > at else 0
         if update.shape != (*shape[:at], count, *shape[at + 1 :]) or count > n:
             raise ValueError(f"update must fit past_cache {shape} on axis {at}, got {update.shape}")
-        starts = np.zeros(shape[0], np.int64) if write_indices is None else write_indices
-        _check_shape("write_indices", starts, shape[:1])
-        if starts.dtype.kind not in "iu":
-            raise ValueError(f"write_indices must be integers, got dtype {starts.dtype}")
+        if update.dtype != past_cache.dtype:
+            raise ValueError(f"update must have past_cache's dtype {past_cache.dtype}, got {update.dtype}")
+        if write_indices is None:
+            write_indices = np.zeros(shape[0], np.int64)
+        _check_shape("write_indices", write_indices, shape[:1])
+        if write_indices.dtype.kind not in "iu":
+            raise ValueError(f"write_indices must be integers, got dtype {write_indices.dtype}")
+        starts = write_indices.tolist()
         if mode == "circular":
-            starts = starts % max(n, 1)
-        elif any(not 0 <= start <= n - count for start in starts.tolist()):
+            starts = [start % max(n, 1) for start in starts]
+        elif any(not 0 <= start <= n - count for start in starts):
             raise ValueError(
                 f"write_indices must be in 0..{n - count} in linear mode, for {count} rows of {n}, got "
-                f"{starts.tolist()}; past_cache {shape}, update {update.shape}"
+                f"{starts}; past_cache {shape}, update {update.shape}"
             )
         present = past_cache.copy()
-        for cache, rows, start in zip(present, update, starts.tolist(), strict=True):
+        for cache, rows, start in zip(present, update, starts, strict=True):
             places = (start + np.arange(count)) % max(n, 1)
             cache.swapaxes(0, at - 1)[places] = rows.swapaxes(0, at - 1)
         return (present,)

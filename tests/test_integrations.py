@@ -3,6 +3,7 @@ attention where they have one."""
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
+from fastattn.backends import cython_cpu
 from tests.cases import random_arrays
 from tests.process import ROOT, python
 from tests.tolerances import assert_same_bits
@@ -52,29 +54,78 @@ def expected(arrays: dict[str, np.ndarray], options: dict, grad_out: np.ndarray)
 INTEGRATIONS = sorted(path.stem for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py"))
 
 
-def test_without_the_library_the_pip_line() -> None:
-    """Of an extra that is there, where nothing but NumPy and the standard library is installed."""
+@pytest.mark.parametrize(
+    "fault",
+    ["ModuleNotFoundError(f'No module named {name!r}', name=name)", "RuntimeError('too old')", "Odd(1, 2)"],
+)
+def test_without_the_library_the_pip_line(fault: str) -> None:
+    """Of an extra that is there, where all but NumPy and the standard library is missing, or broken."""
     code = f"""
 import sys
 import fastattn
+class Odd(ImportError):
+    def __init__(self, *two):
+        super().__init__(two)
 class Absent:
     def find_spec(name, path=None, target=None):
         if name.split(".")[0] not in {{"fastattn", "numpy", *sys.stdlib_module_names}}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            raise {fault}
 sys.meta_path.insert(0, Absent)
 for name in {INTEGRATIONS}:
     try:
         __import__(f"fastattn.integrations.{{name}}")
-    except ModuleNotFoundError as error:
-        print(error)
+    except ImportError as error:
+        print(type(error).__name__, error)
 """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     lines = python(code).splitlines()
+    kind = "ModuleNotFoundError" if fault.startswith("Module") else "ImportError"
+    said = {"M": "No module named ", "R": "(too old)", "O": "((1, 2))"}[fault[0]]
     for name, line in zip(INTEGRATIONS, lines, strict=True):
-        assert line.startswith(f"fastattn.integrations.{name} needs packages that are missing")
-        assert "No module named " in line
+        assert line.startswith(f"{kind} fastattn.integrations.{name} needs packages that are missing")
+        assert said in line
         assert f"pip install 'fastattn[{name}]'" in line
         assert name in extras
+
+
+def refused_by(door: str, query: np.ndarray, key: np.ndarray) -> str:
+    """What a door without an argument `layout` says of arrays in the layout that it does not take."""
+    if door == "c":
+        from tests import c_entry
+
+        return c_entry.attend(query, key, key, np.empty_like(query))[1]
+    with pytest.raises(ValueError) as error:
+        if door == "jax":
+            importlib.import_module("fastattn.integrations.jax").attention(query, key, key)
+        elif door == "onnx":
+            importlib.import_module("tests.test_integrations_onnx").run_operator(
+                "Attention", Q=query, K=key, V=key
+            )
+        elif door == "keras":
+            keras = importlib.import_module("keras")
+            with importlib.import_module("fastattn.integrations.keras").installed():
+                keras.ops.dot_product_attention(*(x.swapaxes(1, 2) for x in (query, key, key)))
+        else:
+            import torch
+
+            forward = importlib.import_module("fastattn.integrations.transformers")._attention_forward
+            forward(torch.nn.Module(), *map(torch.from_numpy, (query, key, key)), None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("door", ["c", "jax", "onnx", "keras", "transformers"])
+def test_no_hint_at_a_layout_where_there_is_none(door: str) -> None:
+    if door != "c":
+        pytest.importorskip(door)
+    elif cython_cpu.backend.unavailable_reasons():
+        pytest.skip("the C entry is part of the compiled kernels")
+    query, key = np.ones((2, 5, 4, 8), "f4"), np.ones((2, 7, 2, 8), "f4")
+    with pytest.raises(ValueError, match="say layout="):
+        fastattn.attention(query, key, key)
+    message = refused_by(door, query, key)
+    assert "must be a multiple of" in message
+    assert "(2, 5, 4, 8)" in message or "(2, 4, 5, 8)" in message
+    assert "layout" not in message
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -317,6 +368,29 @@ def test_torch_names_what_it_cannot(way: str) -> None:
         calls[way]()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torch_options_that_are_transformed() -> None:
+    """As query, key and value are: an item after another under `vmap`, refused where they are to be
+    differentiated."""
+    torch = pytest.importorskip("torch")
+    from fastattn.integrations.torch import attention
+
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    forward_ad = torch.autograd.forward_ad
+    for name in ("scale", "softcap"):
+
+        def call(x, name=name):
+            return attention(query, key, value, **{name: x})
+
+        numbers = torch.tensor([0.25, 0.5])
+        wanted = torch.stack([call(x) for x in numbers.tolist()])
+        assert torch.equal(torch.func.vmap(call)(numbers), wanted)
+        with pytest.raises(TypeError, match=f"not differentiable in {name}"):
+            torch.func.jvp(call, (numbers[0],), (numbers[1],))
+        with forward_ad.dual_level(), pytest.raises(TypeError, match=f"not differentiable in {name}"):
+            call(forward_ad.make_dual(numbers[0], numbers[1]))
+
+
 def test_torch_refuses() -> None:
     torch = pytest.importorskip("torch")
     from fastattn.integrations.torch import attention
@@ -332,6 +406,9 @@ def test_torch_refuses() -> None:
         attention(query, key, value, scale=torch.tensor(0.3, requires_grad=True))
     with pytest.raises(TypeError, match="use bias="):
         attention(query, key, value, mask=torch.zeros(5, 5))
+    for name, x in {"float8": key.to(torch.float8_e4m3fn), "sparse": key.to_sparse()}.items():
+        with pytest.raises(TypeError, match=f"(?i)key has no array of NumPy's: .*{name}"):
+            attention(query, x, value)
     for name, given in {"out": torch.empty(2, 5, 8), "return_weights": True}.items():
         with pytest.raises(TypeError, match=f"no {name}="):
             attention(query, key, value, **{name: given})

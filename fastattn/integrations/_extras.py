@@ -8,12 +8,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str, hint: str = "") -> Iterator[None]:
-    """Around imports of other packages: an ImportError says which extra of fastattn's has them."""
+    """Around imports of other packages: an ImportError says which extra of fastattn's has them.
+
+    Whatever they raise: packages that do not fit each other, or NumPy, end in errors of any kind.
+    """
     try:
         yield
-    except ImportError as error:
-        raise type(error)(
-            f"fastattn.integrations.{name} needs packages that are missing or too old ({error}): "
+    except Exception as error:
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(
+            f"fastattn.integrations.{name} needs packages that are missing, too old or broken ({error}): "
             f"pip install 'fastattn[{name}]'{hint}",
-            name=error.name,
+            name=getattr(error, "name", None),
         ) from error

@@ -66,7 +66,7 @@ def attention(
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     for name, x in options.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+        if isinstance(x, torch.Tensor) and (x.requires_grad or unpack_dual(x).tangent is not None):
             raise TypeError(f"attention is not differentiable in {name}, which requires a gradient")
     # A mask that is a tensor is saved with them: PyTorch notices when it is changed before the gradients.
     given |= {"mask": mask, "key_lengths": key_lengths}
@@ -75,22 +75,25 @@ def attention(
     for name, x in tensors.items():
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
-    if not _is_transformed(tensors.values()):  # autograd alone takes as long as a small call
-        arrays = {name: _array(x) for name, x in tensors.items()}
+    # Autograd alone takes as long as a small call.
+    if not _is_transformed([*tensors.values(), *options.values()]):
+        arrays = {name: _array(name, x) for name, x in tensors.items()}
         found: Any = fastattn.attention(**arrays, return_lse=return_lse, **options)
         return tuple(map(_tensor, found)) if return_lse else _tensor(found)
     out, lse = _Attention.apply(tuple(tensors), options, *tensors.values())
     return (out, lse) if return_lse else out
 
 
-def _is_transformed(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd or torch.func is to see a function of them, also in forward mode, which is refused."""
+def _is_transformed(given: Iterable[Any]) -> bool:
+    """Whether autograd or torch.func is to see a function of the tensors among them, also in forward mode,
+    which is refused."""
     return any(
         (x.requires_grad and torch.is_grad_enabled())
         or is_batchedtensor(x)
         or is_gradtrackingtensor(x)
         or unpack_dual(x).tangent is not None
-        for x in tensors
+        for x in given
+        if isinstance(x, torch.Tensor)
     )
 
 
@@ -130,7 +133,7 @@ class _Attention(_WithoutForwardMode):
 
     @staticmethod
     def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        given = dict(zip(names, map(_array, tensors), strict=True))
+        given = dict(zip(names, map(_array, names, tensors), strict=True))
         out, lse = fastattn.attention(**given, return_lse=True, **options)
         return _tensor(out), _tensor(lse)
 
@@ -162,7 +165,7 @@ class _AttentionBackward(_WithoutForwardMode):
 
     @staticmethod
     def forward(names: tuple[str, ...], options: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        given = dict(zip(names, map(_array, tensors), strict=True))
+        given = dict(zip(names, map(_array, names, tensors), strict=True))
         gradients = fastattn.attention_backward(**given, **options)
         return tuple(_tensor(getattr(gradients, name)) for name in options["wrt"])
 
@@ -175,7 +178,7 @@ class _AttentionBackward(_WithoutForwardMode):
         raise NotImplementedError("attention is differentiable once, and this asks for a second derivative")
 
 
-def _array(tensor: torch.Tensor) -> Any:
+def _array(name: str, tensor: torch.Tensor) -> Any:
     """A tensor as an array that shares its memory."""
     is_bfloat16 = tensor.dtype == torch.bfloat16
     try:
@@ -185,6 +188,8 @@ def _array(tensor: torch.Tensor) -> Any:
         raise NotImplementedError(
             f"attention reads the memory of tensors, and here is none: {error}"
         ) from None
+    except TypeError as error:
+        raise TypeError(f"{name} has no array of NumPy's: {error}") from None
     if not is_bfloat16:
         return array
     with extra("torch"):

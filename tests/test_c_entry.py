@@ -344,8 +344,12 @@ def test_strides_that_lead_out_of_the_address_space(place: tuple[str, int], stri
 )
 def test_sizes_that_lead_out_of_the_address_space(name: str, size: int) -> None:
     call, out = full_call(len_q=3, len_k=3)
+    message = ctypes.create_string_buffer(200)
+    call.message, call.message_size = ctypes.cast(message, ctypes.c_char_p), len(message)
     setattr(call, name, size)
     assert c_entry.function()(ctypes.byref(call)) == _capi.VALUE_ERROR
+    reason = "sizes must not be negative" if size < 0 else " must lie within the address space"
+    assert reason in message.value.decode()
     assert (out == 7).all()
 
 

@@ -21,7 +21,6 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn.backends import cython_cpu
-from fastattn.masks import GlobalTokens, KeyLengths
 from tests.c_entry import OPTIONS
 from tests.cases import random_arrays
 from tests.process import ROOT
@@ -188,10 +187,10 @@ def test_errors_when_it_is_traced(by: str, monkeypatch: pytest.MonkeyPatch) -> N
         (ValueError, r"mask of shape \(8, 17, 33\) .* say mask.reshape\(2, 4, 17, 33\)", (query, key, value),
          {"mask": np.ones((8, 17, 33), bool)}),
         (ValueError, "index must be below S=33, got 33; query", (query, key, value),
-         {"mask": GlobalTokens([33])}),
+         {"mask": masks.GlobalTokens([33])}),
         (TypeError, "got True; for causal attention say causal=True", (query, key, value), {"mask": True}),
         (ValueError, "does not broadcast to the leading batch axes", (query, key, value),
-         {"mask": KeyLengths([1, 2, 3])}),
+         {"mask": masks.KeyLengths([1, 2, 3])}),
         (
             ValueError,
             r"mask of shape \(2, 17, 33\).* say mask\[:, None\]",

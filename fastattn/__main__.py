@@ -11,15 +11,31 @@ from fastattn._version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status, 1 where whoever read the output has closed it."""
+    """Run one subcommand; returns the exit status.
+
+    It is 1 where whoever read the output has closed it, 2 where the output cannot be written, as on a full
+    disk, and 130 after Ctrl-C.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed from the start
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         try:
             return _run(argv)
         finally:
-            print(end="", flush=True)  # here, where a closed pipe is no traceback
+            print(end="", flush=True)  # here, where a closed pipe and a full disk are no traceback
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
+    except KeyboardInterrupt:
+        print("\npython -m fastattn: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.filename is not None:  # not of the output
+            raise
+        print(f"python -m fastattn: the output cannot be written: {error.strerror}", file=sys.stderr)
+        status = 2
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left when Python ends
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -51,6 +52,9 @@ def test_bad_names_list_the_valid_ones(
         (["--peers", ","], "--peers names no library"),
         (["--json", "absent/run.json"], "--json: no folder"),
         (["--json", "."], "is a folder, expected a file"),
+        (["--json", os.devnull], "is a device or a pipe, expected a file"),
+        (["--json", "x" * 253], "x cannot be written: File name too long"),  # that of what is not finished
+        (["--compare", "\x1b[2J"], "\\x1b[2J cannot be read"),
         (["--plots", "absent/plots"], "--plots: no folder"),
         (["--plots", "foreign.json"], "is a file, expected a folder"),
         (["--json", "x" * 300], "x cannot be written: File name too long"),

@@ -40,6 +40,30 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert built["versions"] | {"torch": "1", "numpy": "2"} == built["versions"]
 
 
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("run.json")
+    document.write(tmp_path / "link.json", {})
+    assert (tmp_path / "link.json").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "run.json"]
+
+
+def test_names_in_a_file_command_neither_terminal_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from fastattn.bench.report import print_comparison
+
+    now = document.build(2, [case_run(fastattn=[1.0])], {})
+    then = json.loads(json.dumps(now))
+    then["machine"]["cpu"] = "[/]\x1b[2J"
+    then["cases"]["[/red]\x1b"] = then["cases"]["case"]
+    then["cases"]["case"]["libraries"]["[/x]\x1b"] = then["cases"]["case"]["libraries"]["fastattn"]
+    print_comparison(Console(width=300), compare(then, now), "it")
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    assert all(text in shown for text in ("[/]\\x1b[2J then", "[/red]\\x1b not", "[/x]\\x1b"))
+
+
 def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run = case_run(fastattn=[1.0], torch=[1.0])
@@ -66,6 +90,10 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     for text, message in (
         ("", "is not JSON"),
         ("\xff", "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
+        (json.dumps({"schema": "x" * 10**6}), "has schema 'x{59};"),
+        (broken(medians=[10**400]), "should hold positive numbers"),
+        (broken(medians=[math.inf]), "should hold positive numbers"),
         ("[1]", "was not written by this benchmark"),
         ('{"schema": 99}', "has schema 99"),
         (json.dumps(good | {"cases": []}), "the document.cases should be"),

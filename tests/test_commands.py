@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,39 @@ def test_a_closed_pipe_is_no_error(command: str, tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode in (0, 1)  # 0 where argparse itself takes no notice
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
+@pytest.mark.parametrize("command", ["info", "--version", "demo --help"])
+def test_a_full_disk_is_told_in_one_line(command: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "fastattn", *command.split()]
+        done = subprocess.run(arguments, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "python -m fastattn: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the shell is POSIX's")
+@pytest.mark.parametrize("closed", [">&-", "<&-", ">&- 2>&-"])
+def test_closed_streams_are_no_traceback(closed: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the demo extra is not installed")
+    from tests.demo_generate_models import write_gguf
+
+    path = write_gguf(tmp_path / "it.gguf")
+    command = f"{sys.executable} -m fastattn demo --chat --model {path} {closed}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_interrupt_before_a_command_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fastattn, "show_config", interrupt)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "\npython -m fastattn: interrupted\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,3 +100,9 @@ def test_the_check_of_a_file_leaves_no_trace(tmp_path: Path) -> None:
     link.unlink()
     link.symlink_to(link)
     assert why_not_writable(link)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    assert why_not_writable(tmp_path / "pipe.png") == "it is a pipe"

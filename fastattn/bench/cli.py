@@ -21,7 +21,7 @@ except ImportError:
     sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
 
 from fastattn import _host
-from fastattn._outputs import why_not_writable
+from fastattn._outputs import printable, why_not_writable
 from fastattn.bench import document, flat, report
 from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
@@ -142,7 +142,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         options.shape = _own_cases(options)
         options.then = document.read(options.compare) if options.compare is not None else None
     except ValueError as problem:
-        parser.error(str(problem))
+        parser.error(printable(problem))
     return options
 
 
@@ -214,13 +214,16 @@ def _check_files(options: argparse.Namespace) -> None:
         is_folder = os.path.isdir(path)  # False for a name that is too long, where Path.is_dir raises
         if not os.path.isdir(folder):
             raise ValueError(f"--{name}: no folder {folder}")
-        if name == "json" and is_folder:
-            raise ValueError(f"--json: {path} is a folder, expected a file")
+        if name == "json" and os.path.exists(path) and not os.path.isfile(path):
+            kind = "folder" if is_folder else "device or a pipe"
+            raise ValueError(f"--json: {path} is a {kind}, expected a file")
         if name == "plots" and os.path.exists(path) and not is_folder:
             raise ValueError(f"--plots: {path} is a file, expected a folder")
         # A folder can be made where a file of its name can be written.
-        if reason := why_not_writable(path / "plot.png" if is_folder else path):
-            raise ValueError(f"--{name}: {path} cannot be written: {reason}")
+        needed = [document.unfinished(path)] if name == "json" else []
+        for file in (path / "plot.png" if is_folder else path, *needed):
+            if reason := why_not_writable(file):
+                raise ValueError(f"--{name}: {path} cannot be written: {reason}")
     for name in ("plots", "compare"):
         if options.errors and getattr(options, name) is not None:
             raise ValueError(f"--{name} needs times, and --errors takes none")
@@ -394,12 +397,12 @@ def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> 
     slower: list[str] = []
     if options.then is not None:
         comparison = compare(options.then, result)
-        report.print_comparison(console, comparison, options.compare.name)
+        report.print_comparison(console, comparison, printable(options.compare.name))
         slower = comparison.slower
     if options.plots is not None:
         options.plots.mkdir(exist_ok=True)
         for picture in _drawing()(result, options.plots):
-            console.print(f"drew {picture}", markup=False, highlight=False)
+            console.print(f"drew {printable(picture)}", markup=False, highlight=False)
     failed = [
         f"{run.case.name} ({name})"
         for run in found.runs
@@ -409,7 +412,8 @@ def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> 
     if failed:
         console.print(f"[red]fastattn was wrong or could not run on: {', '.join(failed)}[/]")
     if slower:
-        console.print(f"[red]fastattn is slower than in {options.compare.name} on: {', '.join(slower)}[/]")
+        text = f"fastattn is slower than in {printable(options.compare.name)} on: {', '.join(slower)}"
+        console.print(text, style="red", markup=False)
     if found.interrupted:
         console.print(f"[yellow]Interrupted: {len(found.runs)} cases have finished rounds.[/]")
         return INTERRUPTED

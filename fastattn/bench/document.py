@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -78,9 +80,15 @@ def _case_run(run: CaseRun) -> dict[str, Any]:
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write `document`; what `path` held before stays until all of it is there."""
     text = json.dumps(_finite(document), indent=1, allow_nan=False)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    part = unfinished(path)
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(part.with_suffix(""))
+
+
+def unfinished(path: Path) -> Path:
+    """Where a document is written before it takes the place of `path`: beside the file that a link names."""
+    target = Path(os.path.realpath(path))
+    return target.with_name(target.name + ".part")
 
 
 def _finite(value: Any) -> Any:
@@ -102,16 +110,18 @@ def read(path: Path) -> dict[str, Any]:
     DocumentError
         The file cannot be read, is not JSON, is not such a document or is one of another version.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DocumentError(f"{path} is not a file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise DocumentError(f"{path} cannot be read: {problem.strerror}") from None
-    except ValueError as problem:  # of the JSON or of its encoding
+    except (ValueError, RecursionError) as problem:  # of the JSON or of its encoding
         raise DocumentError(f"{path} is not JSON: {problem}") from None
     if not isinstance(document, dict) or "schema" not in document:
         raise DocumentError(f'{path} was not written by this benchmark\'s --json: it has no "schema"')
     if document["schema"] != SCHEMA:
-        raise DocumentError(f"{path} has schema {document['schema']!r}; this version reads {SCHEMA}")
+        raise DocumentError(f"{path} has schema {document['schema']!r:.60}; this version reads {SCHEMA}")
     try:
         _check(document)
     except DocumentError as problem:
@@ -147,5 +157,5 @@ _JSON_NAMES = {int: "number", dict: "object", list: "array"}
 
 
 def _numbers(values: list[object], where: str) -> None:
-    if not all(isinstance(it, int | float) and it > 0 for it in values):
+    if not all(isinstance(it, int | float) and 0 < it <= sys.float_info.max for it in values):
         raise DocumentError(f"{where} should hold positive numbers")

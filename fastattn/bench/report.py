@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastattn._outputs import printable
 from fastattn._quiet import QUIET
 from fastattn.bench.case import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
@@ -283,9 +284,13 @@ def print_memory(console: Console, results: MemoryResults, names: Sequence[str])
 
 
 def print_comparison(console: Console, comparison: Comparison, then: str) -> None:
-    """What changed since the run `then`."""
+    """What changed since the run `then`, whose names are those in a file: they may be any text."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(printable(text), style=style, markup=False, highlight=False)
+
     for warning in comparison.warnings:
-        console.print(f"differs from {then}: {warning}", style="yellow", markup=False, highlight=False)
+        say(f"differs from {then}: {warning}", "yellow")
     table = _table("case", right=("ours / peers", "change", "ours / limit", "change by limit"))
     table.add_column("verdict")
     colors = {"slower": "red", "same": "dim", "faster": "green", "unsure": "yellow"}
@@ -312,13 +317,11 @@ def print_comparison(console: Console, comparison: Comparison, then: str) -> Non
         )
     for change in rows:
         if change.reason:
-            console.print(
-                f"{change.name}: {change.judgement}: {change.reason}", markup=False, highlight=False
-            )
+            say(f"{change.name}: {change.judgement}: {change.reason}")
     for name, reason in comparison.left_out.items():
-        console.print(f"{name} not compared: {reason}", markup=False, highlight=False)
+        say(f"{name} not compared: {reason}")
     if comparison.peers_left_out:
-        console.print(f"no yardstick in any case: {', '.join(comparison.peers_left_out)}", highlight=False)
+        say(f"no yardstick in any case: {', '.join(comparison.peers_left_out)}")
 
 
 def _change_cells(change: Change | None) -> tuple[str, str]:

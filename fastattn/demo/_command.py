@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import fastattn
+from fastattn._outputs import printable
 from fastattn.demo._errors import DemoError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ COLUMNS = 110
 
 # A message may quote what a file says, which may be of any length.
 LONGEST_MESSAGE = 1000
+
+# Beyond it nothing that is counted can be held, or waited for.
+LARGEST_COUNT = 10**9
 
 
 def new_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -66,8 +70,8 @@ def run_command(
 def positive(text: str) -> int:
     """The type of an option that counts something."""
     number = int(text) if text.strip().isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    if not 1 <= number <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {LARGEST_COUNT}")
     return number
 
 
@@ -126,11 +130,6 @@ def warn(message: str) -> None:
 def harmless(text: str) -> str:
     """Running text without characters that command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def printable(name: object) -> str:
-    """A path, or a name in a file, on one line, with characters that command the terminal as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
 def track(steps: Sequence[T], description: str) -> Iterator[T]:

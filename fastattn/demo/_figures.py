@@ -23,7 +23,7 @@ def check_picture_path(path: Path) -> None:
     DemoError
         If the file name's ending is not a known format, or no file can be written there.
     """
-    formats = FigureCanvasAgg.get_supported_filetypes()
+    formats = set(FigureCanvasAgg.get_supported_filetypes()) - {"pgf"}  # which takes LaTeX
     if path.suffix.lower().removeprefix(".") not in formats:
         raise DemoError(f"--picture {path} must end in one of .{', .'.join(sorted(formats))}")
     if not os.path.isdir(path.absolute().parent):

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastattn._outputs import why_not_writable
+from fastattn._outputs import printable, why_not_writable
 from fastattn.backends import cuda_gpu
 from fastattn.bench.case import Case
 from fastattn.bench.gpu.cases import GPU_CASES
@@ -58,7 +58,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.rounds < 1:
         parser.error(f"--rounds is at least 1, got {options.rounds}")
     if options.json is not None and (reason := why_not_writable(options.json)):
-        parser.error(f"--json: {options.json} cannot be written: {reason}")
+        parser.error(f"--json: {printable(options.json)} cannot be written: {reason}")
     return options
 
 

@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 
 import fastattn
+from fastattn._outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
@@ -21,7 +22,6 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
-    printable,
     run_command,
     set_threads,
     track,

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn.demo._command import printable, track
+from fastattn._outputs import printable
+from fastattn.demo._command import track
 from fastattn.demo._decoding import Floats
 from fastattn.demo._errors import DemoError
 from fastattn.demo._files import open_file
@@ -49,6 +50,7 @@ MODEL_KEYS = (
     "rope.scaling.original_context_length",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
 )
 TOKENIZER_KEYS = (
     "chat_template",
@@ -77,7 +79,6 @@ NEUTRAL = {
     f"{ARCHITECTURE}.expert_used_count": 0,
     f"{ARCHITECTURE}.rope.scaling.attn_factor": 1.0,
     f"{ARCHITECTURE}.rope.scaling.yarn_attn_factor": 1.0,
-    f"{ARCHITECTURE}.rope.scaling.yarn_ext_factor": 1.0,
     f"{ARCHITECTURE}.rope.scaling.yarn_log_multiplier": 0.0,
     f"{ARCHITECTURE}.tensor_data_layout": "Meta AI original pth",  # pairs of neighbours are rotated
     f"{ARCHITECTURE}.use_parallel_residual": False,
@@ -303,7 +304,15 @@ def _scaling(file: GGUFFile, config: _Config) -> tuple[Any, ...] | None:
     if len(set(factors.values())) > 1:
         raise DemoError(f"{file.path}: {told}, and there is one scaling only")
     factor = next(iter(factors.values()), 1.0)
-    match file.get(f"{prefix}type", str, "linear"):
+    kind = file.get(f"{prefix}type", str, "linear")
+    # Below 0 it is what the type says.
+    extrapolated, usual = file.get(f"{prefix}yarn_ext_factor", float, -1.0), float(kind == "yarn")
+    if not (extrapolated < 0 or extrapolated == usual):
+        raise DemoError(
+            f"{file.path}: {prefix}yarn_ext_factor is {extrapolated}, and with the type {kind!r:.60} "
+            f"the demo can do {usual} only"
+        )
+    match kind:
         case "linear":
             return None if factor == 1 else ("linear", factor)
         case "yarn":

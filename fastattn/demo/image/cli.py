@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import fastattn
+from fastattn._outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
@@ -20,7 +21,6 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
-    printable,
     run_command,
     set_threads,
     track,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fastattn
+from fastattn._outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
@@ -18,7 +19,6 @@ from fastattn.demo._command import (
     new_table,
     positive,
     print_table,
-    printable,
     run_command,
     set_threads,
     track,

@@ -419,6 +419,8 @@ class TestComplaints:
         [
             ("--max-tokens", "0"),
             ("--max-tokens", "1.5"),
+            ("--max-tokens", str(10**30)),
+            ("--threads", str(10**30)),
             ("--temperature", "-1"),
             ("--temperature", "inf"),
             ("--temperature", "warm"),
@@ -449,8 +451,13 @@ class TestComplaints:
         assert f"{len(prompt_ids(tiny, 'x' * 500))} tokens" in err and "400" in err
         assert "generated" not in out
 
-    def test_picture(self, run) -> None:
-        assert "--picture a.txt must end in" in complaint(run("--picture", "a.txt"))
+    @pytest.mark.parametrize("name", ["a.txt", "a.pgf"])
+    def test_picture(self, run, name: str) -> None:
+        assert f"--picture {name} must end in" in complaint(run("--picture", name))
+
+    @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no file without an end")
+    def test_a_text_without_an_end(self, run) -> None:
+        assert "/dev/zero is too long" in one_line(run("--file", "/dev/zero"))
 
     @pytest.mark.parametrize("name", cli.EXTRAS)
     def test_missing_extra(self, run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -626,6 +633,60 @@ class TestComplaints:
     )
     def test_metadata(self, run, write: Write, changes: dict[str, object], said: str) -> None:
         assert said in one_line(run("--prompt", "a", model_file=write(changes)))
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX's")
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more"),
+            ("{{ 'a' * 10**11 }}", "MemoryError"),
+            ("{{ 'a' * 10**7 }}", "its text has 10000000 characters"),
+            ("{{ raise_exception('\x1b[31m\n') }}", "\\x1b[31m\\n"),
+        ],
+    )
+    def test_templates_that_take_all_time_or_memory(
+        self, run, write: Write, template: str, said: str
+    ) -> None:
+        status, _, err = run("--prompt", "a", model_file=write({"tokenizer.chat_template": template}))
+        assert status == 2 and err.count("\n") == 1
+        assert "the chat template does not work: " in err and said in err
+
+    @pytest.mark.parametrize(
+        ("kind", "changes", "said"),
+        [
+            ("bytes", {"tokens": [*BYTE_LEVEL[:-1], "a" * 10**6]}, "a token has 1000000 characters"),
+            ("pieces", {"tokens": ["a" * 10**6, *map(str, range(266))]}, "a token has 1000000 characters"),
+            ("bytes", {"tokens": [*BYTE_LEVEL[:-1], "the"]}, "has 'the' twice"),
+            ("pieces", {"bos_token_id": None}, "bos_token_id is missing"),
+            ("bytes", {"bos_token_id": None, "add_bos_token": True}, "bos_token_id is missing"),
+        ],
+    )
+    def test_tokens(self, run, write: Write, kind: str, changes: dict[str, object], said: str) -> None:
+        path = write({f"tokenizer.ggml.{key}": it for key, it in changes.items()}, kind=kind)
+        start = perf_counter()
+        assert said in one_line(run("--prompt", "a", model_file=path))
+        assert perf_counter() - start < 5
+
+    def test_many_tokens_that_a_user_added(self, write: Write) -> None:
+        """Each for itself, so many took twenty seconds."""
+        tokens = [*BYTE_LEVEL, *(f"<extra {n}>" for n in range(10_000))]
+        kinds = {"tokenizer.ggml.token_type": [1] * len(BYTE_LEVEL) + [3] * 10_000}
+        path = write({"tokenizer.ggml.tokens": tokens} | kinds)
+        start = perf_counter()
+        assert TextTokenizer(GGUFFile(path)).encode("a<extra 7>") == [IDS["a"], len(BYTE_LEVEL) + 7]
+        assert perf_counter() - start < 5
+
+    @pytest.mark.parametrize(
+        ("kind", "factor", "refused"),
+        [("linear", 1.0, True), ("linear", 0.0, False), ("yarn", 0.0, True), ("yarn", -1.0, False)],
+    )
+    def test_extrapolation_that_the_type_does_not_mean(
+        self, run, write: Write, kind: str, factor: float, refused: bool
+    ) -> None:
+        scaling = {"type": kind, "factor": 4.0, "yarn_ext_factor": factor}
+        path = write({f"llama.rope.scaling.{key}": it for key, it in scaling.items()})
+        status, _, err = run("--prompt", "a", "--max-tokens", "2", model_file=path)
+        assert (status, "yarn_ext_factor" in err) == ((2, True) if refused else (0, False))
 
     @pytest.mark.parametrize(
         ("scores", "said"),

@@ -8,7 +8,8 @@ clock.py        where the time goes
 model.py        LLaMA in NumPy: from token ids to logits
 gguf_file.py    a GGUF file, checked as it is read
 loading.py      the weights and the settings in it
-tokenizer.py    text to token ids and back, and the form of a conversation
+tokenizer.py    text to token ids and back
+template.py     the form of a conversation, by a program in the file
 generation.py   a prompt, then one token after another
 comparison.py   the same with the plain formula
 perplexity.py   how well a text is predicted, with each storage type of the cache

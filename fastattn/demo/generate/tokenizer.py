@@ -5,12 +5,14 @@ from __future__ import annotations
 import codecs
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from fastattn.demo._errors import DemoError
+from fastattn.demo._errors import DemoError, tokenizers_errors
 from fastattn.demo.generate.gguf_file import GGUFFile
+from fastattn.demo.generate.template import render
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,6 +33,9 @@ CUTS: Mapping[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", GPT2_WORDS),
     "llama-bpe": (LLAMA3_WORDS,),
 }
+#: No vocabulary has a longer token, in characters; the tokenizer takes the square of it.
+MAX_TOKEN = 2**10
+
 #: Tokens that end a turn, beside those that the file names.
 END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
@@ -43,6 +48,14 @@ class TextTokenizer:
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self.tokens = file.array("tokenizer.ggml.tokens", str)
+        if len(longest := max(self.tokens, key=len, default="")) > MAX_TOKEN:
+            raise DemoError(
+                f"{file.path}: a token has {len(longest)} characters, {longest[:20]!r} first, expected "
+                f"{MAX_TOKEN} at most"
+            )
+        if len(set(self.tokens)) < len(self.tokens):
+            twice = Counter(self.tokens).most_common(1)[0][0]
+            raise DemoError(f"{file.path}: tokenizer.ggml.tokens has {twice!r:.80} twice")
         kinds = self._of_each_token("token_type", int, [NORMAL] * len(self.tokens))
         if wrong := set(kinds) - set(range(BYTE + 1)):
             raise DemoError(f"{file.path}: tokenizer.ggml.token_type has {wrong.pop()}, expected 0 to {BYTE}")
@@ -65,6 +78,10 @@ class TextTokenizer:
         self.bos = self._special("bos")
         default = self._model == "llama" or file.get("tokenizer.ggml.pre", str, "") == "llama-bpe"
         self._begins_with_bos = file.get("tokenizer.ggml.add_bos_token", bool, default)
+        if self._begins_with_bos and self.bos is None:
+            raise DemoError(
+                f"{file.path}: tokenizer.ggml.bos_token_id is missing, and every text begins with that token"
+            )
         named = {self._special(name) for name in ("eos", "eot", "eom")}
         by_name = {number for number in self._control if self.tokens[number] in END_NAMES}
         self.ends = frozenset(number for number in named | by_name if number is not None)
@@ -89,10 +106,8 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the token that begins a text where the model wants one."""
-        try:
+        with tokenizers_errors(f"{self._file.path}: the tokenizer does not work"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise DemoError(f"{self._file.path}: the tokenizer does not work: {error!s:.200}") from None
         if self._begins_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids.insert(0, self.bos)
         return ids
@@ -132,7 +147,12 @@ class TextTokenizer:
         """
         if "tokenizer.chat_template" not in self._file.values:
             return "\n".join(message["content"] for message in messages)
-        return _render(self._file, messages, {name: self._name(name) for name in ("bos", "eos")})
+        template = self._file.get("tokenizer.chat_template", str)
+        names = {f"{name}_token": self._name(name) for name in ("bos", "eos")}
+        try:
+            return render(template, messages, names)
+        except ValueError as error:
+            raise DemoError(f"{self._file.path}: the chat template does not work: {error}") from None
 
     def _name(self, special: str) -> str:
         number = self._special(special)
@@ -153,11 +173,9 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Tokenizer:
         one, _, other = merge.partition(" ")
         merges.append((one, other))
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    try:
+    with tokenizers_errors(f"{file.path}: the vocabulary and its merges do not fit"):
         # A word of Llama 3 that is a token is taken whole, whatever the merges say.
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise DemoError(f"{file.path}: the vocabulary and its merges do not fit: {error!s:.200}") from None
     cuts = [pre_tokenizers.Split(Regex(words), "isolated") for words in CUTS[kind]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
@@ -194,9 +212,13 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
     """Tokens that are looked for before anything else is done to a text."""
     from tokenizers import AddedToken
 
-    for token, kind in zip(tokens, kinds, strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
+    tokenizer.add_tokens(  # at once: each call reads all of them
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
 
 
 @cache
@@ -205,26 +227,3 @@ def _bytes_by_character() -> dict[str, int]:
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _render(file: GGUFFile, messages: Sequence[Message], names: Mapping[str, str]) -> str:
-    """The template is a program from a file, so it runs in a sandbox."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> Any:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    try:
-        return environment.from_string(file.get("tokenizer.chat_template", str)).render(
-            messages=messages,
-            add_generation_prompt=True,
-            bos_token=names["bos"],
-            eos_token=names["eos"],
-            raise_exception=refuse,
-        )
-    except Exception as error:  # of a program in a file, anything
-        raise DemoError(f"{file.path}: the chat template does not work: {error!s:.200}") from None

@@ -20,13 +20,14 @@ pytest.importorskip("matplotlib", reason="the demo extra is not installed")
 pytest.importorskip("rich", reason="the demo extra is not installed")
 
 from matplotlib.image import imread
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 import fastattn
 from fastattn import _host, _quiet
 from fastattn.backends import cython_cpu
 from fastattn.bench import probes
 from fastattn.demo import _command, _timing
+from fastattn.demo._errors import DemoError
 from fastattn.demo.embed import cli, loading, main
 from fastattn.demo.embed.corpus import PASSAGES, QUERIES, SENTENCES
 from fastattn.demo.embed.model import SentenceEncoder
@@ -490,6 +491,47 @@ class TestComplaints:
         message = one_line(run())
         assert file in message or "max_seq_length" in changes
         assert said in message.replace("\\\\", "\\")
+
+    @pytest.mark.parametrize(
+        "name",
+        ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json"],
+    )
+    def test_a_link_to_nowhere_is_not_left_out(self, run, tiny: Path, name: str) -> None:
+        (tiny / name).unlink(missing_ok=True)
+        (tiny / name).symlink_to("nowhere")
+        assert f"{name} cannot be read: No such file" in one_line(run("--query", "a", model_folder=tiny))
+
+    @pytest.mark.parametrize("name", ["config.json", "modules.json", "tokenizer.json"])
+    def test_a_file_that_is_far_too_long(self, run, tiny: Path, name: str) -> None:
+        os.truncate(tiny / name, 10**11)
+        assert "100000000000 bytes" in one_line(run("--query", "a", model_folder=tiny))
+
+    def test_shards(self, run, tiny: Path) -> None:
+        (tiny / "model.safetensors").rename(tiny / "model-00001-of-00002.safetensors")
+        assert "not in shards" in one_line(run(model_folder=tiny))
+
+    def test_texts_cut_on_the_left(self, run, tiny: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+        tokenizer.enable_truncation(5, direction="left")
+        tokenizer.save(str(tiny / "tokenizer.json"))
+        assert "cuts long texts on the left" in one_line(run(model_folder=tiny))
+
+    @pytest.mark.parametrize(
+        ("part", "value"),
+        [
+            ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "!!"}),
+            ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}),
+            ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+        ],
+    )
+    def test_a_tokenizer_that_panics(
+        self, tiny: Path, capfd: pytest.CaptureFixture[str], part: str, value: dict[str, object]
+    ) -> None:
+        path = tiny / "tokenizer.json"
+        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {part: value})
+        with pytest.raises(DemoError, match="tokenizer"):
+            loading.load_model(tiny).tokenize(["dog"])
+        assert capfd.readouterr().err == ""
 
     def test_prompt_that_is_not_to_be_pooled(self, run, tiny: Path) -> None:
         write_json(tiny / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn.demo._errors import DemoError
+from fastattn.demo._errors import DemoError, tokenizers_errors
 from fastattn.demo._files import open_file
 from fastattn.demo._layers import LayerNorm, Linear
 from fastattn.demo.embed.attention import Floats
@@ -30,6 +30,18 @@ MODEL_HINT = (
 # RoBERTa and its kin are BERT whose positions start after the id of the padding token.
 ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
 MODEL_TYPES = ("bert", *ROBERTA_TYPES)
+
+UNREADABLE = "is not a tokenizer that the tokenizers library can read"
+WEIGHTS_HINT = "The weights must be in this one file, not in shards, nor in pytorch_model.bin"
+
+#: In bytes. No such file is larger, and in memory it takes many times as much.
+MAX_JSON, MAX_TOKENIZER = 2**24, 2**26
+
+#: Characters before every text: more is more than a model reads.
+MAX_PROMPT = 10**4
+
+#: What float32 can hold.
+LARGEST_EPS = 3.4e38
 
 
 def find_model(folder: Path | None) -> Path:
@@ -120,9 +132,9 @@ def _linear(weights: _Weights, name: str, outputs: int, inputs: int) -> Linear:
 
 def _layer_norm(weights: _Weights, name: str, config: _Config) -> LayerNorm:
     hidden, eps = config.integer("hidden_size"), config.values.get("layer_norm_eps", 1e-12)
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    if type(eps) not in (int, float) or not 0 <= eps <= LARGEST_EPS:
         raise DemoError(f"{config.path}: layer_norm_eps is {eps!r:.60}, expected a number from 0 on")
-    return LayerNorm(weights.get(name, hidden), weights.get(name, hidden, part="bias"), eps)
+    return LayerNorm(weights.get(name, hidden), weights.get(name, hidden, part="bias"), float(eps))
 
 
 class _Config:
@@ -130,7 +142,7 @@ class _Config:
 
     def __init__(self, path: Path, *, optional: bool = False) -> None:
         self.path = path
-        self.values: dict[str, Any] = {} if optional and not os.path.exists(path) else _read_json(path, dict)
+        self.values: dict[str, Any] = {} if optional and _is_missing(path) else _read_json(path, dict)
 
     def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
         value = self.values.get(key, default)
@@ -175,7 +187,7 @@ class _Weights:
 
         self.path = path
         try:
-            tensors: list[tuple[str, dict[str, Any]]] = deserialize(_read_bytes(path))  # type: ignore[no-untyped-call]
+            tensors: list[tuple[str, dict[str, Any]]] = deserialize(_read_bytes(path, hint=WEIGHTS_HINT))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise DemoError(f"{path} is not a safetensors file, or is damaged: {error!s:.200}") from None
         self.tensors = dict(tensors)
@@ -218,7 +230,7 @@ def _modules(folder: Path) -> tuple[Path, _Config, bool]:
     By modules.json, or, where there is none, as they usually are.
     """
     path = folder / "modules.json"
-    if not os.path.exists(path):
+    if _is_missing(path):
         return folder, _Config(folder / "1_Pooling" / "config.json", optional=True), False
     modules = _read_json(path, list)
     try:
@@ -242,7 +254,7 @@ def _modules(folder: Path) -> tuple[Path, _Config, bool]:
 def _limits(folder: Path, num_positions: int) -> tuple[int, bool]:
     """How many tokens of a text are read, and whether the text is lowered before."""
     paths = [folder / f"sentence_{model_type}_config.json" for model_type in MODEL_TYPES]
-    config = _Config(next(filter(os.path.exists, paths), paths[0]), optional=True)
+    config = _Config(next(filterfalse(_is_missing, paths), paths[0]), optional=True)
     usual = {
         "transformer_task": "feature-extraction",
         "module_output_name": "token_embeddings",
@@ -252,6 +264,7 @@ def _limits(folder: Path, num_positions: int) -> tuple[int, bool]:
         config.only(key, value)
     config.no_other("max_seq_length", "do_lower_case", "unpad_inputs", *usual)
     of_tokenizer = _Config(folder / "tokenizer_config.json", optional=True)
+    of_tokenizer.only("truncation_side", "right")
     limits = [
         file.integer(key)
         for file, key in ((config, "max_seq_length"), (of_tokenizer, "model_max_length"))
@@ -274,6 +287,8 @@ def _prompts(folder: Path, normalized: bool) -> tuple[str, str]:
         raise DemoError(
             f"{config.path}: prompts have {others[0]!r:.60}, and the demo can do query and document only"
         )
+    if (longest := max(map(len, filter(None, prompts.values())), default=0)) > MAX_PROMPT:
+        raise DemoError(f"{config.path}: a prompt has {longest} characters, expected {MAX_PROMPT} at most")
     default = config.values.get("default_prompt_name")
     if default is not None and (not isinstance(default, str) or prompts.get(default, True)):
         raise DemoError(
@@ -312,29 +327,28 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> Tokenizer | BertWordPieceT
 
     path = folder / "tokenizer.json"
     tokenizer: Tokenizer | BertWordPieceTokenizer
-    try:
-        if os.path.exists(path):
-            tokenizer = Tokenizer.from_buffer(_read_bytes(path))
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        else:
-            path = folder / "vocab.txt"
-            if not os.path.exists(path):
-                raise DemoError(f"model folder {folder} has neither tokenizer.json nor vocab.txt")
-            open_file(path).close()
-            settings = _Config(folder / "tokenizer_config.json", optional=True).values
+    if not _is_missing(path):
+        content = _read_bytes(path, MAX_TOKENIZER)
+        with tokenizers_errors(f"{path} {UNREADABLE}"):
+            tokenizer = Tokenizer.from_buffer(content)
+        side = (tokenizer.truncation or {}).get("direction", "right")
+        if side != "right":
+            raise DemoError(f"{path} cuts long texts on the {side}, and the demo can do right only")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    else:
+        path = folder / "vocab.txt"
+        if _is_missing(path):
+            raise DemoError(f"model folder {folder} has neither tokenizer.json nor vocab.txt")
+        open_file(path).close()
+        settings = _Config(folder / "tokenizer_config.json", optional=True).values
+        with tokenizers_errors(f"{path} {UNREADABLE}"):
             tokenizer = BertWordPieceTokenizer(
                 str(path),
                 lowercase=settings.get("do_lower_case", True),
                 strip_accents=settings.get("strip_accents"),
                 handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
             )
-    except DemoError:
-        raise
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise DemoError(
-            f"{path} is not a tokenizer that the tokenizers library can read: {error!s:.200}"
-        ) from None
     if tokenizer.get_vocab_size() > vocabulary:
         raise DemoError(
             f"{path} knows {tokenizer.get_vocab_size()} tokens, but the model has {vocabulary} (config.json)"
@@ -344,7 +358,7 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> Tokenizer | BertWordPieceT
 
 def _read_json(path: Path, expected: type) -> Any:
     try:
-        value = json.loads(_read_bytes(path))
+        value = json.loads(_read_bytes(path, MAX_JSON))
     except (ValueError, RecursionError) as error:
         raise DemoError(f"{path} is not JSON, or is damaged: {error!s:.200}") from None
     if not isinstance(value, expected):
@@ -352,6 +366,20 @@ def _read_json(path: Path, expected: type) -> Any:
     return value
 
 
-def _read_bytes(path: Path) -> bytes:
-    with open_file(path) as file:
+def _read_bytes(path: Path, most: int | None = None, hint: str = "") -> bytes:
+    with open_file(path, hint) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise DemoError(f"{path} has {size} bytes, expected {most} at most")
         return file.read()
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether nothing has this name. A link to nowhere is there, and a complaint of what reads it."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # nobody knows; what reads it says why
+        return False
+    return False

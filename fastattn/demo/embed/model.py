@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastattn.demo._errors import DemoError
+from fastattn.demo._errors import DemoError, tokenizers_errors
 from fastattn.demo._layers import LayerNorm, Linear, gelu, gelu_tanh
 from fastattn.demo.embed.attention import Attend, Floats, Ints
 
@@ -95,10 +95,8 @@ class SentenceEncoder:
         """The tokens of each text, all of them: `cut` is a separate step, so that it can be told of."""
         if self.lower_case:
             texts = [text.lower() for text in texts]
-        try:
+        with tokenizers_errors("the model's tokenizer does not work"):
             encodings = self.tokenizer.encode_batch(list(texts))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise DemoError(f"the model's tokenizer does not work: {error!s:.200}") from None
         largest = max((max(encoding.ids, default=0) for encoding in encodings), default=0)
         if largest >= len(self.words):
             raise DemoError(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -440,6 +441,19 @@ class TestOtherArchitectures:
 
         self.check(run, tmp_path, close, "is read before it is computed")
 
+    @pytest.mark.parametrize(("count", "inputs"), [(3000, 1), (60, 2)])
+    def test_long_ways_to_the_places(self, run, tmp_path: Path, count: int, inputs: int) -> None:
+        """Behind the resized embeddings stands what changes nothing, very often, or told twice."""
+        model = make_model()
+        (place,) = (n for n, node in enumerate(model.graph.node) if node.op_type == "Resize")
+        nodes, name = list(model.graph.node), model.graph.node[place].output[0]
+        names = [name, *(f"same {number}" for number in range(count))]
+        same = [onnx.helper.make_node("Identity", [a] * inputs, [b]) for a, b in pairwise(names)]
+        del model.graph.node[:]
+        model.graph.node.extend([*nodes[: place + 1], *same, *nodes[place + 1 :]])
+        (tmp_path / "long.onnx").write_bytes(model.SerializeToString())
+        assert run("--size", "32", model=tmp_path / "long.onnx")[0] in (0, 2)
+
     def test_sizes_below_one(self, run, tmp_path: Path) -> None:
         def lie(model: onnx.ModelProto) -> None:
             for tensor in model.graph.initializer:
@@ -477,6 +491,30 @@ class TestOtherArchitectures:
             tmp_path,
             lambda model: setattr(model.graph.initializer[0], "name", "backbone.encoder.\x1b[2J"),
         )
+
+    @pytest.mark.parametrize("location", ["../x", "/dev/zero", "x" * 5000, "", "pipe", "it.onnx"])
+    def test_weights_elsewhere(self, run, tmp_path: Path, location: str) -> None:
+        """Outside of the folder, or in no file; with a key that only makes the library warn."""
+
+        def move_out(model: onnx.ModelProto) -> None:
+            for tensor in model.graph.initializer:
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                for key, value in (("location", location), ("\x1b[2J", "")):
+                    tensor.external_data.add(key=key, value=value)
+
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "it.onnx").write_bytes(bytes(7))
+        self.check(run, tmp_path, move_out, "backbone.")
+
+    def test_a_model_larger_than_the_format(self, run, tmp_path: Path) -> None:
+        (tmp_path / "it.onnx").touch()
+        os.truncate(tmp_path / "it.onnx", 10**11)
+        assert "it has 100000000000 bytes" in one_line(run(model=tmp_path / "it.onnx"))
+
+    def test_a_picture_that_is_a_pipe(self, run) -> None:
+        os.mkfifo("a.png")
+        assert "FILE a.png cannot be read: it is not a file" in one_line(run("a.png"))
 
     def test_weights_beside_the_file_that_are_not_there(self, run, tmp_path: Path) -> None:
         def move_out(model: onnx.ModelProto) -> None:

@@ -107,6 +107,22 @@ class TestTinyModel:
         (expected,) = run_graph(make_model(), pixels, "features")
         np.testing.assert_allclose(load(tmp_path)(pixels, fast_attention), expected[0], rtol=0, atol=2e-5)
 
+    def test_agrees_with_its_graph_where_norms_have_another_epsilon(self, tmp_path: Path) -> None:
+        model = make_model()
+        for number, node in enumerate(
+            node for node in model.graph.node if node.op_type == "LayerNormalization"
+        ):
+            (epsilon,) = (it for it in node.attribute if it.name == "epsilon")
+            if number == 0:
+                node.attribute.remove(epsilon)
+            else:
+                epsilon.f = 0.1
+        (tmp_path / "it.onnx").write_bytes(model.SerializeToString())
+        pixels = random_pixels(3, 6)
+        (expected,) = run_graph(model, pixels, "features")
+        found = loading.load_model(tmp_path / "it.onnx")(pixels, fast_attention)
+        np.testing.assert_allclose(found, expected[0], rtol=0, atol=2e-5)
+
     @pytest.mark.parametrize("prefix", ["", "backbone.", "model.encoder.vit."])
     def test_names_behind_a_prefix(self, tmp_path: Path, prefix: str) -> None:
         check_against_formula(load(tmp_path, prefix=prefix), random_tensors(), 3, 6)

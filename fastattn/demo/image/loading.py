@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +30,18 @@ MODEL_HINT = (
     "or name an ONNX file of a DINOv2 with --model FILE."
 )
 
-# Of DINOv2 in every size; the file does not say them.
+# Of DINOv2 in every size; the file need not say them.
 HEAD_DIM = 64
 EPS = 1e-6
 
+#: Of a LayerNormalization that does not say it.
+ONNX_EPS = 1e-5
+
 # What comes between the embeddings of places as they are stored and as they are added.
 REARRANGING = ("Cast", "Identity", "Reshape", "Transpose")
+
+#: What the format can hold, in bytes.
+MAX_SIZE = 2**31 - 1
 
 #: What is looked at of these nodes.
 LEAST_INPUTS = dict.fromkeys((*REARRANGING, "Resize"), 1) | {"MatMul": 2}
@@ -109,7 +117,8 @@ def _layer(graph: _Graph, name: str, hidden: int) -> Layer:
 
 
 def _layer_norm(graph: _Graph, name: str, hidden: int) -> LayerNorm:
-    return LayerNorm(graph.get(f"{name}.weight", hidden), graph.get(f"{name}.bias", hidden), EPS)
+    weight, bias = graph.get(f"{name}.weight", hidden), graph.get(f"{name}.bias", hidden)
+    return LayerNorm(weight, bias, graph.eps(f"{name}.weight"))
 
 
 class _Graph:
@@ -124,13 +133,15 @@ class _Graph:
         from google.protobuf.message import DecodeError
 
         self.path = path
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size > MAX_SIZE:
+            raise DemoError(f"{path} is not an ONNX file: it has {size} bytes, expected {MAX_SIZE} at most")
         try:
-            self._read_graph(onnx.load(path, format="protobuf").graph)
+            model = onnx.load(path, format="protobuf", load_external_data=False)
         except DecodeError as error:
             raise DemoError(f"{path} is not an ONNX file, or is damaged: {error!s:.200}") from None
-        except (OSError, ValueError, onnx.checker.ValidationError) as error:  # of a file of weights beside it
-            reason = getattr(error, "strerror", None) or error
-            raise DemoError(f"{path} cannot be read: {reason!s:.200}") from None
+        self._read_graph(model.graph)
         self.read: set[str] = set()
         # A model with something behind the encoder has all names of the encoder behind a prefix.
         anchor = "embeddings.patch_embeddings.projection.weight"
@@ -186,6 +197,18 @@ class _Graph:
         self._tensor(bias)
         raise DemoError(f"{self.path}: {bias} is not added to a product with a matrix, as in a linear layer")
 
+    def eps(self, weight: str) -> float:
+        """Of the norm with this weight, if it is one node; of simpler ones it is DINOv2's."""
+        for node in self.consumers[self.prefix + weight]:
+            if node.op_type == "LayerNormalization":
+                found = next((it.f for it in node.attribute if it.name == "epsilon"), ONNX_EPS)
+                if not 0 <= found < math.inf:
+                    raise DemoError(
+                        f"{self.path}: epsilon of the norm {weight!r:.80} is {found}, expected 0 or more"
+                    )
+                return float(found)
+        return EPS
+
     def positions(self, hidden: int) -> tuple[Floats, Floats]:
         """The embeddings of places: of the class token, ``(N,)``, and of a square of patches.
 
@@ -222,11 +245,14 @@ class _Graph:
 
     def _put_before(self, name: str) -> str:
         """What is joined with `name`, rearranged or not, and comes first; an empty string if nothing is."""
-        for node in self.consumers[name]:
-            if node.op_type == "Concat" and list(node.input[1:]) == [name]:
-                return str(node.input[0])
-            if node.op_type in REARRANGING and (found := self._put_before(node.output[0])):
-                return found
+        names, seen = [name], {name}  # all that are the same, rearranged
+        for same in names:
+            for node in self.consumers[same]:
+                if node.op_type == "Concat" and list(node.input[1:]) == [same]:
+                    return str(node.input[0])
+                if node.op_type in REARRANGING and node.output[0] not in seen:
+                    names.append(node.output[0])
+                    seen.add(node.output[0])
         return ""
 
     def _tensor(self, name: str) -> TensorProto:
@@ -242,6 +268,7 @@ class _Graph:
 
     def _values(self, name: str, shape: Sequence[int]) -> Floats:
         from onnx import TensorProto, numpy_helper
+        from onnx.checker import ValidationError
 
         tensor = self._tensor(name)
         if tuple(tensor.dims) != tuple(shape):
@@ -254,7 +281,12 @@ class _Graph:
             raise DemoError(f"{self.path}: {name} is stored as {stored}, expected floats of 16 to 64 bits")
         self.read.add(name)
         try:
-            values: Floats = np.asarray(numpy_helper.to_array(tensor)).astype(np.float32, copy=False)
+            with warnings.catch_warnings(action="ignore"):  # of what is not known in where to find its bytes
+                array = numpy_helper.to_array(tensor, str(self.path.parent))
+            values: Floats = np.asarray(array).astype(np.float32, copy=False)
+        except (OSError, RuntimeError, ValidationError) as error:  # of a file of weights beside it
+            reason = getattr(error, "strerror", None) or error
+            raise DemoError(f"{self.path}: {name} cannot be read: {reason!s:.200}") from None
         except (ValueError, TypeError) as error:  # fewer bytes than its shape says
             raise DemoError(f"{self.path}: {name} is damaged: {error!s:.200}") from None
         if not (math.isfinite(values.min()) and math.isfinite(values.max())):

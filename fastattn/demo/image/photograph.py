@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fastattn.demo._errors import DemoError
+from fastattn.demo._files import open_file
 from fastattn.demo.image.attention import Floats
 
 #: In matplotlib's folder of sample data: Commodore Grace Hopper, who made the first linker and a first
@@ -49,13 +50,17 @@ def read_photograph(path: Path | None) -> Photograph:
     if sample and not path.exists():
         raise DemoError(f"matplotlib came without its sample data {path}: name a picture, FILE")
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(path) as file:  # the error says as much
+        with (
+            warnings.catch_warnings(action="ignore"),  # the error says as much
+            open_file(path, option="FILE") as content,
+            Image.open(content) as file,
+        ):
             image = _to_rgb(ImageOps.exif_transpose(file), path)
     except UnidentifiedImageError:
         raise DemoError(f"FILE {path} is not a picture in a format that Pillow can read") from None
     except Image.DecompressionBombError as error:
         raise DemoError(f"FILE {path} is too large a picture: {error}") from None
-    except (OSError, SyntaxError, ValueError) as error:  # of a damaged picture
+    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # of a damaged picture
         reason = getattr(error, "strerror", None) or str(error)
         raise DemoError(f"FILE {path} cannot be read: {reason}") from None
     return Photograph(image, path.name, SAMPLE_CREDIT if sample else path.name)

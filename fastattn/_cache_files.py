@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import chain
 from math import prod
+from stat import S_ISFIFO
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,8 @@ def write(
 
 def read(path: str | os.PathLike[str], mmap: bool) -> tuple[Settings, State, PagePool, np.ndarray]:
     """What `KVCache.load` makes a cache of."""
+    if S_ISFIFO(os.stat(path).st_mode):  # opening one waits for who writes it
+        raise ValueError(f"{os.fsdecode(path)} is no file of a KVCache: it is a pipe")
     with open(path, "rb") as file:
         try:
             return _read(file, mmap)

@@ -424,3 +424,10 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     # Each of the zeros weighs 1, and the row past them exp(300 |key|^2 / sqrt(128)), which is more than n.
     np.testing.assert_allclose(lse, np.logaddexp(np.log(n), (query * key).sum() / 128**0.5), rtol=1e-2)
     np.testing.assert_allclose(out, value, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe"):
+        fastattn.KVCache.load(tmp_path / "pipe")

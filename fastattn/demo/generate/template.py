@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 #: Seconds of a processor, of a clock where the processor's cannot be limited or the process waits, and bytes.
-CPU_SECONDS, SECONDS, MEMORY = 1, 30, 2**29
+CPU_SECONDS, SECONDS, MEMORY = 2, 30, 2**29
 
 #: A template may add so many characters to a conversation, and say everything in it twice.
 MAX_ADDED = 10**6

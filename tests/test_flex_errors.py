@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,30 @@ def asks_python(score, b, h, q_idx, kv_idx, table):
     return score
 
 
+@numba.njit
+def element(array, index):
+    return array[index]
+
+
+compiled_functions = (element,)
+
+
+@numba.vectorize
+def element_of_corners(index):
+    return corners[index]
+
+
+corners = np.arange(4.0)
+
+
+def reads_by_ufunc(score, b, h, q_idx, kv_idx):
+    return score + element_of_corners(kv_idx)
+
+
+def reads_by_compiled(score, b, h, q_idx, kv_idx):
+    return score + element(corners, kv_idx)
+
+
 @numba.cfunc("float64(float64)")
 def compiled_for_c(x):
     return x
@@ -106,12 +131,20 @@ def calls_by_address(score, b, h, q_idx, kv_idx, table):
     return compiled_for_c(score)
 
 
+def calls_out_of_a_tuple(score, b, h, q_idx, kv_idx, table):
+    return score + compiled_functions[0](table, kv_idx + 99)
+
+
 def strided(score, b, h, q_idx, kv_idx, table):
     return np.lib.stride_tricks.as_strided(table, (100,), (8,))[99]
 
 
 def taken_along(score, b, h, q_idx, kv_idx, table):
     return np.take_along_axis(table, np.array([99]), 0)[0]
+
+
+def taken_by_a_method(score, b, h, q_idx, kv_idx, table):
+    return table.take(kv_idx + 99, 0)
 
 
 def taken_of_an_axis(score, b, h, q_idx, kv_idx, table):
@@ -155,6 +188,7 @@ class TestErrors:
             assert f"line {function.__code__.co_firstlineno + line}" in message
         assert (out == 7).all()
 
+    @pytest.mark.filterwarnings("ignore:First-class function type")
     @pytest.mark.parametrize(
         ("function", "line", "said"),
         [
@@ -164,8 +198,10 @@ class TestErrors:
             (calls_back, 1, "calls Python by way of ctypes"),
             (asks_python, 1, "calls Python by way of ctypes"),
             (calls_by_address, 1, "takes the GIL"),
+            (calls_out_of_a_tuple, 1, "called by its address, as one in a tuple"),
             (strided, 1, "as_strided reads whatever memory"),
             (taken_along, 1, "take_along_axis does not check"),
+            (taken_by_a_method, 1, "take with an axis does not check"),
             (taken_of_an_axis, 1, "take with an axis does not check"),
             (written_flat, 1, "an index of .flat is not checked"),
             (written_diagonal, 1, "fill_diagonal writes to an array"),
@@ -182,6 +218,14 @@ class TestErrors:
         line = tell.__code__.co_firstlineno + 1 if line is None else function.__code__.co_firstlineno + line
         assert f"line {line}" in message
         assert (table == np.arange(12)).all()
+
+    @pytest.mark.parametrize("function", [reads_by_ufunc, reads_by_compiled])
+    def test_what_compiled_functions_read_is_checked(self, function):
+        few = [x[..., :4, :] for x in arrays()]
+        for called in (function, functools.partial(function)):
+            fastattn.flex_attention(*few, score_mod=called)
+            with pytest.raises(IndexError, match=r"reads outside of corners of shape \(4,\) .*0, 4\)"):
+                fastattn.flex_attention(*arrays(), score_mod=called)
 
     def test_a_mask_that_prints(self):
         def printing_mask(b, h, q_idx, kv_idx):

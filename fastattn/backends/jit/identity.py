@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core.dispatcher import Dispatcher
+from numba.np.ufunc.dufunc import DUFunc
+from numba.np.ufunc.ufuncbuilder import UFuncDispatcher
 
 #: Code objects whose names are cached.
 MAX_CODES = 1024
@@ -54,6 +56,13 @@ def reached(function: Any) -> Iterator[FunctionType]:
     return iter(walk.functions)
 
 
+def calls_compiled(function: Any) -> bool:
+    """Whether the function, or one that it calls by name, calls one that Numba has compiled."""
+    walk = _Walk()
+    walk.add(function)
+    return walk.calls_compiled
+
+
 def has_loop(function: Any) -> bool:
     """Whether the function, or one that it calls by name, jumps back."""
     return any(_code(reached_one.__code__).has_loop for reached_one in reached(function))
@@ -61,7 +70,9 @@ def has_loop(function: Any) -> bool:
 
 def as_function(value: Any) -> FunctionType | None:
     """The Python function to inline for a call of this value, or None."""
-    if isinstance(value, Dispatcher):
+    if isinstance(value, DUFunc):  # numba.vectorize
+        value = value._dispatcher
+    if isinstance(value, (Dispatcher, UFuncDispatcher)):
         return value.py_func
     if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _FIXED:
         return value
@@ -136,6 +147,7 @@ class _Walk:
         self.captured: list[Any] = []
         self.names: list[str] = []
         self.functions: list[FunctionType] = []
+        self.calls_compiled = False
 
     def add(self, value: Any, name: str = "", attributes: Any = ()) -> None:
         kind = type(value)
@@ -156,6 +168,7 @@ class _Walk:
                 self.add(item, "an argument of a functools.partial")
             self.add(value.func)
         elif (function := as_function(value)) is not None:
+            self.calls_compiled |= function is not value
             self._add_function(function)
         elif kind is Same:
             self.key.append(value)

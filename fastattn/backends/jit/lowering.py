@@ -7,6 +7,7 @@ loop has not. Both are seen as each statement is lowered, when types are known a
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,12 @@ _UNCHECKED = {
     numba.carray: "reads whatever memory the address leads to",
     numba.farray: "reads whatever memory the address leads to",
 }
+
+#: What is called but not inlined: compiled apart, or by address.
+_SEPARATE = (types.Dispatcher, types.FunctionType, types.UndefinedFunctionType)
+
+#: How many arguments `take` has without an axis, as a function and as a method.
+_TAKES = {np.take: 2, (types.Array, "take"): 1}
 
 _PYTHON_API = 4  # FUNCFLAG_PYTHONAPI of ctypes
 
@@ -62,6 +69,17 @@ class _Lower(lowering.Lower):
         if _RELEASES_GIL in called or any(_takes_gil(library._final_module, called) for library in new):
             what = "print" if isinstance(inst, ir.Print) else "what is called here"
             refuse(f"{what} takes the GIL: compiled code runs on many threads, without Python", self.loc)
+        self._refuse_separate(inst)
+
+    def _refuse_separate(self, inst: Any) -> None:
+        """Of a function that is not inlined nobody knows what it reads."""
+        value: Any = inst.value if isinstance(inst, ir.Assign) else None
+        is_call = isinstance(value, ir.Expr) and value.op == "call"
+        if is_call and isinstance(self.typeof(value.func.name), _SEPARATE):
+            refuse(
+                "a function called by its address, as one in a tuple, reads unchecked: call it by its name",
+                self.loc,
+            )
 
     def _refuse_unchecked(self, inst: Any) -> None:
         value = inst.value if isinstance(inst, ir.Assign) else inst
@@ -74,7 +92,7 @@ class _Lower(lowering.Lower):
                 refuse("an index of .flat is not checked here: index the array itself", self.loc)
         elif isinstance(value, ir.Expr) and value.op == "call":
             function: Any = getattr(self.typeof(value.func.name), "typing_key", None)
-            if function is np.take and len(value.args) + len(value.kws) > 2:
+            if len(value.args) + len(value.kws) > _TAKES.get(function, math.inf):
                 refuse("take with an axis does not check its indices: index the array itself", self.loc)
             if function in _UNCHECKED:
                 refuse(f"{function.__name__} {_UNCHECKED[function]}", self.loc)

@@ -12,10 +12,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.dispatcher import Dispatcher
 
 from fastattn.backends.jit.checks import OTHER
-from fastattn.backends.jit.identity import captured_names, identify, nested, reached
+from fastattn.backends.jit.identity import calls_compiled, captured_names, identify, nested, reached
 
 #: The file name of the wrapper that `functions` writes around a function.
 WRAPPER = "<fastattn>"
@@ -119,9 +118,11 @@ def _first_failure(
 ) -> tuple[str, Exception | None]:
     """The indices `at`, or the first of those tried for which the function fails in Python; and how."""
     known = "" if at is None else _for_indices(at)
-    if any(isinstance(value, Dispatcher) for f in reached(function) for value in f.__globals__.values()):
-        return known, None  # a compiled callee would read out of bounds again, unchecked
-    called = plain(function) if not isinstance(function, partial) else function
+    called = plain(function)
+    if isinstance(function, partial):
+        called = partial(called, *function.args, **function.keywords)
+    if calls_compiled(called):
+        return known, None  # it would read out of bounds again, unchecked
     score = (dtype.type(0),) if kind == "score_mod" else ()
     corners = product(*[sorted({0, n - 1}) for n in sizes])
     tried = chain(corners, product(*map(range, sizes))) if at is None else iter([at])

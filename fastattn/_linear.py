@@ -382,29 +382,31 @@ def _run_again(
         scales = np.zeros(whole.key_sum.shape) if whole.log_scale is None else whole.log_scale
     if isinstance(function, RandomFeatures):
         call = call._replace(dtype=FLOAT64)
+    units = _units(call.value, earlier)
     if earlier is not None:
-        earlier = earlier._replace(key_value_sum=earlier.key_value_sum * _UNIT)
+        earlier = earlier._replace(key_value_sum=earlier.key_value_sum * units)
     largest = np.finfo(FLOAT64 if call.result.itemsize == 8 else FLOAT32).max
     for items in np.ndindex(lost.shape[:-2]):  # alone: where a chunk is cut depends on all that is in it
         if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
             continue
         rows, again = np.empty(out[items].shape), np.empty(out[items].shape[:-1], bool)
         with np.errstate(all="ignore"):
-            block = _Block(call, items, function, earlier, _ScaledFeatures, _UNIT)
+            block = _Block(call, items, function, earlier, _ScaledFeatures, units)
             (_attend_causal if causal else _attend)(block, rows, again)
             # By rounding a mean of the largest number may be above it.
-            at_largest = np.abs(rows) <= largest * _UNIT * (1 + 2.0**-40)
-            np.clip(rows, -largest * _UNIT, largest * _UNIT, out=rows, where=at_largest)
-            rows /= _UNIT
+            limit = largest * units
+            np.clip(rows, -limit, limit, out=rows, where=np.abs(rows) * (1 - 2.0**-40) <= limit)
+            rows /= units
             np.copyto(out[items], rows, where=lost[items][..., None], casting="unsafe")
         if whole is not None:
             new: Any = block.features.state(block.lead)
             key_value_sum, key_sum, scale = new
             with np.errstate(over="ignore"):
-                fits = np.isfinite(key_value_sum / _UNIT).all()
+                fits = np.isfinite(key_value_sum / units).all()
             if fits:
-                key_value_sum /= _UNIT
+                key_value_sum /= units
             else:
+                key_value_sum *= _UNIT / units
                 key_sum *= _UNIT
                 scale -= log(_UNIT)
             is_lost = lost_sums[items][..., None]
@@ -412,6 +414,16 @@ def _run_again(
             np.copyto(whole.key_sum[items], key_sum, where=is_lost)
             np.copyto(scales[items], scale, where=is_lost & (scale != _NONE))
     return whole if whole is None or not scales.any() else whole._replace(log_scale=scales)
+
+
+def _units(value: np.ndarray, earlier: LinearState | None) -> np.ndarray:
+    """What each column of values is multiplied by, so that no sum of it overflows in float64."""
+    units = np.ones(value.shape[-1])
+    summed = [value] if value.dtype.itemsize == 8 else []
+    for array in summed if earlier is None else [*summed, earlier.key_value_sum]:
+        large = np.isfinite(array) & (np.abs(array) > 1 / _UNIT)
+        units[large.any(axis=tuple(range(array.ndim - 1)))] = _UNIT
+    return units
 
 
 def _run_compiled(
@@ -521,9 +533,9 @@ class _Block:
         function: Any,
         earlier: LinearState | None,
         kind: type[_Features],
-        unit: float | None = None,
+        units: np.ndarray | None = None,
     ) -> None:
-        self.dtype, self.unit = call.dtype, unit
+        self.dtype, self.units = call.dtype, units
         self.query, self.key, self.value = call.query[items], call.key[items], call.value[items]
         self.lengths = None if call.lengths is None else call.lengths[items]
         self.lead = self.query.shape[:-3]
@@ -546,10 +558,10 @@ class _Block:
         self.features = kind(function, self.dtype, lead, rows, self.value.shape[-1], earlier)
 
     def keys(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """A chunk of keys, and of values by the unit, and which of them are padding, which is 0 then."""
+        """A chunk of keys, and of values by their units, and which of them are padding, which is 0 then."""
         k, v = _chunk(self.key, start, stop, self.dtype), _chunk(self.value, start, stop, self.dtype)
-        if self.unit is not None:
-            v = v.astype(FLOAT64) * self.unit
+        if self.units is not None:
+            v = v.astype(FLOAT64) * self.units
         if self.lengths is None or stop <= self.least:
             return k, v, None
         hidden = (np.arange(start, stop) >= self.lengths[..., None])[..., None, :, None]

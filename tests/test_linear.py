@@ -386,6 +386,13 @@ def test_values_near_the_largest_number(way, name, dtype, causal):
     np.testing.assert_allclose(last.astype(WIDE) * down, out[rest].astype(WIDE) * down, **tolerance)
 
 
+def test_results_near_the_least_number(way):
+    """Beside a column of large values, in rows that are computed again."""
+    key, value = np.array([[-300.0], [-700.0]]), np.array([[0.0, 1e300], [1e-120, 1e300]])
+    out = linear_attention(np.array([[-500.0]]), key, value)
+    np.testing.assert_allclose(out, [[math.exp(-400) * 1e-120, 1e300]], rtol=1e-12)
+
+
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_small_features_of_16_bit_arrays(way, stored):
     q, k, v = (x.astype(stored) for x in arrays(len_q=70, len_k=70))

@@ -46,6 +46,10 @@ class TestBlockMask:
         def by_item(b, h, q_idx, kv_idx):
             return kv_idx <= q_idx + 5 * b
 
+        def unpacked(*indices):
+            _, _, q_idx, kv_idx = indices
+            return kv_idx <= q_idx
+
         def by_branch(b, h, q_idx, kv_idx):
             if h > 0:
                 return True
@@ -77,7 +81,7 @@ class TestBlockMask:
             np.testing.assert_array_equal(
                 found.materialize(sizes[1] or 1, 9, 9).reshape(expected.shape), expected
             )
-        for function in (causal, both(causal, causal), lambda *indices: indices[3] <= indices[2]):
+        for function in (causal, both(causal, causal), lambda *indices: indices[3] <= indices[2], unpacked):
             found = fastattn.create_block_mask(function, None, None, 9, 9)
             np.testing.assert_array_equal(np.squeeze(found.materialize(1, 9, 9)), np.tri(9, dtype=bool))
 

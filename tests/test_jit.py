@@ -179,6 +179,7 @@ def of_module(score, b, h, q, k): return score * module.G * WHOLE
 
 Pair = namedtuple("Pair", "n table")
 OWN = types.ModuleType("own")
+RATE = 0.75
 
 
 class TestWhatIsCaptured:
@@ -252,6 +253,58 @@ class TestWhatIsCaptured:
             for function in (lambda score, b, h, q, k: score * a * half,
                              lambda score, b, h, q, k: score * a[()] * half):  # fmt: skip
                 np.testing.assert_allclose(attend(function, x), scaled(x, factor / 2), rtol=1e-12, atol=1e-13)
+        held = (a, 1)
+        got = attend(lambda score, b, h, q, k: score * held[0][()], x)
+        np.testing.assert_allclose(got, scaled(x, 3.0), rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize(
+        "kind",
+        ["compared", "equal", "true", "while", "array", "called", "njit", "inner", "closure", "partial"],
+    )
+    def test_branches_on_what_is_captured(self, kind, compiled):
+        """Are decided at each call, not when the function is compiled."""
+        array, x = np.array(True), arrays()
+
+        def looped(score, b, h, q, k):
+            n = 2.0
+            while RATE and n > 1.0:
+                n -= 1.0
+            return score * n
+
+        def callee(score):
+            if RATE > 0.5:
+                return score
+            return score * 2
+
+        njitted = numba.njit(callee)
+
+        def inner(score, b, h, q, k):
+            def factor():
+                return 1.0 if RATE else 2.0
+
+            return score * factor()
+
+        def of(rate):
+            return {
+                "compared": lambda score, b, h, q, k: score * (1.0 if RATE > 0.5 else 2.0),
+                "equal": lambda score, b, h, q, k: score * (2.0 if RATE != 0.75 else 1.0),
+                "true": lambda score, b, h, q, k: score * (1.0 if RATE else 2.0),
+                "while": looped,
+                "array": lambda score, b, h, q, k: score * (1.0 if array else 2.0),
+                "called": lambda score, b, h, q, k: callee(score),
+                "njit": lambda score, b, h, q, k: njitted(score),
+                "inner": inner,
+                "closure": lambda score, b, h, q, k: score * (1.0 if rate > 0.5 else 2.0),
+                "partial": functools.partial(
+                    lambda rate, score, b, h, q, k: score * (1.0 if rate else 2.0), rate
+                ),
+            }[kind]
+
+        global RATE
+        for RATE, factor in ((0.75, 1.0), (0.0, 2.0), (0.75, 1.0)):
+            array[...] = bool(RATE)
+            np.testing.assert_allclose(attend(of(RATE), x), scaled(x, factor), rtol=1e-12, atol=1e-13)
+        assert len(compiled) == 1
 
 
 def slope(score, b, h, q, k, factor=0.5):

@@ -1,7 +1,8 @@
-"""The caller's function, compiled by Numba with two passes of our own.
+"""The caller's function, compiled by Numba with passes of our own.
 
 Numba's own passes come first and last; between them
 
+    prune      in the place of Numba's: leaves branches on captured arrays and floats alone
     inline     inlines all calls of Python functions, compiled by Numba or not, so that one function is left
     rewrite    gives literals the scores' dtype, replaces exp, exp2 and tanh by ours, makes captured arrays
                and floats arguments, and reads elements of arrays by `checks.CHECKED`
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import compiler, ir
+from numba.core.analysis import dead_branch_prune
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.core.inline_closurecall import InlineWorker, callee_ir_validator
 from numba.core.ir_utils import guard
 from numba.core.postproc import PostProcessor
 from numba.core.registry import cpu_target
-from numba.core.untyped_passes import InlineInlinables
+from numba.core.untyped_passes import DeadBranchPrune, InlineInlinables
 
 from fastattn.backends.jit import literals, vector_math
 from fastattn.backends.jit.checks import CHECKED, OTHER
@@ -84,17 +86,21 @@ def typed(
 
 
 class _Compiler(compiler.CompilerBase):
-    """Numba's compiler with the two passes."""
+    """Numba's compiler with our passes."""
 
     def define_pipelines(self) -> list[Any]:
         steps = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
         steps.add_pass_after(_Inline, InlineInlinables)
         steps.add_pass_after(_Rewrite, _Inline)
-        steps.passes = [
-            (Lowering if step is Lowering.replaced else step, what) for step, what in steps.passes
-        ]
-        steps.finalize()
-        return [steps]
+        return [_with_ours(steps)]
+
+
+def _with_ours(steps: Any) -> Any:
+    """Numba's passes, with ours in the place of some."""
+    ours = {Lowering.replaced: Lowering, DeadBranchPrune: _Prune}
+    steps.passes = [(ours.get(step, step), what) for step, what in steps.passes]
+    steps.finalize()
+    return steps
 
 
 def value_from_outside(func_ir: Any, definition: Any) -> Any:
@@ -115,8 +121,36 @@ def ir_definition(func_ir: Any, variable: Any) -> Any:
         return None
 
 
+def _is_captured(definition: Any, found: Any) -> bool:
+    """Whether a value from outside is read at each call; a float of a module is compiled in."""
+    is_variable = isinstance(definition, (ir.Global, ir.FreeVar)) and type(found) is float
+    return is_variable or isinstance(found, np.ndarray)
+
+
 def _is_argument(statement: Any) -> bool:
     return isinstance(statement, ir.Assign) and isinstance(statement.value, ir.Arg)
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Prune(FunctionPass):
+    """Removes branches that constants decide, which what is read at each call does not."""
+
+    _name = "fastattn_prune"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def run_pass(self, state: Any) -> bool:
+        definitions = state.func_ir._definitions
+        hidden = {
+            name: known
+            for name, known in definitions.items()
+            if any(_is_captured(it, value_from_outside(state.func_ir, it)) for it in known)
+        }
+        definitions.update({name: [] for name in hidden})
+        dead_branch_prune(state.func_ir, state.args)
+        definitions.update(hidden)
+        return True
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -133,6 +167,9 @@ class _Inline(FunctionPass):
             refuse("a `with` block leaves compiled code, and takes the GIL", inside.loc)
         worker = InlineWorker(
             state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags, callee_ir_validator
+        )
+        worker._compiler_pipeline = lambda state: _with_ours(
+            compiler.DefaultPassBuilder.define_untyped_pipeline(state)
         )
         waiting, n_inlined = list(state.func_ir.blocks.values()), 0
         while waiting:
@@ -186,6 +223,8 @@ def _source(func_ir: Any, value: Any) -> Any:
     """The value itself; of an item of a tuple made in the function, that item alone."""
     if isinstance(value, ir.Expr) and value.op == "static_getitem" and isinstance(value.index, int):
         made = ir_definition(func_ir, value.value)
+        if isinstance(made, ir.Expr) and made.op == "exhaust_iter":  # `b, h, q, k = indices`
+            made = ir_definition(func_ir, made.value)
         if isinstance(made, ir.Expr) and made.op == "build_tuple" and value.index < len(made.items):
             return made.items[value.index]
     return value
@@ -238,8 +277,7 @@ class _Rewriting:
                 self._call(statement, operate, (value.lhs, value.rhs), scope, body)
             return
         found = value_from_outside(self._ir, value)
-        is_variable = isinstance(value, (ir.Global, ir.FreeVar)) and type(found) is float
-        if isinstance(found, np.ndarray) or is_variable:
+        if _is_captured(value, found):
             statement.value = self._argument(found)
         elif holds_array(found):
             statement.value = self._tuple(found, value.loc, scope, body)
@@ -309,7 +347,8 @@ class _Rewriting:
         elif isinstance(found := value_from_outside(self._ir, source), np.ndarray):
             bit = min(self._argument_of(found) - self._task.first_value, OTHER)
         index = value.index if value.op == "getitem" else value.index_var
-        if value.op == "static_getitem" and ((bit == OTHER and not is_flat) or index is None):
+        is_known = bit != OTHER or is_flat or (type(value.index) is tuple and not value.index)
+        if value.op == "static_getitem" and (not is_known or index is None):
             return  # mostly of a tuple, whose items have different types
         checks = self._scope.get_exact("checks")
         self._call(statement, CHECKED[bit], (value.value, index, checks), scope, body)

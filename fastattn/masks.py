@@ -693,9 +693,9 @@ class BlockMask(Mask):
         row, key = part.queries.start // TILE_Q, part.keys.start // TILE_K
         stops = -(-part.queries.stop // TILE_Q), -(-part.keys.stop // TILE_K)
         index = self.mask_map.index[:, :, row : stops[0], key : stops[1]]
-        if self.B != 1:
+        if len(index) != 1:
             index = index.reshape(*part.lead, *index.shape[1:])[part.items].reshape(-1, *index.shape[1:])
-        if self.H != 1:
+        if index.shape[1] != 1:
             index = index[:, part.heads]
         mixed = index >= 0
         bits = self.mask_map.bits[index[mixed]]

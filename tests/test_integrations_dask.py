@@ -120,6 +120,20 @@ class TestParity:
             out = attention(*divided(*arrays, chunks=(1, 1, 70, -1)), mask=mask)
             np.testing.assert_allclose(out.compute(scheduler="synchronous"), expected, atol=2e-6)
 
+    def test_block_masks_of_fewer_planes(self) -> None:
+        """Made for all items and heads, of functions that do not depend on them."""
+        pytest.importorskip("numba")
+        arrays = random_arrays(lead=(2,), heads=4, len_q=70, len_k=140, head_dim=4)
+        for function in (
+            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 < 2,
+            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + h) % 3 < 2,
+            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b) % 3 < 2,
+        ):
+            mask = fastattn.create_block_mask(function, 2, 4, 70, 140)
+            expected = fastattn.attention(*arrays, mask=mask)
+            out = attention(*divided(*arrays, chunks=(1, 2, 30, -1)), mask=mask)
+            np.testing.assert_allclose(out.compute(scheduler="synchronous"), expected, atol=2e-6)
+
     def test_every_division_of_queries_and_keys(self) -> None:
         arrays, _ = problem(len_q=4, len_k=5)
         options = {"causal": "bottom_right", "key_lengths": [3, 5], "sinks": np.zeros(HEADS, np.float32)}

@@ -246,7 +246,7 @@ class TestErrors:
         held, a_class, far = {"a": 1.0}, type("Rates", (), {"rate": 0.5}), 2**70
         wide, wide_number = np.ones(3, np.longdouble), np.longdouble(0.5)
         objects, masked = np.ones(3, object), np.ma.array([5.0, 6.0], mask=[True, False])
-        pair = (masked, 1)
+        pair, small = (masked, 1), np.ones(3, pytest.importorskip("ml_dtypes").bfloat16)
         for function, said in (
             (
                 lambda s, b, h, i, j: s + held["a"],
@@ -259,6 +259,7 @@ class TestErrors:
                 lambda s, b, h, i, j: s + wide[0],
                 r"wide, which '<lambda>' reads, .* got dtype (float128|longdouble)",
             ),
+            (lambda s, b, h, i, j: s + small[0], "small, which .* got dtype bfloat16"),
             (lambda s, b, h, i, j: s + objects[0], "objects, which .* got dtype object"),
             (lambda s, b, h, i, j: s + masked[0], "masked, which '<lambda>' reads, is a masked array"),
             (lambda s, b, h, i, j: s + pair[0][0], "pair, which '<lambda>' reads, is a masked array"),
@@ -305,6 +306,13 @@ class TestErrors:
             IndexError, match=r"^mask_mod 'outside' reads outside of aux\[0\] of shape \(3, 70\) "
         ):
             fastattn.create_block_mask(outside, None, 4, L, S, aux=(np.zeros((3, L), bool),))
+
+    def test_what_raises_within_numba(self):
+        def shaped(score, b, h, q_idx, kv_idx, table):
+            return score + table.reshape(5)[0]
+
+        with pytest.raises(IndexError, match="reads outside of an array, or raises, for"):
+            fastattn.flex_attention(*arrays(), score_mod=shaped, aux=(np.ones(3),))
 
     @pytest.mark.parametrize(
         ("aux", "said"),

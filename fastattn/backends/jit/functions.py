@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 from numba import types
+from numba.core.errors import NumbaNotImplementedError
 
 from fastattn import _host
 from fastattn._arguments import PLAIN_DTYPES, readable
@@ -117,7 +118,12 @@ def _read(captured: Any, function: Any, place: int) -> Any:
     if type(captured) is not np.ndarray or captured.dtype.char not in PLAIN_DTYPES:
         name = f"{captured_names(function)[place]}, which {messages.name_of(function)} reads,"
         as_device_array(captured, name)
-        if captured.dtype.char in "gGO":
+        try:
+            numba.from_dtype(captured.dtype.newbyteorder("="))
+            is_known = captured.dtype.char != "O"
+        except NumbaNotImplementedError:
+            is_known = False
+        if not is_known:
             raise TypeError(f"{name} must be of bool, integer or float dtype, got dtype {captured.dtype}")
     return readable(captured)
 

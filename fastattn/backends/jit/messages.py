@@ -99,8 +99,9 @@ def outside(
     names = [f"aux[{i}]" for i in range(len(aux))] + captured_names(function)
     arrays = [*aux, *identify(function).captured]
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
-    read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or "an array"
     where, cause = _first_failure(kind, function, aux, dtype, sizes, at)
+    unnamed = "an array" if cause else "an array, or raises,"  # Numba's own checks do not tell these apart
+    read = " and ".join(f"{names[i]} of shape {arrays[i].shape}" for i in wrong) or unnamed
     error = IndexError(
         f"{kind} {name_of(function)} reads outside of {read}{where}\nat {location_of(function)}"
     )

@@ -57,7 +57,7 @@ _BLOCK = 1 << 17
 _MAX_RANGE = 40.0
 #: Denominators from products of features as they are: beyond, features or products may have left their range.
 _LEAST, _MOST = 2.0**-40, 2.0**60
-#: What values are multiplied by where sums of them as they are leave their range.
+#: What values are multiplied by where sums of them in float64 overflow.
 _UNIT = 2.0**-512
 #: The largest logarithm that exponentials are taken of, and of factors that are taken out.
 _MAX_LOG = 700.0
@@ -382,48 +382,42 @@ def _run_again(
         scales = np.zeros(whole.key_sum.shape) if whole.log_scale is None else whole.log_scale
     if isinstance(function, RandomFeatures):
         call = call._replace(dtype=FLOAT64)
-    units = _units(call.value, earlier)
-    if earlier is not None:
-        earlier = earlier._replace(key_value_sum=earlier.key_value_sum * units)
-    largest = np.finfo(FLOAT64 if call.result.itemsize == 8 else FLOAT32).max
     for items in np.ndindex(lost.shape[:-2]):  # alone: where a chunk is cut depends on all that is in it
         if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
             continue
-        rows, again = np.empty(out[items].shape), np.empty(out[items].shape[:-1], bool)
+        rows, new = _run_scaled(call, items, function, causal, earlier, 1.0)
+        if not (np.isfinite(rows).all() and np.isfinite(new.key_value_sum).all()):
+            again, state = _run_scaled(call, items, function, causal, earlier, _UNIT)
+            np.copyto(rows, again, where=~np.isfinite(rows))  # others keep what is small beside _UNIT
+            if np.isfinite(state.key_value_sum).all() and not np.isfinite(new.key_value_sum).all():
+                new = state
         with np.errstate(all="ignore"):
-            block = _Block(call, items, function, earlier, _ScaledFeatures, units)
-            (_attend_causal if causal else _attend)(block, rows, again)
-            # By rounding a mean of the largest number may be above it.
-            limit = largest * units
-            np.clip(rows, -limit, limit, out=rows, where=np.abs(rows) * (1 - 2.0**-40) <= limit)
-            rows /= units
             np.copyto(out[items], rows, where=lost[items][..., None], casting="unsafe")
         if whole is not None:
-            new: Any = block.features.state(block.lead)
-            key_value_sum, key_sum, scale = new
-            with np.errstate(over="ignore"):
-                fits = np.isfinite(key_value_sum / units).all()
-            if fits:
-                key_value_sum /= units
-            else:
-                key_value_sum *= _UNIT / units
-                key_sum *= _UNIT
-                scale -= log(_UNIT)
             is_lost = lost_sums[items][..., None]
-            np.copyto(whole.key_value_sum[items], key_value_sum, where=is_lost[..., None])
-            np.copyto(whole.key_sum[items], key_sum, where=is_lost)
-            np.copyto(scales[items], scale, where=is_lost & (scale != _NONE))
+            np.copyto(whole.key_value_sum[items], new.key_value_sum, where=is_lost[..., None])
+            np.copyto(whole.key_sum[items], new.key_sum, where=is_lost)
+            np.copyto(scales[items], new.log_scale, where=is_lost & (new.log_scale != _NONE))
     return whole if whole is None or not scales.any() else whole._replace(log_scale=scales)
 
 
-def _units(value: np.ndarray, earlier: LinearState | None) -> np.ndarray:
-    """What each column of values is multiplied by, so that no sum of it overflows in float64."""
-    units = np.ones(value.shape[-1])
-    summed = [value] if value.dtype.itemsize == 8 else []
-    for array in summed if earlier is None else [*summed, earlier.key_value_sum]:
-        large = np.isfinite(array) & (np.abs(array) > 1 / _UNIT)
-        units[large.any(axis=tuple(range(array.ndim - 1)))] = _UNIT
-    return units
+def _run_scaled(
+    call: _Call, items: Any, function: Any, causal: bool, earlier: LinearState | None, unit: float
+) -> tuple[np.ndarray, Any]:
+    """The results and the state of an item in float64, from scaled features and values times the unit."""
+    rows = np.empty((*call.query[items].shape[:-1], call.value.shape[-1]))
+    with np.errstate(all="ignore"):
+        block = _Block(call, items, function, earlier, _ScaledFeatures, unit)
+        (_attend_causal if causal else _attend)(block, rows, np.empty(rows.shape[:-1], bool))
+        # By rounding a mean of the largest number may be above it.
+        limit = np.finfo(FLOAT64 if call.result.itemsize == 8 else FLOAT32).max * unit
+        np.clip(rows, -limit, limit, out=rows, where=np.abs(rows) * (1 - 2.0**-40) <= limit)
+        rows /= unit
+        state: Any = block.features.state(block.lead)
+        key_value_sum, key_sum, scale = state
+        if np.isfinite(key_value_sum / unit).all():
+            return rows, LinearState(key_value_sum / unit, key_sum, scale)
+    return rows, LinearState(key_value_sum, key_sum * unit, scale - log(unit))
 
 
 def _run_compiled(
@@ -533,9 +527,9 @@ class _Block:
         function: Any,
         earlier: LinearState | None,
         kind: type[_Features],
-        units: np.ndarray | None = None,
+        unit: float | None = None,
     ) -> None:
-        self.dtype, self.units = call.dtype, units
+        self.dtype, self.unit = call.dtype, unit
         self.query, self.key, self.value = call.query[items], call.key[items], call.value[items]
         self.lengths = None if call.lengths is None else call.lengths[items]
         self.lead = self.query.shape[:-3]
@@ -554,14 +548,16 @@ class _Block:
             earlier = _each(
                 earlier, lambda x, axes: np.broadcast_to(x, (*whole, *x.shape[-axes:]))[items].copy()
             )
+            if unit is not None:
+                earlier.key_value_sum[...] *= unit
         rows = (self.heads, self.key.shape[-1])
         self.features = kind(function, self.dtype, lead, rows, self.value.shape[-1], earlier)
 
     def keys(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """A chunk of keys, and of values by their units, and which of them are padding, which is 0 then."""
+        """A chunk of keys, and of values times the unit, and which of them are padding, which is 0 then."""
         k, v = _chunk(self.key, start, stop, self.dtype), _chunk(self.value, start, stop, self.dtype)
-        if self.units is not None:
-            v = v.astype(FLOAT64) * self.units
+        if self.unit is not None:
+            v = v.astype(FLOAT64) * self.unit
         if self.lengths is None or stop <= self.least:
             return k, v, None
         hidden = (np.arange(start, stop) >= self.lengths[..., None])[..., None, :, None]

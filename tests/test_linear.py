@@ -368,16 +368,10 @@ def test_values_near_the_largest_number(way, name, dtype, causal):
     out, state = linear_attention(q, k, v, feature_map=MAPS[name][0], causal=causal, return_state=True)
     assert_same_bits(out[0], expected[0])
     assert np.isfinite(out).all()
-    (q1, k1, v1), options = (
-        (x[1].astype(np.promote_types(dtype, np.float32)) for x in (q, k, v)),
-        {"causal": causal},
-    )
-    tolerance = {
-        "rtol": 0,
-        "atol": largest * down * (0.01 if dtype.itemsize == 2 else 4000 * np.finfo(dtype).eps),
-    }
-    exact, _ = formula(q1, k1, v1 * v1.dtype.type(down), MAPS[name][1], **options)
-    np.testing.assert_allclose(out[1].astype(v1.dtype) * v1.dtype.type(down), exact, **tolerance)
+    error = 0.01 if dtype.itemsize == 2 else 4000 * np.finfo(dtype).eps
+    tolerance = {"rtol": 0, "atol": largest * down * error}
+    exact, _ = formula(q[1], k[1], v[1].astype(WIDE) * down, MAPS[name][1], causal=causal)
+    np.testing.assert_allclose(out[1].astype(WIDE) * down, exact, **tolerance)
     np.testing.assert_allclose(out[2].astype(WIDE) * down, WIDE(largest) * down, **tolerance)
     first, rest = np.s_[..., :cut, :], np.s_[..., cut:, :]
     _, early = linear_attention(q[first], k[first], v[first], feature_map=MAPS[name][0], return_state=True)
@@ -386,11 +380,24 @@ def test_values_near_the_largest_number(way, name, dtype, causal):
     np.testing.assert_allclose(last.astype(WIDE) * down, out[rest].astype(WIDE) * down, **tolerance)
 
 
-def test_results_near_the_least_number(way):
-    """Beside a column of large values, in rows that are computed again."""
-    key, value = np.array([[-300.0], [-700.0]]), np.array([[0.0, 1e300], [1e-120, 1e300]])
-    out = linear_attention(np.array([[-500.0]]), key, value)
-    np.testing.assert_allclose(out, [[math.exp(-400) * 1e-120, 1e300]], rtol=1e-12)
+@pytest.mark.parametrize("large", ["column", "later", "item", "padding"])
+def test_results_near_the_least_number(way, large):
+    """Beside values near the largest, wherever these stand, in rows that are computed again."""
+    query, key = np.array([[-500.0], [-500.0], [-500.0]]), np.array([[-300.0], [-700.0], [-700.0]])
+    value = np.repeat([[0.0], [1e-120], [0.0]], 2, axis=1)
+    options = {"causal": large == "later"}
+    if large == "column":
+        value[:, 1] = 1.7e308
+    elif large == "later":
+        value[2] = 1.7e308
+    else:
+        query, key, value = (np.stack([x[None]] * 2) for x in (query, key, value))
+        value[1 if large == "item" else slice(None), ..., 2, :] = 1.7e308
+        options["key_lengths"] = [2, 3] if large == "padding" else [3, 3]
+    out = linear_attention(query, key, value, **options)
+    small = out[1] if large in ("column", "later") else out[0, 0, 1]
+    np.testing.assert_allclose(small[0], math.exp(-400) * 1e-120, rtol=1e-12)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])

@@ -118,11 +118,8 @@ def _extreme(choose: Callable[..., float], *, is_numpy: bool = False) -> Callabl
         floats = [z for z in (x, y) if isinstance(z, Bounded)]
         if not floats:
             return choose(x, y)
-        x, y = (
-            z if isinstance(z, Bounded) or not is_numpy else Bounded(float(z), 0.0, floats[0].eps)
-            for z in (x, y)
-        )
-        x, y = Bounded.of(x), Bounded.of(y)
+        weak = floats[0].eps if is_numpy else None
+        x, y = (z if isinstance(z, Bounded) else Bounded(float(z), 0.0, weak) for z in (x, y))
         return x.rounded(choose(x.value, y.value), max(x.error, y.error), 2, y)
 
     return of

@@ -131,14 +131,18 @@ def _is_argument(statement: Any) -> bool:
     return isinstance(statement, ir.Assign) and isinstance(statement.value, ir.Arg)
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _Prune(FunctionPass):
-    """Removes branches that constants decide, which what is read at each call does not."""
-
-    _name = "fastattn_prune"
+class _Pass(FunctionPass):
+    """What Numba can make: its own classes have an abstract constructor."""
 
     def __init__(self) -> None:
         super().__init__()
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Prune(_Pass):
+    """Removes branches that constants decide, which what is read at each call does not."""
+
+    _name = "fastattn_prune"
 
     def run_pass(self, state: Any) -> bool:
         definitions = state.func_ir._definitions
@@ -154,11 +158,8 @@ class _Prune(FunctionPass):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _Inline(FunctionPass):
+class _Inline(_Pass):
     _name = "fastattn_inline"
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def run_pass(self, state: Any) -> bool:
         if not hasattr(state.func_id.func, "task"):
@@ -231,11 +232,8 @@ def _source(func_ir: Any, value: Any) -> Any:
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)
-class _Rewrite(FunctionPass):
+class _Rewrite(_Pass):
     _name = "fastattn_rewrite"
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def run_pass(self, state: Any) -> bool:
         rewriting = _Rewriting(state)

@@ -1,7 +1,7 @@
 """Exact attention on NumPy arrays, without storing the score matrix.
 
-The flow of a call; one whose signature is known goes from line 3 to line 9, and a small one of arrays alone
-is answered by ``_prepared.recall`` before line 2:
+The flow of a call. A call with a known signature skips lines 4 to 8. A small one returns before line 2, by
+``_prepared.recall``:
 
 1. ``_api.attention`` takes the caller's arguments;
 2. ``_prepared.signature_of`` makes one key of all that decides how they are worked on;
@@ -22,13 +22,13 @@ The modules, each of which imports only what stands above it:
 `fastattn.masks`     mask objects, which lower to those
 ``_mask_parts``      what a mask leaves of the parts of a problem
 ``_storage``         `Paged`, `Quantized`, and how keys and values lie in memory
-``_options``         the options of the public functions as types, for checkers and editors
 ``_hints``           what a message says to those who know another library
 ``_problem``         `Problem`: strided views, sizes and options of one call; validates nothing
 ``_dropout``         which weights dropout keeps
 ``_gradients``       `Backward`: the same of a call for gradients
 ``_host``            cores, CPU, caches and environment variables
 ``_threads``         how many threads a call may have, whoever asks for how many; forks
+``_options``         the options of the public functions: defaults, types, and how signatures hold them
 ``_arguments``       what each argument may be, and the error that says what it is instead
 ``_normalize``       the caller's arguments to a `Problem`; the two alone raise on them
 ``_schedule``        problem and host to `Schedule`: every decision on how a call is cut up, once

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn import _prepared as prepared
-from fastattn._arguments import (
-    as_pieces,
-    check_dropout,
-    check_shape,
-    clean_signature,
-    refuse_arguments,
-    refusing,
-)
+from fastattn._arguments import as_pieces, check_dropout, check_shape
 from fastattn._device import DeviceArray, in_library_of
 from fastattn._host import check_num_threads, default_backend
 from fastattn._normalize import Request, normalize, normalize_sdpa, normalize_varlen
+from fastattn._options import complete, public, refuse_arguments, refusing
 from fastattn._prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, recall, reuse, signature_of
 from fastattn._registry import select, usable
-from fastattn.masks import Mask
+from fastattn.masks import Dense, Mask
 
 if TYPE_CHECKING:
     from typing import Never, Unpack
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import (
-        AttentionOptions,
-        BackendName,
-        CausalRule,
-        LayoutName,
-        RowsLike,
-        SharedOptions,
-        WindowBounds,
-    )
+    from fastattn._options import AttentionOptions, RowsLike, VarlenOptions
 
 _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
 
@@ -91,30 +77,8 @@ def attention(
     return_weights: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
-@clean_signature
-def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *extra: Any,
-    mask: Mask | ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    causal: CausalRule = False,
-    window: WindowBounds | None = None,
-    key_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
-    layout: LayoutName = "bhsd",
-    dropout: float = 0.0,
-    seed: int | None = None,
-    out: np.ndarray | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    num_threads: int | None = None,
-    backend: BackendName | None = None,
-    **unknown: Any,
-) -> Any:
+@public("A")
+def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
     """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
@@ -298,103 +262,44 @@ def attention(
            [1, 0, 0, 0, 0, 0, 1, 1, 1],
            [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     """
-    if extra or unknown:
-        refuse_arguments(attention, extra, unknown)
-    if key_lengths is not None:
-        key_lengths = counts(key_lengths)
-    signature: Any = None  # of a call with dropout, as the next one has another seed
-    if seed is None and type(dropout) is float and dropout == 0:
-        named = default_backend() if backend is None else backend
-        signature = recall(
-            ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
-            layout, out, return_lse, return_weights, num_threads, named,
-        )  # fmt: skip
-        if signature is None:
-            signature = signature_of(
-                ATTENTION, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
-                layout, out, return_lse, return_weights, num_threads, named,
-            )  # fmt: skip
-        elif type(signature) is not bytes:
-            return signature  # the results
-    given = (query, key, value, mask, bias, key_lengths, sinks, out)
-    if (results := reuse(signature, given)) is not None:
-        return results
-    request = normalize(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        layout=layout,
-        out=out,
-        return_lse=return_lse,
-        return_weights=return_weights,
-        dropout=dropout,
-        seed=seed,
-    )
-    return solve(request, num_threads, backend, signature, given)
+    found = None if extra else recall(ATTENTION, query, key, value, options, default_backend())
+    if found is not None and type(found) is not bytes:
+        return found  # the results
+    options = complete("A", attention, options, extra)
+    return attend(ATTENTION, query, key, value, options, signature=found)
 
 
-def attend_rows(
-    query: np.ndarray,
+def attend(
+    function: int,
+    query: Any,
     key: Any,
     value: Any,
-    more: tuple[Any, int],
-    mask: Mask | ArrayLike | None,
-    bias: ArrayLike | None,
-    causal: CausalRule,
-    window: WindowBounds | None,
-    key_lengths: np.ndarray,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    layout: LayoutName,
-    out: np.ndarray | None,
-    return_lse: bool,
-    return_weights: bool,
-    num_threads: int | None,
-    backend: BackendName | None,
+    options: dict[str, Any],
+    *,
+    signature: Any = None,
+    more: Any = None,
+    make: Callable[[], Request] | None = None,
+    keep_first: int = 0,
 ) -> Any:
-    """`attention` on keys and values in pages, `Rows` whose axes are ``(batch, K, S, D)`` in either layout.
+    """The results of a call of a public function, by a prepared call if there is one.
 
-    `more` is the signature of both, and how many of the first keys are in the window of every query.
+    `signature`: that of the call where it is known already, False where it has none. `more`: what else the
+    call depends on. `make` gives the `Request` of a function other than `attention`. The options are changed.
     """
-    signature = signature_of(
-        ATTENTION, query, None, None, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
-        out, return_lse, return_weights, num_threads, default_backend() if backend is None else backend,
-        more=more,
-    )  # fmt: skip
-    given = (query, key, value, mask, bias, key_lengths, sinks, out)
-    if (results := reuse(signature, given)) is not None:
-        return results
-    request = normalize(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        layout=layout,
-        out=out,
-        return_lse=return_lse,
-        return_weights=return_weights,
-        keep_first=more[1],
-    )
-    return solve(request, num_threads, backend, signature, given)
+    if type(options.get("key_lengths")) in (list, tuple, int):
+        options["key_lengths"] = counts(options["key_lengths"])
+    if make is None and type(options["mask"]) is Dense:
+        options["mask"] = options["mask"].array
+    if signature is None:
+        signature = signature_of(function, query, key, value, options, more)
+    results = reuse(signature, query, key, value, options)
+    if results is None:
+        request = normalize(query, key, value, options, keep_first=keep_first) if make is None else make()
+        results = solve(request, signature, (query, key, value), options)
+    return results
 
 
-@clean_signature
+@public()
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -459,26 +364,20 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_arguments(scaled_dot_product_attention, (), unknown)
-    signature: Any = None
-    given = (query, key, value, attn_mask, None, None, None, None)
+    function = SDPA_GQA if enable_gqa else SDPA
+    options = {"mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
     # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
     has_flags = type(is_causal) is type(enable_gqa) is bool
-    is_plain = has_flags and type(dropout_p) in (float, int) and dropout_p == 0
-    if is_plain and (attn_mask is None or not isinstance(attn_mask, Mask)):
-        function = SDPA_GQA if enable_gqa else SDPA
-        arguments = (
-            query, key, value, attn_mask, None, "top_left" if is_causal else False, None, None, scale, None,
-            None, "bhsd", None, False, False, None, default_backend(),
-        )  # fmt: skip
-        signature = recall(function, *arguments)
-        if signature is None:
-            signature = signature_of(function, *arguments)
-        elif type(signature) is not bytes:
+    signature = False
+    if has_flags and type(dropout_p) in (float, int) and dropout_p == 0 and not isinstance(attn_mask, Mask):
+        signature = recall(function, query, key, value, options, default_backend())
+        if signature is not None and type(signature) is not bytes:
             return signature  # the results
-        if (results := reuse(signature, given)) is not None:
-            return results
-    request = normalize_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return solve(request, None, None, signature, given)
+
+    def make() -> Request:
+        return normalize_sdpa(query, key, value, options, dropout_p, is_causal, enable_gqa)
+
+    return attend(function, query, key, value, options, signature=signature, make=make)
 
 
 @overload
@@ -490,7 +389,7 @@ def varlen_attention(
     cu_seqlens_k: ArrayLike | None = None,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[SharedOptions],
+    **options: Unpack[VarlenOptions],
 ) -> np.ndarray: ...
 @overload
 def varlen_attention(
@@ -501,7 +400,7 @@ def varlen_attention(
     cu_seqlens_k: ArrayLike | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[SharedOptions],
+    **options: Unpack[VarlenOptions],
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def varlen_attention(
@@ -512,9 +411,9 @@ def varlen_attention(
     cu_seqlens_k: ArrayLike | None = None,
     *,
     return_lse: bool = ...,
-    **options: Unpack[SharedOptions],
+    **options: Unpack[VarlenOptions],
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
-@clean_signature
+@public("V")
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -522,16 +421,7 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
     *extra: Any,
-    causal: CausalRule = False,
-    window: WindowBounds | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
-    out: np.ndarray | None = None,
-    return_lse: bool = False,
-    num_threads: int | None = None,
-    backend: BackendName | None = None,
-    **unknown: Any,
+    **options: Any,
 ) -> Any:
     """Attention within each of several documents that are packed one after another, without padding.
 
@@ -591,36 +481,19 @@ def varlen_attention(
     >>> np.allclose(out[3:8], alone)
     True
     """
-    if extra or unknown:
-        refuse_arguments(varlen_attention, extra, unknown)
-    cu_seqlens_q = counts(cu_seqlens_q)
-    cu_seqlens_k = None if cu_seqlens_k is None else counts(cu_seqlens_k)
-    signature = None
-    starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    if type(cu_seqlens_q) is type(starts_k) is np.ndarray and cu_seqlens_q.size <= _MAX_DOCUMENTS:
-        starts = tuple((x.dtype.str, x.shape, x.tobytes()) for x in (cu_seqlens_q, starts_k))
-        signature = signature_of(
-            VARLEN, query, key, value, None, None, causal, window, None, scale, softcap, sinks, "bshd", out,
-            return_lse, False, num_threads, default_backend() if backend is None else backend, more=starts,
-        )  # fmt: skip
-    given = (query, key, value, None, None, None, sinks, out)
-    if (results := reuse(signature, given)) is not None:
-        return results
-    request = normalize_varlen(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        return_lse=return_lse,
-    )
-    return solve(request, num_threads, backend, signature, given)
+    options = complete("V", varlen_attention, options, extra)
+    starts_q = counts(cu_seqlens_q)
+    starts_k = None if cu_seqlens_k is None else counts(cu_seqlens_k)
+    more: Any = None
+    signature: Any = False
+    both = (starts_q, starts_q if starts_k is None else starts_k)
+    if all(type(x) is np.ndarray and x.size <= _MAX_DOCUMENTS for x in both):
+        more, signature = tuple((x.dtype.str, x.shape, x.tobytes()) for x in both), None
+
+    def make() -> Request:
+        return normalize_varlen(query, key, value, options, starts_q, starts_k)
+
+    return attend(VARLEN, query, key, value, options, signature=signature, more=more, make=make)
 
 
 @refusing
@@ -745,15 +618,11 @@ def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     return np.ones(sizes, bool) if dropout is None else dropout.mask(sizes)
 
 
-def solve(
-    request: Request,
-    num_threads: int | None,
-    backend: str | None,
-    signature: Any = None,
-    given: tuple[Any, ...] = (),
-) -> Any:
+def solve(request: Request, signature: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
     """The stages after the edge: select, prepare, run, and hand the results back."""
+    num_threads = options.get("num_threads")
     if num_threads is not None:
         num_threads = check_num_threads(num_threads, "num_threads")
-    prepared.run(request, signature, given, select(request.problem, backend), num_threads)
-    return request.finish(given[0], given[-1])
+    backend = select(request.problem, options.get("backend"))
+    prepared.run(request, signature or None, inputs, options, backend, num_threads)
+    return request.finish(inputs[0], options.get("out"))

@@ -6,13 +6,9 @@ checked here too.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
 from math import isfinite
 from operator import index
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +25,6 @@ if TYPE_CHECKING:
 
     from fastattn._dropout import Dropout
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 _OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
 
 
@@ -46,59 +40,6 @@ def readable(value: np.ndarray) -> Any:
     if value.dtype == np.float16:
         value = value.astype(np.float32)
     return value if value.ndim else value[()]
-
-
-# The functions themselves --------------------------------------------------------------------------
-
-
-def refuse_arguments(
-    function: Callable[..., Any], extra: tuple[Any, ...], unknown: dict[str, Any]
-) -> NoReturn:
-    """Raises on arguments that a public function does not have."""
-    with no_fork:
-        from fastattn._hints import refusal  # what only a message needs is no part of an import
-
-    raise TypeError(refusal(function, extra, unknown)) from None
-
-
-def refusing(function: Function) -> Function:
-    """The function, which says what to write instead where it is given arguments that it does not have.
-
-    Each call takes 0.1 us longer. Functions with calls of a few us take ``**unknown`` themselves, and hand
-    it to `refuse_arguments`. One that hands ``**options`` on to another leaves their names to that.
-    """
-
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except TypeError:
-            parameters = inspect.signature(function).parameters
-            kinds = [p.kind for p in parameters.values()]
-            n_places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-            unknown = {} if takes_any else {n: value for n, value in options.items() if n not in parameters}
-            if unknown or len(args) > n_places:
-                refuse_arguments(function, args[n_places:], unknown)
-            raise
-
-    return call  # type: ignore[return-value]
-
-
-def clean_signature(function: Function) -> Function:
-    """The function itself, which `help` shows without the ``*extra`` and ``**unknown`` that it refuses.
-
-    `inspect.signature` looks at what a function says that it wraps, and only when it is asked: to make four
-    signatures here would be 1,200 of the 10,000 calls of an import of the package.
-    """
-    code = function.__code__
-    shown = FunctionType(
-        code.replace(co_flags=code.co_flags & ~(inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)), {}
-    )
-    shown.__defaults__, shown.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    shown.__annotations__ = function.__annotations__
-    function.__wrapped__ = shown  # type: ignore[attr-defined]
-    return function
 
 
 # Arrays and dtypes --------------------------------------------------------------------------------

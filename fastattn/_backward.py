@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn import _host
-from fastattn._arguments import clean_signature, refuse_arguments
 from fastattn._device import in_library_of, on_host
 from fastattn._gradients import Gradients, sum_to
 from fastattn._normalize import normalize_backward
+from fastattn._options import complete, public
 from fastattn._problem import FLOAT64
 from fastattn._registry import select
-from fastattn.masks import Mask
 
 if TYPE_CHECKING:
-    from typing import Never
+    from typing import Unpack
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import BackendName, CausalRule, LayoutName, WindowBounds
+    from fastattn._options import BackwardOptions
 
 
-@clean_signature
+@public("B")
 def attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
@@ -32,23 +30,8 @@ def attention_backward(
     value: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
-    *extra: Any,
-    grad_lse: ArrayLike | None = None,
-    mask: Mask | ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    causal: CausalRule = False,
-    window: WindowBounds | None = None,
-    key_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
-    layout: LayoutName = "bhsd",
-    dropout: float = 0.0,
-    seed: int | None = None,
-    wrt: Iterable[str] = ("query", "key", "value"),
-    num_threads: int | None = None,
-    backend: BackendName | None = None,
-    **unknown: Never,
+    *extra: object,
+    **options: Unpack[BackwardOptions],
 ) -> Gradients:
     """The gradients of a scalar that depends on `attention`, from its gradient with respect to the outputs.
 
@@ -144,42 +127,22 @@ def attention_backward(
     >>> gradients.bias is None
     True
     """
-    if extra or unknown:
-        refuse_arguments(attention_backward, extra, unknown)
-    backward = normalize_backward(
-        query,
-        key,
-        value,
-        grad_out=grad_out,
-        out=out,
-        lse=lse,
-        grad_lse=grad_lse,
-        wrt=wrt,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        layout=layout,
-        dropout=dropout,
-        seed=seed,
-    )
+    completed = complete("B", attention_backward, options, extra)
+    backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
+    num_threads = completed["num_threads"]
     if num_threads is not None:
         num_threads = _host.check_num_threads(num_threads, "num_threads")
-    chosen = select(backward.problem, backend, gradients=True)
+    chosen = select(backward.problem, completed["backend"], gradients=True)
     threads = chosen.thread_limit(_host.get_num_threads() if num_threads is None else num_threads)
     sizes = backward.problem.sizes
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, threads)
-    given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
+    given = completed | {"query": query, "key": key, "value": value}
     return Gradients(
         *(
             None
             if gradient is None
-            else in_library_of(query, _as_given(gradient, on_host(given[name]), name, layout))
+            else in_library_of(query, _as_given(gradient, on_host(given[name]), name, completed["layout"]))
             for name, gradient in found._asdict().items()
         )
     )

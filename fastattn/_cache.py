@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from fastattn import masks
-from fastattn._api import attend_rows
-from fastattn._arguments import (
-    as_array,
-    check_bool,
-    check_number_dtype,
-    check_window,
-    clean_signature,
-    refuse_arguments,
-    refusing,
-)
+from fastattn._api import attend
+from fastattn._arguments import as_array, check_bool, check_number_dtype, check_window
 from fastattn._cache_pages import (
     IS_COMPILED,
     KEY_SCALES,
@@ -33,20 +25,20 @@ from fastattn._cache_pages import (
 from fastattn._cache_state import Settings, State, count, rounded_length
 from fastattn._device import host_array, in_library_of
 from fastattn._host import default_backend
-from fastattn._prepared import ATTENTION, describe, keep_call, known
-from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS, call_arrays
+from fastattn._options import complete, public, refuse_arguments, refusing
+from fastattn._prepared import ATTENTION, known, signature, signature_of, token_of
+from fastattn._problem import FLOAT32, FLOAT64, MAX_ROWS, parts_of_rows
 from fastattn._registry import load as load_backend
 from fastattn._storage import Rows
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from typing import Never
+    from typing import Never, Unpack
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from fastattn._options import BackendName, LayoutName, WindowBounds
-    from fastattn.masks import Mask
+    from fastattn._options import AttendOptions, LayoutName, WindowBounds
 
 
 class _Undo(NamedTuple):
@@ -58,15 +50,14 @@ class _Undo(NamedTuple):
 
 
 class _Views:
-    """Keys and values of a length, and the prepared calls on them."""
+    """Keys and values of a length, and what calls on them need."""
 
-    __slots__ = ("calls", "key", "length", "parts", "signature", "value")
+    __slots__ = ("key", "length", "rows", "token", "value")
 
-    def __init__(self, length: int, key: Rows, value: Rows) -> None:
+    def __init__(self, length: int, key: Rows, value: Rows, keep_first: int) -> None:
         self.length, self.key, self.value = length, key, value
-        self.signature = key.signature(), value.signature()
-        self.parts = call_arrays(None, key, value, *(None,) * 11)[12:18]  #: what those have besides
-        self.calls: dict[Any, Any] = {}  #: by the rest of the signature
+        self.token = token_of((key.signature(), value.signature(), keep_first))  #: of the signature of calls
+        self.rows = parts_of_rows(key.arrays()[1:], value.arrays()[1:])
 
 
 class KVCache:
@@ -245,7 +236,7 @@ class KVCache:
 
     # Adding and taking back ----------------------------------------------------------------------
 
-    @clean_signature
+    @public()
     def append(
         self,
         key: ArrayLike,
@@ -557,25 +548,8 @@ class KVCache:
 
     # Reading -------------------------------------------------------------------------------------
 
-    @clean_signature
-    def attend(
-        self,
-        query: ArrayLike,
-        *,
-        mask: Mask | ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        causal: Literal[True, False, "bottom_right"] = True,
-        window: WindowBounds | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: ArrayLike | None = None,
-        out: np.ndarray | None = None,
-        return_lse: bool = False,
-        return_weights: bool = False,
-        num_threads: int | None = None,
-        backend: BackendName | None = None,
-        **unknown: Never,
-    ) -> Any:
+    @public("C")
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
         """Attention of queries at the end of each item over its keys and values.
 
         Parameters
@@ -620,44 +594,40 @@ class KVCache:
 
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
-        if unknown:
-            refuse_arguments(KVCache.attend, (), unknown)
+        completed = complete("C", KVCache.attend, options)
         given = query
         query = given if type(given) is np.ndarray else as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
-        rule: Any = "bottom_right" if causal is True else causal_rule(causal)
+        rule: Any = causal_rule(completed["causal"])
         len_q = query.shape[2 if settings.layout == "bhsd" else 1]
         if len_q > self._longest and 0 not in query.shape:
             self._check_tokens(len_q, rule, query.shape)
         if settings.window is not None:
-            window = self._within(window, len_q)
+            completed["window"] = self._within(completed["window"], len_q)
+        completed |= {"causal": rule, "key_lengths": lengths, "layout": settings.layout}
         views, described = self._views, None
-        is_plain = mask is None and bias is None and return_weights is False
+        is_plain = completed["mask"] is completed["bias"] is None and completed["return_weights"] is False
+        out, backend = completed["out"], completed["backend"]
         if is_plain and out is None:
-            described = describe(
-                ATTENTION, query, None, None, None, None, rule, window, lengths, scale, softcap, sinks,
-                settings.layout, None, return_lse, False, num_threads,
-                default_backend() if backend is None else backend,
-            )  # fmt: skip
-            call = views.calls.get(described)
-            results = None if call is None else call.on_rows(query, views.parts, lengths, sinks)
+            described = signature(ATTENTION, query, None, None, completed, default_backend(), views.token)
+            call = known(described)
+            results = None if call is None else call.on_rows(query, views.rows, lengths, completed["sinks"])
             if results is not None:
                 return results if query is given else _in_library_of(given, results, None)
         if not (is_plain and _is_compiled(backend)):
-            views, described = self._view(self._longest), None
-        key, value, more = views.key, views.value, (views.signature, self._keep_first)
-        if _counts_as_float64(query.dtype) or FLOAT64 in (key.dtype, value.dtype):
-            key, value = self._in_float64(key, KEYS), self._in_float64(value, VALUES)
-            more, described = ((key.signature(), value.signature()), self._keep_first), None
-        results = attend_rows(
-            query, key, value, more, mask, bias, rule, window, lengths, scale, softcap, sinks,
-            settings.layout, out, return_lse, return_weights, num_threads, backend,
+            views = self._view(self._longest)
+        if _counts_as_float64(query.dtype) or FLOAT64 in (views.key.dtype, views.value.dtype):
+            key, value = (self._in_float64(x, of) for x, of in ((views.key, KEYS), (views.value, VALUES)))
+            views = _Views(views.length, key, value, self._keep_first)
+        if views is not self._views or described is None:
+            described = signature_of(ATTENTION, query, None, None, completed, token=views.token)
+        results = attend(
+            ATTENTION, query, views.key, views.value, completed, signature=described or False,
+            keep_first=self._keep_first,
         )  # fmt: skip
-        if described is not None and (call := known(described, more)) is not None:
-            keep_call(views.calls, described, call)
         return results if query is given else _in_library_of(given, results, out)
 
     def keys(self, item: int) -> np.ndarray:
@@ -726,7 +696,7 @@ class KVCache:
             )
             for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
         )
-        return _Views(length, key, value)
+        return _Views(length, key, value, self._keep_first)
 
     def _in_float64(self, rows: Rows, part: int) -> Rows:
         """float32 rows converted; others as they are."""

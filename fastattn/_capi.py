@@ -135,27 +135,17 @@ def solve(
     left, right = (None if bound == -1 else bound for bound in window)
     if not 0 <= causal < len(_CAUSAL):
         raise ValueError(f"causal must be 0, 1 or 2, got {causal}")
-    request = normalize(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=_CAUSAL[causal],
-        window=None if left is right is None else (left, right),
-        key_lengths=key_lengths,
-        scale=None if np.isnan(scale) else scale,
-        softcap=softcap or None,
-        sinks=sinks,
-        out=out,
-        return_lse=lse is not None,
-        return_weights=False,
-    )
+    options = {
+        "mask": mask, "bias": bias, "causal": _CAUSAL[causal], "key_lengths": key_lengths, "sinks": sinks,
+        "window": None if left is right is None else (left, right),
+        "scale": None if np.isnan(scale) else scale, "softcap": softcap or None, "out": out,
+        "return_lse": lse is not None,
+    }  # fmt: skip
+    request = normalize(query, key, value, options)
     if lse is not None:
         request = request.with_lse(lse, {name: x for name, x in arrays.items() if name != "lse"})
-    given = (query, key, value, mask, bias, key_lengths, sinks, out)
     threads = _host.check_num_threads(num_threads, "num_threads") if num_threads else None
-    found = _prepared.run_once(request, given, select(request.problem), threads)
+    found = _prepared.run_once(request, (query, key, value), options, select(request.problem), threads)
     request.finish(query, out)
     if found is not None and isinstance(found[0], _driver().Prepared):
         prepared, threads = found

@@ -18,7 +18,7 @@ import numpy as np
 _CUDA_KINDS = (2, 13)  # DLPack's numbers for device memory and for managed memory
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Memory:
     """Memory of a GPU: of a caller's array, or of a result that the backend is to allocate."""
 
@@ -32,7 +32,7 @@ class Memory:
     like: Any = None  #: of a result: an array of the library to return it in
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DeviceArray:
     """A view of memory on a GPU, with the attributes of an ndarray that validation uses."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from math import prod
@@ -14,32 +13,25 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._api import solve
-from fastattn._arguments import (
-    PLAIN_DTYPES,
-    check_places,
-    clean_signature,
-    overlap,
-    readable,
-    refuse_arguments,
-    refusing,
-)
+from fastattn._arguments import PLAIN_DTYPES, check_places, overlap, readable
 from fastattn._device import as_device_array, host_array
-from fastattn._host import check_num_threads, default_backend, get_num_threads
+from fastattn._host import check_num_threads, get_num_threads
 from fastattn._mask_map import Block, MaskMap, Node
 from fastattn._normalize import normalize
+from fastattn._options import complete, public, refusing
 from fastattn._prepared import FLEX, counts, reuse, signature_of
 from fastattn._problem import Mod
 from fastattn._registry import BackendError
 from fastattn._threads import no_fork
 from fastattn.backends.cpu.functions import reasons_no_compiler
-from fastattn.masks import BlockMask, Mask, describe, whole_number
+from fastattn.masks import BlockMask, Dense, Mask, describe, whole_number
 
 if TYPE_CHECKING:
     from typing import Unpack
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import BackendName, CausalRule, FlexOptions, LayoutName, RowsLike, WindowBounds
+    from fastattn._options import FlexOptions, RowsLike
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -95,31 +87,8 @@ def flex_attention(
     return_weights: bool = ...,
     **options: Unpack[FlexOptions],
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
-@clean_signature
-def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *extra: Any,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    block_mask: Mask | None = None,
-    aux: Sequence[Any] = (),
-    bias: ArrayLike | None = None,
-    causal: CausalRule = False,
-    window: WindowBounds | None = None,
-    key_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
-    layout: LayoutName = "bhsd",
-    out: np.ndarray | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    num_threads: int | None = None,
-    backend: BackendName | None = None,
-    **unknown: Any,
-) -> Any:
+@public("F")
+def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
     """Attention whose scores a Python function changes, and whose mask a Python function says.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
@@ -223,23 +192,20 @@ def flex_attention(
     >>> np.allclose(out, fastattn.attention(x, x, x, bias=bias), atol=1e-5)
     True
     """
-    if extra or unknown:
-        refuse_arguments(flex_attention, extra, unknown)
+    options = complete("F", flex_attention, options, extra)
+    block_mask, key_lengths = options["block_mask"], options["key_lengths"]
     if block_mask is not None and not isinstance(block_mask, Mask):
         raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
-    values = _aux(aux)
-    score, allowed = _mod(score_mod, values), _mod(mask_mod, values)
+    values = _aux(options["aux"])
+    score, allowed = _mod(options["score_mod"], values), _mod(options["mask_mod"], values)
+    options |= {"mask": block_mask.array if type(block_mask) is Dense else block_mask}
     if isinstance(key_lengths, (list, tuple, int)):
-        key_lengths = counts(key_lengths)
-    signature, given = None, (query, key, value, block_mask, bias, key_lengths, sinks, out)
+        options["key_lengths"] = counts(key_lengths)
+    signature = None
     if allowed is None or not allowed.reads_arrays:
         keys = None if score is allowed is None else (score and score.key, allowed and _constant_key(allowed))
-        signature = signature_of(
-            FLEX, query, key, value, block_mask, bias, causal, window, key_lengths, scale, softcap, sinks,
-            layout, out, return_lse, return_weights, num_threads,
-            default_backend() if backend is None else backend, more=keys,
-        )  # fmt: skip
-        if (results := reuse(signature, given, score)) is not None:
+        signature = signature_of(FLEX, query, key, value, options, keys)
+        if (results := reuse(signature, query, key, value, options, score)) is not None:
             return results
     for kind, mod, names in (("score_mod", score, _SCORE_MOD), ("mask_mod", allowed, _MASK_MOD)):
         if mod is not None:
@@ -250,33 +216,17 @@ def flex_attention(
         check_places(query=query if on_gpu is None else on_gpu, **arrays)
     function_mask = None
     if allowed is not None and on_gpu is None:
-        threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+        wanted = options["num_threads"]
+        threads = get_num_threads() if wanted is None else check_num_threads(wanted, "num_threads")
         function_mask = _FunctionMask(allowed, threads)
-    request = normalize(
-        query,
-        key,
-        value,
-        mask=block_mask,
-        function_mask=function_mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        layout=layout,
-        out=out,
-        return_lse=return_lse,
-        return_weights=return_weights,
-        may_fail=on_gpu is None and score is not None,
-    )
-    target = None if out is None or on_gpu is None else request.problem.out
+    may_fail = on_gpu is None and score is not None
+    request = normalize(query, key, value, options, function_mask=function_mask, may_fail=may_fail)
+    target = None if options["out"] is None or on_gpu is None else request.problem.out
     if target is not None and any(value.ndim and overlap(target, value) for value in values):
         raise ValueError(f"out must not share memory with aux on {target.device}")
     mask = None if on_gpu is None else allowed
     problem = request.problem._replace(score_mod=score, mask_mod=mask)
-    return solve(request._replace(problem=problem), num_threads, backend, signature, given)
+    return solve(request._replace(problem=problem), signature, (query, key, value), options)
 
 
 @refusing
@@ -356,12 +306,15 @@ def create_block_mask(
     return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _FunctionMask(Mask):
     """A mask function that is evaluated when the sizes are known."""
 
+    __slots__ = ("mod", "num_threads")
     mod: Mod
     num_threads: int
+
+    def __init__(self, mod: Mod, num_threads: int) -> None:
+        self._set(mod, num_threads)
 
     def _bind(self, block: Block) -> Node:
         sizes = [prod(block.lead), block.H, block.L, block.S]

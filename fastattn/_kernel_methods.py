@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._api import attention
-from fastattn._arguments import as_array, as_dtype, check_bool, check_number_dtype, promote, refusing
+from fastattn._arguments import as_array, as_dtype, check_bool, check_number_dtype, promote
 from fastattn._constants import SCORE_COLUMNS
 from fastattn._device import host_array
+from fastattn._options import refusing
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._storage import REAL, storage_of
 from fastattn.masks import Dense, Mask, NotSelf

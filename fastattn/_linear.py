@@ -20,11 +20,11 @@ from fastattn._arguments import (
     check_key_lengths,
     check_number_dtype,
     check_seed,
-    refusing,
 )
 from fastattn._cache_state import count
 from fastattn._device import host_array, in_library_of
 from fastattn._normalize import as_inputs, naming_shapes
+from fastattn._options import refusing
 from fastattn._problem import FLOAT32, FLOAT64, MAX_DIM
 from fastattn._registry import load, thread_limit
 from fastattn._storage import SWAPPED, storage_of

@@ -9,8 +9,7 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -28,17 +27,48 @@ UNBOUNDED = 1 << 60  #: of a `Band`: beyond any key; its sum with a position doe
 LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # words with the n lowest bits set
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskMap:
+class Frozen:
+    """An object whose slots are set once, by its ``__init__``.
+
+    It is pickled as a frozen dataclass with slots is. Dataclasses would be a third of the work of an import
+    of the package.
+    """
+
+    __slots__: tuple[str, ...] = ()
+
+    def _set(self, *values: Any) -> None:
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"cannot delete field {name!r}")
+
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, name) for name in self.__slots__]
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of a release in which its class was none of these
+            state = [state[1][name] for name in self.__slots__]
+        self._set(*state)
+
+
+class MaskMap(Frozen):
     """The map of tiles of ``(L, S)`` planes, with bits for the partial tiles.
 
     The tile at ``(t, u)`` covers queries ``TILE_Q * t`` onward and keys ``TILE_K * u`` onward.
     """
 
+    __slots__ = ("index", "bits")
     #: ``(*lead, H, ceil(L / TILE_Q), ceil(S / TILE_K))`` int32: INDEX_EMPTY, INDEX_FULL or a row of `bits`
     index: np.ndarray
     #: ``(n, TILE_Q, TILE_K // 32)`` uint32: bit t of word w is key ``32 * w + t`` of the tile, 0 past the end
     bits: np.ndarray
+
+    def __init__(self, index: np.ndarray, bits: np.ndarray) -> None:
+        self._set(index, bits)
 
     def rows(self, item: tuple[int, ...], start: int, stop: int, len_k: int) -> np.ndarray:
         """Bool ``(stop - start, len_k)``: the rows ``start..stop`` of the plane ``item = (*lead, head)``."""

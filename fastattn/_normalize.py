@@ -47,15 +47,15 @@ from fastattn._arguments import (
 )
 from fastattn._device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
 from fastattn._mask_map import UNBOUNDED, Band, Block, Size, make_intervals
+from fastattn._options import DEFAULTS
 from fastattn._problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
 from fastattn._storage import Paged, Quantized, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
-    from fastattn._dropout import Dropout
     from fastattn._gradients import Backward
     from fastattn._options import RowsLike
 
@@ -136,8 +136,8 @@ class _Inputs:
 
 
 def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Ends every complaint about arguments with the shapes of query, key and value, and hints at a
-    layout where the caller has one."""
+    """Ends every complaint about query, key, value and what follows with their shapes, and hints at a layout
+    where the options, the fourth argument, have one."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -145,10 +145,13 @@ def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments,
             return normalize(*args, **kwargs)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
+            options: Any = args[3] if len(args) > 3 else {}
+            inputs: Any = zip(args[:3], ("query", "key", "value"), strict=True)
             shapes = [_shape(array) for array in args[:3]]
-            named = zip(("query", "key", "value"), args, shapes, strict=False)
-            listed = ", ".join(f"{name} {_described(given, shape)}" for name, given, shape in named)
-            hints = _shape_hints(shapes, kwargs) if "layout" in kwargs else []
+            listed = ", ".join(
+                f"{name} {_described(x, shape)}" for (x, name), shape in zip(inputs, shapes, strict=True)
+            )
+            hints = _shape_hints(shapes, options) if "layout" in options else []
             raise kind("; ".join([str(error), listed, *hints])) from None
 
     return naming
@@ -177,22 +180,9 @@ def normalize(
     query: ArrayLike,
     key: RowsLike,
     value: RowsLike,
+    options: dict[str, Any],
     *,
-    mask: masks.Mask | ArrayLike | None,
     function_mask: masks.Mask | None = None,
-    bias: ArrayLike | None,
-    causal: bool | str,
-    window: tuple[int | None, int | None] | None,
-    key_lengths: ArrayLike | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    layout: str = "bhsd",
-    out: np.ndarray | None,
-    return_lse: bool,
-    return_weights: bool,
-    dropout: float = 0.0,
-    seed: int | None = None,
     may_fail: bool = False,
     keep_first: int = 0,
 ) -> Request:
@@ -202,51 +192,37 @@ def normalize(
     raise, or read arrays that are not here, so that nothing is written to `out` before its end. `keep_first`
     keys are in the window of every query, where they are in pages.
     """
-    inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
-    band = _band(inputs, causal, window, key_lengths)
+    options = DEFAULTS | options
+    inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
+    band = _band(inputs, options)
     inputs.locate(None if band is None else band.lengths)
     if band is not None and keep_first:
         band = band._replace(keep_first=keep_first)
-    if mask is not None:
-        mask = as_mask(mask, inputs.flat)
+    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
     lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
-    bias = _bias_of_scores(bias, inputs)
-    return _assemble(
-        inputs, band, lowered, bias, scale, softcap, sinks, out, return_lse, return_weights, may_fail,
-        check_dropout(dropout, seed),
-    )  # fmt: skip
+    bias = _bias_of_scores(options["bias"], inputs)
+    return _assemble(inputs, band, lowered, bias, options, may_fail)
 
 
 @naming_shapes
 def outline(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    *,
-    mask: masks.Mask | ArrayLike | None,
-    bias: np.ndarray | None,
-    causal: bool | str,
-    window: tuple[int | None, int | None] | None,
-    key_lengths: ArrayLike | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    layout: str = "bhsd",
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, options: dict[str, Any]
 ) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
     """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
 
     An array of strides of 0, of the same shape and dtype, may take the place of one that is not there yet.
     """
-    inputs = as_inputs(query, key, value, swapped=is_swapped(layout))
+    options = DEFAULTS | options
+    inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
     lead, H, L, S = inputs.sizes
-    band = _band(inputs, causal, window, key_lengths)
+    band = _band(inputs, options)
+    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
     if mask is not None:
-        mask = as_mask(mask, inputs.flat)
         mask._bind(Block(lead, H, L, S, whole=(L, S)))
-    _bias_of_scores(bias, inputs)
-    scale, softcap, _ = _numbers(inputs, scale, softcap, sinks)
+    _bias_of_scores(options["bias"], inputs)
+    scale, softcap, _ = _numbers(inputs, options)
     return inputs, mask, band, scale, softcap
 
 
@@ -255,50 +231,33 @@ def normalize_backward(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    options: dict[str, Any],
     *,
     grad_out: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
-    grad_lse: ArrayLike | None,
-    wrt: Iterable[str],
-    mask: masks.Mask | ArrayLike | None,
-    bias: ArrayLike | None,
-    causal: bool | str,
-    window: tuple[int | None, int | None] | None,
-    key_lengths: ArrayLike | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    layout: str,
-    dropout: float,
-    seed: int | None,
 ) -> Backward:
     """The arguments of `attention_backward` as a `Backward`; see there for what they mean and what is
     raised."""
     from fastattn._gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
 
     arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
-    others = {
-        "grad_out": grad_out,
-        "out": out,
-        "lse": lse,
-        "grad_lse": grad_lse,
-        "bias": bias,
-        "sinks": sinks,
-    }
+    others = {"grad_out": grad_out, "out": out, "lse": lse}
+    others |= {name: options[name] for name in ("grad_lse", "bias", "sinks")}
     for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
         if (array := as_device_array(x, name)) is not None:
             raise TypeError(
                 f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
             )
-    inputs = as_inputs(*arrays, swapped=is_swapped(layout))
-    band = _band(inputs, causal, window, key_lengths)
+    inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
+    band = _band(inputs, options)
     lowered = _NO_MASK
-    if mask is not None:
-        lowered = masks.lower(as_mask(mask, inputs.flat), *inputs.sizes, _without_lengths(band))
-    given = None if bias is None else as_array(bias, "bias")
-    bias = _bias_of_scores(bias, inputs)
-    scale, softcap, sinks = _numbers(inputs, scale, softcap, sinks)
+    if options["mask"] is not None:
+        lowered = masks.lower(as_mask(options["mask"], inputs.flat), *inputs.sizes, _without_lengths(band))
+    grad_lse = options["grad_lse"]
+    given = None if options["bias"] is None else as_array(options["bias"], "bias")
+    bias = _bias_of_scores(options["bias"], inputs)
+    scale, softcap, sinks = _numbers(inputs, options)
     shape, rows = _result_shapes(inputs)
 
     def outputs(given: ArrayLike, name: str) -> np.ndarray:
@@ -337,9 +296,9 @@ def normalize_backward(
         key_stop=lowered.key_stop,
         dense=lowered.dense,
         mask_map=lowered.mask_map,
-        dropout=check_dropout(dropout, seed),
+        dropout=check_dropout(options["dropout"], options["seed"]),
     )
-    names = check_wrt(wrt, DIFFERENTIABLE)
+    names = check_wrt(options["wrt"], DIFFERENTIABLE)
     for name in names:
         if getattr(problem, name) is None:
             raise ValueError(f"wrt names {name}, which is not given")
@@ -358,16 +317,9 @@ def normalize_varlen(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    options: dict[str, Any],
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None,
-    *,
-    causal: bool | str,
-    window: tuple[int | None, int | None] | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    out: np.ndarray | None,
-    return_lse: bool,
 ) -> Request:
     """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
     arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
@@ -388,7 +340,7 @@ def normalize_varlen(
             f"got {len(starts_q)} and {len(starts_k)}"
         )
     lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
-    causal = check_causal(causal)
+    causal = check_causal(options["causal"])
     if causal is True and (differ := np.flatnonzero(lengths_q != lengths_k)).size:
         d = differ[0]
         raise ValueError(
@@ -398,13 +350,13 @@ def normalize_varlen(
     document = np.repeat(np.arange(len(lengths_q)), lengths_q)
     position = np.arange(L) - starts_q[document]
     first, last = starts_k[document], starts_k[document + 1]
-    left, right, at_end = _reach(causal, check_window(window))
+    left, right, at_end = _reach(causal, check_window(options["window"]))
     if at_end:
         position = position + (lengths_k - lengths_q)[document]
     start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
     bounds = make_intervals(start, stop, S)
     lowered = masks.Lowered(bounds.start, bounds.stop, None, None)
-    return _assemble(inputs, None, lowered, None, scale, softcap, sinks, out, return_lse, False)
+    return _assemble(inputs, None, lowered, None, DEFAULTS | options)
 
 
 @naming_shapes
@@ -412,10 +364,9 @@ def normalize_sdpa(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    attn_mask: ArrayLike | None,
+    options: dict[str, Any],
     dropout_p: float,
     is_causal: bool,
-    scale: float | None,
     enable_gqa: bool,
 ) -> Request:
     """The arguments of `scaled_dot_product_attention`, by PyTorch's conventions."""
@@ -431,7 +382,8 @@ def normalize_sdpa(
         q, k, v = _matched_heads(q, k, v)
     inputs = as_inputs(q, k, v, swapped=False)
     lead, H, L, S = inputs.sizes
-    band = _band(inputs, "top_left" if is_causal else False, None, None)
+    attn_mask, options = options["mask"], DEFAULTS | options
+    band = _band(inputs, options)
     mask = bias = None
     if attn_mask is not None:
         if isinstance(attn_mask, (bool, int, float, str)):  # an argument that was given one place too early
@@ -448,7 +400,7 @@ def normalize_sdpa(
         else:
             bias = array
     lowered = _NO_MASK if mask is None else masks.lower(mask, *inputs.sizes, _without_lengths(band))
-    return _assemble(inputs, band, lowered, bias, scale, None, None, None, False, False)
+    return _assemble(inputs, band, lowered, bias, options)
 
 
 # What shapes that do not fit may be ----------------------------------------------------------------
@@ -480,7 +432,7 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
     try:
         inputs = as_inputs(*stand_ins, swapped=options["layout"] == "bshd")
         lead, H, L, S = inputs.sizes
-        _band(inputs, options["causal"], options["window"], options["key_lengths"])
+        _band(inputs, options)
         if mask is not None:
             as_mask(mask, inputs.flat)._bind(Block(*inputs.sizes, whole=(L, S)))
         if bias is not None:
@@ -612,9 +564,10 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 _NO_MASK = masks.Lowered(None, None, None, None)
 
 
-def _band(inputs: _Inputs, causal: Any, window: Any, key_lengths: Any) -> Band | None:
+def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
     """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
-    causal, window = check_causal(causal), check_window(window)
+    causal, window = check_causal(options["causal"]), check_window(options["window"])
+    key_lengths = options["key_lengths"]
     if causal is False and window is None and key_lengths is None:
         return None
     lead, _, L, S = inputs.sizes
@@ -655,21 +608,17 @@ def _assemble(
     band: Band | None,
     lowered: masks.Lowered,
     bias: np.ndarray | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: ArrayLike | None,
-    out: np.ndarray | None,
-    return_lse: bool,
-    return_weights: bool,
+    options: dict[str, Any],
     may_fail: bool = False,
-    dropout: Dropout | None = None,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
+    dropout = check_dropout(options["dropout"], options["seed"])
+    out, return_lse, return_weights = (options[name] for name in ("out", "return_lse", "return_weights"))
     check_bool(return_lse, "return_lse")
     check_bool(return_weights, "return_weights")
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
     S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
-    scale, softcap, sinks = _numbers(inputs, scale, softcap, sinks)
+    scale, softcap, sinks = _numbers(inputs, options)
     shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
@@ -718,10 +667,9 @@ def _assemble(
     return Request(problem, results, staged, swapped)
 
 
-def _numbers(
-    inputs: _Inputs, scale: float | None, softcap: float | None, sinks: ArrayLike | None
-) -> tuple[float, float | None, np.ndarray | None]:
+def _numbers(inputs: _Inputs, options: dict[str, Any]) -> tuple[float, float | None, np.ndarray | None]:
     """Scale, soft-cap and sinks, checked."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
     scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_finite(scale, "scale")
     if softcap is not None:
         softcap = check_finite(softcap, "softcap")

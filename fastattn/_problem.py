@@ -11,7 +11,8 @@ Broadcast axes are views with stride 0, never expanded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
@@ -55,19 +56,28 @@ class Mod(NamedTuple):
         return any(np.ndim(value) for value in (*self.aux, *self.captured))
 
 
-def call_arrays(query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
-    """`Problem.arrays` of arrays in that order, of which key and value may be `Rows`."""
-    return joined_arrays(
-        query, *(x.arrays() if isinstance(x, Rows) else (x, None, None, None) for x in (key, value)), *others
-    )
+#: The arrays of a call, which change from one to the next. A driver reads all but the last two with strides.
+#: Of `Rows` there is more than key and value, see `Rows.arrays`.
+Arrays = namedtuple(
+    "Arrays",
+    "query key value out lse weights bias dense key_start key_stop mask_index key_lengths "
+    "key_scale value_scale key_table value_table key_scale_table value_scale_table sinks mask_bits",
+)
+NO_ARRAYS = Arrays(*[None] * 20)
+
+PARTS_OF_ROWS = (
+    "key_scale",
+    "value_scale",
+    "key_table",
+    "value_table",
+    "key_scale_table",
+    "value_scale_table",
+)
 
 
-def joined_arrays(
-    query: Any, key_parts: tuple[Any, ...], value_parts: tuple[Any, ...], *others: Any
-) -> tuple[Any, ...]:
-    """The same of what `Rows.arrays` gives."""
-    parts = (part for pair in zip(key_parts[1:], value_parts[1:], strict=True) for part in pair)
-    return (query, key_parts[0], value_parts[0], *others[:9], *parts, *others[9:])
+def parts_of_rows(key_parts: Sequence[Any], value_parts: Sequence[Any]) -> tuple[Any, ...]:
+    """What `Arrays` have of `Rows` besides key and value, in the order of `PARTS_OF_ROWS`."""
+    return tuple(part for pair in zip(key_parts, value_parts, strict=True) for part in pair)
 
 
 class Sizes:
@@ -122,14 +132,30 @@ class Problem(NamedTuple, Generic[Array]):
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
     dropout: Dropout | None = None  #: of the weights, after the softmax
 
-    def arrays(self) -> tuple[Array | np.ndarray | None, ...]:
-        """The arguments of a prepared call: all arrays that change from call to call, in a fixed order."""
+    def arrays(self) -> Arrays:
+        """The arguments of a prepared call."""
         mask_map, band = self.mask_map, self.band
-        return call_arrays(
-            self.query, self.key, self.value, self.out, self.lse, self.weights, self.bias, self.dense,
-            self.key_start, self.key_stop, None if mask_map is None else mask_map.index,
-            None if band is None else band.lengths, self.sinks, None if mask_map is None else mask_map.bits,
-        )  # fmt: skip
+        (key, *key_parts), (value, *value_parts) = (
+            x.arrays() if isinstance(x, Rows) else (x, None, None, None) for x in (self.key, self.value)
+        )
+        parts = parts_of_rows(key_parts, value_parts)
+        return Arrays(
+            query=self.query,
+            key=key,
+            value=value,
+            out=self.out,
+            lse=self.lse,
+            weights=self.weights,
+            bias=self.bias,
+            dense=self.dense,
+            key_start=self.key_start,
+            key_stop=self.key_stop,
+            mask_index=None if mask_map is None else mask_map.index,
+            key_lengths=None if band is None else band.lengths,
+            **dict(zip(PARTS_OF_ROWS, parts, strict=True)),
+            sinks=self.sinks,
+            mask_bits=None if mask_map is None else mask_map.bits,
+        )
 
     def stored(self) -> list[str]:
         """Which arrays are not plain float32 or float64, for backends that read no others; a float16 bias is

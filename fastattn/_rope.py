@@ -15,13 +15,11 @@ from fastattn._arguments import (
     check_bool,
     check_number_dtype,
     check_out,
-    clean_signature,
     is_swapped,
     overlap,
-    refuse_arguments,
-    refusing,
 )
 from fastattn._device import host_array, in_library_of
+from fastattn._options import public, refuse_arguments, refusing
 from fastattn._prepared import counts
 from fastattn._problem import FLOAT32, FLOAT64
 from fastattn._registry import load, thread_limit
@@ -50,7 +48,7 @@ _SCALINGS = {
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 
 
-@clean_signature
+@public()
 def rope(
     x: ArrayLike,
     cos: ArrayLike,

@@ -6,54 +6,63 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._options import (
+    ARRAY,
+    BOUNDS,
+    CHOICE,
+    COUNT,
+    DEFAULT,
+    DEFAULTS,
+    LENGTHS,
+    MASK,
+    NEVER,
+    OPTIONS,
+    REAL,
+)  # fmt: skip
+from fastattn.masks import Mask
 
-def signature(function: int, *arguments: Any) -> tuple[Any, ...] | None:
+calls: dict[Any, Any] = {}
+tokens: dict[Any, int] = {}
+
+
+def signature(
+    function: int, query: Any, key: Any, value: Any, given: dict[str, Any], backend: Any, token: int = 0
+) -> tuple[Any, ...] | None:
     """What is the same for all calls which are done alike, or None for a call with unusual arguments.
 
     The arguments are those of ``signature.pxi``, which gives bytes.
     """
-    query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out = (
-        arguments[:13]
-    )
-    return_lse, return_weights, num_threads, backend = arguments[13:]
-    described: list[Any] = []
-    for array in (query, key, value, mask, bias, sinks, out):
-        if array is None:
-            described.append(None)
-        elif type(array) is np.ndarray:
-            described += (array.dtype, array.shape, array.strides, array.flags.writeable)
-        else:
-            return None
-    if key_lengths is not None:
-        if type(key_lengths) is not np.ndarray:
-            return None
-        key_lengths = (key_lengths.dtype, key_lengths.shape)
-    if not (
-        (
-            causal is False
-            or causal is True
-            or (type(causal) is str and causal in ("top_left", "bottom_right"))
-        )
-        and (type(layout) is str and layout in ("bhsd", "bshd"))
-        and type(return_lse) is type(return_weights) is bool
-        and all(
-            number is None or isinstance(number, float) or type(number) is int for number in (scale, softcap)
-        )
-        and (
-            window is None
-            or (
-                type(window) is tuple
-                and len(window) == 2
-                and all(n is None or type(n) is int for n in window)
-            )
-        )
-        and (num_threads is None or type(num_threads) is int)
-        and backend in (None, "numba")
-    ):
+    values = DEFAULTS | given
+    if len(values) > len(DEFAULTS):
         return None
-    options = (causal, window, scale, softcap, layout, return_lse, return_weights, num_threads)
-    return (function, *described, key_lengths, *options, backend)
+    if values["backend"] is None:
+        values["backend"] = backend
+    parts: list[Any] = [function, token, *(_described(ARRAY, array) for array in (query, key, value))]
+    parts += [_described(o.part, values[o.name], o.choices, o.default) for o in OPTIONS]
+    return None if None in parts else tuple(parts)
 
 
-def recall(function: int, *arguments: Any) -> None:
+def _described(part: str, x: Any, choices: tuple[Any, ...] = (), default: Any = None) -> Any:
+    """An option as a part of a signature; None where it has no place in one."""
+    is_in_it = True
+    if part in (ARRAY, MASK, LENGTHS) and x is not None:
+        if type(x) is np.ndarray:
+            described = (x.dtype, x.shape)
+            return described if part == LENGTHS else (*described, x.strides, x.flags.writeable)
+        return tokens.get(x) if isinstance(x, Mask) else None
+    if part == REAL:
+        is_in_it = x is None or isinstance(x, float) or type(x) is int
+    elif part == COUNT:
+        is_in_it = x is None or type(x) is int
+    elif part == BOUNDS:
+        is_pair = type(x) is tuple and len(x) == 2 and all(n is None or type(n) is int for n in x)
+        is_in_it = x is None or is_pair
+    elif part == CHOICE:
+        is_in_it = any(x is choice or (type(x) is str and x == choice) for choice in choices)
+    elif part == DEFAULT:
+        is_in_it = x is default or (type(x) is float and x == default)
+    return (None if part == NEVER else x,) if is_in_it else None
+
+
+def recall(*arguments: Any) -> None:
     """In the place of ``recall.pxi``: no call is small beside what it takes here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -21,25 +21,23 @@ from fastattn._arguments import (
     check_key_lengths,
     check_number_dtype,
     check_out,
-    clean_signature,
     promote,
-    refuse_arguments,
-    refusing,
 )
 from fastattn._cache import KVCache, causal_rule
 from fastattn._cache_state import count
 from fastattn._device import host_array
+from fastattn._options import complete, public, refusing
 from fastattn._problem import FLOAT32, MAX_DIM
 from fastattn._rope import rope as rotate
 from fastattn._storage import REAL, storage_of
-from fastattn.masks import Causal, Mask
+from fastattn.masks import Causal
 
 if TYPE_CHECKING:
-    from typing import Never
+    from typing import Never, Unpack
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import BackendName, CausalRule, WindowBounds
+    from fastattn._options import LayerOptions
 
 __all__ = ["MultiHeadAttention"]
 
@@ -326,30 +324,15 @@ class MultiHeadAttention:
             f"num_kv_heads={self.num_kv_heads}, head_dim={self._head_dim}, dtype={self._like.dtype.name})"
         )
 
-    @clean_signature
+    @public("L")
     def __call__(
         self,
         query: ArrayLike,
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
-        *extra: Any,
+        *extra: Never,
         cache: KVCache | None = None,
-        mask: Mask | ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        causal: CausalRule | None = None,
-        window: WindowBounds | None = None,
-        key_lengths: ArrayLike | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: ArrayLike | None = None,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        out: np.ndarray | None = None,
-        return_lse: bool = False,
-        return_weights: bool | Literal["mean"] = False,
-        num_threads: int | None = None,
-        backend: BackendName | None = None,
-        **unknown: Never,
+        **options: Unpack[LayerOptions],
     ) -> Any:
         """The layer on arrays.
 
@@ -407,8 +390,9 @@ class MultiHeadAttention:
             layer(query, memory, cache=cache, causal=False)
             layer(query, memory[:, :0], cache=cache, causal=False)
         """
-        if extra or unknown:
-            refuse_arguments(MultiHeadAttention.__call__, extra, unknown)
+        given = complete("L", MultiHeadAttention.__call__, options, extra)
+        causal, out, return_weights = (given.pop(name) for name in ("causal", "out", "return_weights"))
+        key_lengths, dropout, seed = (given.pop(name) for name in ("key_lengths", "dropout", "seed"))
         if key is None and value is not None:
             raise ValueError("value is given without key")
         averaged = isinstance(return_weights, str) and return_weights == "mean"
@@ -424,26 +408,22 @@ class MultiHeadAttention:
         lead = _common_lead(x_q, x_k, x_v)
         if out is not None:
             out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
-        options: dict[str, Any] = {
-            "mask": mask, "bias": bias, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
-            "return_lse": return_lse, "return_weights": bool(return_weights), "num_threads": num_threads,
-            "backend": backend,
-        }  # fmt: skip
+        given["return_weights"] = bool(return_weights)
         if cache is None:
-            options |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
-            options["causal"] = check_causal(False if causal is None else causal)
-            positions: tuple[Any, Any] = self._positions(lead, x_q.shape[-2], x_k.shape[-2], options)
+            given |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
+            given["causal"] = check_causal(False if causal is None else causal)
+            positions: tuple[Any, Any] = self._positions(lead, x_q.shape[-2], x_k.shape[-2], given)
         else:
             if check_finite(dropout, "dropout") or seed is not None:
                 raise ValueError(f"a cache takes no dropout, got dropout={dropout!r} and seed={seed!r}")
-            options["causal"] = causal_rule(True if causal is None else causal)
-            positions = _positions_in(cache, x_q, x_k, x_v, key_lengths, options)
+            given["causal"] = causal_rule(True if causal is None else causal)
+            positions = _positions_in(cache, x_q, x_k, x_v, key_lengths, given)
 
         q, k, v = self._inputs_of_heads(x_q, x_k, x_v, dtype)
         if self.rope is not None:
             for rows, at in zip((q, k), positions, strict=True):
                 rotate(rows, *self.rope, positions=at, layout="bshd", out=rows)
-        results = attention(q, k, v, **options) if cache is None else _step(cache, q, k, v, options)
+        results = attention(q, k, v, **given) if cache is None else _step(cache, q, k, v, given)
         heads, *others = results if isinstance(results, tuple) else (results,)
         if return_weights:
             weights = others[-1].mean(axis=-3) if averaged else others[-1]

@@ -17,7 +17,6 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
@@ -36,6 +35,7 @@ from fastattn._mask_map import (
     Block,
     Cross,
     DenseArray,
+    Frozen,
     Intervals,
     Mapped,
     MappedPart,
@@ -72,7 +72,7 @@ Align = Literal["top_left", "bottom_right"]
 _MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 calls that Python nests
 
 
-class Mask:
+class Mask(Frozen):
     """What all masks share: ``&``, ``|``, ``~``, ``==``, `shifted` and `materialize`.
 
     Notes
@@ -132,11 +132,13 @@ class Mask:
 
     def _values(self) -> tuple[Any, ...]:
         """What two equal masks have in common."""
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return tuple(self.__getstate__())
 
     def __repr__(self) -> str:
-        given = ((field, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
-        shown = (f"{field.name}={_show(value)}" for field, value in given if value is not field.default)
+        defaults = getattr(type(self).__init__, "__defaults__", None) or ()
+        default_of = dict(zip(self.__slots__[::-1], defaults[::-1], strict=False))
+        given: Any = zip(self.__slots__, self._values(), strict=True)
+        shown = (f"{name}={_show(value)}" for name, value in given if value is not default_of.get(name, self))
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def materialize(self, H: int, L: int, S: int) -> np.ndarray:
@@ -254,7 +256,6 @@ class Mask:
 # The masks -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Causal(Mask):
     """Key ``j`` is allowed for query ``i`` when ``j <= i + offset``.
 
@@ -276,19 +277,20 @@ class Causal(Mask):
         x x x . .     x x x x x
     """
 
-    align: Align | None = None
-    offset: Any = None
+    __slots__ = ("align", "offset")
+    align: Align | None
+    offset: Any
 
-    def __post_init__(self) -> None:
-        if self.align is not None:
-            _check_align(self.align)
-        if self.offset is not None:
-            if self.align is not None:
+    def __init__(self, align: Align | None = None, offset: Any = None) -> None:
+        if align is not None:
+            _check_align(align)
+        if offset is not None:
+            if align is not None:
                 raise ValueError(
-                    f"Causal takes align or offset, not both; "
-                    f"got align={self.align!r}, offset={self.offset!r}"
+                    f"Causal takes align or offset, not both; got align={align!r}, offset={offset!r}"
                 )
-            object.__setattr__(self, "offset", integers(self.offset, "Causal: offset", saturate=True))
+            offset = integers(offset, "Causal: offset", saturate=True)
+        self._set(align, offset)
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -319,7 +321,6 @@ class Causal(Mask):
         return self.align == "bottom_right"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Window(Mask):
     """Key ``j`` is allowed for query ``i`` when ``p - left <= j <= p + right``.
 
@@ -331,14 +332,15 @@ class Window(Mask):
         ``p = i + S - L``, or ``p = i``.
     """
 
+    __slots__ = ("left", "right", "align")
     left: int | None
     right: int | None
-    align: Align = "bottom_right"
+    align: Align
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "left", window_bound(self.left, "Window: left"))
-        object.__setattr__(self, "right", window_bound(self.right, "Window: right"))
-        _check_align(self.align)
+    def __init__(self, left: int | None, right: int | None, align: Align = "bottom_right") -> None:
+        left, right = window_bound(left, "Window: left"), window_bound(right, "Window: right")
+        _check_align(align)
+        self._set(left, right, align)
 
     def _bind(self, block: Block) -> Node:
         offset = (0 if self.align == "top_left" else block.at_end) - block.k_start
@@ -349,7 +351,6 @@ class Window(Mask):
         return self.align == "bottom_right"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class KeyLengths(Mask):
     """Key ``j`` is allowed when ``j < length`` of the batch item.
 
@@ -359,10 +360,11 @@ class KeyLengths(Mask):
         In ``0..S``, broadcast to the leading batch axes.
     """
 
+    __slots__ = ("lengths",)
     lengths: Any
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", integers(self.lengths, "KeyLengths: lengths", minimum=0))
+    def __init__(self, lengths: Any) -> None:
+        self._set(integers(lengths, "KeyLengths: lengths", minimum=0))
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -381,7 +383,13 @@ class KeyLengths(Mask):
         return _Shifted(own, part.queries.start, part.keys.start, part.whole)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+def _segment_ids(ids: Any, name: str) -> np.ndarray:
+    ids = integers(ids, f"Segments: {name}")
+    if ids.ndim == 0:
+        raise ValueError(f"Segments: {name} must have shape (..., length), got a single number")
+    return ids
+
+
 class Segments(Mask):
     """Key ``j`` is allowed for query ``i`` when ``q_ids[i] == k_ids[j]``.
 
@@ -399,17 +407,12 @@ class Segments(Mask):
     intervals. Scattered ids lower to tiles.
     """
 
+    __slots__ = ("q_ids", "k_ids")
     q_ids: Any
-    k_ids: Any = None
+    k_ids: Any
 
-    def __post_init__(self) -> None:
-        for name in ("q_ids", "k_ids"):
-            ids = getattr(self, name)
-            if ids is not None:
-                ids = integers(ids, f"Segments: {name}")
-                if ids.ndim == 0:
-                    raise ValueError(f"Segments: {name} must have shape (..., length), got a single number")
-                object.__setattr__(self, name, ids)
+    def __init__(self, q_ids: Any, k_ids: Any = None) -> None:
+        self._set(_segment_ids(q_ids, "q_ids"), None if k_ids is None else _segment_ids(k_ids, "k_ids"))
         _ = self._lead  # raises where the two do not broadcast
 
     @property
@@ -438,7 +441,6 @@ class Segments(Mask):
         return Segments(part.of_items(q_ids, 1)[..., part.queries], part.of_items(k_ids, 1)[..., part.keys])
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PrefixLM(Mask):
     """Key ``j`` is allowed for query ``i`` when ``j < prefix`` or ``j <= i + S - L``.
 
@@ -448,11 +450,11 @@ class PrefixLM(Mask):
         Not negative, broadcast to the leading batch axes. A prefix longer than `S` is all of `S`.
     """
 
+    __slots__ = ("prefix_lengths",)
     prefix_lengths: Any
 
-    def __post_init__(self) -> None:
-        lengths = integers(self.prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True)
-        object.__setattr__(self, "prefix_lengths", lengths)
+    def __init__(self, prefix_lengths: Any) -> None:
+        self._set(integers(prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True))
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -471,7 +473,6 @@ class PrefixLM(Mask):
         return True
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GlobalTokens(Mask):
     """Key ``j`` is allowed for query ``i`` when ``j`` or ``i + S - L`` is one of the global tokens.
 
@@ -489,13 +490,14 @@ class GlobalTokens(Mask):
     Window(left=1, right=1) | GlobalTokens(index=[0])
     """
 
+    __slots__ = ("index",)
     index: Any
 
-    def __post_init__(self) -> None:
-        index = integers(self.index, "GlobalTokens: index", minimum=0)
+    def __init__(self, index: Any) -> None:
+        index = integers(index, "GlobalTokens: index", minimum=0)
         if index.ndim != 1:
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
-        object.__setattr__(self, "index", index)
+        self._set(index)
 
     def _bind(self, block: Block) -> Node:
         if block.whole is not None and self.index.size and self.index.max() >= block.whole[1]:
@@ -528,18 +530,11 @@ class NotSelf(Mask):
 
     __slots__ = ()
 
-    def _values(self) -> tuple[Any, ...]:
-        return ()
-
-    def __repr__(self) -> str:
-        return "NotSelf()"
-
     def _bind(self, block: Block) -> Node:
         own = block.queries - block.k_start
         return make_intervals(own, own + 1, block.S).complement(block.S)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Dense(Mask):
     """Key ``j`` is allowed for query ``i`` where the array is not zero.
 
@@ -557,20 +552,21 @@ class Dense(Mask):
     that writing into the array does not change it.
     """
 
+    __slots__ = ("array",)
     array: Any
 
-    def __hash__(self) -> int:
-        return hash((Dense, self.array.shape))
-
-    def __post_init__(self) -> None:
-        array: Any = as_device_array(self.array, "mask")
-        array = np.asarray(self.array) if array is None else array
+    def __init__(self, array: Any) -> None:
+        on_gpu: Any = as_device_array(array, "mask")
+        array = np.asarray(array) if on_gpu is None else on_gpu
         if array.dtype.kind not in "biu":
             raise TypeError(
                 f"mask must be a fastattn.masks object or a bool or integer array, got dtype {array.dtype}"
                 f"{_float_hint(array)}"
             )
-        object.__setattr__(self, "array", array)
+        self._set(array)
+
+    def __hash__(self) -> int:
+        return hash((Dense, self.array.shape))
 
     @property
     def _is_frozen(self) -> bool:
@@ -615,7 +611,6 @@ class Dense(Mask):
         return L, S
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BlockMask(Mask):
     """What a function allowed for one problem size; `fastattn.create_block_mask` makes it.
 
@@ -636,15 +631,16 @@ class BlockMask(Mask):
     Where each query has one interval of keys, as in a window or documents, it costs what those masks do.
     """
 
+    __slots__ = ("mask_map", "B", "H", "L", "S", "_intervals")
     mask_map: MaskMap
     B: int
     H: int
     L: int
     S: int
-    _intervals: tuple[np.ndarray, np.ndarray] | None = field(init=False)
+    _intervals: tuple[np.ndarray, np.ndarray] | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_intervals", intervals_of(self.mask_map, self.L, self.S))
+    def __init__(self, mask_map: MaskMap, B: int, H: int, L: int, S: int) -> None:
+        self._set(mask_map, B, H, L, S, intervals_of(mask_map, L, S))
 
     def __repr__(self) -> str:
         index = self.mask_map.index
@@ -708,18 +704,16 @@ class BlockMask(Mask):
 
 
 class _Shifted(Mask):
-    """What `Mask.shifted` gives for one that is not combined of others.
+    """What `Mask.shifted` gives for one that is not combined of others."""
 
-    Not a dataclass: each takes two hundred calls of an import of the package.
-    """
-
-    __slots__ = ("_k_offset", "_mask", "_q_offset", "_whole")
+    __slots__ = ("_mask", "_q_offset", "_k_offset", "_whole")
+    _mask: Mask
+    _q_offset: int
+    _k_offset: int
+    _whole: tuple[int, int] | None
 
     def __init__(self, mask: Mask, q_offset: int, k_offset: int, whole: tuple[int, int] | None) -> None:
-        self._mask, self._q_offset, self._k_offset, self._whole = mask, q_offset, k_offset, whole
-
-    def _values(self) -> tuple[Any, ...]:
-        return self._mask, self._q_offset, self._k_offset, self._whole
+        self._set(mask, q_offset, k_offset, whole)
 
     def __repr__(self) -> str:
         size = "" if self._whole is None else f", size={self._whole}"
@@ -754,12 +748,15 @@ class _Shifted(Mask):
         return self._mask._bind(part)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Combined(Mask):
     """What `_And`, `_Or` and `_Not` share."""
 
+    __slots__ = ("parts", "depth")
     parts: tuple[Mask, ...]
     depth: int  #: how many combined masks lie in each other, this one among them
+
+    def __init__(self, parts: tuple[Mask, ...], depth: int) -> None:
+        self._set(parts, depth)
 
     @property
     def _is_frozen(self) -> bool:
@@ -779,8 +776,6 @@ class _Combined(Mask):
 class _And(_Combined):
     """What every part allows."""
 
-    __slots__ = ()
-
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, _Or) else repr(part) for part in self.parts)
 
@@ -791,8 +786,6 @@ class _And(_Combined):
 class _Or(_Combined):
     """What any part allows."""
 
-    __slots__ = ()
-
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
@@ -802,8 +795,6 @@ class _Or(_Combined):
 
 class _Not(_Combined):
     """What its one part does not allow."""
-
-    __slots__ = ()
 
     def __repr__(self) -> str:
         (part,) = self.parts

@@ -6,6 +6,7 @@ import inspect
 import re
 import typing
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from fastattn.masks import Align, Causal
 from tests.process import python
 
 X = np.ones((1, 2, 5, 4), np.float32)
+#: What `_options` has for checkers alone.
+OPTION_TYPES: dict = {"__name__": "fastattn._options"}
+exec(Path(_options.__file__).read_text().replace("\nif TYPE_CHECKING:", "\nif True:"), OPTION_TYPES)
 FUNCTIONS = {
-    "attention": (fastattn.attention, (X, X, X), _options.AttentionOptions),
-    "flex_attention": (fastattn.flex_attention, (X, X, X), _options.FlexOptions),
-    "varlen_attention": (fastattn.varlen_attention, (X[0], X[0], X[0], [0, 2]), _options.SharedOptions),
+    "attention": (fastattn.attention, (X, X, X), "A"),
+    "flex_attention": (fastattn.flex_attention, (X, X, X), "F"),
+    "varlen_attention": (fastattn.varlen_attention, (X[0], X[0], X[0], [0, 2]), "V"),
 }
 SAY_MASK = (
     "say mask= for a bool mask (True = may attend) and bias= for a float one (added to the scores), "
@@ -474,16 +478,32 @@ class TestSignature:
         for overload in overloads:
             parameters = dict(inspect.signature(overload).parameters)
             options = re.fullmatch(r"Unpack\[(\w+)\]", parameters.pop("options").annotation)[1]
-            names = [*parameters, *getattr(_options, options).__annotations__]
+            names = [*parameters, *OPTION_TYPES[options].__annotations__]
             assert len(names) == len(set(names))
             assert set(names) == set(inspect.signature(function).parameters)
 
 
+@pytest.mark.parametrize(
+    ("taker", "types", "named"),
+    [
+        ("A", "AttentionOptions", {"return_lse", "return_weights"}),
+        ("B", "BackwardOptions", set()),
+        ("C", "AttendOptions", set()),
+        ("F", "FlexOptions", {"return_lse", "return_weights"}),
+        ("L", "LayerOptions", set()),
+        ("V", "VarlenOptions", {"return_lse"}),
+    ],
+)
+def test_every_option_has_a_type(taker, types, named):
+    """But for those that overloads name, as results depend on them."""
+    assert OPTION_TYPES[types].__annotations__.keys() | named == _options.TAKERS[taker].keys()
+
+
 def test_choices_are_the_contract():
-    assert typing.get_args(_options.BackendName) == tuple(_registry.MODULES)
-    assert typing.get_args(_options.LayoutName) == ("bhsd", "bshd")
+    assert typing.get_args(OPTION_TYPES["BackendName"]) == tuple(_registry.MODULES)
+    assert typing.get_args(OPTION_TYPES["LayoutName"]) == ("bhsd", "bshd")
     assert typing.get_args(Align) == ("top_left", "bottom_right")
-    assert typing.get_args(_options.CausalRule) == (bool, Align)
+    assert typing.get_args(OPTION_TYPES["CausalRule"]) == (bool, Align)
     for align in typing.get_args(Align):
         fastattn.attention(X, X, X, causal=align, mask=Causal(align))
 

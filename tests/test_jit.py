@@ -470,7 +470,7 @@ class TestSmallLoops:
         aux = {n: (np.linspace(-1, 1, 40 * n).reshape(40, n).astype(dtype),) * 2 for n in (4, 5, 6)}
         for first in (4, 5):
             monkeypatch.setattr(functions, "loops", functions.Kept(9))
-            monkeypatch.setattr(_prepared, "_calls", {})
+            _prepared._calls.clear()
             results.append([])
             for n in (first, 4, 5, 6):
                 weights = np.linspace(0.1, 0.7, n).astype(dtype)
@@ -490,7 +490,7 @@ class TestSmallLoops:
 class TestBounded:
     def test_loops(self, monkeypatch):
         monkeypatch.setattr(functions, "loops", functions.Kept(3))
-        monkeypatch.setattr(_prepared, "_calls", {})
+        _prepared._calls.clear()
         monkeypatch.setattr(_prepared, "MAX_CALLS", 3)
         machines = weakref.WeakSet()
         for n in range(5):

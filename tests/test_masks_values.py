@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 import pickle
 
@@ -29,10 +28,9 @@ from tests.fake_gpu import FakeArray
 class TestObjects:
     def test_fields_are_frozen(self):
         for pair in mask_pairs(2, 2, 5, 9):
-            if dataclasses.is_dataclass(pair.mask):  # others have no public attributes
-                for field in dataclasses.fields(pair.mask):
-                    with pytest.raises(dataclasses.FrozenInstanceError):
-                        setattr(pair.mask, field.name, 1)
+            for name in pair.mask.__slots__:
+                with pytest.raises(AttributeError, match="cannot assign"):
+                    setattr(pair.mask, name, 1)
             with pytest.raises((AttributeError, TypeError)):
                 pair.mask.other = 1
 

@@ -240,8 +240,7 @@ OPTIONS = {
 
 #: What is checked or looked up at each call, whatever it is.
 LEFT_TO_PYTHON = [
-    "lengths", "int32_lengths", "list_of_lengths", "one_length", "mask_object", "intervals", "dense_object",
-    "everything",
+    "lengths", "int32_lengths", "list_of_lengths", "one_length", "dense_object", "everything",
 ]  # fmt: skip
 
 
@@ -486,7 +485,7 @@ def test_what_is_written_into_a_mask_is_seen(engine):
 
 
 def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(_prepared, "_calls", {})
+    _prepared._calls.clear()
     arrays = random_arrays()
     for number in range(_prepared.MAX_CALLS + 20):
         fastattn.attention(*arrays, scale=1.0 + number)
@@ -507,7 +506,7 @@ def test_small_calls_are_recalled(monkeypatch, name, layout):
     if layout == "bshd":
         arrays = [np.ascontiguousarray(array.swapaxes(-3, -2)) for array in arrays]
     attend = partial(fastattn.attention, *arrays, **OPTIONS[name], layout=layout, backend="cython")
-    monkeypatch.setattr(_prepared, "_calls", {})
+    _prepared._calls.clear()
     first = results_of(attend())
     general, wanted = [result.copy() for result in first], results_of(attend())
     monkeypatch.setattr("fastattn._api.reuse", lambda *_: pytest.fail("this call was not recalled"))
@@ -531,10 +530,7 @@ def test_the_oldest_small_call_is_forgotten():
     arrays = random_arrays()
 
     def recalled(number):
-        answer = _prepared.recall(
-            _prepared.ATTENTION, *arrays, None, None, False, None, None, 3.0 + number, None, None, "bhsd",
-            None, False, False, None, "cython",
-        )  # fmt: skip
+        answer = _prepared.recall(_prepared.ATTENTION, *arrays, {"scale": 3.0 + number}, "cython")
         return type(answer) is not bytes
 
     for number in range(_prepared.MAX_CALLS + 1):
@@ -569,11 +565,7 @@ def signatures():
     """Arguments of a signature, most of which differ from the first in one thing."""
     x, y = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 7, 4), np.float32)
     lengths, mask, bias = np.array([3, 7]), np.ones((5, 7), bool), np.zeros((5, 7), np.float32)
-    plain = {
-        "function": 0, "query": x, "key": y, "value": y, "mask": None, "bias": None, "causal": False,
-        "window": None, "key_lengths": None, "scale": None, "softcap": None, "sinks": None, "layout": "bhsd",
-        "out": None, "return_lse": False, "return_weights": False, "num_threads": None, "backend": None,
-    }  # fmt: skip
+    plain = {"function": 0, "query": x, "key": y, "value": y, "backend": None, "token": 0}
     read_only = np.zeros_like(x)
     read_only.flags.writeable = False
     changes = [
@@ -592,8 +584,17 @@ def signatures():
         {"return_weights": True}, {"num_threads": 1}, {"num_threads": 2}, {"num_threads": True},
         {"num_threads": "2"},
         {"backend": "numba"}, {"backend": "reference"}, {"backend": "none"}, {"backend": 3},
+        {"token": 1}, {"dropout": 0.0}, {"dropout": 0}, {"dropout": 0.5}, {"seed": 1}, {"nothing": 1},
     ]  # fmt: skip
-    return [tuple((plain | change).values()) for change in changes]
+    return [
+        (
+            *({**plain, **change}[name] for name in ("function", "query", "key", "value")),
+            {name: x for name, x in change.items() if name not in plain or name == "backend"},
+            None,
+            change.get("token", 0),
+        )
+        for change in changes
+    ]
 
 
 def test_both_signatures_tell_the_same_calls_apart():

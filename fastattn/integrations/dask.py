@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_array, check_key_lengths, check_wrt, refusing
+from fastattn._arguments import as_array, check_key_lengths, check_wrt
 from fastattn._gradients import Gradients
 from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
 from fastattn._mask_parts import of_band, states_of_keys
 from fastattn._normalize import outline
+from fastattn._options import refusing
 from fastattn.integrations._extras import extra
 from fastattn.masks import Dense, Mask
 
@@ -311,7 +312,8 @@ class _Call:
             if isinstance(x, da.Array) and any(map(isnan, x.shape)):
                 raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
         stand_ins = {name: _stand_in(x) for name, x in options.items()}
-        known, known_mask, band, number, softcap = outline(*map(_stand_in, main.values()), **stand_ins)
+        inputs: Any = [_stand_in(x) for x in main.values()]
+        known, known_mask, band, number, softcap = outline(inputs[0], inputs[1], inputs[2], stand_ins)
         is_late = isinstance(options["key_lengths"], da.Array)
         self.token = tokenize(main, options, results, wrt)
         self.size, self.result, self.flat = known.sizes, known.result, known.flat

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_mask, check_window, refusing
+from fastattn._arguments import as_mask, check_window
 from fastattn._gradients import DIFFERENTIABLE
 from fastattn._normalize import outline
+from fastattn._options import refusing
 from fastattn.integrations._extras import extra
 from fastattn.masks import Mask
 
@@ -108,7 +109,8 @@ def _checked(static: _Static, arrays: dict[str, Any]) -> _Static:
     zeros: list[Any] = [
         None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays.values()
     ]
-    *_, scale, softcap = outline(*zeros[:3], **_options(static, *zeros[3:]))
+    query, key, value, *others = zeros
+    *_, scale, softcap = outline(query, key, value, _options(static, *others))
     return static._replace(window=check_window(static.window), scale=scale, softcap=softcap)
 
 

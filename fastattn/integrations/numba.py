@@ -12,7 +12,7 @@ import numpy as np
 
 import fastattn
 from fastattn import _capi
-from fastattn._arguments import refusing
+from fastattn._options import refusing
 from fastattn.integrations._extras import extra
 
 with extra("numba"):

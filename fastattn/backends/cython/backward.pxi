@@ -743,7 +743,7 @@ cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_
     return g.next >= n_tasks
 
 
-def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forward_arrays, int num_threads, tuple wants, *,
+def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants, *,
                   double grad_scale, double scale, double unit, double large_score, double large_norms,
                   double score_rounding, double usual_rounding, bint all_large, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
                   int bias_kind, cnp.ndarray bias_strides, bias_turns):
@@ -762,8 +762,8 @@ def differentiate(tuple record, tuple arrays, tuple forward_record, tuple forwar
     cdef const Py_ssize_t *strides = <const Py_ssize_t *>cnp.PyArray_DATA(bias_strides)
     cdef bint done
     cdef Py_ssize_t n_blocks
-    set_addresses(job, arrays)
-    set_addresses(forward, forward_arrays)
+    set_addresses(job, tuple(arrays))
+    set_addresses(forward, tuple(forward_arrays))
     memset(&g, 0, sizeof(Gradients))
     g.heads = job.batch * job.num_kv_heads
     g.padded_rows = base.shape[base.ndim - 1]

@@ -27,7 +27,9 @@ from libc.string cimport memchr, memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.dict cimport PyDict_Next
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
 
 import numpy as np
@@ -191,7 +193,7 @@ cdef Job *new_job(bytes fields, bytes views) except NULL:
 
 
 cdef inline int set_addresses(Job *job, tuple arrays) except -1:
-    """Sets where the arrays of a call are, which come as `Problem.arrays`."""
+    """Sets where the arrays of a call are, which come in the order of `fastattn._problem.Arrays`."""
     cdef int number
     for number in range(N_VIEWS):
         (&job.query)[number].data = address_of(arrays[number])
@@ -259,15 +261,15 @@ cdef class Prepared:
             self.loop.check(outside, self.sizes, score_mod, at)
         return 0
 
-    def run(self, tuple arrays, score_mod=None):
-        """Fills the outputs among the arrays, which are those of `Problem.arrays`; score_mod, if any, reads what it
-        holds."""
+    def run(self, arrays, score_mod=None):
+        """Fills the outputs among the arrays, which are those of `fastattn._problem.Arrays`; score_mod, if any, reads
+        what it holds."""
         cdef Job *job
         cdef object aux = None if self.loop is None else self.loop.words(score_mod)
         if not self.has_work():
             return
         job = self.copy()
-        set_addresses(job, arrays)
+        set_addresses(job, tuple(arrays))
         if aux is not None:
             job.aux = aux.buffer_info()[0]
         self.solve(job, score_mod)

@@ -1,21 +1,17 @@
 # Small calls that were made before: from the arguments of `attention` to its results without Python in between, which
 # takes longer than the work where that is a few microseconds. See `fastattn._prepared`.
 
-cdef dict small_calls = {}   # from signatures to SmallCall
+cdef dict calls = {}   # the prepared calls by their signatures; SmallCall, or what `fastattn._prepared` keeps
+
+
+def stores():
+    """The prepared calls by their signatures, and the tokens of signatures, for `fastattn._prepared` to fill."""
+    return calls, tokens
 
 
 cdef struct Axes:
     int n_axes                          # 0: the result is not wanted
     cnp.npy_intp length[MAX_AXES]
-
-
-cdef class SmallCall:
-    """A prepared call on one thread, of arrays as they are given, whose results are new arrays."""
-
-    cdef Prepared prepared
-    cdef Axes out, lse, weights
-    cdef object result, computed    # dtypes: of out and weights, and of lse
-    cdef bint mask_is_bias          # it comes as a mask
 
 
 cdef int set_lengths(Axes *to, tuple lengths) except -1:
@@ -33,54 +29,84 @@ cdef inline object new_array(const Axes *axes, object dtype):
     return fastattn_array_at(dtype, axes.n_axes, <cnp.npy_intp *>axes.length, NULL, NULL, 0)
 
 
-def remember(bytes signature, Prepared prepared, tuple out, tuple lse, tuple weights, tuple dtypes, bint mask_is_bias,
-             Py_ssize_t most):
-    """Keeps a prepared call for `recall`; of more than `most` the oldest is forgotten.
+cdef class SmallCall:
+    """A prepared call on one thread, of arrays as they are given, whose results are new arrays."""
 
-    Of the results it takes the shapes, None where one is not wanted, and two dtypes: that of out and weights, and lse's.
-    """
-    cdef SmallCall call = SmallCall.__new__(SmallCall)
-    call.prepared = prepared
-    set_lengths(&call.out, out)
-    set_lengths(&call.lse, lse)
-    set_lengths(&call.weights, weights)
-    call.result, call.computed = dtypes
-    call.mask_is_bias = mask_is_bias
-    if len(small_calls) >= most:
-        small_calls.pop(next(iter(small_calls), None), None)
-    small_calls[signature] = call
+    cdef Prepared prepared
+    cdef Axes out, lse, weights
+    cdef object result, computed    # dtypes: of out and weights, and of lse
+    cdef bint mask_is_bias          # it comes as a mask
+    cdef bint on_cache              # whose keys and values are no arrays
+    cdef object held                # arrays that the record has addresses of
+
+    def __init__(self, Prepared prepared, arrays, tuple out, tuple lse, tuple weights, tuple dtypes,
+                 bint mask_is_bias, bint on_cache):
+        """arrays: those that every call reads, and None for the others, as `fastattn._problem.Arrays`.
+
+        Of the results it takes the shapes, None where one is not wanted, and two dtypes: that of out and weights, and
+        lse's.
+        """
+        set_addresses(<Job *>prepared.record, tuple(arrays))
+        self.prepared, self.held, self.mask_is_bias, self.on_cache = prepared, arrays, mask_is_bias, on_cache
+        set_lengths(&self.out, out)
+        set_lengths(&self.lse, lse)
+        set_lengths(&self.weights, weights)
+        self.result, self.computed = dtypes
+
+    cdef object answer(self, query, key, value, mask, bias, sinks, key_lengths, tuple rows):
+        """The results; rows: the arrays of `Rows` beside key and value."""
+        cdef Prepared prepared = self.prepared
+        cdef Job *job
+        cdef int number
+        cdef object out = new_array(&self.out, self.result)
+        cdef object lse = new_array(&self.lse, self.computed)
+        cdef object weights = new_array(&self.weights, self.result)
+        if prepared.has_work():
+            job = prepared.copy()
+            job.query.data = address_of(query)
+            job.key.data = address_of(key)
+            job.value.data = address_of(value)
+            job.out.data = address_of(out)
+            job.lse.data = address_of(lse)
+            job.weights.data = address_of(weights)
+            job.bias.data = address_of(mask if self.mask_is_bias else bias)
+            job.dense.data = 0 if self.mask_is_bias else address_of(mask)
+            job.key_lengths.data = address_of(key_lengths)
+            job.sinks = address_of(sinks)
+            if rows is not None:
+                for number in range(len(rows)):
+                    (&job.key_scale)[number].data = address_of(rows[number])
+            prepared.solve(job, None)
+        if lse is None:
+            return out if weights is None else (out, weights)
+        return (out, lse) if weights is None else (out, lse, weights)
+
+    cdef object of_values(self, query, key, value, PyObject **values):
+        cdef object mask = <object>values[mask_at]
+        if mask is not None and not cnp.PyArray_CheckExact(mask):
+            mask = None  # a mask object, of which the call holds all that it needs
+        return self.answer(query, key, value, mask, <object>values[bias_at], <object>values[sinks_at], None, None)
+
+    def __call__(self, score_mod, query, key, value, dict given):
+        """The results of a call of this signature; None of one on a cache, see `on_rows`."""
+        cdef PyObject *values[MAX_OPTIONS]
+        if self.on_cache:
+            return None
+        read_options(given, None, values)
+        return self.of_values(query, key, value, values)
+
+    def on_rows(self, query, tuple rows, key_lengths, sinks):
+        """The results on a cache; see `fastattn._prepared.PreparedCall`."""
+        return self.answer(query, None, None, None, None, sinks, key_lengths, rows)
 
 
-cdef object answer(SmallCall call, query, key, value, mask, bias, sinks):
-    cdef Prepared prepared = call.prepared
-    cdef Job *job
-    cdef object out = new_array(&call.out, call.result)
-    cdef object lse = new_array(&call.lse, call.computed)
-    cdef object weights = new_array(&call.weights, call.result)
-    if prepared.has_work():
-        job = prepared.copy()
-        job.query.data = address_of(query)
-        job.key.data = address_of(key)
-        job.value.data = address_of(value)
-        job.out.data = address_of(out)
-        job.lse.data = address_of(lse)
-        job.weights.data = address_of(weights)
-        job.bias.data = address_of(mask if call.mask_is_bias else bias)
-        job.dense.data = 0 if call.mask_is_bias else address_of(mask)
-        job.sinks = address_of(sinks)
-        prepared.solve(job, None)
-    if lse is None:
-        return out if weights is None else (out, weights)
-    return (out, lse) if weights is None else (out, lse, weights)
-
-
-def recall(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
-           return_lse, return_weights, num_threads, backend):
+def recall(int function, query, key, value, dict given, backend):
     """The results of a small call that was made before; the signature of another one, or None, as of `signature`."""
-    cdef object found = signature_of(function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap,
-                                     sinks, layout, out, return_lse, return_weights, num_threads, backend)
-    cdef object call
-    if found is None or key_lengths is not None or out is not None:
-        return found
-    call = small_calls.get(found)
-    return found if call is None else answer(call, query, key, value, mask, bias, sinks)
+    cdef PyObject *values[MAX_OPTIONS]
+    cdef object found = None, call
+    if read_options(given, backend, values):
+        found = signature_of(function, 0, query, key, value, values)
+    if found is None:
+        return None
+    call = calls.get(found)
+    return (<SmallCall>call).of_values(query, key, value, values) if type(call) is SmallCall else found

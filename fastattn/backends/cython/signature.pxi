@@ -1,14 +1,60 @@
-# The signature of a call: the properties of its arguments that its prepared call depends on, as bytes. See
-# `fastattn._prepared`.
+# The signature of a call: what its prepared call depends on, as bytes. `fastattn._options` says which options are part
+# of it, and how; see `fastattn._prepared`.
 
 cdef enum:
     MAX_AXES = 8            # arrays with more, and other unusual arguments, have no signature
-    MAX_WORDS = 7 * (3 + 2 * MAX_AXES) + 16
+    MAX_OPTIONS = 32
+    MAX_WORDS = 4 + (3 + MAX_OPTIONS) * (2 + 2 * MAX_AXES)
+
+cdef enum Part:
+    NEVER                   # as in `fastattn._options`
+    DEFAULT
+    ARRAY
+    MASK
+    LENGTHS
+    REAL
+    COUNT
+    BOUNDS
+    CHOICE
+
+
+cdef struct OptionPart:
+    PyObject *name
+    PyObject *value         # its default
+    PyObject *choices
+    Part part
 
 
 cdef struct Words:
     int64_t word[MAX_WORDS]
     int n
+
+
+cdef OptionPart options[MAX_OPTIONS]
+cdef int n_options = 0
+cdef int mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at
+cdef tuple option_table     # which owns what the parts point to
+cdef object mask_type
+cdef dict option_index = {}  # from names
+cdef dict tokens = {}       # of mask objects, and of all else that has to be compared by Python: a number for each
+
+
+def install_options(tuple table, tuple parts, type of_masks):
+    """Sets the options of a call, as `fastattn._options` lists them, the names of their parts, and the type of masks."""
+    global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at
+    cdef int n
+    if len(table) > MAX_OPTIONS:
+        raise ValueError(f"there is room for {MAX_OPTIONS} options")
+    option_table, mask_type, n_options = table, of_masks, <int>len(table)
+    for n, option in enumerate(table):
+        options[n].name = <PyObject *>option[0]
+        options[n].value = <PyObject *>option[1]
+        options[n].part = <Part><int>parts.index(option[2])
+        options[n].choices = <PyObject *>option[4]
+        option_index[option[0]] = n
+    mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at = [
+        option_index[name] for name in ("mask", "bias", "sinks", "out", "key_lengths", "backend")
+    ]
 
 
 cdef inline void put(Words *to, int64_t word) noexcept:
@@ -33,6 +79,32 @@ cdef inline bint put_array(Words *to, object array) except -1:
     for axis in range(a.ndim):
         put(to, a.shape[axis])
         put(to, a.strides[axis])
+    return True
+
+
+cdef inline bint put_mask(Words *to, object mask) except -1:
+    """An array, or a mask object that has a token."""
+    if mask is not None and not cnp.PyArray_CheckExact(mask):
+        token = tokens.get(mask) if isinstance(mask, mask_type) else None
+        if token is None:
+            return False
+        put(to, -2)
+        put(to, token)
+        return True
+    return put_array(to, mask)
+
+
+cdef inline bint put_lengths(Words *to, object lengths) except -1:
+    """The dtype and the shape of an array, or None."""
+    cdef int axis
+    if lengths is None:
+        put(to, -1)
+        return True
+    if not cnp.PyArray_CheckExact(lengths) or cnp.PyArray_NDIM(lengths) > MAX_AXES:
+        return False
+    put(to, cnp.PyArray_NDIM(lengths) | <int64_t>cnp.PyArray_TYPE(lengths) << 16)
+    for axis in range(cnp.PyArray_NDIM(lengths)):
+        put(to, cnp.PyArray_DIM(lengths, axis))
     return True
 
 
@@ -67,6 +139,24 @@ cdef inline bint put_count(Words *to, object count) except -1:
     return True
 
 
+cdef inline bint put_bounds(Words *to, object bounds) except -1:
+    """A pair of counts, or None; whether it is one of these."""
+    if bounds is None:
+        put(to, -2)
+        return True
+    return type(bounds) is tuple and len(bounds) == 2 and put_count(to, bounds[0]) and put_count(to, bounds[1])
+
+
+cdef inline bint put_choice(Words *to, object value, tuple choices) except -1:
+    """The place of a value among choices; whether it has one. 0 and 1 are not the bools that they equal."""
+    cdef int n
+    for n in range(len(choices)):
+        if value is choices[n] or (type(value) is str and value == choices[n]):
+            put(to, n)
+            return True
+    return False
+
+
 cdef inline int layout_code(layout):
     """0 for "bhsd", 1 for "bshd", -1 for anything else."""
     if type(layout) is not str:
@@ -74,62 +164,69 @@ cdef inline int layout_code(layout):
     return 0 if layout == "bhsd" else 1 if layout == "bshd" else -1
 
 
-def signature(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, out,
-              return_lse, return_weights, num_threads, backend):
+cdef inline bint put_option(Words *to, const OptionPart *option, object value) except -1:
+    if option.part == CHOICE:
+        return put_choice(to, value, <tuple>option.choices)
+    if option.part == REAL:
+        return put_real(to, value)
+    if option.part == COUNT:
+        return put_count(to, value)
+    if option.part == BOUNDS:
+        return put_bounds(to, value)
+    if option.part == ARRAY:
+        return put_array(to, value)
+    if option.part == MASK:
+        return put_mask(to, value)
+    if option.part == LENGTHS:
+        return put_lengths(to, value)
+    if option.part == DEFAULT:
+        return value is <object>option.value or (type(value) is float and value == <object>option.value)
+    return True
+
+
+cdef inline bint read_options(dict given, object backend, PyObject **values) except -1:
+    """Sets the value of each option; False where there is one that no function has."""
+    cdef PyObject *name = NULL
+    cdef PyObject *value = NULL
+    cdef Py_ssize_t at = 0
+    cdef int n
+    for n in range(n_options):
+        values[n] = options[n].value
+    while PyDict_Next(given, &at, &name, &value):
+        n = 0
+        while n < n_options and options[n].name != name:
+            n += 1
+        if n == n_options:  # or a name that is not interned
+            n = option_index.get(<object>name, n_options)
+            if n == n_options:
+                return False
+        values[n] = value
+    if values[backend_at] == <PyObject *>None:
+        values[backend_at] = <PyObject *>backend
+    return True
+
+
+cdef object signature_of(int function, int64_t token, query, key, value, PyObject **values):
+    cdef Words to
+    cdef int n
+    to.n = 0
+    put(&to, function | token << 8)
+    put(&to, <int64_t><size_t>chosen[0])
+    if not (put_array(&to, query) and put_array(&to, key) and put_array(&to, value)):
+        return None
+    for n in range(n_options):
+        if not put_option(&to, options + n, <object>values[n]):
+            return None
+    return PyBytes_FromStringAndSize(<char *>to.word, to.n * sizeof(int64_t))
+
+
+def signature(int function, query, key, value, dict given, backend, int64_t token=0):
     """Bytes that are equal for calls which can share a prepared call, or None for a call with unusual arguments.
 
-    `function` is a number for each public function; `mask` and `key_lengths` are arrays or None here.
+    `function` is a number for each public function, `given` the options of the call, `backend` that of a call that names
+    none, and `token` the number of all else that decides.
     """
-    return signature_of(function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout,
-                        out, return_lse, return_weights, num_threads, backend)
-
-
-cdef object signature_of(int function, query, key, value, mask, bias, causal, window, key_lengths, scale, softcap, sinks,
-                         layout, out, return_lse, return_weights, num_threads, backend):
-    cdef Words to
-    cdef int axis, in_layout = layout_code(layout)
-    to.n = 0
-    if causal is False:
-        put(&to, 0)
-    elif causal is True:
-        put(&to, 1)
-    elif type(causal) is str and causal == "top_left":
-        put(&to, 2)
-    elif type(causal) is str and causal == "bottom_right":
-        put(&to, 3)
-    else:
+    cdef PyObject *values[MAX_OPTIONS]
+    if not read_options(given, backend, values):
         return None
-    if in_layout < 0 or type(return_lse) is not bool or type(return_weights) is not bool:
-        return None
-    put(&to, in_layout | <int64_t>(return_lse is True) << 1 | <int64_t>(return_weights is True) << 2)
-    if backend is None:
-        put(&to, 0)
-    elif type(backend) is str and backend == "cython":
-        put(&to, 1)
-    elif type(backend) is str and backend == "numba":
-        put(&to, 2)
-    else:
-        return None  # the other backends have no prepared calls
-    put(&to, function)
-    put(&to, <int64_t><size_t>chosen[0])
-    if not (put_count(&to, num_threads) and put_real(&to, scale) and put_real(&to, softcap)):
-        return None
-    if window is None:
-        put(&to, -2)
-    elif type(window) is tuple and len(window) == 2:
-        if not (put_count(&to, window[0]) and put_count(&to, window[1])):
-            return None
-    else:
-        return None
-    if not (put_array(&to, query) and put_array(&to, key) and put_array(&to, value) and put_array(&to, mask)
-            and put_array(&to, bias) and put_array(&to, sinks) and put_array(&to, out)):
-        return None
-    if key_lengths is None:
-        put(&to, -1)
-    elif cnp.PyArray_CheckExact(key_lengths) and cnp.PyArray_NDIM(key_lengths) <= 2:
-        put(&to, cnp.PyArray_NDIM(key_lengths) | <int64_t>cnp.PyArray_TYPE(key_lengths) << 16)
-        for axis in range(cnp.PyArray_NDIM(key_lengths)):
-            put(&to, cnp.PyArray_DIM(key_lengths, axis))
-    else:
-        return None
-    return PyBytes_FromStringAndSize(<char *>to.word, to.n * sizeof(int64_t))
+    return signature_of(function, token, query, key, value, values)

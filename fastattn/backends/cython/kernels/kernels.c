@@ -6,37 +6,54 @@
 #include "blocking.h"
 #include "kernels.h"
 
-/* The word of one row's keys [0, n), n <= 32: bit j is element j != 0. */
-INLINE uint32_t row_word(const char *row, ptrdiff_t stride, int itemsize, int n) {
-    if (stride == 1 && itemsize == 1 && n == 32) {
+/* The word of 32 bytes: bit j is byte j != 0. */
+INLINE uint32_t word_of_bytes(const char *bytes) {
 #if defined(__AVX2__)
-        const __m256i x = _mm256_loadu_si256((const __m256i *)row);
-        return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
+    const __m256i x = _mm256_loadu_si256((const __m256i *)bytes);
+    return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
 #else
-        uint32_t word = 0;
-        for (int i = 0; i < 4; i++) {
-            uint64_t x;
-            memcpy(&x, row + 8 * i, 8);
-            /* Gathers each byte's bits into its lowest, then the eight lowest bits into the top byte. */
-            x |= x >> 4;
-            x |= x >> 2;
-            x |= x >> 1;
-            x &= UINT64_C(0x0101010101010101);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-            x = __builtin_bswap64(x);
-#endif
-            word |= (uint32_t)((x * UINT64_C(0x0102040810204080)) >> 56) << (8 * i);
-        }
-        return word;
-#endif
-    }
     uint32_t word = 0;
-    for (int j = 0; j < n; j++) {
-        uint64_t x = 0;
-        memcpy(&x, row + j * stride, (size_t)itemsize);
-        word |= (uint32_t)(x != 0) << j;
+    for (int i = 0; i < 4; i++) {
+        uint64_t x;
+        memcpy(&x, bytes + 8 * i, 8);
+        /* Gathers each byte's bits into its lowest, then the eight lowest bits into the top byte. */
+        x |= x >> 4;
+        x |= x >> 2;
+        x |= x >> 1;
+        x &= UINT64_C(0x0101010101010101);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+        x = __builtin_bswap64(x);
+#endif
+        word |= (uint32_t)((x * UINT64_C(0x0102040810204080)) >> 56) << (8 * i);
     }
     return word;
+#endif
+}
+
+/* The word of one row's keys [0, n), n <= 32: bit j is element j != 0. */
+INLINE uint32_t row_word(const char *row, ptrdiff_t stride, int itemsize, int n) {
+    char bytes[32] = {0};
+    if (stride == 1 && itemsize == 1) {
+        if (n == 32) return word_of_bytes(row);
+        memcpy(bytes, row, (size_t)n);
+        return word_of_bytes(bytes);
+    }
+#define SET_BYTES(type)                                                                                        \
+    for (int j = 0; j < n; j++) {                                                                              \
+        type x;                                                                                                \
+        memcpy(&x, row + j * stride, sizeof x);                                                                \
+        bytes[j] = x != 0;                                                                                     \
+    }
+    if (itemsize == 1)
+        SET_BYTES(uint8_t)
+    else if (itemsize == 2)
+        SET_BYTES(uint16_t)
+    else if (itemsize == 4)
+        SET_BYTES(uint32_t)
+    else
+        SET_BYTES(uint64_t)
+#undef SET_BYTES
+    return word_of_bytes(bytes);
 }
 
 static void mask_words(uint32_t *words, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, int itemsize,

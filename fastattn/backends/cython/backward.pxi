@@ -13,10 +13,6 @@
 # has a turn, the number of the tile that adds next. Tasks are taken in that order, so whoever waits for a turn waits for a
 # task that runs already.
 
-cdef extern from "turns.h" nogil:
-    void fastattn_wait_for_turn(int64_t *, int64_t)
-    void fastattn_pass_turn(int64_t *, int64_t)
-
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
 cdef double SMALL = 2.0 ** -64         # by which norms are multiplied: no such product overflows
 

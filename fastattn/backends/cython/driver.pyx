@@ -21,7 +21,7 @@ ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the
 from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memcmp, memcpy, memset, strlen
 
@@ -34,6 +34,7 @@ import numpy as np
 
 from fastattn._constants import ISAS
 
+include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
 include "storage.pxi"    # rows in 16 bits, converted as they are read and written
 include "blocks.pxi"     # addresses and key intervals of a query block
@@ -121,19 +122,6 @@ def set_cores(cores):
     fastattn_set_cores(<const int32_t *>cnp.PyArray_DATA(numbers), <int>numbers.shape[0])
 
 
-cdef extern from "blas.h":
-    ctypedef void *fastattn_blas_callback  # a function, that is handed on alone
-    ctypedef struct fastattn_blas:
-        void (*set_callback)(fastattn_blas_callback) noexcept nogil
-        int (*num_threads)() noexcept nogil
-        void (*set_num_threads)(int) noexcept nogil
-        int max_threads
-    enum: FASTATTN_BLAS_MAX_THREADS
-    int fastattn_blas_is_supported()
-    int fastattn_blas_share(const fastattn_blas *) nogil
-    int fastattn_blas_is_shared()
-
-
 def can_share_threads():
     """Whether the products of a BLAS can run on the threads of this extension: it needs OpenMP and POSIX."""
     return bool(fastattn_blas_is_supported())
@@ -146,7 +134,7 @@ def share_threads(size_t set_callback, size_t num_threads, size_t set_num_thread
     blas.set_callback = <void (*)(fastattn_blas_callback) noexcept nogil><void *>set_callback
     blas.num_threads = <int (*)() noexcept nogil><void *>num_threads
     blas.set_num_threads = <void (*)(int) noexcept nogil><void *>set_num_threads
-    blas.max_threads = min(max_threads, <int>FASTATTN_BLAS_MAX_THREADS)
+    blas.max_threads = min(max_threads, <int>BLAS_MAX_THREADS)
     with nogil:
         failed = fastattn_blas_share(&blas)
     if failed:

@@ -6,10 +6,8 @@
 # numbers, is computed by the other kernels, one score or one product at a time, and changes no bit of anything else.
 
 cdef enum:
-    GROUP_KEYS = 32          # of a group, and of a word
     TILE_GROUPS = 8          # of a key tile
     MAX_TASK_BLOCKS = 32
-    IN_PIPELINE = 3
     HEAD_TILES = IN_PIPELINE  # key tiles of a head that are held: each unit of the pipeline may be of another
 
 

@@ -1,12 +1,5 @@
 # One key tile: which of its keys each lane may attend, and their scores. The only file that knows masks and bias.
 
-cdef extern from "convert.h" nogil:
-    void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
-    void fastattn_copy_rows(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t)
-
-ctypedef void (*Score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t, Py_ssize_t,
-                       Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
-
 cdef uint32_t ALL_BITS = 0xffffffff
 
 
@@ -147,18 +140,18 @@ cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ss
 
     start and stop become the range of the new rows, extended to adjoin the rows seen before.
     """
-    if not (same_rows(&w.seen_key, &block.key) and same_rows(&w.seen_value, &block.value)):
-        w.seen_key = block.key
-        w.seen_value = block.value
-        w.seen_start = start[0]
-        w.seen_stop = stop[0]
+    if not (same_rows(&w.seen.key, &block.key) and same_rows(&w.seen.value, &block.value)):
+        w.seen.key = block.key
+        w.seen.value = block.value
+        w.seen.start = start[0]
+        w.seen.stop = stop[0]
         return True
-    if w.seen_start <= start[0]:
-        start[0] = w.seen_stop
-    elif stop[0] <= w.seen_stop:
-        stop[0] = w.seen_start
-    w.seen_start = min(w.seen_start, start[0])
-    w.seen_stop = max(w.seen_stop, stop[0])
+    if w.seen.start <= start[0]:
+        start[0] = w.seen.stop
+    elif stop[0] <= w.seen.stop:
+        stop[0] = w.seen.start
+    w.seen.start = min(w.seen.start, start[0])
+    w.seen.stop = max(w.seen.stop, stop[0])
     return start[0] < stop[0]
 
 
@@ -234,7 +227,7 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n, at = 0
     cdef Py_ssize_t key_row = key_nbytes(job), key_col = job.itemsize
     cdef bint in_place = not job.copies_keys and not job.converts_keys
-    cdef Score score = kernels_of(job).pairs.score if job.uses_pairs else kernels_of(job).score
+    cdef fastattn_score score = kernels_of(job).pairs.score if job.uses_pairs else kernels_of(job).score
     cdef const char *queries = w.query_pairs if job.uses_pairs else w.query
     cdef char *scores
     cdef const char *keys
@@ -278,9 +271,9 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
 cdef void note_outside(Job *job, const Scratch *w, const Block *block, Py_ssize_t lane, const char *scores,
                        Py_ssize_t key_nbytes, Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
     """Sets job.read_outside where a score of one lane, masked by now, is still the mark of a score_mod that read out of
-    bounds: MARKS of backends/cpu/record.py."""
-    cdef uint64_t mark = <uint64_t>0x7ffc << 48 if job.itemsize == 8 else <uint64_t>0x7fe00000
-    cdef uint64_t arrays = 0x1fffff, bits
+    bounds."""
+    cdef uint64_t mark = <uint64_t>MARK_FLOAT64 if job.itemsize == 8 else <uint64_t>MARK_FLOAT32
+    cdef uint64_t arrays = (<uint64_t>1 << MARK_BITS) - 1, bits
     cdef uint32_t word
     cdef int64_t at
     cdef Py_ssize_t j

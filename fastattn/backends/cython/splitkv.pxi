@@ -4,10 +4,6 @@
 # the keys alone, so the bits of a result do not depend on the number of key tiles of a task.
 # Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
 
-cdef enum:
-    MAX_PARTIALS = 64  # deeper than the tree over any number of keys
-
-
 cdef struct Stack:
     # Partial results to be merged, in the order of their keys; each is the root of a larger subtree than the next.
     Partial partials[MAX_PARTIALS]

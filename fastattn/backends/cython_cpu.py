@@ -9,7 +9,7 @@ from pathlib import Path
 from fastattn import _host, _threads
 from fastattn._gradients import Backward, Gradients
 from fastattn._problem import Problem
-from fastattn._schedule import Target, make_backward_schedule, make_schedule
+from fastattn._schedule import make_backward_schedule, make_schedule
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
@@ -53,7 +53,7 @@ class CythonBackend(Backend):
         return _threads.thread_limit(num_threads) if has_openmp() else 1
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
-        target = Target(*driver.target(problem.dtype.itemsize))
+        target = driver.target(problem.dtype.itemsize)
         schedule = make_schedule(problem, target, num_threads)
         loop = loop_of(problem, schedule)
         sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
@@ -68,7 +68,7 @@ class CythonBackend(Backend):
 
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         problem = backward.problem
-        target = Target(*driver.target(problem.dtype.itemsize))
+        target = driver.target(problem.dtype.itemsize)
         schedule = make_backward_schedule(problem, target, num_threads)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}
@@ -80,8 +80,7 @@ class CythonBackend(Backend):
             again = driver.differentiate(
                 write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
                 write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
-                tuple(name in backward.wrt for name in ("query", "key", "value")), all_large=all_large,
-                **vars(room),
+                tuple(name in backward.wrt for name in ("query", "key", "value")), room, all_large,
             )  # fmt: skip
             if not again:
                 break

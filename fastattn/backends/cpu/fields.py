@@ -17,6 +17,10 @@ MARK_FLOAT64 = 0x7FFC000000000000
 MARK_BITS = 21
 MARKS = {4: MARK_FLOAT32, 8: MARK_FLOAT64}  #: by itemsize
 
+#: Over which axes of the scores the gradient of the bias is a sum, beside heads and items: none, queries, or
+#: keys (and queries, which are added up later).
+BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
+
 #: The words of the record: whole numbers, then the offset of each tile of `SCRATCH` in a thread's scratch
 #: memory, then `REALS`.
 COUNTS = (

@@ -33,6 +33,7 @@ from cpython.pycapsule cimport PyCapsule_New
 import numpy as np
 
 from fastattn._constants import ISAS
+from fastattn._schedule import Target
 
 include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
@@ -95,9 +96,10 @@ def chosen_vectors():
 
 
 def target(Py_ssize_t itemsize):
-    """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
+    """What the kernels in use have for elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL, kernels.pairs != NULL
+    return Target(lanes=kernels.lanes, max_vectors=kernels.max_vectors, panel_columns=kernels.panel_cols,
+                  has_fused=kernels.fused != NULL, has_pairs=kernels.pairs != NULL)
 
 
 def tile_operations(int num_threads, long steps):

@@ -326,20 +326,15 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
 cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number) noexcept nogil:
     """Writes the outputs of a task's block."""
     cdef const Block *block = &task.blocks[number]
-    cdef Py_ssize_t lane
-    cdef char *item_rows
     select_block(job, w, number)
     if not task.is_started[number]:
         memset(w.acc, 0, job.acc_nbytes)
-    find_out_rows(job, w, block)
+    find_rows_of(job, w, block, &job.out, w.out_rows)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                            job.exponent_factor, job.kept_share)
     task.is_nonfinite[number] = write_out(job, w, block)
-    if job.has_lse:
-        item_rows = at_item(job, &job.lse, block.item)
-        for lane in range(block.n_rows):
-            memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    write_lse(job, w, block)
 
 
 cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
@@ -393,7 +388,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
         if task.is_nonfinite[number] and task.is_started[number]:
             block = &task.blocks[number]
             select_block(job, w, number)
-            find_out_rows(job, w, block)
+            find_rows_of(job, w, block, &job.out, w.out_rows)
             kernels_of(job).finish(w.inverse, NULL, w.row_max, w.row_sum, block.ld, job.exponent_factor, job.kept_share)
             write_large(job, w, block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
 

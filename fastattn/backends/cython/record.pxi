@@ -162,6 +162,13 @@ cdef inline Py_ssize_t padded(Py_ssize_t nbytes) noexcept nogil:
     return (nbytes + 63) & ~<Py_ssize_t>63
 
 
+cdef inline char *take(char **at, Py_ssize_t nbytes) noexcept nogil:
+    """The next tile of a thread's memory, where `at` is, a cache line; `at` moves past it."""
+    cdef char *tile = at[0]
+    at[0] += padded(nbytes)
+    return tile
+
+
 cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     """Sets the addresses of a thread's tiles in its scratch memory, which begins at a cache line."""
     cdef Py_ssize_t lane

@@ -207,8 +207,7 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
     cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
     cdef char *const *rows
     cdef TileState state
-    for lane in range(block.n_rows):
-        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
+    clear_weights(job, w, block)
     for key_tile in range(block.low // job.block_k, (block.high + job.block_k - 1) // job.block_k):
         key0 = key_tile_start(job, block, key_tile)
         n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
@@ -230,8 +229,6 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
 
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
     """Writes all outputs of one key/value head from the stack."""
-    cdef Py_ssize_t lane
-    cdef char *lse_rows = at_item(job, &job.lse, block.item)
     cdef bint nonfinite = write_rows(job, w, block, stack)
     if nonfinite and stack.partials[0].has_masked:
         # Where some keys are masked for some rows: it may be 0 times the NaN or inf of a masked value.
@@ -242,9 +239,7 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
         memcpy(w.row_max, max_of(job, stack.partials), job.max_lanes * job.itemsize)
         attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean if stack.partials[0].has_masked else NULL, True)
         write_large(job, w, block, job.max_lanes, acc_of(job, stack.partials), job.acc_ld * job.itemsize, job.itemsize)
-    if job.has_lse:
-        for lane in range(block.n_rows):
-            memcpy(lane_row(w, &job.lse, lse_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    write_lse(job, w, block)
     if job.has_weights:
         write_row_weights(job, w, block, &stack.partials[0])
 
@@ -254,17 +249,12 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef Block block
     cdef Stack stack
     cdef Partial *partial
-    cdef Py_ssize_t lane, head = task // job.n_splits, first = task % job.n_splits * job.split_tiles
-    cdef char *query
-    cdef char *out
+    cdef Py_ssize_t head = task // job.n_splits, first = task % job.n_splits * job.split_tiles
     block.ld = block.n_rows = job.len_q * job.group_size
     block.n_vectors = 0
     find_block(job, w, &block, head // job.num_kv_heads, head % job.num_kv_heads, 0)
-    query = at_item(job, &job.query, block.item)
-    out = at_item(job, &job.out, block.item)
-    for lane in range(block.n_rows):
-        w.rows[lane] = lane_row(w, &job.query, query, lane)
-        w.out_rows[lane] = lane_row(w, &job.out, out, lane)
+    find_rows_of(job, w, &block, &job.query, w.rows)
+    find_rows_of(job, w, &block, &job.out, w.out_rows)
     kernels_of(job).pack_rows(w.query, job.query_ld, query_rows(job, w, block.n_rows), block.n_rows,
                               job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
     attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL, False)

@@ -73,7 +73,7 @@ LAYERS = [
     {"backends.cuda.form"},
     {"backends.cuda.intrinsics"},
     {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
-    {"backends.cuda.blocks", "backends.cuda.mask_tile", "backends.cuda.stages"},
+    {"backends.cuda.blocks", "backends.cuda.epilogue", "backends.cuda.mask_tile", "backends.cuda.stages"},
     {"backends.cuda.kernel"},
     {"backends.cuda.engine", "backends.cuda.combine"},
     {

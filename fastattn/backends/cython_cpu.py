@@ -9,7 +9,7 @@ from pathlib import Path
 from fastattn import _host, _threads
 from fastattn._gradients import Backward, Gradients
 from fastattn._problem import Problem
-from fastattn._schedule import make_backward_schedule, make_schedule
+from fastattn._schedule import Target, make_backward_schedule, make_schedule
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
@@ -53,7 +53,7 @@ class CythonBackend(Backend):
         return _threads.thread_limit(num_threads) if has_openmp() else 1
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
-        target = driver.target(problem.dtype.itemsize)
+        target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_schedule(problem, target, num_threads)
         loop = loop_of(problem, schedule)
         sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
@@ -68,7 +68,7 @@ class CythonBackend(Backend):
 
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         problem = backward.problem
-        target = driver.target(problem.dtype.itemsize)
+        target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_backward_schedule(problem, target, num_threads)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}

@@ -2,8 +2,13 @@
 
 `record` fills in the fields, and the Numba driver reads them by name. ``cython/declarations.py`` declares
 them to Cython when the package is built. A new field or tile is one more line here, besides where it is
-computed and where it is used. This file imports nothing: a build runs it on its own.
+computed and where it is used. This file imports nothing of the package: a build runs it on its own.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
 GROUP_KEYS = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
@@ -21,6 +26,25 @@ MARKS = {4: MARK_FLOAT32, 8: MARK_FLOAT64}  #: by itemsize
 #: keys (and queries, which are added up later).
 BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
 
+
+class Epilogue(NamedTuple):
+    """What is done to a tile of scores between the two products."""
+
+    applies: Callable[[dict[str, Any]], bool]  #: to a call with these fields
+    adjusts_all: bool = False  #: all scores, not those alone that a mask has a word for
+    may_mask: bool = False  #: keys that no mask does
+
+
+#: In this order, on every path and backend; dropout is of the weights, after the softmax.
+EPILOGUES = {
+    "scale": Epilogue(lambda job: job["score_root"] != 1, adjusts_all=True),
+    "softcap": Epilogue(lambda job: job["softcap"] != 0, adjusts_all=True),
+    "score_mod": Epilogue(lambda job: job["has_score_mod"], adjusts_all=True, may_mask=True),
+    "bias": Epilogue(lambda job: job["has_bias"], adjusts_all=True, may_mask=True),
+    "mask": Epilogue(lambda job: job["is_masked"]),
+    "dropout": Epilogue(lambda job: job["drop_threshold"] != 0),
+}
+
 #: The words of the record: whole numbers, then the offset of each tile of `SCRATCH` in a thread's scratch
 #: memory, then `REALS`.
 COUNTS = (
@@ -32,8 +56,8 @@ COUNTS = (
     "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
     "has_score_mod",
     "is_masked",  # by a band, intervals, an array or a mask map
-    "may_mask",  # by bias or score_mod: keys may be masked without a mask word
-    "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
+    "may_mask",  # by one of the `EPILOGUES`: keys may be masked without a mask word
+    "adjusts_all",  # by one of them: a pass over all scores, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths", "keep_first",  # see `Band`
     "drop_key_low", "drop_key_high", "drop_threshold",  # see `Dropout`; threshold 0: none
     "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",

@@ -17,6 +17,7 @@ from fastattn._schedule import WORD, Schedule, Target
 from fastattn._storage import BFLOAT16, Rows, storage_code
 from fastattn.backends.cpu.fields import (
     COUNTS,
+    EPILOGUES,
     FIELDS,
     GROUP_KEYS,
     IN_PIPELINE,
@@ -115,13 +116,12 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
     if (bias := problem.bias) is not None:
-        fields["has_bias"] = fields["may_mask"] = fields["adjusts_all"] = True
+        fields["has_bias"] = True
         fields["bias_nbytes"] = bias.itemsize
         fields["bias_storage"] = storage_code(bias)
         fields["bias_swapped"] = not bias.dtype.isnative
         fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
-    if problem.score_mod is not None:
-        fields["has_score_mod"] = fields["may_mask"] = fields["adjusts_all"] = True
+    fields["has_score_mod"] = problem.score_mod is not None
     if problem.key_start is not None:
         fields["has_intervals"] = fields["is_masked"] = True
     if problem.dense is not None:
@@ -166,8 +166,10 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         _set_fused(fields, schedule)
     else:
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
-    if schedule.softcap or schedule.score_root != 1:
-        fields["adjusts_all"] = True
+    for epilogue in EPILOGUES.values():
+        if epilogue.applies(fields):
+            fields["adjusts_all"] |= epilogue.adjusts_all
+            fields["may_mask"] |= epilogue.may_mask
 
 
 def _set_fused(fields: dict[str, Any], schedule: Schedule) -> None:

@@ -247,13 +247,6 @@ cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, c
         left -= n
 
 
-cdef inline bint is_allowed(const Job *job, const Scratch *w, const Block *block, TileState state, Py_ssize_t lane,
-                            Py_ssize_t j) noexcept nogil:
-    if state == TILE_PARTIAL and not w.words[j // WORD * block.ld + lane] >> (j % WORD) & 1:
-        return False
-    return not job.has_bias or get_real(w.bias_rows[lane] + j * job.itemsize, job.itemsize) != -INFINITY
-
-
 cdef void clean_rows(const Job *job, char *to, char *raw, const char *source, Py_ssize_t n_rows,
                      Py_ssize_t ld) noexcept nogil:
     """to = the rows with NaN and inf set to 0; raw = the rows as they are. `source` may be `to`."""
@@ -357,6 +350,7 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     """The scores of a tile, masked, into w.scores."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, v, lane, j
+    cdef ScoreTile scores
     for v in range(block.ld // job.lanes):
         w.stops[v] = tile.n_keys
     if job.scores_on_tiles:
@@ -366,12 +360,10 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
                       t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size, w.stops, job.head_dim, g.query_ld * size,
                       size, NULL, 0, 0)
     memcpy(w.tile_max, w.empty, block.ld * size)
-    if job.softcap > 0 or job.score_root != 1:
-        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, job.score_root, job.softcap, NULL, NULL)
+    scores = lane_tile(job, w, block, tile.state, tile.key0, 0, tile.n_keys, w.stops)
     if job.softcap > 0:
-        memcpy(t.capped, w.scores, tile.n_keys * block.ld * size)
-    if job.has_bias or tile.state == TILE_PARTIAL:
-        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, 1, 0, bias_of(job, w), words_of(w, tile.state))
+        scores.capped = t.capped
+    adjust_scores(job, w, block, &scores)
     if g.seen == NULL:
         return
     for lane in range(block.n_rows):
@@ -505,8 +497,6 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if (not tile.query_norm * tile.key_norm < 0.99 * g.large_norms
                 and not g.is_large[tile.head * job.n_blocks + tile.index]):
             g.needs_own_lse = True
-        if job.has_bias:
-            find_bias_rows(job, w, block, tile.key0, tile.n_keys)
         find_scores(job, g, w, t, block, tile)
         find_change(job, g, w, t, block, tile)
         nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
@@ -646,8 +636,6 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
         load_keys(job, &block.key, t.keys, g.query_ld, key, n_loaded, job.head_dim)
         if job.scores_on_tiles:
             split_task_keys(job, g, t, n_loaded)
-        if job.has_bias:
-            find_bias_rows(job, w, &block, tile.key0, tile.n_keys)
         find_scores(job, g, w, t, &block, &tile)
         for j in range(tile.n_keys):
             set_real(t.change + j * size,

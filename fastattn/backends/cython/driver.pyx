@@ -33,13 +33,13 @@ from cpython.pycapsule cimport PyCapsule_New
 import numpy as np
 
 from fastattn._constants import ISAS
-from fastattn._schedule import Target
 
 include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
 include "storage.pxi"    # rows in 16 bits, converted as they are read and written
 include "blocks.pxi"     # addresses and key intervals of a query block
-include "mask_tile.pxi"  # one key tile: masks, bias, scores
+include "epilogue.pxi"   # what is done to the scores of a tile: scale, soft-cap, score_mod, bias, mask, dropout
+include "mask_tile.pxi"  # one key tile: masks and scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
 include "fused.pxi"      # many query rows on a tile unit: three units of work at once
@@ -96,10 +96,10 @@ def chosen_vectors():
 
 
 def target(Py_ssize_t itemsize):
-    """What the kernels in use have for elements of this size."""
+    """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return Target(lanes=kernels.lanes, max_vectors=kernels.max_vectors, panel_columns=kernels.panel_cols,
-                  has_fused=kernels.fused != NULL, has_pairs=kernels.pairs != NULL)
+    return {"lanes": kernels.lanes, "max_vectors": kernels.max_vectors, "panel_columns": kernels.panel_cols,
+            "has_fused": kernels.fused != NULL, "has_pairs": kernels.pairs != NULL}
 
 
 def tile_operations(int num_threads, long steps):

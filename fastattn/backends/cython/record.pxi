@@ -173,6 +173,6 @@ cdef void set_scratch(const Job *job, char *base, Scratch *w) noexcept nogil:
     """Sets the addresses of a thread's tiles in its scratch memory, which begins at a cache line."""
     cdef Py_ssize_t lane
     find_scratch_tiles(job, base, w)
-    memset(&w.seen, 0, sizeof(Seen))
+    memset(&w.seen.key, 0, sizeof(HeadRows))   # no head's
     for lane in range(job.max_lanes):
         set_real(w.empty + lane * job.itemsize, -INFINITY, job.itemsize)

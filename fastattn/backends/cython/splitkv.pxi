@@ -60,9 +60,7 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
 
     notes_masked: the words include what a score_mod masked.
     """
-    cdef double root = job.score_root, softcap = job.softcap
-    cdef int64_t marks = 0
-    cdef Py_ssize_t r
+    cdef ScoreTile scores
     cdef fastattn_rows keys
     cdef Py_ssize_t n, at = 0
     if job.converts_keys:
@@ -76,42 +74,16 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
             kernels_of(job).score_rows[job.key_storage](w.scores + at * job.itemsize, job.block_k, w.query, job.query_ld,
                                                         block.n_rows, &keys, n, job.head_dim)
             at += n
-    if job.has_score_mod:
-        if softcap > 0 or root != 1:
-            kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
-            root = 1
-            softcap = 0
-        marks = (<score_loop><size_t>job.score_mod)(w.scores, NULL, job.block_k, block.n_rows, n_keys, key0, block.item,
-                                                      w.row_h, w.row_i, <const char *><size_t>job.aux)
-    if job.has_bias:
-        find_bias_rows(job, w, block, key0, n_keys)
-    if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
-        kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, bias_of(job, w),
-                                    words_of(w, state))
-    if marks:
-        for r in range(block.n_rows):
-            note_outside(job, w, block, r, w.scores + r * job.block_k * job.itemsize, job.itemsize, key0, n_keys)
-    if job.has_score_mod and notes_masked:
-        return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
-    return state
+    if not job.adjusts_all and state == TILE_FULL:
+        return state
+    scores = row_tile(job, w, state, key0, n_keys)
+    adjust_scores(job, w, block, &scores)
+    return note_masked(job, w, block, &scores) if job.has_score_mod and notes_masked else state
 
 
 cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssize_t key_tile) noexcept nogil:
     # A multiple of KEY_CHUNK, the keys of a partial sum: to skip masked keys in front then changes no bit.
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
-
-
-cdef void drop_row_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                           Py_ssize_t n_keys) noexcept nogil:
-    """`drop_weights` of row tiles. One by one: dropout is for training, which has many rows."""
-    cdef Py_ssize_t lane, j
-    cdef const uint32_t *words = find_drop_words(job, w, block, job.max_lanes, key0, n_keys)
-    if words == NULL:
-        return
-    for lane in range(block.n_rows):
-        for j in range(n_keys):
-            if not words[j // WORD * job.max_lanes + lane] >> (j % WORD) & 1:
-                set_real(w.scores + (lane * job.block_k + j) * job.itemsize, 0, job.itemsize)
 
 
 cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,

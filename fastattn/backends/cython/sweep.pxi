@@ -156,14 +156,10 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headr
 cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state, char *const *rows,
                        Py_ssize_t n_keys) noexcept nogil:
     """Sets the weights at w.rows to 0 where a key is masked: in a row of NaN they are 0 * NaN."""
-    cdef const char *const *bias = bias_of(job, w)
-    cdef const uint32_t *words = words_of(w, state)
     cdef Py_ssize_t lane, j
-    cdef bint masked
     for lane in range(block.n_rows):
         for j in range(n_keys):
-            masked = words != NULL and not words[j // WORD * block.ld + lane] >> (j % WORD) & 1
-            if masked or (bias != NULL and get_real(bias[lane] + j * job.itemsize, job.itemsize) == -INFINITY):
+            if not is_allowed(job, w, block, state, lane, j):
                 set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 

@@ -88,11 +88,6 @@ cdef struct Tile:
     bint sets_keys      # no earlier query block has added to the gradients of these keys and values
 
 
-cdef inline bint masks_any(const Job *job) noexcept nogil:
-    """Whether any key may be masked."""
-    return job.is_masked or may_mask(job)
-
-
 cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
@@ -500,7 +495,7 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         find_scores(job, g, w, t, block, tile)
         find_change(job, g, w, t, block, tile)
         nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
-                     and (tile.state == TILE_PARTIAL or may_mask(job)))
+                     and masks_some(job, tile.state))
     if g.bias_turns != NULL:
         bias_turn = g.bias_turns + number * job.n_blocks + tile.index
         fastattn_wait_for_turn(bias_turn, tile.head)

@@ -6,7 +6,7 @@ Query rows are lanes. The query heads of one key/value head are rows of one list
 that each key and value is read once for all of them. A task is one query block of that list: it packs its query
 rows as columns, then goes over the key tiles that any of its rows may attend, each in the stages
 
-    mask words -> score -> adjust (soft-cap, bias, mask) -> softmax -> drop (dropout) -> accumulate
+    mask words -> score -> adjust (scale, soft-cap, score_mod, bias, mask) -> softmax -> drop (dropout) -> accumulate
 
 and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes: no reduction
 crosses lanes, so the bits of a row's result depend on its own keys and on the grid of key tiles alone, not on

@@ -148,6 +148,16 @@ cdef TileState note_masked(const Job *job, const Scratch *w, const Block *block,
     return TILE_PARTIAL
 
 
+cdef inline bint masks_any(const Job *job) noexcept nogil:
+    """Whether any key of the call may be masked."""
+    return job.is_masked or job.may_mask
+
+
+cdef inline bint masks_some(const Job *job, TileState state) noexcept nogil:
+    """Whether a key of a tile that is not empty may be masked."""
+    return state == TILE_PARTIAL or job.may_mask
+
+
 cdef inline bint is_allowed(const Job *job, const Scratch *w, const Block *block, TileState state, Py_ssize_t lane,
                             Py_ssize_t j) noexcept nogil:
     """Whether mask and bias let a row attend to the tile's key j."""

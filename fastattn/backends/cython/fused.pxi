@@ -346,7 +346,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
     cdef Unit *unit = &task.units[0]
     cdef Block *block
     cdef uint32_t *words = w.words
-    cdef char *clean = w.clean if job.is_masked or may_mask(job) else NULL
+    cdef char *clean = w.clean if masks_any(job) else NULL
     cdef char *rescale
     cdef fastattn_values values
     cdef TileState state = TILE_EMPTY

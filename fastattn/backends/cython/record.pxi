@@ -129,11 +129,6 @@ cdef inline const char *const *bias_of(const Job *job, const Scratch *w) noexcep
     return <const char *const *>w.bias_rows if job.has_bias else NULL
 
 
-cdef inline bint may_mask(const Job *job) noexcept nogil:
-    """Whether scores may be -inf where no mask word says so."""
-    return job.may_mask != 0
-
-
 cdef inline const uint32_t *words_of(const Scratch *w, TileState state) noexcept nogil:
     return w.words if state == TILE_PARTIAL else NULL
 

@@ -126,7 +126,7 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
                                                        job.block_k, block.n_rows, &values, n, job.value_dim, at > 0)
             at += n
     partial.key_tile = key_tile
-    partial.has_masked = state == TILE_PARTIAL or may_mask(job)
+    partial.has_masked = masks_some(job, state)
     return True
 
 

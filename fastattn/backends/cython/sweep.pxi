@@ -124,7 +124,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headr
         state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
-        partial = partial or state == TILE_PARTIAL or may_mask(job)
+        partial = partial or masks_some(job, state)
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)

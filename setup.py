@@ -8,6 +8,7 @@ error, as it must be for a wheel.
 """
 
 import os
+import runpy
 import sys
 import sysconfig
 import tempfile
@@ -176,6 +177,7 @@ def zig_cc(target):
     return f'"{program.as_posix()}" cc -target {target}'
 
 
+runpy.run_path(str(SOURCE / "declarations.py"), run_name="__main__")
 setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_ABI3 else {},
     ext_modules=cythonize(

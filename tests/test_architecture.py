@@ -27,7 +27,7 @@ COMPILED_SOURCES = sorted(
     for folder in ("backends", "include", "integrations")
     for kind in ("*.pyx", "*.pxi", "*.c", "*.h")
     for path in (PACKAGE / folder).rglob(kind)
-    if path.suffix != ".c" or not path.with_suffix(".pyx").exists()  # not Cython's output
+    if path.parent.name != "generated" and not (path.suffix == ".c" and path.with_suffix(".pyx").exists())
 )
 
 #: Each line may import from the lines above it, and from nothing else in the package.
@@ -48,6 +48,7 @@ LAYERS = [
     {"_normalize"},
     {"_schedule"},
     {"backends._base"},
+    {"backends.cpu.fields"},
     {"backends.cpu.record", "backends.cpu.backward"},
     {"backends.numba.codegen.target"},
     {"backends.numba.codegen.emit"},
@@ -73,7 +74,7 @@ LAYERS = [
     {"backends.cuda.form"},
     {"backends.cuda.intrinsics"},
     {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
-    {"backends.cuda.blocks", "backends.cuda.mask_tile", "backends.cuda.stages"},
+    {"backends.cuda.blocks", "backends.cuda.epilogue", "backends.cuda.mask_tile", "backends.cuda.stages"},
     {"backends.cuda.kernel"},
     {"backends.cuda.engine", "backends.cuda.combine"},
     {

@@ -64,7 +64,7 @@ def schedule_of(len_q, len_k, lanes, heads=1):
 
 def most_rows(dtype):
     """The most rows for which split-KV is used with any number of keys, on the instruction set in use."""
-    lanes = cython_cpu.driver.target(np.dtype(dtype).itemsize)[0]
+    lanes = cython_cpu.driver.target(np.dtype(dtype).itemsize)["lanes"]
     return max(FEW_ROWS, lanes - 1)
 
 
@@ -380,7 +380,7 @@ def test_as_many_rows_as_lanes(engine):
     solved = solve(case)
     together = engine.everything(*solved.arrays)
     assert_answer(together, solved.exact, solved.plain)
-    if cython_cpu.driver.target(4)[0] != 16 or engine.backend == "reference":
+    if cython_cpu.driver.target(4)["lanes"] != 16 or engine.backend == "reference":
         return
     query, key, value = solved.arrays
     for head in (0, 7, 15):

@@ -55,7 +55,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of a tree in which the extension was built; making it writes driver.c."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("fastattn", "tests", "benchmarks", "docs"):
-        generated = shutil.ignore_patterns("*.so", "driver.c", ".*")
+        generated = shutil.ignore_patterns("*.so", "driver.c", "generated", ".*")
         shutil.copytree(ROOT / name, tree / name, ignore=generated)
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tree)
@@ -67,6 +67,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = build("sdist", tree, into)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.parent for path in tree.rglob("driver.c")} == {tree / folder for folder in GENERATED}
+    assert len(list((tree / SOURCES / "generated").iterdir())) == 2
     (archive,) = into.glob("*.tar.gz")
     return archive
 
@@ -107,7 +108,7 @@ class TestSourceDistribution:
             path.relative_to(ROOT)
             for folder, kind in kinds
             for path in (ROOT / folder).rglob(kind)
-            if path.is_file() and path.name != "driver.c"
+            if path.is_file() and path.name != "driver.c" and path.parent.name != "generated"
         }
         wanted = {
             path for path in present if not any(part.startswith((".", "__pycache__")) for part in path.parts)
@@ -120,7 +121,7 @@ class TestSourceDistribution:
         with tarfile.open(sdist) as archive:
             names = [Path(name) for name in archive.getnames()]
         assert not [name for name in names if name.suffix in (".so", ".o", ".pyc") or name.name == "driver.c"]
-        assert not [name for name in names if "build" in name.parts]
+        assert not [name for name in names if {"build", "generated"} & set(name.parts)]
 
 
 def test_an_editable_install_is_found_from_the_folder_above_a_clone(unpacked, tmp_path):

@@ -61,8 +61,9 @@ class TestBounds:
         code = """
 from fastattn._constants import FUSED_LANES
 from fastattn.backends import cython_cpu
-lanes, vectors, _, has_fused, _ = cython_cpu.driver.target(4)
-rows = FUSED_LANES if has_fused else lanes * vectors
+target = cython_cpu.driver.target(4)
+lanes = target["lanes"]
+rows = FUSED_LANES if target["has_fused"] else lanes * target["max_vectors"]
 vectors = -(-512 // lanes)
 few = x[:, :3, :2], np.repeat(x[:, :3], 2, axis=2)
 before = threads()

@@ -53,7 +53,7 @@ class CythonBackend(Backend):
         return _threads.thread_limit(num_threads) if has_openmp() else 1
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
-        target = Target(*driver.target(problem.dtype.itemsize))
+        target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_schedule(problem, target, num_threads)
         loop = loop_of(problem, schedule)
         sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
@@ -68,7 +68,7 @@ class CythonBackend(Backend):
 
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         problem = backward.problem
-        target = Target(*driver.target(problem.dtype.itemsize))
+        target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_backward_schedule(problem, target, num_threads)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}
@@ -80,8 +80,7 @@ class CythonBackend(Backend):
             again = driver.differentiate(
                 write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
                 write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
-                tuple(name in backward.wrt for name in ("query", "key", "value")), all_large=all_large,
-                **vars(room),
+                tuple(name in backward.wrt for name in ("query", "key", "value")), room, all_large,
             )  # fmt: skip
             if not again:
                 break

@@ -238,6 +238,20 @@ def _scores(
     for part in source.parts(keys):
         here = slice(part.start - keys.start, part.stop - keys.start)
         scores[:, here] = _products(query, source.keys(part))
+    return _adjust_scores(problem, item, head, rows, keys, scores, allowed)
+
+
+def _adjust_scores(
+    problem: Problem,
+    item: tuple[int, ...],
+    head: int,
+    rows: slice,
+    keys: slice,
+    scores: np.ndarray,
+    allowed: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The `EPILOGUES` before the softmax: scale, softcap, bias, mask. The results are those of `_scores`."""
+    dtype = problem.dtype.type
     scores *= dtype(problem.scale)
     if problem.softcap is not None:
         cap = dtype(problem.softcap)

@@ -12,12 +12,9 @@ import numpy as np
 from fastattn._constants import LN2, LOG2E
 from fastattn._gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
 from fastattn._schedule import Schedule
+from fastattn.backends.cpu.fields import BIAS_NONE, BIAS_OF_KEYS, BIAS_OF_ROWS, BIAS_OF_SCORES
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
-
-#: Over which axes of the scores the gradient of the bias is a sum, beside heads and items: none, queries, or
-#: keys (and queries, which are added up later).
-BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
 
 
 @dataclass

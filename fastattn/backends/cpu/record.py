@@ -1,9 +1,9 @@
 """The record of a call: all that compiled code reads of it, as words of 8 bytes.
 
-Sizes, strides, options, the schedule, and the offsets of a thread's tiles in its scratch memory. It is
-written here and nowhere else, from a `Problem` and its `Schedule`; the Cython driver reads it as
-``struct Job`` of ``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test compares the
-two. Addresses are 0: for each call a driver fills them into a copy of its own.
+Sizes, strides, options, the schedule, and the offsets of a thread's tiles in its scratch memory: the fields
+of `fields`, written here and nowhere else, from a `Problem` and its `Schedule`. The Cython driver reads them
+as ``struct Job``, the Numba driver by their names. Addresses are 0: for each call a driver fills them into a
+copy of its own.
 """
 
 from __future__ import annotations
@@ -12,96 +12,54 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
+from fastattn._problem import Sizes
 from fastattn._schedule import WORD, Schedule, Target
 from fastattn._storage import BFLOAT16, Rows, storage_code
+from fastattn.backends.cpu.fields import (
+    COUNTS,
+    EPILOGUES,
+    FIELDS,
+    GROUP_KEYS,
+    IN_PIPELINE,
+    MARK_BITS,
+    MARKS,
+    MAX_PARTIALS,
+    OFFSETS,
+    REALS,
+    SCRATCH,
+    VIEWS,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
     from fastattn._problem import Problem
 
+__all__ = [  # what Numba's driver takes from here
+    "ADDRESS", "COL", "COUNTS", "HEAD", "LEAD", "LINE_NBYTES", "MARKS", "MARK_BITS", "MAX_PARTIALS", "REALS",
+    "ROW", "SCRATCH", "VIEWS", "address_of", "lines", "write_record",
+]  # fmt: skip
+
 #: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
 #: of NumPy's binary interface, on which compiled extensions rely.
 _AT_DATA = object.__basicsize__
 
 LINE_NBYTES = 64
-GROUP = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
-GROUP_NBYTES = 3 * 2 * 1024
-IN_PIPELINE = 3  #: units of the fused sweep that are worked on at once
-MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
+GROUP_NBYTES = 3 * 2 * 1024  #: of the fused sweep, see ``kernels/fused.h``
+ADDRESS, COL, ROW, HEAD, LEAD = range(5)  #: words of a row of the table of views
 
-#: The arrays of a call, each a row of the table of views: the address, the strides of column, row and head,
-#: and those of the leading axes, innermost first.
-VIEWS = (
-    "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
-    "key_lengths", "key_scale", "value_scale", "key_table", "value_table", "key_scale_table",
-    "value_scale_table",
-)  # fmt: skip
-ADDRESS, COL, ROW, HEAD, LEAD = range(5)
-
-#: Tiles of a thread, each aligned to a cache line of its scratch memory.
-SCRATCH = (
-    "query", "scores", "acc", "empty", "tile_max", "row_max", "row_sum", "rescale", "inverse", "lse", "words",
-    "rows", "out_rows", "bias_rows", "prefetch", "start", "stop", "kept_start", "kept_stop", "stops",
-    "part_stops", "row_i", "row_h",
-    "converted", "clean", "key_copy", "value_copy", "staged", "staged_rows", "drop_words",
-    "drop_rows",
-    "query_groups", "weight_groups", "key_groups", "score_tiles", "other_scores", "kept_words",  # fused sweep
-    "query_pairs", "other_max",  # pairs; "other_scores", too
-)  # fmt: skip
-
-#: The mark that a score_mod leaves in the place of a score for which it read out of bounds, by itemsize: a
-#: NaN of these bits, and below them one for each array, see `fastattn.backends.jit.loops`. No arithmetic
-#: makes such a NaN, and the addition of a bias keeps it.
-MARKS = {4: 0x7FE00000, 8: 0x7FFC000000000000}
-MARK_BITS = 21
-
-COUNTS = (
-    "kernels",  # address of the driver's table of kernels
-    "n_lead", "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
-    "sinks", "mask_bits", "score_mod", "aux",  # addresses; the last two: a loop and what it reads, see `jit`
-    "read_outside",  # set by a thread to the bits of a mark, unless the score is masked
-    "outside_at",  # 1 + the place of that score among B, H, L and S, the least of those seen
-    "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
-    "has_score_mod",
-    "is_masked",  # by a band, intervals, an array or a mask map
-    "may_mask",  # by bias or score_mod: keys may be masked without a mask word
-    "adjusts_all",  # by factor, soft-cap, score_mod or bias: a pass over all scores, masked or not
-    "band_left", "band_right", "band_at_end", "has_lengths", "keep_first",  # see `Band`
-    "drop_key_low", "drop_key_high", "drop_threshold",  # see `Dropout`; threshold 0: none
-    "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",
-    "key_page_size", "value_page_size",  # keys of a page; 0 where they are not in pages
-    "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element
-    "bias_swapped", "convert_bias",
-    "tile_q", "tile_k",  # of the mask map
-    "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
-    "query_ld", "acc_ld",  # row tiles: elements from one row to the next
-    "copies_keys", "packs_values", "converts_keys", "converts_values",
-    "panel",  # bytes of a panel of packed values
-    "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in keys, or 0
-    "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
-    # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
-    # block's accumulators.
-    "uses_pairs", "uses_fused",
-    "scores_on_tiles",  # gradients: scores of the fused kernels
-    "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
-    "query_parts",  # likewise; 1 only where n_parts is
-    "tile_groups", "tile_nbytes", "acc_nbytes",
-    "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
-    "failed",  # no thread could allocate its scratch memory
-    "scratch_nbytes",
-)  # fmt: skip
-REALS = (
-    "query_factor", "score_root", "softcap", "exponent_factor",  # see `Schedule`
-    "kept_share",  # of `Dropout`; 1 without
-)  # fmt: skip
-
-#: Every field, in order; the table of views follows, and the leading axes.
-FIELDS = (*COUNTS, *(f"to_{name}" for name in SCRATCH), *REALS)
 _HEADER = struct.Struct(f"={len(FIELDS) - len(REALS)}q{len(REALS)}d")
 _ZEROS = dict.fromkeys(FIELDS, 0)
-_TO = tuple(f"to_{name}" for name in SCRATCH)
 _ZEROS_OF_VIEW = (0, 0, 0, 0)
+#: Fields that have the same names elsewhere.
+_OF_SIZES = tuple(name for name in Sizes.__slots__ if name in _ZEROS)
+_OF_SCHEDULE = tuple(name for name in Schedule._fields if name in _ZEROS)
+_NO_TILES = dict.fromkeys(SCRATCH, 0)
+_REAL_EACH_LANE = ("empty", "tile_max", "row_max", "row_sum", "rescale", "lse")
+_WORD_EACH_LANE = (
+    "rows", "out_rows", "bias_rows", "start", "stop", "kept_start", "kept_stop", "stops", "part_stops",
+    "row_i", "row_h",
+)  # fmt: skip
 
 
 def write_record(problem: Problem, schedule: Schedule, target: Target, **larger: int) -> tuple[bytes, bytes]:
@@ -139,16 +97,10 @@ def _strides(problem: Problem, n_lead: int) -> list[tuple[int, ...]]:
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
-    sizes = problem.sizes
     itemsize = problem.dtype.itemsize
     fields["n_lead"] = problem.query.ndim - 3
-    fields["batch"] = sizes.batch
-    fields["num_kv_heads"] = sizes.num_kv_heads
-    fields["group_size"] = sizes.group_size
-    fields["len_q"] = sizes.len_q
-    fields["len_k"] = sizes.len_k
-    fields["head_dim"] = sizes.head_dim
-    fields["value_dim"] = sizes.value_dim
+    for name in _OF_SIZES:
+        fields[name] = getattr(problem.sizes, name)
     fields["itemsize"] = itemsize
     fields["query_storage"] = storage_code(problem.query)
     fields["key_storage"] = storage_code(problem.key)
@@ -164,13 +116,12 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
     if (bias := problem.bias) is not None:
-        fields["has_bias"] = fields["may_mask"] = fields["adjusts_all"] = True
+        fields["has_bias"] = True
         fields["bias_nbytes"] = bias.itemsize
         fields["bias_storage"] = storage_code(bias)
         fields["bias_swapped"] = not bias.dtype.isnative
         fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
-    if problem.score_mod is not None:
-        fields["has_score_mod"] = fields["may_mask"] = fields["adjusts_all"] = True
+    fields["has_score_mod"] = problem.score_mod is not None
     if problem.key_start is not None:
         fields["has_intervals"] = fields["is_masked"] = True
     if problem.dense is not None:
@@ -197,18 +148,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     """Sets the fields of the schedule."""
     itemsize, lanes = fields["itemsize"], target.lanes
     fields["lanes"] = lanes
-    fields["uses_split_kv"] = schedule.uses_split_kv
-    fields["block_k"] = schedule.block_k
-    fields["n_vectors"] = schedule.n_vectors
-    fields["n_blocks"] = schedule.n_blocks
-    fields["max_lanes"] = schedule.max_lanes
-    fields["n_tasks"] = schedule.n_tasks
-    fields["n_splits"] = schedule.n_splits
-    fields["converts_keys"] = schedule.converts_keys
-    fields["converts_values"] = schedule.converts_values
-    fields["split_tiles"] = schedule.split_tiles
-    fields["uses_pairs"] = schedule.uses_pairs
-    fields["scores_on_tiles"] = schedule.scores_on_tiles
+    for name in _OF_SCHEDULE:
+        fields[name] = getattr(schedule, name)
     stored = {fields["key_storage"], fields["value_storage"]}
     fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
     fields["query_parts"] = 1 if schedule.keeps_query else 3
@@ -224,34 +165,29 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     elif schedule.uses_fused:
         _set_fused(fields, schedule)
     else:
-        fields["copies_keys"] = schedule.copies_keys
-        fields["packs_values"] = schedule.packs_values
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
-    fields["query_factor"] = schedule.query_factor
-    fields["score_root"] = schedule.score_root
-    fields["softcap"] = schedule.softcap
-    fields["exponent_factor"] = schedule.exponent_factor
-    if schedule.softcap or schedule.score_root != 1:
-        fields["adjusts_all"] = True
+    for epilogue in EPILOGUES.values():
+        if epilogue.applies(fields):
+            fields["adjusts_all"] |= epilogue.adjusts_all
+            fields["may_mask"] |= epilogue.may_mask
 
 
 def _set_fused(fields: dict[str, Any], schedule: Schedule) -> None:
     """Sets the fields of the fused sweep."""
-    key_groups, value_groups = (-(-fields[name] // GROUP) for name in ("head_dim", "value_dim"))
-    fields["uses_fused"] = True
-    fields["tile_groups"] = -(-min(fields["len_k"], schedule.block_k) // GROUP)
+    key_groups, value_groups = (-(-fields[name] // GROUP_KEYS) for name in ("head_dim", "value_dim"))
+    fields["tile_groups"] = -(-min(fields["len_k"], schedule.block_k) // GROUP_KEYS)
     group_nbytes = GROUP_NBYTES // 3 * fields["n_parts"]
     fields["tile_nbytes"] = fields["tile_groups"] * (key_groups + value_groups) * group_nbytes
-    fields["acc_nbytes"] = value_groups * GROUP * schedule.max_lanes * fields["itemsize"]
+    fields["acc_nbytes"] = value_groups * GROUP_KEYS * schedule.max_lanes * fields["itemsize"]
 
 
 def _fused_tiles(fields: dict[str, Any], schedule: Schedule) -> dict[str, int]:
     """Sizes of a thread's tiles in the fused sweep, where they differ from those of the sweep."""
     blocks, heads, lanes = schedule.task_blocks, schedule.task_heads, schedule.max_lanes
     itemsize, head_dim, value_dim = fields["itemsize"], fields["head_dim"], fields["value_dim"]
-    tile_groups = schedule.block_k // GROUP
+    tile_groups = schedule.block_k // GROUP_KEYS
     # A tile of keys, a group of values or, of weights in 16 bits, the rows of a block.
-    staged = max(schedule.block_k * head_dim, GROUP * value_dim)
+    staged = max(schedule.block_k * head_dim, GROUP_KEYS * value_dim)
     if fields["weights_storage"]:
         staged = max(staged, schedule.block_k * lanes)
     each_lane = ("start", "stop", "kept_start", "kept_stop", "row_i", "row_h")
@@ -261,7 +197,7 @@ def _fused_tiles(fields: dict[str, Any], schedule: Schedule) -> dict[str, int]:
         "acc": fields["acc_nbytes"] * blocks,
         "staged": staged * itemsize,
         "staged_rows": 8 * lanes,
-        "query_groups": blocks * -(-head_dim // GROUP) * GROUP_NBYTES,
+        "query_groups": blocks * -(-head_dim // GROUP_KEYS) * GROUP_NBYTES,
         "weight_groups": 2 * tile_groups * GROUP_NBYTES,
         "key_groups": heads * IN_PIPELINE * fields["tile_nbytes"],
         "score_tiles": 2 * schedule.block_k * lanes * itemsize,
@@ -294,8 +230,6 @@ def _lay_out(
             value_copy = panels * fields["panel"]
         elif schedule.converts_values or fields["value_page_size"]:
             value_copy = tile * value_dim
-    converted = block_k * line if fields["convert_bias"] else 0
-    clean = tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0
     # Rows of query, out or weights on their way from or to 16 bits, and a tile of values to be packed.
     staged = 0
     if fields["query_storage"]:
@@ -308,22 +242,23 @@ def _lay_out(
     if fields["value_storage"] and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
     mask_words = block_k // WORD * ld * 4
-    nbytes: Any = (
-        query, block_k * line, acc, line, line, line, line, line, 2 * line, line, mask_words,
-        pointers, pointers, pointers, 2 * pointers + 8 * block_k, pointers, pointers, pointers, pointers,
-        pointers, pointers, pointers, pointers, converted, clean, key_copy, value_copy, staged,
-        pointers if staged else 0, *((mask_words, pointers) if fields["drop_threshold"] else (0, 0)),
-    )  # fmt: skip
-    nbytes += (0,) * (len(SCRATCH) - len(nbytes))
+    nbytes = _NO_TILES | dict.fromkeys(_REAL_EACH_LANE, line) | dict.fromkeys(_WORD_EACH_LANE, pointers)
+    nbytes |= {
+        "query": query, "scores": block_k * line, "acc": acc, "inverse": 2 * line, "words": mask_words,
+        "prefetch": 2 * pointers + 8 * block_k, "converted": block_k * line if fields["convert_bias"] else 0,
+        "clean": tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0, "key_copy": key_copy,
+        "value_copy": value_copy, "staged": staged, "staged_rows": pointers if staged else 0,
+    }  # fmt: skip
+    if fields["drop_threshold"]:
+        nbytes |= {"drop_words": mask_words, "drop_rows": pointers}
     if schedule.uses_fused:
-        larger = _fused_tiles(fields, schedule) | larger
+        nbytes |= _fused_tiles(fields, schedule)
     if schedule.uses_pairs:
-        other = {"query_pairs": query // 2, "other_scores": block_k * line, "other_max": line}
-        larger = other | {"staged": max(staged, tile * head_dim)} | larger
-    if larger:
-        nbytes = (dict(zip(SCRATCH, nbytes, strict=True)) | larger).values()
+        nbytes |= {"query_pairs": query // 2, "other_scores": block_k * line, "other_max": line}
+        nbytes["staged"] = max(staged, tile * head_dim)
+    nbytes |= larger
     at = 0
-    for to, n in zip(_TO, nbytes, strict=False):
+    for to, n in zip(OFFSETS, nbytes.values(), strict=True):
         fields[to] = at
         at += n + 63 & -64  # whole cache lines
     fields["scratch_nbytes"] = at

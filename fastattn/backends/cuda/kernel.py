@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import config, cuda
 
-from fastattn.backends.cuda import blocks, mask_tile, stages, tiles
+from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.tiles import U
@@ -53,8 +53,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     find_thread, find_block = blocks.find_thread(shape), blocks.find_block(shape)
     find_rows, find_keys = blocks.find_rows(form), blocks.find_keys(form)
     maps_to_keys, allowed_bits = mask_tile.maps_to_keys(form), mask_tile.allowed_bits(form, mask_mod)
-    modify_scores, mask_scores = mask_tile.modify_scores(form, score_mod), mask_tile.mask_scores(form)
-    masked_bits = mask_tile.masked_bits(form)
+    modify_scores, mask_scores = epilogue.modify_scores(form, score_mod), epilogue.mask_scores(form)
+    masked_bits = epilogue.masked_bits(form)
     start_rows, score, fetch_values = stages.start_rows(form), stages.score(form), tiles.fetch_values(form)
     softmax, put_weights, accumulate = stages.softmax(form), stages.put_weights(form), stages.accumulate(form)
     write_weights, finish = stages.write_weights(form), stages.finish(form)

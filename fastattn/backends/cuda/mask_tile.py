@@ -1,14 +1,12 @@
-"""One tile of keys: which of them each row may attend to, and what is done to their raw scores. The only part
-of the kernel that knows masks and bias.
+"""One tile of keys: which of them each row may attend to. The only part of the kernel that knows masks.
 
 Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. s are the scores of a thread, ROWS x KEYS, of a tile of keys that begins at key0. masks, aux, bias
-and bias_view are as in `kernel.attend_kernel`; mask_views, rows, block, keys and thread as in `blocks`.
+function. The tile begins at key0. masks and aux are as in `kernel.attend_kernel`; mask_views, rows, block,
+keys and thread as in `blocks`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -94,71 +92,3 @@ def allowed_bits(form: Form, mask_mod: Any) -> Any:
         return bits
 
     return allowed_bits
-
-
-def modify_scores(form: Form, score_mod: Any) -> Any:
-    """s = scale * s, then softcap * tanh(s / softcap), then what the caller's function makes of it."""
-    real, shape = form.real, form.shape
-    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    HAS_SOFTCAP, HAS_SCORE_MOD = form.has_softcap, form.has_score_mod
-    in_tile = place(shape)
-
-    @cuda.jit(device=True)
-    def modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread):
-        for i in range(ROWS):
-            for c in range(KEYS):
-                s[i, c] *= scale
-                if HAS_SOFTCAP:
-                    s[i, c] = softcap * real(math.tanh(s[i, c] / softcap))
-        if HAS_SCORE_MOD:
-            for i in range(ROWS):
-                row = in_tile(i, thread.y, THREADS_Q)
-                head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
-                for c in range(KEYS):
-                    # Past the last key it is given that one: `aux` may have nothing beyond.
-                    key = min(key0 + in_tile(c, thread.x, THREADS_K), len_k - 1)
-                    s[i, c] = real(score_mod(s[i, c], block.named_item, head, query, key, *aux))
-
-    return modify_scores
-
-
-def mask_scores(form: Form) -> Any:
-    """s += bias, then -inf where that is -inf, or where the score's bit of `allowed` is 0."""
-    real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
-    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    MASKED = real(-math.inf)
-    in_tile = place(shape)
-
-    @cuda.jit(device=True)
-    def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
-        for i in range(ROWS):
-            row = in_tile(i, thread.y, THREADS_Q)
-            to_bias = bias_view[0] + block.item * bias_view[1]
-            to_bias += rows.heads[row] * bias_view[2] + rows.queries[row] * bias_view[3]
-            for c in range(KEYS):
-                x = MASKED
-                if (allowed >> U(i * KEYS + c)) & U(1) != U(0):
-                    x = s[i, c]
-                    if HAS_BIAS:
-                        key = key0 + in_tile(c, thread.x, THREADS_K)
-                        one = real(bias[U(to_bias + key * bias_view[4])])
-                        x = MASKED if one == MASKED else x + one
-                s[i, c] = x
-
-    return mask_scores
-
-
-def masked_bits(form: Form) -> Any:
-    """Which of a thread's scores are -inf, a bit for each as in `allowed_bits`."""
-    ROWS, KEYS, MASKED = form.shape.rows, form.shape.keys, form.real(-math.inf)
-
-    @cuda.jit(device=True)
-    def masked_bits(s):
-        masked = U(0)
-        for i in range(ROWS):
-            for c in range(KEYS):
-                if s[i, c] == MASKED:
-                    masked |= U(1) << U(i * KEYS + c)
-        return masked
-
-    return masked_bits

@@ -13,20 +13,8 @@
 # has a turn, the number of the tile that adds next. Tasks are taken in that order, so whoever waits for a turn waits for a
 # task that runs already.
 
-cdef extern from "turns.h" nogil:
-    void fastattn_wait_for_turn(int64_t *, int64_t)
-    void fastattn_pass_turn(int64_t *, int64_t)
-
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
 cdef double SMALL = 2.0 ** -64         # by which norms are multiplied: no such product overflows
-
-cdef enum BiasGradient:
-    # The kinds of `fastattn.backends.cpu.backward`.
-    BIAS_NONE
-    BIAS_OF_SCORES   # neither rows nor keys
-    BIAS_OF_KEYS     # query rows
-    BIAS_OF_ROWS     # keys
-
 
 cdef enum Stage:
     STAGE_PREPARE   # tasks: query blocks
@@ -55,9 +43,8 @@ cdef struct Gradients:
     int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
     Py_ssize_t padded_rows, query_ld, value_ld, heads
     Py_ssize_t task_tiles    # key tiles of a task
-    Py_ssize_t bias_head, bias_row, bias_col
-    const Py_ssize_t *bias_lead    # strides of the leading axes, innermost first
-    BiasGradient bias_kind
+    const Py_ssize_t *bias_strides   # innermost first, 0 where the bias is broadcast
+    int bias_kind
     bint wants_query, wants_key, wants_value
     double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
     double scale             # the rest
@@ -101,48 +88,29 @@ cdef struct Tile:
     bint sets_keys      # no earlier query block has added to the gradients of these keys and values
 
 
-cdef inline bint masks_any(const Job *job) noexcept nogil:
-    """Whether any key may be masked."""
-    return job.is_masked or may_mask(job)
-
-
 cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
-    cdef Py_ssize_t size = job.itemsize, at = 0, tile = job.block_k * job.max_lanes * size
+    cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
     cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
-    t.keys = base + at
-    at += padded(g.task_tiles * job.block_k * q)
-    t.values = base + at
-    at += padded(max(g.task_tiles * job.block_k, job.max_lanes) * v)
-    t.grad = base + at
-    at += padded(job.value_dim * job.max_lanes * size)
-    t.query_rows = base + at
-    at += padded(job.max_lanes * q)
-    t.grad_rows = base + at
-    at += padded(job.max_lanes * v)
-    t.change = base + at
-    at += padded(tile)
-    t.capped = base + at
-    at += padded(tile) if job.softcap > 0 else 0
-    t.row_sums = <double *>(base + at)
-    at += padded(job.max_lanes * sizeof(double))
-    t.clean_keys = base + at
-    at += padded(job.block_k * q) if masks_any(job) else 0
-    t.raw_rows = base + at
-    at += padded(job.max_lanes * wide) if masks_any(job) else 0
-    t.key_groups = base + at
-    at += padded(g.task_tiles * job.block_k // GROUP_KEYS * key_groups_nbytes(job)) if job.scores_on_tiles else 0
-    t.query_groups = base + at
-    at += job.max_lanes // FUSED_LANES * groups_in(job.head_dim) * GROUP_NBYTES if job.scores_on_tiles else 0
-    t.key_flags = <uint32_t *>(base + at)
-    at += padded(g.task_tiles * job.block_k // GROUP_KEYS * sizeof(uint32_t))
-    t.query_flags = <uint32_t *>(base + at)
-    at += padded(job.max_lanes * sizeof(uint32_t))
-    t.ones = base + at
-    at += padded(max(wide, job.max_lanes * size))
-    t.stops = <Py_ssize_t *>(base + at)
-    at += padded(max(wide // size, job.max_lanes) * sizeof(Py_ssize_t))
-    return at
+    cdef Py_ssize_t masks = masks_any(job), on_tiles = job.scores_on_tiles
+    cdef char *at = base
+    t.keys = take(&at, keys * q)
+    t.values = take(&at, max(keys, lanes) * v)
+    t.grad = take(&at, job.value_dim * lanes * size)
+    t.query_rows = take(&at, lanes * q)
+    t.grad_rows = take(&at, lanes * v)
+    t.change = take(&at, job.block_k * lanes * size)
+    t.capped = take(&at, job.block_k * lanes * size if job.softcap > 0 else 0)
+    t.row_sums = <double *>take(&at, lanes * sizeof(double))
+    t.clean_keys = take(&at, masks * job.block_k * q)
+    t.raw_rows = take(&at, masks * lanes * wide)
+    t.key_groups = take(&at, on_tiles * (keys // GROUP_KEYS) * key_groups_nbytes(job))
+    t.query_groups = take(&at, on_tiles * (lanes // FUSED_LANES) * groups_in(job.head_dim) * GROUP_NBYTES)
+    t.key_flags = <uint32_t *>take(&at, keys // GROUP_KEYS * sizeof(uint32_t))
+    t.query_flags = <uint32_t *>take(&at, lanes * sizeof(uint32_t))
+    t.ones = take(&at, max(wide, lanes * size))
+    t.stops = <Py_ssize_t *>take(&at, max(wide // size, lanes) * sizeof(Py_ssize_t))
+    return at - base
 
 
 cdef inline bint is_nonfinite(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
@@ -166,18 +134,11 @@ cdef void find_query_block(Job *job, const Gradients *g, Scratch *w, Block *bloc
         block.low -= block.low % GROUP_KEYS
 
 
-cdef inline void find_lane_rows(const Job *job, Scratch *w, const Block *block, const View *view) noexcept nogil:
-    cdef char *item = at_item(job, view, block.item)
-    cdef Py_ssize_t lane
-    for lane in range(block.ld):
-        w.rows[lane] = lane_row(w, view, item, lane)
-
-
 cdef void pack_query_rows(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
                           double factor) noexcept nogil:
     """The query rows of a block, times a factor, into t.query_rows."""
     cdef const char *const *rows
-    find_lane_rows(job, w, block, &job.query)
+    find_rows_of(job, w, block, &job.query, w.rows)
     rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
     kernels_of(job).pack_rows(t.query_rows, g.query_ld, rows, block.n_rows,
                               job.itemsize if job.query_storage else job.query.col, job.head_dim, factor)
@@ -204,11 +165,11 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         pack_query_rows(job, g, w, t, &block, 1)
         nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
     if not in_place:
-        find_lane_rows(job, w, &block, &job.out)
+        find_rows_of(job, w, &block, &job.out, w.rows)
         rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
         kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
                           job.value_dim, 1)
-        find_lane_rows(forward, w, &block, &forward.out)
+        find_rows_of(forward, w, &block, &forward.out, w.rows)
         rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
         kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
                           job.value_dim, 1)
@@ -281,13 +242,6 @@ cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, c
         left -= n
 
 
-cdef inline bint is_allowed(const Job *job, const Scratch *w, const Block *block, TileState state, Py_ssize_t lane,
-                            Py_ssize_t j) noexcept nogil:
-    if state == TILE_PARTIAL and not w.words[j // WORD * block.ld + lane] >> (j % WORD) & 1:
-        return False
-    return not job.has_bias or get_real(w.bias_rows[lane] + j * job.itemsize, job.itemsize) != -INFINITY
-
-
 cdef void clean_rows(const Job *job, char *to, char *raw, const char *source, Py_ssize_t n_rows,
                      Py_ssize_t ld) noexcept nogil:
     """to = the rows with NaN and inf set to 0; raw = the rows as they are. `source` may be `to`."""
@@ -327,15 +281,15 @@ cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const 
     cdef Py_ssize_t lane, j, axis, size = job.itemsize, row = block.ld * job.itemsize
     cdef Py_ssize_t item = block.item, first_head = block.item * job.num_kv_heads * job.group_size
     cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
-    cdef char *to = g.bias + tile.key0 * g.bias_col
+    cdef char *to = g.bias + tile.key0 * g.bias_strides[0]
     cdef double *sums
     if g.bias_kind == BIAS_OF_SCORES:
         for axis in range(job.n_lead):
-            to += item % lead_shape[axis] * g.bias_lead[axis]
+            to += item % lead_shape[axis] * g.bias_strides[3 + axis]
             item = item // lead_shape[axis]
         for lane in range(block.n_rows):
-            w.rows[lane] = to + w.row_h[lane] * g.bias_head + w.row_i[lane] * g.bias_row
-        kernels_of(job).add_columns(w.rows, g.bias_col, block.n_rows, t.change, block.ld, tile.n_keys)
+            w.rows[lane] = to + w.row_h[lane] * g.bias_strides[2] + w.row_i[lane] * g.bias_strides[1]
+        kernels_of(job).add_columns(w.rows, g.bias_strides[0], block.n_rows, t.change, block.ld, tile.n_keys)
     elif g.bias_kind == BIAS_OF_KEYS and job.group_size == 1:
         sums = <double *>g.bias + (first_head + w.row_h[0]) * job.len_k + tile.key0
         for j in range(tile.n_keys):
@@ -391,6 +345,7 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     """The scores of a tile, masked, into w.scores."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, v, lane, j
+    cdef ScoreTile scores
     for v in range(block.ld // job.lanes):
         w.stops[v] = tile.n_keys
     if job.scores_on_tiles:
@@ -400,12 +355,10 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
                       t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size, w.stops, job.head_dim, g.query_ld * size,
                       size, NULL, 0, 0)
     memcpy(w.tile_max, w.empty, block.ld * size)
-    if job.softcap > 0 or job.score_root != 1:
-        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, job.score_root, job.softcap, NULL, NULL)
+    scores = lane_tile(job, w, block, tile.state, tile.key0, 0, tile.n_keys, w.stops)
     if job.softcap > 0:
-        memcpy(t.capped, w.scores, tile.n_keys * block.ld * size)
-    if job.has_bias or tile.state == TILE_PARTIAL:
-        kernels.adjust(w.scores, w.tile_max, block.ld, w.stops, 1, 0, bias_of(job, w), words_of(w, tile.state))
+        scores.capped = t.capped
+    adjust_scores(job, w, block, &scores)
     if g.seen == NULL:
         return
     for lane in range(block.n_rows):
@@ -436,7 +389,7 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef const char *const *rows
     cdef Py_ssize_t col, i
-    find_lane_rows(job, w, block, &job.query)
+    find_rows_of(job, w, block, &job.query, w.rows)
     rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
     col = job.itemsize if job.query_storage else job.query.col
     kernels.pack(w.query, block.ld, rows, col, job.head_dim, job.query_factor)
@@ -446,7 +399,7 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
                 t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, <const float *>w.query + i * FUSED_LANES,
                 block.ld, job.head_dim)
     kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, col, job.head_dim, g.scale)
-    find_lane_rows(job, w, block, &job.out)
+    find_rows_of(job, w, block, &job.out, w.rows)
     rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
     col = job.itemsize if job.out_storage else job.out.col
     kernels.pack(t.grad, block.ld, rows, col, job.value_dim, g.grad_scale)
@@ -539,12 +492,10 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if (not tile.query_norm * tile.key_norm < 0.99 * g.large_norms
                 and not g.is_large[tile.head * job.n_blocks + tile.index]):
             g.needs_own_lse = True
-        if job.has_bias:
-            find_bias_rows(job, w, block, tile.key0, tile.n_keys)
         find_scores(job, g, w, t, block, tile)
         find_change(job, g, w, t, block, tile)
         nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
-                     and (tile.state == TILE_PARTIAL or may_mask(job)))
+                     and masks_some(job, tile.state))
     if g.bias_turns != NULL:
         bias_turn = g.bias_turns + number * job.n_blocks + tile.index
         fastattn_wait_for_turn(bias_turn, tile.head)
@@ -680,8 +631,6 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
         load_keys(job, &block.key, t.keys, g.query_ld, key, n_loaded, job.head_dim)
         if job.scores_on_tiles:
             split_task_keys(job, g, t, n_loaded)
-        if job.has_bias:
-            find_bias_rows(job, w, &block, tile.key0, tile.n_keys)
         find_scores(job, g, w, t, &block, &tile)
         for j in range(tile.n_keys):
             set_real(t.change + j * size,
@@ -743,23 +692,18 @@ cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_
     return g.next >= n_tasks
 
 
-def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants, *,
-                  double grad_scale, double scale, double unit, double large_score, double large_norms,
-                  double score_rounding, double usual_rounding, bint all_large, cnp.ndarray base, delta, seen, cnp.ndarray query, key, cnp.ndarray value, bias,
-                  int bias_kind, cnp.ndarray bias_strides, bias_turns):
-    """Fills the gradients `query`, `key`, `value`, `bias` and `delta` and `seen`, and sets `base` to what weights are computed
-    with; see `Gradients` for the arrays. Returns whether it must be done again with `all_large`, as scores may be large
-    where no lse is.
+def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants,
+                  room, bint all_large):
+    """Fills the gradients of a `fastattn.backends.cpu.backward.Room`; see `Gradients` for its arrays. Returns whether it
+    must be done again with `all_large`, as scores may be large where no lse is.
 
     `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
-    is the outputs. `bias`, `seen` and `bias_turns` are 0, and `delta` holds grad_lse. `wants`: whether the gradients of
-    query, key and value are asked for. `bias_strides`: innermost first, 0 where the bias is broadcast.
+    is the outputs. `wants`: whether the gradients of query, key and value are asked for.
     """
     cdef Job *job = new_job(record[0], record[1])
     cdef Job *forward = new_job(forward_record[0], forward_record[1])
     cdef Gradients g
-    cdef cnp.ndarray turns, of_blocks
-    cdef const Py_ssize_t *strides = <const Py_ssize_t *>cnp.PyArray_DATA(bias_strides)
+    cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks
     cdef bint done
     cdef Py_ssize_t n_blocks
     set_addresses(job, tuple(arrays))
@@ -771,35 +715,32 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     g.value_ld = value.shape[value.ndim - 1]
     g.task_tiles = job.split_tiles
     g.base = <char *>address_of(base)
-    g.delta = <char *>address_of(delta)
-    g.seen = <char *>address_of(seen)
+    g.delta = <char *>address_of(room.delta)
+    g.seen = <char *>address_of(room.seen)
     g.query = <char *>address_of(query)
-    g.key = <char *>address_of(key)
+    g.key = <char *>address_of(room.key)
     g.value = <char *>address_of(value)
     g.wants_query, g.wants_key, g.wants_value = wants
-    g.grad_scale = grad_scale
-    g.scale = scale
-    g.unit = unit
-    g.large_score = large_score
-    g.large_norms = large_norms
-    g.score_rounding = score_rounding
-    g.usual_rounding = usual_rounding
-    g.natural_cap = job.softcap * unit if job.softcap > 0 else INFINITY
+    g.grad_scale = room.grad_scale
+    g.scale = room.scale
+    g.unit = room.unit
+    g.large_score = room.large_score
+    g.large_norms = room.large_norms
+    g.score_rounding = room.score_rounding
+    g.usual_rounding = room.usual_rounding
+    g.natural_cap = job.softcap * g.unit if job.softcap > 0 else INFINITY
     n_blocks = g.heads * job.n_blocks
     turns = np.zeros(n_blocks, np.int64)
     of_blocks = np.zeros(2 * n_blocks, np.bool_)
-    g.turns = <int64_t *>cnp.PyArray_DATA(turns)
-    g.nonfinite = <char *>cnp.PyArray_DATA(of_blocks)
+    g.turns = <int64_t *>address_of(turns)
+    g.nonfinite = <char *>address_of(of_blocks)
     g.is_large = g.nonfinite + n_blocks
     if all_large:
         memset(g.is_large, 1, n_blocks)
-    g.bias_kind = <BiasGradient>bias_kind
-    g.bias = <char *>address_of(bias)
-    g.bias_turns = <int64_t *>address_of(bias_turns)
-    g.bias_col = strides[0]
-    g.bias_row = strides[1]
-    g.bias_head = strides[2]
-    g.bias_lead = strides + 3
+    g.bias_kind = room.bias_kind
+    g.bias = <char *>address_of(room.bias)
+    g.bias_turns = <int64_t *>address_of(room.bias_turns)
+    g.bias_strides = <const Py_ssize_t *>address_of(room.bias_strides)
     with nogil:
         done = run_stage(job, forward, &g, STAGE_PREPARE, n_blocks, num_threads)
         if done and memchr(g.is_large, 1, n_blocks) != NULL:

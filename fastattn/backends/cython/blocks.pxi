@@ -47,6 +47,15 @@ cdef void find_rows(const Job *job, Scratch *w, Block *block, Py_ssize_t kv, Py_
     block.low -= block.low % (KEY_STEP if not job.has_mask_map else WORD)
 
 
+cdef inline void find_rows_of(const Job *job, const Scratch *w, const Block *block, const View *view,
+                              char **rows) noexcept nogil:
+    """Where the block's rows of an array begin."""
+    cdef char *item = at_item(job, view, block.item)
+    cdef Py_ssize_t lane
+    for lane in range(block.ld):
+        rows[lane] = lane_row(w, view, item, lane)
+
+
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
     """How the kernels read the block's values, and where the thread has its copies."""
     cdef fastattn_values *values = &block.values

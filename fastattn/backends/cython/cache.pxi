@@ -1,11 +1,5 @@
 # Pages: where they are, and rows of keys or values into those of a cache, converted as they are stored.
 
-cdef extern from "encode.h" nogil:
-    enum: FASTATTN_SCALED
-    void fastattn_store_reals(char *, int, const char *, int, Py_ssize_t)
-    void fastattn_encode_row(char *, char *, const char *, int, Py_ssize_t)
-
-
 def locate_pages(cnp.ndarray index, cnp.ndarray pages, scales):
     """The addresses of pages and of their scales, int64 of the shape of `index`, or None.
 
@@ -46,7 +40,7 @@ def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndar
     starts, counts : (B,) int64, contiguous.
     """
     cdef Py_ssize_t B = rows.shape[0], K = rows.shape[1], T = rows.shape[2], D = rows.shape[3], n = table.shape[1]
-    cdef Py_ssize_t b, kv, t, c, position, row, n_groups = (D + FASTATTN_SCALED - 1) // FASTATTN_SCALED
+    cdef Py_ssize_t b, kv, t, c, position, row, n_groups = (D + SCALED - 1) // SCALED
     cdef int given = <int>cnp.PyArray_ITEMSIZE(rows)
     cdef Py_ssize_t col = rows.strides[3]
     cdef bint is_same = given == 2
@@ -78,12 +72,12 @@ def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndar
                         for c in range(D):
                             memcpy(gathered + c * given, source + c * col, given)
                         source = gathered
-                    if storage == FASTATTN_INT8:
-                        fastattn_encode_row(to, <char *><size_t>scales[b * n + position // page_size]
+                    if storage == INT8:
+                        fastattn_encode_row(<int8_t *>to, <char *><size_t>scales[b * n + position // page_size]
                                             + row * n_groups * sizeof(float), source, given, D)
                     elif is_same:
                         memcpy(to, source, D * given)
-                    elif storage == FASTATTN_REAL:
+                    elif storage == REAL:
                         fastattn_store_reals(to, <int>itemsize, source, given, D)
                     else:
                         kernels.store_row(to, itemsize, source, D, storage)

@@ -6,7 +6,7 @@ Query rows are lanes. The query heads of one key/value head are rows of one list
 that each key and value is read once for all of them. A task is one query block of that list: it packs its query
 rows as columns, then goes over the key tiles that any of its rows may attend, each in the stages
 
-    mask words -> score -> adjust (soft-cap, bias, mask) -> softmax -> drop (dropout) -> accumulate
+    mask words -> score -> adjust (scale, soft-cap, score_mod, bias, mask) -> softmax -> drop (dropout) -> accumulate
 
 and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes: no reduction
 crosses lanes, so the bits of a row's result depend on its own keys and on the grid of key tiles alone, not on
@@ -21,7 +21,7 @@ ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the
 from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memcmp, memcpy, memset, strlen
 
@@ -36,10 +36,12 @@ import numpy as np
 
 from fastattn._constants import ISAS
 
+include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
 include "storage.pxi"    # rows in 16 bits, converted as they are read and written
 include "blocks.pxi"     # addresses and key intervals of a query block
-include "mask_tile.pxi"  # one key tile: masks, bias, scores
+include "epilogue.pxi"   # what is done to the scores of a tile: scale, soft-cap, score_mod, bias, mask, dropout
+include "mask_tile.pxi"  # one key tile: masks and scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
 include "fused.pxi"      # many query rows on a tile unit: three units of work at once
@@ -98,7 +100,8 @@ def chosen_vectors():
 def target(Py_ssize_t itemsize):
     """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
-    return kernels.lanes, kernels.max_vectors, kernels.panel_cols, kernels.fused != NULL, kernels.pairs != NULL
+    return {"lanes": kernels.lanes, "max_vectors": kernels.max_vectors, "panel_columns": kernels.panel_cols,
+            "has_fused": kernels.fused != NULL, "has_pairs": kernels.pairs != NULL}
 
 
 def tile_operations(int num_threads, long steps):
@@ -123,19 +126,6 @@ def set_cores(cores):
     fastattn_set_cores(<const int32_t *>cnp.PyArray_DATA(numbers), <int>numbers.shape[0])
 
 
-cdef extern from "blas.h":
-    ctypedef void *fastattn_blas_callback  # a function, that is handed on alone
-    ctypedef struct fastattn_blas:
-        void (*set_callback)(fastattn_blas_callback) noexcept nogil
-        int (*num_threads)() noexcept nogil
-        void (*set_num_threads)(int) noexcept nogil
-        int max_threads
-    enum: FASTATTN_BLAS_MAX_THREADS
-    int fastattn_blas_is_supported()
-    int fastattn_blas_share(const fastattn_blas *) nogil
-    int fastattn_blas_is_shared()
-
-
 def can_share_threads():
     """Whether the products of a BLAS can run on the threads of this extension: it needs OpenMP and POSIX."""
     return bool(fastattn_blas_is_supported())
@@ -148,7 +138,7 @@ def share_threads(size_t set_callback, size_t num_threads, size_t set_num_thread
     blas.set_callback = <void (*)(fastattn_blas_callback) noexcept nogil><void *>set_callback
     blas.num_threads = <int (*)() noexcept nogil><void *>num_threads
     blas.set_num_threads = <void (*)(int) noexcept nogil><void *>set_num_threads
-    blas.max_threads = min(max_threads, <int>FASTATTN_BLAS_MAX_THREADS)
+    blas.max_threads = min(max_threads, <int>BLAS_MAX_THREADS)
     with nogil:
         failed = fastattn_blas_share(&blas)
     if failed:

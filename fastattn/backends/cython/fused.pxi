@@ -6,10 +6,8 @@
 # numbers, is computed by the other kernels, one score or one product at a time, and changes no bit of anything else.
 
 cdef enum:
-    GROUP_KEYS = 32          # of a group, and of a word
     TILE_GROUPS = 8          # of a key tile
     MAX_TASK_BLOCKS = 32
-    IN_PIPELINE = 3
     HEAD_TILES = IN_PIPELINE  # key tiles of a head that are held: each unit of the pipeline may be of another
 
 
@@ -245,8 +243,17 @@ cdef void correct_scores(const Job *job, Scratch *w, const Task *task, Unit *uni
                 top[lane] = to[lane]
 
 
+cdef inline void adjust_part(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0, Py_ssize_t first,
+                             Py_ssize_t n_keys) noexcept nogil:
+    cdef ScoreTile scores
+    if n_keys > 0:
+        find_part_stops(w, block, first, n_keys)
+        scores = lane_tile(job, w, block, state, key0, first, n_keys, w.part_stops)
+        adjust_scores(job, w, block, &scores)
+
+
 cdef void adjust_unit(Job *job, Scratch *w, Task *task, Unit *unit, TileState state) noexcept nogil:
-    """Masks, bias and the other adjustments of a unit's raw scores; the masks are those that `next_unit` has found."""
+    """The epilogues of a unit's raw scores; the masks are those that `next_unit` has found."""
     cdef Block *block = &task.blocks[unit.block]
     cdef Py_ssize_t n_keys = unit.work.n_keys, plain = unit.work.plain, plain_stop = unit.work.plain_stop, j, v, lane
     cdef Py_ssize_t lanes = job.lanes
@@ -256,12 +263,8 @@ cdef void adjust_unit(Job *job, Scratch *w, Task *task, Unit *unit, TileState st
     if plain > 0 or plain_stop < n_keys:
         w.scores = <char *>unit.work.scores
         w.tile_max = <char *>unit.work.tile_max
-        if job.has_bias:
-            find_bias_rows(job, w, block, unit.key0, n_keys)
-        find_part_stops(w, block, 0, plain)
-        adjust_scores(job, w, block, state, unit.key0, 0, plain)
-        find_part_stops(w, block, plain_stop, n_keys - plain_stop)
-        adjust_scores(job, w, block, state, unit.key0, plain_stop, n_keys - plain_stop)
+        adjust_part(job, w, block, state, unit.key0, 0, plain)
+        adjust_part(job, w, block, state, unit.key0, plain_stop, n_keys - plain_stop)
         for v in range(block.n_vectors):
             for j in range(w.stops[v], n_keys):
                 for lane in range(v * lanes, (v + 1) * lanes):
@@ -273,17 +276,13 @@ cdef void adjust_unit(Job *job, Scratch *w, Task *task, Unit *unit, TileState st
 cdef void keep_words(const Job *job, Scratch *w, const Block *block, Unit *unit, TileState state) noexcept nogil:
     """Keeps which keys of a unit each lane may attend until its values are added."""
     cdef Py_ssize_t j, lane, n_words = (unit.work.n_keys + WORD - 1) // WORD
-    cdef bint masked
+    cdef TileState here
     memset(unit.words, 0xff, n_words * FUSED_LANES * sizeof(uint32_t))
     for j in range(unit.work.n_keys):
+        here = TILE_FULL if unit.work.plain <= j < unit.work.plain_stop else state
         for lane in range(FUSED_LANES):
-            masked = job.has_score_mod and unit.work.scores[j * FUSED_LANES + lane] == -INFINITY
-            if state == TILE_PARTIAL and not unit.work.plain <= j < unit.work.plain_stop:
-                masked |= (j >= w.stops[lane // job.lanes]
-                           or not w.words[j // WORD * FUSED_LANES + lane] >> (j % WORD) & 1)
-            if job.has_bias:
-                masked |= get_real(w.bias_rows[lane] + j * job.itemsize, job.itemsize) == -INFINITY
-            if masked:
+            if (not is_allowed(job, w, block, here, lane, j)
+                    or (job.has_score_mod and unit.work.scores[j * FUSED_LANES + lane] == -INFINITY)):
                 unit.words[j // WORD * FUSED_LANES + lane] &= ~(<uint32_t>1 << (j % WORD))
 
 
@@ -328,20 +327,15 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
 cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number) noexcept nogil:
     """Writes the outputs of a task's block."""
     cdef const Block *block = &task.blocks[number]
-    cdef Py_ssize_t lane
-    cdef char *item_rows
     select_block(job, w, number)
     if not task.is_started[number]:
         memset(w.acc, 0, job.acc_nbytes)
-    find_out_rows(job, w, block)
+    find_rows_of(job, w, block, &job.out, w.out_rows)
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                            job.exponent_factor, job.kept_share)
     task.is_nonfinite[number] = write_out(job, w, block)
-    if job.has_lse:
-        item_rows = at_item(job, &job.lse, block.item)
-        for lane in range(block.n_rows):
-            memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    write_lse(job, w, block)
 
 
 cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
@@ -352,7 +346,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
     cdef Unit *unit = &task.units[0]
     cdef Block *block
     cdef uint32_t *words = w.words
-    cdef char *clean = w.clean if job.is_masked or may_mask(job) else NULL
+    cdef char *clean = w.clean if masks_any(job) else NULL
     cdef char *rescale
     cdef fastattn_values values
     cdef TileState state = TILE_EMPTY
@@ -395,7 +389,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
         if task.is_nonfinite[number] and task.is_started[number]:
             block = &task.blocks[number]
             select_block(job, w, number)
-            find_out_rows(job, w, block)
+            find_rows_of(job, w, block, &job.out, w.out_rows)
             kernels_of(job).finish(w.inverse, NULL, w.row_max, w.row_sum, block.ld, job.exponent_factor, job.kept_share)
             write_large(job, w, block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
 

@@ -78,43 +78,26 @@ cdef struct LinearTiles:
 
 cdef Py_ssize_t set_linear_tiles(const Linear *n, char *base, LinearTiles *t) noexcept nogil:
     """Sets the addresses from `base` on; the number of bytes."""
-    cdef Py_ssize_t lanes = n.kernels.lanes * n.kernels.max_vectors, at = 0, size = n.itemsize
-    cdef Py_ssize_t sums = padded(n.n_sums * size)
-    t.sums = <double *>base
-    at += padded(n.n_sums * <Py_ssize_t>sizeof(double))
-    t.rounded = base + at
-    at += sums
-    t.part = base + at
-    at += sums
-    t.keys = base + at
-    at += padded(LINEAR_KEYS * n.ld * size)
-    t.values = base + at
-    at += padded(LINEAR_KEYS * n.value_dim * size)
-    t.query = base + at
-    at += padded(n.features * lanes * size)
-    t.acc = base + at
-    at += padded((n.value_dim + 1) * lanes * size)
-    t.scores = base + at
-    at += padded(RUNNING_KEYS * lanes * size)
-    t.clean = base + at
-    at += padded(RUNNING_KEYS * n.value_dim * size)
-    t.inverse = base + at
-    at += padded(2 * lanes * size)
-    t.ones = base + at
-    at += padded(lanes * size)
-    t.staged = base + at
-    at += padded(lanes * max(n.features, n.value_dim) * size)
-    t.rows = <char **>(base + at)
-    at += padded(lanes * sizeof(char *))
-    t.out_rows = <char **>(base + at)
-    at += padded(lanes * sizeof(char *))
-    t.staged_rows = <char **>(base + at)
-    at += padded(lanes * sizeof(char *))
-    t.words = <uint32_t *>(base + at)
-    at += padded(RUNNING_KEYS // 32 * lanes * sizeof(uint32_t))
-    t.stops = <Py_ssize_t *>(base + at)
-    at += padded(n.kernels.max_vectors * sizeof(Py_ssize_t))
-    return at
+    cdef Py_ssize_t lanes = n.kernels.lanes * n.kernels.max_vectors, size = n.itemsize
+    cdef char *at = base
+    t.sums = <double *>take(&at, n.n_sums * sizeof(double))
+    t.rounded = take(&at, n.n_sums * size)
+    t.part = take(&at, n.n_sums * size)
+    t.keys = take(&at, LINEAR_KEYS * n.ld * size)
+    t.values = take(&at, LINEAR_KEYS * n.value_dim * size)
+    t.query = take(&at, n.features * lanes * size)
+    t.acc = take(&at, (n.value_dim + 1) * lanes * size)
+    t.scores = take(&at, RUNNING_KEYS * lanes * size)
+    t.clean = take(&at, RUNNING_KEYS * n.value_dim * size)
+    t.inverse = take(&at, 2 * lanes * size)
+    t.ones = take(&at, lanes * size)
+    t.staged = take(&at, lanes * max(n.features, n.value_dim) * size)
+    t.rows = <char **>take(&at, lanes * sizeof(char *))
+    t.out_rows = <char **>take(&at, lanes * sizeof(char *))
+    t.staged_rows = <char **>take(&at, lanes * sizeof(char *))
+    t.words = <uint32_t *>take(&at, RUNNING_KEYS // WORD * lanes * sizeof(uint32_t))
+    t.stops = <Py_ssize_t *>take(&at, n.kernels.max_vectors * sizeof(Py_ssize_t))
+    return at - base
 
 
 cdef inline char *item_row(const ItemRows *rows, Py_ssize_t item, Py_ssize_t head, Py_ssize_t position) noexcept nogil:

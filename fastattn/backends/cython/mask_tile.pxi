@@ -1,11 +1,4 @@
-# One key tile: which of its keys each lane may attend, and their scores. The only file that knows masks and bias.
-
-cdef extern from "convert.h" nogil:
-    void fastattn_convert_row(char *, int, const char *, int, int, Py_ssize_t, Py_ssize_t)
-    void fastattn_copy_rows(char *, const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t)
-
-ctypedef void (*Score)(void *, void *, const void *, Py_ssize_t, int, const char *, const Py_ssize_t *, Py_ssize_t, Py_ssize_t,
-                       Py_ssize_t, const char *, Py_ssize_t, Py_ssize_t) noexcept nogil
+# One key tile: which of its keys each lane may attend, and their scores. What is done to scores is in epilogue.pxi.
 
 cdef uint32_t ALL_BITS = 0xffffffff
 
@@ -21,6 +14,33 @@ cdef inline uint32_t span_word(Py_ssize_t start, Py_ssize_t stop) noexcept nogil
     return (<uint32_t>0xffffffff >> (WORD - (stop - start))) << start
 
 
+cdef void read_dense(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
+    """Clears the bits of w.words where the mask array is 0."""
+    cdef Py_ssize_t lane
+    for lane in range(block.ld):
+        w.rows[lane] = lane_row(w, &job.dense, block.dense, lane) + key0 * job.dense.col
+    kernels_of(job).mask_words(w.words, block.ld, <const char *const *>w.rows, job.dense.col, job.dense_nbytes, n_keys)
+
+
+cdef void read_mask_map(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_words) noexcept nogil:
+    """Clears the bits of w.words that the mask map does not have."""
+    cdef Py_ssize_t lane, j, key, ld = block.ld
+    cdef int32_t entry
+    cdef const char *index
+    for lane in range(ld):
+        index = (block.mask_index + w.row_h[lane] * job.mask_index.head
+                 + w.row_i[lane] // job.tile_q * job.mask_index.row)
+        for j in range(n_words):
+            key = key0 + j * WORD
+            entry = (<const int32_t *>(index + key // job.tile_k * job.mask_index.col))[0]
+            if entry == INDEX_EMPTY:
+                w.words[j * ld + lane] = 0
+            elif entry != INDEX_FULL:
+                w.words[j * ld + lane] &= (<const uint32_t *><size_t>job.mask_bits)[
+                    (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
+                    + key % job.tile_k // WORD]
+
+
 cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
                          bint whole, Py_ssize_t *plain, Py_ssize_t *plain_stop) noexcept nogil:
     """The state of the n_keys keys from key0 on; where that is TILE_PARTIAL, w.words hold each lane's allowed keys.
@@ -32,8 +52,6 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
     cdef Py_ssize_t first = 0, last = 0   # words of the plain scores
     cdef uint32_t every = ALL_BITS, some = 0, word, valid
-    cdef int32_t entry
-    cdef const char *index
     cdef bint intervals_only = not job.has_dense and not job.has_mask_map
     cdef bint masks_only = not job.adjusts_all
     plain[0] = 0
@@ -63,23 +81,9 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
             for lane in range(ld):
                 w.words[j * ld + lane] |= span_word(w.kept_start[lane] - key, w.kept_stop[lane] - key)
     if job.has_dense:
-        for lane in range(ld):
-            w.rows[lane] = lane_row(w, &job.dense, block.dense, lane) + key0 * job.dense.col
-        kernels_of(job).mask_words(w.words, ld, <const char *const *>w.rows, job.dense.col, job.dense_nbytes, n_keys)
+        read_dense(job, w, block, key0, n_keys)
     if job.has_mask_map:
-        for lane in range(ld):
-            index = (block.mask_index + w.row_h[lane] * job.mask_index.head
-                     + w.row_i[lane] // job.tile_q * job.mask_index.row)
-            for j in range(n_words):
-                key = key0 + j * WORD
-                entry = (<const int32_t *>(index + key // job.tile_k * job.mask_index.col))[0]
-                if entry == INDEX_EMPTY:
-                    w.words[j * ld + lane] = 0
-                elif entry != INDEX_FULL:
-                    w.words[j * ld + lane] &= (<const uint32_t *><size_t>job.mask_bits)[
-                        (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
-                        + key % job.tile_k // WORD]
-
+        read_mask_map(job, w, block, key0, n_words)
     if first == last:
         for j in range(n_words):
             valid = span_word(0, n_keys - j * WORD)
@@ -102,63 +106,23 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     return TILE_PARTIAL
 
 
-cdef const uint32_t *find_drop_words(const Job *job, Scratch *w, const Block *block, Py_ssize_t ld, Py_ssize_t key0,
-                                     Py_ssize_t n_keys) noexcept nogil:
-    """Which weights of a tile dropout keeps, as words of ld lanes; NULL: all."""
-    cdef Py_ssize_t lane, first = block.item * job.num_kv_heads * job.group_size
-    cdef fastattn_dropout dropout
-    if not job.drop_threshold:
-        return NULL
-    dropout.key[0] = <uint64_t>job.drop_key_low
-    dropout.key[1] = <uint64_t>job.drop_key_high
-    dropout.threshold = <uint64_t>job.drop_threshold
-    for lane in range(ld):
-        w.drop_rows[lane] = (first + w.row_h[lane]) * job.len_q + w.row_i[lane] if lane < block.n_rows else 0
-    kernels_of(job).draw_words(w.drop_words, ld, w.drop_rows, job.len_k, key0, n_keys, &dropout)
-    return w.drop_words
-
-
-cdef inline void drop_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0) noexcept nogil:
-    """Sets the weights of the tile from key0 on that dropout drops to 0."""
-    cdef const uint32_t *words = find_drop_words(job, w, block, block.ld, key0, w.stops[block.n_vectors - 1])
-    if words != NULL:
-        kernels_of(job).drop(w.scores, block.ld, w.stops, words)
-
-
-cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                         Py_ssize_t n_keys) noexcept nogil:
-    """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, or converted."""
-    cdef Py_ssize_t lane
-    cdef char *row
-    for lane in range(block.ld):
-        row = lane_row(w, &job.bias, block.bias, lane) + key0 * job.bias.col
-        w.bias_rows[lane] = row
-        if job.convert_bias:
-            w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
-            if job.bias_storage:
-                load_row(job, w.bias_rows[lane], row, job.bias.col, job.bias_storage, n_keys)
-            else:
-                fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
-                                     job.bias.col, n_keys)
-
-
 cdef inline bint is_new(Scratch *w, const Block *block, Py_ssize_t *start, Py_ssize_t *stop) noexcept nogil:
     """Whether any of the head's rows start .. stop - 1 are new to this thread; marks them as seen.
 
     start and stop become the range of the new rows, extended to adjoin the rows seen before.
     """
-    if not (same_rows(&w.seen_key, &block.key) and same_rows(&w.seen_value, &block.value)):
-        w.seen_key = block.key
-        w.seen_value = block.value
-        w.seen_start = start[0]
-        w.seen_stop = stop[0]
+    if not (same_rows(&w.seen.key, &block.key) and same_rows(&w.seen.value, &block.value)):
+        w.seen.key = block.key
+        w.seen.value = block.value
+        w.seen.start = start[0]
+        w.seen.stop = stop[0]
         return True
-    if w.seen_start <= start[0]:
-        start[0] = w.seen_stop
-    elif stop[0] <= w.seen_stop:
-        stop[0] = w.seen_start
-    w.seen_start = min(w.seen_start, start[0])
-    w.seen_stop = max(w.seen_stop, stop[0])
+    if w.seen.start <= start[0]:
+        start[0] = w.seen.stop
+    elif stop[0] <= w.seen.stop:
+        stop[0] = w.seen.start
+    w.seen.start = min(w.seen.start, start[0])
+    w.seen.stop = max(w.seen.stop, stop[0])
     return start[0] < stop[0]
 
 
@@ -231,10 +195,10 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
     them column by column, and `load_rows` converts them, faster than memory delivers them. That takes 9 % off a batch
     of heads of 128 keys: 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
     """
-    cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n, at = 0
+    cdef Py_ssize_t start = key0 + first, new = start, new_stop = start + n_keys, prefetch_nbytes = 0, n = n_keys, at = 0
     cdef Py_ssize_t key_row = key_nbytes(job), key_col = job.itemsize
     cdef bint in_place = not job.copies_keys and not job.converts_keys
-    cdef Score score = kernels_of(job).pairs.score if job.uses_pairs else kernels_of(job).score
+    cdef fastattn_score score = kernels_of(job).pairs.score if job.uses_pairs else kernels_of(job).score
     cdef const char *queries = w.query_pairs if job.uses_pairs else w.query
     cdef char *scores
     cdef const char *keys
@@ -275,88 +239,14 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
         find_part_stops(w, block, first, n_keys)
 
 
-cdef void note_outside(Job *job, const Scratch *w, const Block *block, Py_ssize_t lane, const char *scores,
-                       Py_ssize_t key_nbytes, Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
-    """Sets job.read_outside where a score of one lane, masked by now, is still the mark of a score_mod that read out of
-    bounds: MARKS of backends/cpu/record.py."""
-    cdef uint64_t mark = <uint64_t>0x7ffc << 48 if job.itemsize == 8 else <uint64_t>0x7fe00000
-    cdef uint64_t arrays = 0x1fffff, bits
-    cdef uint32_t word
-    cdef int64_t at
-    cdef Py_ssize_t j
-    for j in range(n_keys):
-        if job.itemsize == 8:
-            memcpy(&bits, scores + j * key_nbytes, sizeof(bits))
-        else:
-            memcpy(&word, scores + j * key_nbytes, sizeof(word))
-            bits = word
-        if bits & ~arrays != mark:
-            continue
-        at = block.item * job.num_kv_heads * job.group_size + w.row_h[lane]
-        at = (at * job.len_q + w.row_i[lane]) * job.len_k + key0 + j + 1
-        if job.outside_at == 0 or at < job.outside_at:
-            job.outside_at = at
-            job.read_outside = bits & arrays
-        return
-
-
-cdef inline int64_t modify_scores(Job *job, Scratch *w, const Block *block, char *tile_max,
-                                  Py_ssize_t key0) noexcept nogil:
-    """Applies the score_mod to the scores, after the soft-cap, and updates tile_max; not 0 if it left marks."""
-    if job.softcap > 0 or job.score_root != 1:
-        # w.rescale is free between two steps of the softmax.
-        kernels_of(job).adjust(w.scores, w.rescale, block.ld, w.part_stops, job.score_root, job.softcap, NULL, NULL)
-    return (<score_loop><size_t>job.score_mod)(w.scores, tile_max, block.ld, block.n_vectors,
-                                               <Py_ssize_t>w.part_stops, key0, block.item, w.row_h, w.row_i,
-                                               <const char *><size_t>job.aux)
-
-
-cdef inline void adjust_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
-                               Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
-    """Adjusts the raw scores of the keys first .. first + n_keys - 1 of the tile, as far as w.part_stops says; first is
-    0 where there is a bias or a score_mod."""
-    cdef const uint32_t *words = words_of(w, state)
-    cdef double root = job.score_root, softcap = job.softcap
-    cdef Py_ssize_t lane
-    cdef int64_t marks = 0
-    cdef bint adjusts = words != NULL or job.has_bias
-    if n_keys <= 0:
-        return
-    if job.has_score_mod:
-        marks = modify_scores(job, w, block, w.rescale if adjusts else w.tile_max, key0)
-        root = 1
-        softcap = 0
-    if adjusts or not job.has_score_mod:
-        kernels_of(job).adjust(w.scores + first * block.ld * job.itemsize, w.tile_max, block.ld, w.part_stops, root,
-                               softcap, bias_of(job, w), NULL if words == NULL else words + first // WORD * block.ld)
-    if marks:
-        for lane in range(block.n_rows):
-            note_outside(job, w, block, lane, w.scores + lane * job.itemsize, block.ld * job.itemsize, key0,
-                         w.part_stops[lane // job.lanes])
-
-
 cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
                                  Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
     """`score_keys`, then `adjust_scores`."""
+    cdef ScoreTile scores
     if n_keys > 0:
         score_keys(job, w, block, NULL, key0, first, n_keys)
-        adjust_scores(job, w, block, state, key0, first, n_keys)
-
-
-cdef TileState note_masked(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize_t row, Py_ssize_t key,
-                           Py_ssize_t n_keys, TileState state) noexcept nogil:
-    """Clears the mask bits of scores that a score_mod made -inf; the new state of the tile.
-
-    `row` and `key` are the strides of the scores in bytes.
-    """
-    cdef Py_ssize_t r, j
-    if state != TILE_PARTIAL:
-        memset(w.words, 0xff, (n_keys + WORD - 1) // WORD * n_rows * sizeof(uint32_t))
-    for j in range(n_keys):
-        for r in range(n_rows):
-            if get_real(w.scores + r * row + j * key, job.itemsize) == -INFINITY:
-                w.words[j // WORD * n_rows + r] &= ~(<uint32_t>1 << (j % WORD))
-    return TILE_PARTIAL
+        scores = lane_tile(job, w, block, state, key0, first, n_keys, w.part_stops)
+        adjust_scores(job, w, block, &scores)
 
 
 cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
@@ -367,16 +257,16 @@ cdef TileState score_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
     """
     cdef Py_ssize_t plain, plain_stop
     cdef TileState state = mask_tile(job, w, block, key0, n_keys, whole, &plain, &plain_stop)
+    cdef ScoreTile scores
     if state == TILE_EMPTY:
         return state
     memcpy(w.tile_max, w.empty, block.ld * job.itemsize)
     if job.converts_keys:
         load_scored_keys(job, w.key_copy, &block.key, key0, n_keys)
-    if job.has_bias:
-        find_bias_rows(job, w, block, key0, n_keys)
     adjusted_scores(job, w, block, state, key0, 0, plain)
     score_keys(job, w, block, w.tile_max, key0, plain, plain_stop - plain)
     adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
     if job.has_score_mod and whole:
-        return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
+        scores = lane_tile(job, w, block, state, key0, 0, n_keys, w.stops)
+        return note_masked(job, w, block, &scores)
     return state

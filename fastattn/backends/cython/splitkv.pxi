@@ -4,10 +4,6 @@
 # the keys alone, so the bits of a result do not depend on the number of key tiles of a task.
 # Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023), with a tree where it has one sum.
 
-cdef enum:
-    MAX_PARTIALS = 64  # deeper than the tree over any number of keys
-
-
 cdef struct Stack:
     # Partial results to be merged, in the order of their keys; each is the root of a larger subtree than the next.
     Partial partials[MAX_PARTIALS]
@@ -64,9 +60,7 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
 
     notes_masked: the words include what a score_mod masked.
     """
-    cdef double root = job.score_root, softcap = job.softcap
-    cdef int64_t marks = 0
-    cdef Py_ssize_t r
+    cdef ScoreTile scores
     cdef fastattn_rows keys
     cdef Py_ssize_t n, at = 0
     if job.converts_keys:
@@ -80,42 +74,16 @@ cdef TileState score_key_tile(Job *job, Scratch *w, const Block *block, TileStat
             kernels_of(job).score_rows[job.key_storage](w.scores + at * job.itemsize, job.block_k, w.query, job.query_ld,
                                                         block.n_rows, &keys, n, job.head_dim)
             at += n
-    if job.has_score_mod:
-        if softcap > 0 or root != 1:
-            kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, NULL, NULL)
-            root = 1
-            softcap = 0
-        marks = (<score_loop><size_t>job.score_mod)(w.scores, NULL, job.block_k, block.n_rows, n_keys, key0, block.item,
-                                                      w.row_h, w.row_i, <const char *><size_t>job.aux)
-    if job.has_bias:
-        find_bias_rows(job, w, block, key0, n_keys)
-    if job.has_bias or softcap > 0 or root != 1 or state == TILE_PARTIAL:
-        kernels_of(job).adjust_rows(w.scores, job.block_k, block.n_rows, n_keys, root, softcap, bias_of(job, w),
-                                    words_of(w, state))
-    if marks:
-        for r in range(block.n_rows):
-            note_outside(job, w, block, r, w.scores + r * job.block_k * job.itemsize, job.itemsize, key0, n_keys)
-    if job.has_score_mod and notes_masked:
-        return note_masked(job, w, block.n_rows, job.block_k * job.itemsize, job.itemsize, n_keys, state)
-    return state
+    if not job.adjusts_all and state == TILE_FULL:
+        return state
+    scores = row_tile(job, w, state, key0, n_keys)
+    adjust_scores(job, w, block, &scores)
+    return note_masked(job, w, block, &scores) if job.has_score_mod and notes_masked else state
 
 
 cdef inline Py_ssize_t key_tile_start(const Job *job, const Block *block, Py_ssize_t key_tile) noexcept nogil:
     # A multiple of KEY_CHUNK, the keys of a partial sum: to skip masked keys in front then changes no bit.
     return max(key_tile * job.block_k, block.low // KEY_CHUNK * KEY_CHUNK)
-
-
-cdef void drop_row_weights(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
-                           Py_ssize_t n_keys) noexcept nogil:
-    """`drop_weights` of row tiles. One by one: dropout is for training, which has many rows."""
-    cdef Py_ssize_t lane, j
-    cdef const uint32_t *words = find_drop_words(job, w, block, job.max_lanes, key0, n_keys)
-    if words == NULL:
-        return
-    for lane in range(block.n_rows):
-        for j in range(n_keys):
-            if not words[j // WORD * job.max_lanes + lane] >> (j % WORD) & 1:
-                set_real(w.scores + (lane * job.block_k + j) * job.itemsize, 0, job.itemsize)
 
 
 cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t key_tile, Partial *partial,
@@ -158,7 +126,7 @@ cdef bint attend_key_tile(Job *job, Scratch *w, const Block *block, Py_ssize_t k
                                                        job.block_k, block.n_rows, &values, n, job.value_dim, at > 0)
             at += n
     partial.key_tile = key_tile
-    partial.has_masked = state == TILE_PARTIAL or may_mask(job)
+    partial.has_masked = masks_some(job, state)
     return True
 
 
@@ -211,8 +179,7 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
     cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
     cdef char *const *rows
     cdef TileState state
-    for lane in range(block.n_rows):
-        memset(lane_row(w, &job.weights, block.weights, lane), 0, job.len_k * job.weights_nbytes)
+    clear_weights(job, w, block)
     for key_tile in range(block.low // job.block_k, (block.high + job.block_k - 1) // job.block_k):
         key0 = key_tile_start(job, block, key_tile)
         n_keys = min((key_tile + 1) * job.block_k, block.high) - key0
@@ -234,8 +201,6 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
 
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
     """Writes all outputs of one key/value head from the stack."""
-    cdef Py_ssize_t lane
-    cdef char *lse_rows = at_item(job, &job.lse, block.item)
     cdef bint nonfinite = write_rows(job, w, block, stack)
     if nonfinite and stack.partials[0].has_masked:
         # Where some keys are masked for some rows: it may be 0 times the NaN or inf of a masked value.
@@ -246,9 +211,7 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
         memcpy(w.row_max, max_of(job, stack.partials), job.max_lanes * job.itemsize)
         attend_key_tiles(job, w, block, 0, job.n_key_tiles, stack, w.clean if stack.partials[0].has_masked else NULL, True)
         write_large(job, w, block, job.max_lanes, acc_of(job, stack.partials), job.acc_ld * job.itemsize, job.itemsize)
-    if job.has_lse:
-        for lane in range(block.n_rows):
-            memcpy(lane_row(w, &job.lse, lse_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    write_lse(job, w, block)
     if job.has_weights:
         write_row_weights(job, w, block, &stack.partials[0])
 
@@ -258,17 +221,12 @@ cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef Block block
     cdef Stack stack
     cdef Partial *partial
-    cdef Py_ssize_t lane, head = task // job.n_splits, first = task % job.n_splits * job.split_tiles
-    cdef char *query
-    cdef char *out
+    cdef Py_ssize_t head = task // job.n_splits, first = task % job.n_splits * job.split_tiles
     block.ld = block.n_rows = job.len_q * job.group_size
     block.n_vectors = 0
     find_block(job, w, &block, head // job.num_kv_heads, head % job.num_kv_heads, 0)
-    query = at_item(job, &job.query, block.item)
-    out = at_item(job, &job.out, block.item)
-    for lane in range(block.n_rows):
-        w.rows[lane] = lane_row(w, &job.query, query, lane)
-        w.out_rows[lane] = lane_row(w, &job.out, out, lane)
+    find_rows_of(job, w, &block, &job.query, w.rows)
+    find_rows_of(job, w, &block, &job.out, w.out_rows)
     kernels_of(job).pack_rows(w.query, job.query_ld, query_rows(job, w, block.n_rows), block.n_rows,
                               job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
     attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL, False)

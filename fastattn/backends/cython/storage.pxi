@@ -39,7 +39,7 @@ cdef inline char *scale_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
 cdef inline Py_ssize_t stored_nbytes(const Job *job, const HeadRows *rows, Py_ssize_t n_cols) noexcept nogil:
     """Bytes of n_cols elements as they are stored."""
     cdef int64_t storage = rows.storage & STORAGE
-    return n_cols * (job.itemsize if storage == FASTATTN_REAL else 1 if storage == FASTATTN_INT8 else 2)
+    return n_cols * (job.itemsize if storage == REAL else 1 if storage == INT8 else 2)
 
 
 cdef inline Py_ssize_t key_columns(const Job *job) noexcept nogil:
@@ -63,7 +63,7 @@ cdef inline Py_ssize_t find_rows_to_read(const HeadRows *rows, Py_ssize_t key, P
 
     It prefetches `prefetch` rows ahead, 0: none; in pages those before `stop`.
     """
-    cdef bint scaled = rows.storage == FASTATTN_INT8
+    cdef bint scaled = rows.storage == INT8
     cdef Py_ssize_t target, rest = prefetch % PREFETCH_STEP
     to.at = row_at(rows, key)
     to.row = rows.row
@@ -111,7 +111,7 @@ cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ss
         if not rows.storage:
             fastattn_copy_rows(to, at, rows.row, rows.col, job.itemsize, n, n_cols)
         else:
-            scale = scale_at(rows, key) if rows.storage == FASTATTN_INT8 else NULL
+            scale = scale_at(rows, key) if rows.storage == INT8 else NULL
             for i in range(n):
                 kernels_of(job).load_row(to + i * n_cols * job.itemsize, at + i * rows.row, rows.col, n_cols,
                                          rows.storage & STORAGE, (rows.storage & SWAPPED) != 0,

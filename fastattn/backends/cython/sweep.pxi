@@ -124,7 +124,7 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headr
         state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
-        partial = partial or state == TILE_PARTIAL or may_mask(job)
+        partial = partial or masks_some(job, state)
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
         kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
@@ -156,14 +156,10 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headr
 cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state, char *const *rows,
                        Py_ssize_t n_keys) noexcept nogil:
     """Sets the weights at w.rows to 0 where a key is masked: in a row of NaN they are 0 * NaN."""
-    cdef const char *const *bias = bias_of(job, w)
-    cdef const uint32_t *words = words_of(w, state)
     cdef Py_ssize_t lane, j
-    cdef bint masked
     for lane in range(block.n_rows):
         for j in range(n_keys):
-            masked = words != NULL and not words[j // WORD * block.ld + lane] >> (j % WORD) & 1
-            if masked or (bias != NULL and get_real(bias[lane] + j * job.itemsize, job.itemsize) == -INFINITY):
+            if not is_allowed(job, w, block, state, lane, j):
                 set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 
@@ -246,11 +242,12 @@ cdef void end_rows(const Job *job, const Scratch *w, char *row_max, char *row_su
             set_real(row_sum + lane * size, 1 if empty else NAN, size)
 
 
-cdef inline void find_out_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+cdef inline void write_lse(const Job *job, const Scratch *w, const Block *block) noexcept nogil:
+    cdef char *item = at_item(job, &job.lse, block.item)
     cdef Py_ssize_t lane
-    cdef char *item_rows = at_item(job, &job.out, block.item)
-    for lane in range(block.ld):
-        w.out_rows[lane] = lane_row(w, &job.out, item_rows, lane)
+    if job.has_lse:
+        for lane in range(block.n_rows):
+            memcpy(lane_row(w, &job.lse, item, lane), w.lse + lane * job.itemsize, job.itemsize)
 
 
 cdef inline bint write_out(const Job *job, Scratch *w, const Block *block) noexcept nogil:
@@ -298,17 +295,9 @@ cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_s
                 memcpy(to, at, size)
 
 
-cdef void find_query_rows(const Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """Where the block's queries lie, in w.rows."""
-    cdef Py_ssize_t lane
-    cdef char *item_rows = at_item(job, &job.query, block.item)
-    for lane in range(block.ld):
-        w.rows[lane] = lane_row(w, &job.query, item_rows, lane)
-
-
 cdef void pack_block(const Job *job, Scratch *w, const Block *block) noexcept nogil:
     """The packed queries of a block, in w.query."""
-    find_query_rows(job, w, block)
+    find_rows_of(job, w, block, &job.query, w.rows)
     kernels_of(job).pack(w.query, block.ld, query_rows(job, w, block.ld),
                          job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
 
@@ -317,7 +306,7 @@ cdef void pack_pairs(const Job *job, Scratch *w, Block *block) noexcept nogil:
     """The pairs of a block's queries, in w.query_pairs."""
     cdef Py_ssize_t lane, nbytes = job.head_dim * (PAIR_NBYTES // 2)
     cdef char **rows = w.rows
-    find_query_rows(job, w, block)
+    find_rows_of(job, w, block, &job.query, w.rows)
     if job.query.col != PAIR_NBYTES // 2:
         rows = w.staged_rows
         for lane in range(block.ld):
@@ -332,19 +321,17 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Block block
     cdef TaskRows rows = task_rows(job, task)
-    cdef Py_ssize_t lane, item = rows.item
     cdef bint partial, nonfinite
-    cdef char *item_rows
     block.n_vectors = rows.n_vectors
     block.ld = rows.n_vectors * kernels.lanes
     block.n_rows = rows.n_rows
-    find_block(job, w, &block, item, rows.kv, rows.first_row)
+    find_block(job, w, &block, rows.item, rows.kv, rows.first_row)
     find_head(job, w, &block)
     if job.uses_pairs:
         pack_pairs(job, w, &block)
     else:
         pack_block(job, w, &block)
-    find_out_rows(job, w, &block)
+    find_rows_of(job, w, &block, &job.out, w.out_rows)
     find_prefetches(job, w, &block, task + 1)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
     partial = attend(job, w, &block, NULL, False)
@@ -364,9 +351,6 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
         attend(job, w, &block, w.clean if partial else NULL, True)
         write_large(job, w, &block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
 
-    if job.has_lse:
-        item_rows = at_item(job, &job.lse, item)
-        for lane in range(block.n_rows):
-            memcpy(lane_row(w, &job.lse, item_rows, lane), w.lse + lane * job.itemsize, job.itemsize)
+    write_lse(job, w, &block)
     if job.has_weights:
         write_weights(job, w, &block)

@@ -7,15 +7,6 @@ cdef extern from * nogil:
     int64_t fetch_sub "__atomic_fetch_sub"(int64_t *, int64_t, int)
 
 
-cdef extern from "spread.h" nogil:
-    ctypedef struct fastattn_spread:
-        pass
-    void fastattn_set_cores(const int32_t *, int)
-    void fastattn_spread_start(fastattn_spread *)
-    void fastattn_spread_enter(fastattn_spread *, int)
-    void fastattn_spread_leave(fastattn_spread *, int)
-
-
 ctypedef void (*Work)(void *call, Share *shares, int thread, int num_threads) noexcept nogil
 
 

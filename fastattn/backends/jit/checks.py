@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.np.arrayobj import load_item, make_array, make_array_flat_cls
 
-from fastattn.backends.cpu.record import MARK_BITS
+from fastattn.backends.cpu.fields import MARK_BITS
 from fastattn.backends.jit.literals import fallback
 from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 

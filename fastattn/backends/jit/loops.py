@@ -26,7 +26,7 @@ from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
 from fastattn._mask_map import TILE_K, TILE_Q, WORDS
-from fastattn.backends.cpu.record import MARKS
+from fastattn.backends.cpu.fields import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words

@@ -85,9 +85,7 @@ typedef struct {
     /* S^T = K Q^T: s[j][lane] = sum over d of k[j * k_row + d * k_col] * q[d][lane]. Unless tile_max is
      * NULL, tile_max[lane] = max(tile_max[lane], s[.][lane]), which may include scores past the vector's stop.
      * Prefetches for each key j the first prefetch_nbytes bytes at prefetch + j * prefetch_row. */
-    void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                  const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
+    fastattn_score score;
 
     /* Turns raw scores into scores: s = root * (root * s), in two steps as root * root may overflow or underflow; then
      * s = softcap * tanh(s) when softcap > 0, then + bias, then -inf where the bias is -inf or bit j % 32 of

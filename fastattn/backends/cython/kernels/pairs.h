@@ -14,15 +14,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* The type of `score`, of either kind. */
+typedef void (*fastattn_score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                               const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                               const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
+
 typedef struct {
     /* tile[p][lane] = the p-th pair of rows[lane], each number times a power of two; `rows` has ld <= 64 pointers. Bit
      * `lane` of the result is set where a product is nonfinite, 2^60 or more, or denormal. */
     uint64_t (*pack)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_pairs, float factor);
 
-    /* As `score`, where columns are pairs. */
-    void (*score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                  const ptrdiff_t *stops, ptrdiff_t n_pairs, ptrdiff_t k_row, ptrdiff_t k_col, const char *prefetch,
-                  ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
+    /* As `score` of kernels.h, where columns are pairs: `head_dim` is their number. */
+    fastattn_score score;
 } fastattn_pairs;
 
 #endif

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from inspect import signature
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -109,12 +111,30 @@ ENGINES = (
 EVERY_ISA = ("test_forward.py",)
 
 
+def on(engines: Iterable[Any]) -> pytest.MarkDecorator:
+    """Has a test run on these engines alone. What the others refuse is for one test to show."""
+    return pytest.mark.parametrize("engine", [*engines], ids=lambda engine: engine.name, indirect=True)
+
+
+def without(is_nothing: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Leaves out combinations of parameters that mean nothing: a function of some of them, by their names."""
+    return pytest.mark.without.with_args(is_nothing)
+
+
 #: For tests that take the reference seconds, and the compiled backends none.
-reference_is_slow = pytest.mark.parametrize(
-    "engine",
-    [pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES],
-    ids=lambda engine: engine.name,
-    indirect=True,
+reference_is_slow = on(
+    pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES
+)
+#: For what is promised of compiled kernels: a row's sums do not depend on other rows, for one.
+on_compiled = on(it for it in ENGINES if it.backend != "reference")
+on_cython = on(it for it in ENGINES if it.backend == "cython")
+#: Numba reads neither 16 bits nor pages: `test_backends_that_read_none_say_so`, in two files.
+READS_STORAGE = tuple(it for it in ENGINES if it.backend != "numba")
+reads_storage = on(READS_STORAGE)
+#: The same by backends, for `backend`.
+on_compiled_backends, on_storage_backends = (
+    pytest.mark.parametrize("backend", [name for name in USABLE if name != other], indirect=True)
+    for other in ("reference", "numba")
 )
 
 
@@ -127,9 +147,7 @@ def _computes_gradients(engine: Engine) -> bool:
 
 
 #: For tests of gradients. `test_backward.py` has one that the other backends say why they compute none.
-computes_gradients = pytest.mark.parametrize(
-    "engine", [it for it in ENGINES if _computes_gradients(it)], ids=lambda engine: engine.name, indirect=True
-)
+computes_gradients = on(it for it in ENGINES if _computes_gradients(it))
 
 
 #: For tests of gradients, whose two types run the same code: float64 in the slow run alone.
@@ -142,6 +160,14 @@ def pytest_report_header() -> list[str]:
         f"backends: {', '.join(USABLE)}" + (f" (not usable: {', '.join(absent)})" if absent else ""),
         f"instruction sets: {', '.join(ISAS) or 'none'}",
     ]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was skipped: a line for each reason, however many tests have it."""
+    skipped = terminalreporter.getreports("skipped")
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
 
 
 def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
@@ -166,12 +192,20 @@ def values_of(item: pytest.Function) -> list[Hashable]:
     return [tuple(id(params[name]) for name in names) for names in [*alone, *together]]
 
 
+def means_nothing(item: pytest.Function, mark: pytest.Mark) -> bool:
+    is_nothing = mark.args[0]
+    return is_nothing(*(item.callspec.params[name] for name in signature(is_nothing).parameters))
+
+
 def name_of_test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [
+        item for item in items if not any(map(partial(means_nothing, item), item.iter_markers("without")))
+    ]
     here = Path(__file__).parent
     usual = []
     for item in items:
@@ -222,18 +256,26 @@ def backend(request: pytest.FixtureRequest) -> Engine:
     return Engine(request.param)
 
 
-@pytest.fixture(params=ENGINES, ids=lambda engine: engine.name)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Every usable backend on every instruction set this machine has."""
-    chosen: Engine = request.param
-    if chosen.isa is None:
-        context: Any = nullcontext()
-    else:
-        from fastattn.backends import cython_cpu
+def fixture_of(engines: Iterable[Engine]) -> Any:
+    """The fixture `engine` of a file whose tests run on these alone."""
 
-        context = cython_cpu.use_isa(chosen.isa)
-    with context:
-        yield chosen
+    @pytest.fixture(params=[*engines], ids=lambda engine: engine.name)
+    def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+        """Every such backend on every instruction set this machine has."""
+        chosen: Engine = request.param
+        if chosen.isa is None:
+            context: Any = nullcontext()
+        else:
+            from fastattn.backends import cython_cpu
+
+            context = cython_cpu.use_isa(chosen.isa)
+        with context:
+            yield chosen
+
+    return engine
+
+
+engine = fixture_of(ENGINES)
 
 
 @pytest.fixture(params=[*ISAS, "numpy"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastattn import masks
 from tests.cases import FLOATS, MASK_NAMES, MEMORY_LAYOUTS, mask_pair, random_arrays
-from tests.conftest import FLOAT32_FIRST, Engine, computes_gradients
+from tests.conftest import FLOAT32_FIRST, Engine, computes_gradients, on_cython
 from tests.naive import allowed_keys
 from tests.process import python
 from tests.test_memory import SCRIPT
@@ -586,11 +586,9 @@ print(calls)
 """
 
 
-@computes_gradients
+@on_cython  # the reference reads memory by NumPy alone
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
 def test_nothing_outside_the_arrays_is_touched(engine):
-    if engine.backend == "reference":
-        pytest.skip("it reads memory by NumPy alone")
     printed = python(GUARDED, env=engine.environment(), timeout=240)
     assert int(printed) == 3 * 8 * 10 * 2 * 2
 

@@ -16,6 +16,7 @@ import pytest
 import fastattn
 from fastattn import _cache_pages, _prepared
 from fastattn._cache_pages import PagePool, PageShape
+from tests.conftest import USABLE, Engine
 from tests.process import python
 from tests.tolerances import assert_attention, assert_same_bits
 
@@ -27,11 +28,9 @@ STORAGES = [
 WINDOWS = {"no_window": {}, "window": {"window": 5}, "kept_first": {"window": 7, "keep_first": 3}}
 
 
-@pytest.fixture
-def backend(backend):
-    if backend.backend == "numba":
-        pytest.skip("it refuses keys in pages")
-    return backend
+@pytest.fixture(params=[name for name in USABLE if name != "numba"])  # which refuses keys in pages
+def backend(request):
+    return Engine(request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "by_numpy"])

@@ -9,6 +9,7 @@ import pytest
 import fastattn
 from fastattn import Paged, Quantized, masks
 from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.conftest import READS_STORAGE, fixture_of, on_cython
 from tests.fake_gpu import FakeArray
 from tests.tolerances import assert_same_bits
 
@@ -31,11 +32,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def engine(engine):
-    if engine.backend == "numba":
-        pytest.skip("it refuses them, see test_backends_that_read_none_say_so")
-    return engine
+engine = fixture_of(READS_STORAGE)
 
 
 def dtype_of(storage):
@@ -244,10 +241,9 @@ def test_out_that_overlaps_the_pages(engine):
         assert_same_bits(out, expected)
 
 
+@on_cython  # the only one that reads pages and runs functions
 def test_functions_of_scores(engine):
     pytest.importorskip("numba")
-    if engine.backend == "reference":
-        pytest.skip("it runs no score_mod")
     query, key, value = (array.astype(np.float32) for array in random_arrays(**SHAPES["split_kv"]))
 
     def score_mod(score, b, h, q_idx, kv_idx):

@@ -17,6 +17,7 @@ import fastattn._flex  # now: what is patched in `_api` must not be what it impo
 from fastattn import _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
+from tests.conftest import on_compiled
 from tests.process import ROOT
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
@@ -262,13 +263,12 @@ def results_of(got):
     return got if isinstance(got, tuple) else (got,)
 
 
+@on_compiled
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
     """The next call of a signature, on other numbers, uses the prepared call, with the bits of the general
     path."""
-    if engine.backend == "reference":
-        pytest.skip("prepares nothing")
     options = OPTIONS[name] | {"layout": layout}
     first, second = (random_arrays(seed, lead=(2,), heads=3, len_q=L, len_k=S) for seed in range(2))
     if layout == "bshd":
@@ -317,9 +317,8 @@ def test_varlen_attention_is_prepared_for_its_lengths(no_general_path):
         assert_same_bits(fastattn.varlen_attention(query, key, value, *starts), wanted)
 
 
+@on_compiled
 def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_path):
-    if engine.backend == "reference":
-        pytest.skip("prepares nothing")
     query, key, value = random_arrays(lead=(2,), heads=3, len_q=L, len_k=L, head_dim=8, value_dim=8)
     expected = engine.attention(query, key, value)
     for out in (np.empty_like(expected), np.empty((2, 3, L, 16), np.float32)[..., ::2]):
@@ -371,10 +370,9 @@ FLEX = {
 }
 
 
+@on_compiled
 @pytest.mark.parametrize("name", FLEX)
 def test_flex_attention_is_prepared(engine, no_general_path, name):
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S, head_dim=8, value_dim=8)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **FLEX[name])
     expected = [result.copy() for result in results_of(attend())]
@@ -383,9 +381,8 @@ def test_flex_attention_is_prepared(engine, no_general_path, name):
         assert_same_bits(got, wanted)
 
 
+@on_compiled
 def test_what_functions_read_is_read_at_each_call(engine, no_general_path, monkeypatch):
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
     aux = np.random.default_rng(0).standard_normal((3, S))
@@ -402,10 +399,9 @@ def test_what_functions_read_is_read_at_each_call(engine, no_general_path, monke
     assert_attention((got,), *arrays, scale=scale, bias=-TABLE[None, :S])
 
 
+@on_compiled
 def test_a_mask_function_is_evaluated_for_what_it_reads(engine, monkeypatch):
     """Numbers are part of the signature; where it reads an array, the function is evaluated at each call."""
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
     query, key = np.ogrid[:L, :S]
@@ -420,10 +416,9 @@ def test_a_mask_function_is_evaluated_for_what_it_reads(engine, monkeypatch):
     assert_same_bits(attend(mask_mod=array_mask), engine.attention(*arrays))
 
 
+@on_compiled
 def test_out_that_functions_read(engine):
     """As aux or captured, after a call of the same signature without an overlap."""
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(heads=3, len_q=L, len_k=S, value_dim=S, dtype=np.float64)
     table = np.random.default_rng(1).standard_normal((3, L, S))
 

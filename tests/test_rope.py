@@ -18,7 +18,7 @@ import fastattn
 from fastattn import _rope
 from fastattn.layers import MultiHeadAttention
 from tests.cases import MEMORY_LAYOUTS
-from tests.conftest import ISAS
+from tests.conftest import ISAS, without
 from tests.fake_gpu import FakeArray
 from tests.process import GuardedArrays, python
 from tests.tolerances import assert_same_bits
@@ -209,9 +209,8 @@ def test_one_pairing_is_the_other_permuted(way):
 @pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
 @pytest.mark.parametrize("dtype", [*FLOATS, *STORAGES], ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@without(lambda memory, dtype: memory == "byte_swapped" and dtype == BFLOAT16)  # it has one byte order
 def test_any_memory_layout(way, memory, dtype, layout):
-    if dtype == BFLOAT16 and memory == "byte_swapped":
-        pytest.skip("ml_dtypes has one byte order")
     move = MEMORY_LAYOUTS[memory]
     x, (cos, sin) = numbers(2, 3, 5, 36, dtype=dtype), tables(9, 32, dtype)
     positions = np.random.default_rng(4).integers(0, 9, (2, 5 if layout == "bhsd" else 3))

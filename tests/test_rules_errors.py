@@ -10,6 +10,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from tests.cases import random_arrays
+from tests.conftest import without
 from tests.process import python
 from tests.tolerances import assert_same_bits
 
@@ -207,9 +208,8 @@ def test_message(backend, change, error, said):
 
 
 @pytest.mark.parametrize(("change", "error", "said"), [*SHAPE_ERRORS, *TYPE_ERRORS, *VALUE_ERRORS])
+@without(lambda change: "out" in change)
 def test_out_is_untouched(backend, change, error, said):
-    if "out" in change:
-        pytest.skip("this error is about out itself")
     out = np.full((LEAD, HEADS, LEN_Q, VALUE_DIM), 7.0, np.float32)
     with pytest.raises(error, match=re.escape(said)):
         backend.attention(**good() | {"out": out} | change)

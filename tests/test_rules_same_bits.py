@@ -12,6 +12,7 @@ import pytest
 from fastattn import masks
 from fastattn._constants import FEW_ROWS, FUSED_ROWS
 from tests.cases import FLOATS, random_arrays
+from tests.conftest import on_compiled
 from tests.tolerances import assert_same_bits
 
 #: Many tasks, few tasks, one task that can only be split over its keys, and ragged ones.
@@ -145,6 +146,7 @@ def test_what_out_held_before(engine):
         assert_same_bits(engine.attention(*arrays, causal="top_left", out=out), expected)
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("most", "few"),
@@ -157,8 +159,6 @@ def test_other_rows_of_the_window(engine, most, few, dtype):
 
     Split-KV, the sweep and the fused sweep each add in another order: each is compared with itself.
     """
-    if engine.backend == "reference":
-        pytest.skip("the promise is about the compiled kernels")
     query, key, value = random_arrays(7, heads=1, len_q=most, len_k=700, head_dim=16, dtype=dtype)
     together = engine.attention(query, key, value, mask=masks.Window(250, 0))
     for stop in range(min(most, 300), most + 1, 13) if most > FEW_ROWS else range(few, most + 1):

@@ -1,16 +1,19 @@
 """Fixtures: every usable backend, on every instruction set of this machine. And what the default run holds.
 
-``pytest`` leaves out what is marked ``slow``; ``pytest -m ""`` runs all. Three rules say what is slow:
+``pytest`` leaves out what is marked ``slow``; ``pytest -m slow`` runs that, and ``pytest -m ""`` both. Three
+rules say what is run, and where:
 
-* *All pairs.* Of a test's parameters every pair of values is in the default run, once at least, and not every
-  combination: each dtype meets each option, each option each backend, and so on. `uncovered` chooses.
-* *One instruction set.* The default run uses the best of this machine. All of them run in the files named by
-  `EVERY_ISA`: what is computed in every size.
+* *Pairs.* Of a test's parameters the default run has every pair of values once at least, and not every
+  combination: each dtype meets each option, each option each backend, and so on. The slow run has every
+  triple. `uncovered` chooses.
+* *One instruction set.* The default run uses the best of this machine. The slow run has the pairs on each of
+  the others. Files named by `EVERY_ISA` have all of them in both: what is computed in every size.
 * *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -19,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import signature
-from itertools import combinations, groupby
+from itertools import combinations, compress, groupby
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +173,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
 
 
-def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
-    """For each combination of parameters in turn, whether it has a pair of values that none before it had.
+def uncovered(combined: Iterable[Iterable[Hashable]], size: int) -> Iterator[bool]:
+    """For each combination of parameters in turn, whether it has `size` values that none before it had together.
 
-    Those that have hold every pair there is. One parameter alone is a pair with itself.
+    Those that have hold every such pair, or triple. Fewer parameters are taken as a whole.
     """
     seen: set[Hashable] = set()
     for parameters in combined:
         values = list(enumerate(parameters))
-        pairs = {*combinations(values, 2)} if len(values) > 1 else {*values}
-        yield not pairs <= seen
-        seen |= pairs
+        parts = {*combinations(values, min(size, len(values)))}
+        yield not parts <= seen
+        seen |= parts
 
 
 def values_of(item: pytest.Function) -> list[Hashable]:
@@ -201,28 +204,56 @@ def name_of_test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+def isa_of(item: pytest.Function) -> str:
+    """The best of this machine, for what has none of its own."""
+    params = item.callspec.params
+    chosen = params["engine"].isa if isinstance(params.get("engine"), Engine) else params.get("way")
+    return chosen if chosen in ISAS and item.path.name not in EVERY_ISA else ISAS[0] if ISAS else ""
+
+
+def chosen(of_one_test: list[pytest.Function]) -> Iterator[pytest.Function]:
+    """By the rules above, those that are run at all, and which of them are slow."""
+    usual: list[pytest.Function] = []
+    others: dict[str, list[pytest.Function]] = {}
+    for item in of_one_test:
+        (usual if isa_of(item) in ISAS[:1] or not ISAS else others.setdefault(isa_of(item), [])).append(item)
+    quick = [item for item in usual if not item.get_closest_marker("slow")]
+    default = {*compress(quick, uncovered(map(values_of, quick), 2))}
+    first = sorted(usual, key=lambda item: item not in default)
+    yield from default
+    for item in compress(first, uncovered(map(values_of, first), 3)):
+        if item not in default:
+            item.add_marker(pytest.mark.slow)
+            yield item
+    for its in others.values():
+        for item in compress(its, uncovered(map(values_of, its), 2)):
+            item.add_marker(pytest.mark.slow)
+            yield item
+
+
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [
-        item for item in items if not any(map(partial(means_nothing, item), item.iter_markers("without")))
-    ]
+    items[:] = [it for it in items if not any(map(partial(means_nothing, it), it.iter_markers("without")))]
     here = Path(__file__).parent
-    usual = []
-    for item in items:
-        if not hasattr(item, "callspec") or here not in item.path.parents:
-            continue
-        engine = item.callspec.params.get("engine")
-        isa = engine.isa if isinstance(engine, Engine) else None
-        if isa not in (None, *ISAS[:1]) and item.path.name not in EVERY_ISA:
-            item.add_marker(pytest.mark.slow)
-        if not item.get_closest_marker("slow"):
-            usual.append(item)
-    for _, group in groupby(usual, key=name_of_test):
+    ordered: list[pytest.Item] = []
+    for _, group in groupby(items, key=name_of_test):
         of_one_test = list(group)
-        for item, new in zip(of_one_test, uncovered(map(values_of, of_one_test)), strict=True):
-            if not new:
-                item.add_marker(pytest.mark.slow)
-    items[:] = [item for _, group in groupby(items, key=name_of_test) for item in engines_together(group)]
+        if here in of_one_test[0].path.parents and hasattr(of_one_test[0], "callspec"):
+            kept = {*chosen(of_one_test)}
+            of_one_test = engines_together(item for item in of_one_test if item in kept)
+        ordered += of_one_test
+    items[:] = ordered
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage is looked for among the tests, which are many objects: it takes seconds each time."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    return result
 
 
 def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:

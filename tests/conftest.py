@@ -174,7 +174,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def uncovered(combined: Iterable[Iterable[Hashable]], size: int) -> Iterator[bool]:
-    """For each combination of parameters in turn, whether it has `size` values that none before it had together.
+    """For each combination of parameters in turn, whether it has `size` values together that none had before.
 
     Those that have hold every such pair, or triple. Fewer parameters are taken as a whole.
     """

@@ -1,4 +1,4 @@
-"""The default run includes every pair of parameters' values, the slow one every triple. See ``tests/conftest.py``."""
+"""The default run has every pair of parameters' values, the slow one every triple: ``tests/conftest.py``."""
 
 from __future__ import annotations
 

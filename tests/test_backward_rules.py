@@ -136,14 +136,6 @@ def test_masked_keys(engine, name, with_bias, sizes, dtype):
 
 
 @computes_gradients
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", MASK_NAMES)
-def test_keys_that_mask_objects_mask(engine, name, sizes):
-    pair = mask_pair(name, BATCH, HEADS, *sizes)
-    assert_masked_keys_are_never_seen(engine, problem(*sizes), {"mask": pair.mask}, pair.allowed)
-
-
-@computes_gradients
 @pytest.mark.parametrize("dtype", FLOAT32_FIRST)
 @pytest.mark.parametrize("shape", ["scores", "keys"])
 def test_keys_that_a_bias_of_minus_infinity_masks(engine, shape, dtype):

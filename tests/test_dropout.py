@@ -106,14 +106,6 @@ def test_options(engine, case, option, dtype):
 
 
 @drops_weights
-@pytest.mark.parametrize("pair", cases.mask_pairs(2, 3, 40, 130), ids=lambda pair: pair.name)
-def test_mask_objects(engine, pair):
-    arrays = cases.random_arrays(2, lead=(2,), heads=3, len_q=40, len_k=130, head_dim=8)
-    results = engine.everything(*arrays, mask=pair.mask, sinks=np.ones(3, np.float32), **DROP)
-    assert_attention(results, *arrays, mask=pair.allowed, sinks=np.ones(3, np.float32), **DROP)
-
-
-@drops_weights
 @pytest.mark.parametrize("p", [2**-16, 0.02, 0.5, 0.97, 1 - 2**-16])
 def test_shares(engine, p):
     arrays = cases.random_arrays(3, heads=2, len_q=50, len_k=200, head_dim=8)

@@ -9,10 +9,9 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._mask_map import EMPTY, FULL, TILE_K, TILE_Q, UNBOUNDED, Band, Part
+from fastattn._mask_map import FULL, TILE_K, TILE_Q, UNBOUNDED, Band
 from fastattn._mask_parts import of_band, states_of_keys
 from fastattn.masks import (
-    BlockMask,
     Causal,
     Dense,
     GlobalTokens,
@@ -22,60 +21,13 @@ from fastattn.masks import (
     Segments,
     Window,
 )
-from tests.cases import MASK_NAMES, mask_pair, mask_pairs, random_arrays
+from tests.cases import mask_pair, random_arrays
 from tests.fake_gpu import FakeArray
+from tests.masks_as_arrays import BLOCKS, block_mask, part_of, parts_of
 from tests.test_masks_lowering import INTERVAL_MASKS
 
 BATCH, HEADS = 2, 2
-#: Sizes of a whole problem, and of blocks of it: its first query and key, and its own sizes.
-BLOCKS = {
-    (9, 7): [(0, 0, 9, 7), (1, 2, 3, 4), (8, 6, 1, 1), (4, 0, 0, 7), (9, 7, 0, 0)],
-    (200, 300): [
-        (0, 0, 64, 128),
-        (TILE_Q, TILE_K, 70, 130),
-        (3, 1, 130, 260),
-        (77, 45, 123, 255),
-        (130, 250, 70, 50),
-        (199, 299, 1, 1),
-    ],
-}
 CASES = [(whole, block) for whole, blocks in BLOCKS.items() for block in blocks]
-
-
-def spread(array, len_q, len_k):
-    return np.broadcast_to(array, (BATCH, HEADS, len_q, len_k))
-
-
-def part_of(allowed, block):
-    row, key, len_q, len_k = block
-    return allowed[..., row : row + len_q, key : key + len_k]
-
-
-def block_mask(allowed):
-    """The same as a map of tiles, as `create_block_mask` makes it."""
-    _, _, len_q, len_k = allowed.shape
-    node = masks.lower(Dense(allowed) | Dense(allowed), (BATCH,), HEADS, len_q, len_k)
-    return BlockMask(node.mask_map, BATCH, HEADS, len_q, len_k)
-
-
-@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
-def test_a_block_of_every_mask(whole, block):
-    for name in MASK_NAMES:
-        pair = mask_pair(name, BATCH, HEADS, *whole)
-        part = pair.mask.shifted(*block[:2], size=whole)
-        got = part.materialize(HEADS, *block[2:])
-        np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block), name)
-
-
-@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
-def test_a_block_of_a_block(whole, block):
-    for pair in mask_pairs(BATCH, HEADS, *whole):
-        row, key = block[0] // 2, block[1] // 2
-        part = pair.mask.shifted(row, key, size=whole)
-        left = whole[0] - row, whole[1] - key
-        again = part.shifted(block[0] - row, block[1] - key, size=left)
-        got = again.materialize(HEADS, *block[2:])
-        np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block), pair.name)
 
 
 @pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
@@ -84,7 +36,7 @@ def test_a_block_of_a_map_of_tiles(name, whole, block):
     pair = mask_pair(name, BATCH, HEADS, *whole)
     part = block_mask(pair.allowed).shifted(*block[:2])
     got = part.materialize(HEADS, *block[2:])
-    np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block))
+    np.testing.assert_array_equal(got, part_of(pair.allowed, block))
 
 
 def test_a_map_of_tiles_at_every_bit():
@@ -131,40 +83,12 @@ def test_without_the_size_of_the_problem(mask):
 class TestParts:
     """A part of a problem along all axes, as `fastattn.integrations.dask` divides one."""
 
-    @staticmethod
-    def parts(whole, n_keys=3):
-        """Parts whose bounds are no tile's, with the slices of blocks of keys."""
-        len_q, len_k = whole
-        rows = [slice(0, len_q), slice(len_q // 3, len_q // 3 + 1), slice(len_q // 2, len_q)]
-        ends = np.linspace(0, len_k, n_keys + 1).astype(int).tolist()
-        blocks = [slice(*ends) for ends in pairwise(ends)]
-        for items, heads, queries in product([slice(0, 2), slice(1, 2)], [slice(0, 2), slice(1, 2)], rows):
-            yield Part((BATCH,), (items,), heads, queries, slice(0, len_k), whole), blocks
-
-    @pytest.mark.parametrize("whole", [(9, 7), (200, 300)], ids=str)
-    @pytest.mark.parametrize("name", [*MASK_NAMES, "map_of_tiles"])
-    def test_every_mask(self, name, whole):
-        pair = mask_pair("and_of_or" if name == "map_of_tiles" else name, BATCH, HEADS, *whole)
-        mask = block_mask(pair.allowed) if name == "map_of_tiles" else pair.mask
-        allowed = spread(pair.allowed, *whole)
-        for part, blocks in self.parts(whole):
-            states = states_of_keys(mask, part, blocks)
-            for keys, state in zip(blocks, states, strict=True):
-                wanted = allowed[part.items[0], part.heads, part.queries, keys]
-                got = masks.lower(
-                    mask._cut(part.of_keys(keys)), wanted.shape[:1], wanted.shape[1], *wanted.shape[2:]
-                )
-                np.testing.assert_array_equal(as_array(got, wanted.shape), wanted)
-                assert (state == EMPTY) == (not wanted.any())
-                assert state != FULL or wanted.all()
-
     @pytest.mark.parametrize("name", INTERVAL_MASKS)
     def test_intervals_are_known_to_be_full(self, name):
         pair = mask_pair(name, BATCH, HEADS, 200, 300)
-        allowed = spread(pair.allowed, 200, 300)
-        for part, blocks in self.parts((200, 300), 30):
+        for part, blocks in parts_of((200, 300), 30):
             for keys, state in zip(blocks, states_of_keys(pair.mask, part, blocks), strict=True):
-                wanted = allowed[part.items[0], part.heads, part.queries, keys]
+                wanted = pair.allowed[part.items[0], part.heads, part.queries, keys]
                 assert (state == FULL) == wanted.all()
 
     @pytest.mark.parametrize("at_end", [False, True])
@@ -179,20 +103,6 @@ class TestParts:
             mask = of_band(band, 7, 9)
             got = np.ones((1, 7, 9), bool) if mask is None else mask.materialize(1, 7, 9)
             np.testing.assert_array_equal(*np.broadcast_arrays(got[..., 0, :, :], wanted))
-
-
-def as_array(lowered, shape):
-    """What `masks.lower` gives as an array."""
-    allowed, key = np.ones(shape, bool), np.arange(shape[-1])
-    if lowered.key_start is not None:
-        inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])
-        allowed &= inside[:, None]
-    if lowered.dense is not None:
-        allowed &= lowered.dense != 0
-    if lowered.mask_map is not None:
-        for item in np.ndindex(*shape[:2]):
-            allowed[item] &= lowered.mask_map.rows(item, 0, shape[2], shape[3])
-    return allowed
 
 
 def test_offsets_beyond_int64_do_not_wrap_around():

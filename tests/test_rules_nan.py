@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastattn import masks
-from tests.cases import FLOATS, MASK_NAMES, mask_pair, random_arrays
+from tests.cases import FLOATS, random_arrays
 from tests.naive import allowed_keys
 from tests.tolerances import assert_attention, assert_same_bits
 
@@ -53,13 +53,6 @@ def assert_row_sees_nothing_masked(engine, arrays, allowed, options, poisons=POI
                 for name, got, wanted in zip(("out", "lse", "weights"), results, clean, strict=True):
                     what = f"{name} of row {row}, head {head}, with keys {in_key} and values {in_value}"
                     assert_same_bits(got[:, head, row], wanted[:, head, row], what)
-
-
-@pytest.mark.parametrize("name", MASK_NAMES)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_mask_objects(engine, name, sizes):
-    pair = mask_pair(name, BATCH, HEADS, *sizes)
-    assert_row_sees_nothing_masked(engine, problem(*sizes), pair.allowed, {"mask": pair.mask}, POISONS[:2])
 
 
 OPTIONS = {

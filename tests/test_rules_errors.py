@@ -11,6 +11,7 @@ import fastattn
 from fastattn import masks
 from tests.cases import random_arrays
 from tests.process import python
+from tests.refusals import one_at_a_time
 from tests.tolerances import assert_same_bits
 
 LEAD, HEADS, LEN_Q, LEN_K, DIM, VALUE_DIM = 2, 4, 5, 9, 6, 3
@@ -70,10 +71,6 @@ SEVERAL_SHAPES = [
     {"key": floats(2, 0, 9, 6), "value": floats(2, 0, 9, 3)},
     {"query": floats(2, 4, 5, 0), "key": floats(2, 2, 9, 0)},
 ]
-
-
-def one_at_a_time(wrong):
-    return [{name: value} for name, values in wrong.items() for value in values]
 
 
 @pytest.mark.parametrize(

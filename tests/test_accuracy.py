@@ -186,8 +186,8 @@ REDUCED = dict.fromkeys(table.reduced() for table in FULL_SIZE)  # of some rows 
 
 
 def _takes_seconds(table):
-    """Extended precision does where there are many rows."""
-    return table.sizes[2] > (100 if table.dtype == "float64" else 300)
+    """The definition does where there are many rows."""
+    return table.sizes[2] > 100
 
 
 @on_compiled

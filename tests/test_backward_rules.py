@@ -15,7 +15,7 @@ from tests.conftest import FLOAT32_FIRST, Engine, computes_gradients, on_cython
 from tests.naive import allowed_keys
 from tests.process import python
 from tests.test_memory import SCRIPT
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 ALL = ("query", "key", "value", "bias", "sinks")
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -62,12 +62,6 @@ def outputs(engine, arrays, **options):
     rng = np.random.default_rng(4)
     grad_out, grad_lse = (rng.standard_normal(x.shape).astype(lse.dtype) for x in (out, lse))
     return arrays | {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-
-
-def assert_all_same(got, wanted, what=""):
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        assert_same_bits(got[name], wanted[name], f"gradient of {name} {what}")
 
 
 def of_kv_heads(allowed):

@@ -15,7 +15,7 @@ from tests import cases, naive
 from tests.cases import Case
 from tests.conftest import FLOAT32_FIRST, computes_gradients
 from tests.test_backward import check
-from tests.tolerances import assert_attention, assert_same_bits, computes_as_upcast
+from tests.tolerances import assert_all_same, assert_attention, assert_same_bits, computes_as_upcast
 
 #: What drops weights is what computes gradients.
 drops_weights = computes_gradients
@@ -150,8 +150,7 @@ def test_bits_do_not_depend_on_threads_or_memory(engine, case, layout):
         moved = [cases.MEMORY_LAYOUTS[place](array) for array in arrays]
         out, *others = engine.everything(*moved, num_threads=3, layout=layout, **DROP)
         out = np.ascontiguousarray(out.swapaxes(-2, -3)) if layout == "bshd" else out
-        for got, expected in zip((out, *others), wanted, strict=True):
-            assert_same_bits(got, expected)
+        assert_all_same((out, *others), wanted)
 
 
 @drops_weights
@@ -208,8 +207,7 @@ def test_nan_behind_masks_is_never_seen(engine):
     for item, length in enumerate((70, 33)):
         key[item, :, min(60, length) :] = np.nan
         value[item, :, min(60, length) :] = np.inf
-    for got, expected in zip(engine.everything(query, key, value, **options), wanted, strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same(engine.everything(query, key, value, **options), wanted)
 
 
 @drops_weights

@@ -22,7 +22,7 @@ from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
 from tests.conftest import on_compiled, on_cython
 from tests.test_options_hypothesis import problems
-from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
 
 #: Around one key tile and two, and trees that are not full.
 LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
@@ -30,11 +30,6 @@ LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
 #: also exactly as many.
 MOST_ROWS = 16
 COLUMNS = 40  #: head_dim and value_dim of `many_key_tiles` together
-
-
-def assert_all_same(results, expected, rows=...):
-    for name, got, wanted in zip(("out", "lse", "weights"), results, expected, strict=True):
-        assert_same_bits(got[rows], wanted[rows], name)
 
 
 def many_key_tiles(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, lead=(1,)):

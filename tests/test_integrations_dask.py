@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fastattn
 from fastattn import masks
 from tests.cases import mask_pair, random_arrays
-from tests.tolerances import assert_attention, assert_gradients, assert_same_bits
+from tests.tolerances import assert_all_same, assert_attention, assert_gradients
 
 da = pytest.importorskip("dask.array")
 import dask  # noqa: E402
@@ -494,16 +494,14 @@ class TestSchedulers:
             dask.compute(*lazy, scheduler="synchronous", optimize_graph=False),
         ]
         for found in others:
-            for one, wanted in zip(found, expected, strict=True):
-                assert_same_bits(one, wanted)
+            assert_all_same(found, expected)
 
     @pytest.mark.slow
     def test_processes(self) -> None:
         lazy = all_results()
         expected = dask.compute(*lazy, scheduler="synchronous")
         found = dask.compute(*lazy, scheduler="processes", num_workers=2)
-        for one, wanted in zip(found, expected, strict=True):
-            assert_same_bits(one, wanted)
+        assert_all_same(found, expected)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -518,8 +516,7 @@ class TestSchedulers:
             distributed.Client(cluster) as client,
         ):
             found = client.gather(client.compute(lazy))
-        for one, wanted in zip(found, expected, strict=True):
-            assert_same_bits(one, wanted)
+        assert_all_same(found, expected)
 
     def test_tasks_are_pickled(self) -> None:
         graph = dict(all_results()[0].__dask_graph__())

@@ -11,7 +11,7 @@ from fastattn import Paged, Quantized, masks
 from tests.cases import MEMORY_LAYOUTS, random_arrays
 from tests.conftest import READS_STORAGE, fixture_of, on_cython
 from tests.fake_gpu import FakeArray
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 STORAGES = ["float32", "float64", "float16", "bfloat16", "int8"]
@@ -74,12 +74,6 @@ def options_of(name, arrays, dtype):
         shape = (arrays[0].shape[-3], arrays[0].shape[-2], arrays[1].shape[-2])
         options["bias"] = np.random.default_rng(9).standard_normal(shape).astype(dtype)
     return options
-
-
-def assert_all_same(got, expected):
-    for result, wanted in zip(got, expected, strict=True):
-        assert result.dtype == wanted.dtype
-        assert_same_bits(result, wanted)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -19,7 +19,7 @@ from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.conftest import on_compiled
 from tests.process import ROOT
-from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
 
 SHAPES = {
     "rank_two": {"heads": 1},
@@ -194,8 +194,7 @@ def test_many_threads_at_once(short, len_q, step):
     expected = [short(*arrays) for arrays in problems]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(20):
-            for got, wanted in zip(pool.map(lambda arrays: short(*arrays), problems), expected, strict=True):
-                assert_same_bits(got, wanted)
+            assert_all_same(pool.map(lambda arrays: short(*arrays), problems), expected)
 
 
 # ---------------------------------------------------------------- the prepared call
@@ -279,9 +278,9 @@ def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
     engine.attention(*first, **options)
     expected = results_of(engine.attention(*(array.copy() for array in second), **fresh))
     no_general_path()
-    for wanted, got in zip(expected, results_of(engine.attention(*second, **fresh)), strict=True):
-        assert_same_bits(got, wanted)
-        assert got.flags.c_contiguous and got.flags.writeable
+    results = results_of(engine.attention(*second, **fresh))
+    assert_all_same(results, expected)
+    assert all(got.flags.c_contiguous and got.flags.writeable for got in results)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"enable_gqa": True}], ids=str)
@@ -377,8 +376,7 @@ def test_flex_attention_is_prepared(engine, no_general_path, name):
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **FLEX[name])
     expected = [result.copy() for result in results_of(attend())]
     no_general_path()
-    for wanted, got in zip(expected, results_of(attend()), strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(results_of(attend()), expected)
 
 
 @on_compiled
@@ -517,8 +515,7 @@ def test_small_calls_are_recalled(monkeypatch, name, layout):
     changed = results_of(attend())
     assert not np.array_equal(changed[0], second[0])
     monkeypatch.undo()
-    for got, expected in zip(changed, results_of(attend(num_threads=7)), strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same(changed, results_of(attend(num_threads=7)))
 
 
 def test_the_oldest_small_call_is_forgotten():

@@ -13,7 +13,7 @@ from fastattn import masks
 from fastattn._constants import FEW_ROWS, FUSED_ROWS
 from tests.cases import FLOATS, random_arrays
 from tests.conftest import on_compiled
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 #: Many tasks, few tasks, one task that can only be split over its keys, and ragged ones.
 SHAPES = {
@@ -44,11 +44,6 @@ def options_for(shape):
 
 
 OPTION_NAMES = tuple(options_for(SHAPES["small"]))
-
-
-def assert_all_same(results, expected):
-    for name, got, wanted in zip(("out", "lse", "weights"), results, expected, strict=True):
-        assert_same_bits(got, wanted, name)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

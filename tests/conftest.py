@@ -249,11 +249,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Iterator[None]:
     """No garbage is looked for among the tests, which are many objects: it takes seconds each time."""
     gc.disable()
-    result = yield
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -29,7 +29,7 @@ for extra in (
     ("demo", "count"),
     [
         ("generate", 40),
-        ("embed", 20),
+        ("embed", 40),
         ("image", 10),
         pytest.param("generate", 10_000, marks=pytest.mark.slow),
         pytest.param("embed", 2_000, marks=pytest.mark.slow),

@@ -133,7 +133,6 @@ on_compiled = on(it for it in ENGINES if it.backend != "reference")
 on_cython = on(it for it in ENGINES if it.backend == "cython")
 #: Numba reads neither 16 bits nor pages: `test_backends_that_read_none_say_so`, in two files.
 READS_STORAGE = tuple(it for it in ENGINES if it.backend != "numba")
-reads_storage = on(READS_STORAGE)
 #: The same by backends, for `backend`.
 on_compiled_backends, on_storage_backends = (
     pytest.mark.parametrize("backend", [name for name in USABLE if name != other], indirect=True)
@@ -207,8 +206,8 @@ def name_of_test(item: pytest.Item) -> str:
 def isa_of(item: pytest.Function) -> str:
     """The best of this machine, for what has none of its own."""
     params = item.callspec.params
-    chosen = params["engine"].isa if isinstance(params.get("engine"), Engine) else params.get("way")
-    return chosen if chosen in ISAS and item.path.name not in EVERY_ISA else ISAS[0] if ISAS else ""
+    own = params["engine"].isa if isinstance(params.get("engine"), Engine) else params.get("way")
+    return own if own in ISAS and item.path.name not in EVERY_ISA else ISAS[0] if ISAS else ""
 
 
 def chosen(of_one_test: list[pytest.Function]) -> Iterator[pytest.Function]:

@@ -543,8 +543,7 @@ class TestReadLines:
 
 
 @pytest.mark.parametrize(
-    ("heads", "count"),
-    [(1, 1), pytest.param(5, 2, marks=pytest.mark.slow), (16, MAX_PICTURE_TOKENS + 30)],
+    ("heads", "count"), [(1, 1), pytest.param(5, 2, marks=pytest.mark.slow), (16, MAX_PICTURE_TOKENS + 30)]
 )
 def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:
     weights = np.full((heads, count, count), 1 / count, np.float32)

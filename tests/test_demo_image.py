@@ -30,15 +30,7 @@ from fastattn.demo import _timing, main
 from fastattn.demo.image import photograph
 from fastattn.demo.image.photograph import MAX_PATCHES, MIN_PATCHES, SAMPLE, fit, pixels_of, read_photograph
 from fastattn.demo.image.picture import Box, Text, arrange, draw, heat
-from tests.demo_image_models import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    PATCH,
-    make_model,
-    needs_real_model,
-    write_model,
-)
+from tests.demo_image_models import HEADS, HIDDEN, LAYERS, PATCH, make_model, needs_real_model, write_model
 from tests.demos import call_demo, complaint, go_to_empty_folder, one_line
 
 #: The probes of the cores are switched off, and with them the compiled backend.

@@ -11,17 +11,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from tests import naive
-from tests.flex_gallery import (
-    GALLERY,
-    B,
-    H,
-    L,
-    S,
-    arrays,
-    aux_of,
-    indices,
-    options_of,
-)
+from tests.flex_gallery import GALLERY, B, H, L, S, arrays, aux_of, indices, options_of
 from tests.process import python
 from tests.tolerances import assert_all_same, assert_answer, assert_same_bits
 

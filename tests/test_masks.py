@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    Segments,
-    Window,
-)
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, Segments, Window
 from tests.cases import mask_pairs, random_arrays
 from tests.tolerances import assert_attention
 
@@ -112,10 +105,7 @@ class TestAlgebra:
         [
             (3, "got int"),
             ("x", "got str"),
-            (
-                np.ones((3, 3), bool),
-                "got ndarray: make a mask of it, Dense(array)",
-            ),
+            (np.ones((3, 3), bool), "got ndarray: make a mask of it, Dense(array)"),
             ([[True]], "got list: make a mask of it, Dense(array)"),
             (None, "got None: leave it out, or say Window(None, None), which allows every key"),
             (Window, "got the class Window: make a mask of it, Window(...)"),

@@ -9,16 +9,7 @@ import pytest
 
 from fastattn import masks
 from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    NotSelf,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, NotSelf, PrefixLM, Segments, Window
 from tests.cases import mask_pair
 
 # These cost nothing: one key interval per row, whatever the sizes.

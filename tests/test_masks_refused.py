@@ -11,15 +11,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn.layers import MultiHeadAttention
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, PrefixLM, Segments, Window
 from tests.cases import random_arrays
 from tests.refusals import assert_named
 

@@ -13,16 +13,7 @@ import fastattn
 from fastattn import masks
 from fastattn._mask_map import FULL, TILE_K, TILE_Q, UNBOUNDED, Band
 from fastattn._mask_parts import of_band, states_of_keys
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    NotSelf,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, NotSelf, PrefixLM, Segments, Window
 from tests.cases import mask_pair, random_arrays
 from tests.fake_gpu import FakeArray
 from tests.masks_as_arrays import BLOCKS, block_mask, part_of, parts_of
@@ -194,9 +185,7 @@ class TestAlgebra:
 
 class TestRefused:
     @pytest.mark.parametrize(
-        "mask",
-        [Causal("bottom_right"), Window(1, 1), PrefixLM(3), GlobalTokens([1])],
-        ids=repr,
+        "mask", [Causal("bottom_right"), Window(1, 1), PrefixLM(3), GlobalTokens([1])], ids=repr
     )
     def test_no_size(self, mask):
         for whole in (mask, mask & NotSelf(), ~(mask | NotSelf())):

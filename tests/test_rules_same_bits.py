@@ -159,9 +159,6 @@ def test_other_rows_of_the_window(engine, most, few, dtype):
     for stop in range(min(most, 300), most + 1, 13) if most > FEW_ROWS else range(few, most + 1):
         rows, upto = slice(stop - few, stop), slice(0, 700 - most + stop)
         alone = engine.attention(
-            query[..., rows, :],
-            key[..., upto, :],
-            value[..., upto, :],
-            mask=masks.Window(250, 0),
+            query[..., rows, :], key[..., upto, :], value[..., upto, :], mask=masks.Window(250, 0)
         )
         assert_same_bits(together[..., rows, :], alone)

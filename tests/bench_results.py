@@ -57,10 +57,7 @@ def make_document(
         "versions": {"python": "3.11.7"} | {name: "1.0.0+cpu" for name in names},
         "threads": 2,
         "limits": {
-            "fma": {
-                "float32": {"1": PEAK / 2, "2": PEAK},
-                "float64": {"1": PEAK / 4, "2": PEAK / 2},
-            },
+            "fma": {"float32": {"1": PEAK / 2, "2": PEAK}, "float64": {"1": PEAK / 4, "2": PEAK / 2}},
             "read_bandwidth": {"1": BANDWIDTH * 0.9, "2": BANDWIDTH},
         },
         "cases": {case.name: _run(case, names, rounds, rng) for case in cases},

@@ -318,11 +318,7 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
             ~(masks.Window(0, None) & masks.KeyLengths(np.arange(batch) % 2 * len_k)),
             ~((j >= i + shift) & (j < (np.arange(batch) % 2 * len_k)[per_item])),
         ),
-        (
-            "not_or_intervals",
-            ~(masks.KeyLengths(lengths) | masks.Causal("bottom_right")),
-            ~(real | decoder),
-        ),
+        ("not_or_intervals", ~(masks.KeyLengths(lengths) | masks.Causal("bottom_right")), ~(real | decoder)),
         (
             "and_not_or",
             masks.Window(3, 2) & ~(~masks.Dense(dense) | masks.Causal(offset=-2)),

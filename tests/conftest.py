@@ -1,23 +1,28 @@
 """Fixtures: every usable backend, on every instruction set of this machine. And what the default run holds.
 
-``pytest`` leaves out what is marked ``slow``; ``pytest -m ""`` runs all. Three rules say what is slow:
+``pytest`` leaves out what is marked ``slow``; ``pytest -m slow`` runs that, and ``pytest -m ""`` both. Three
+rules say what is run, and where:
 
-* *All pairs.* Of a test's parameters every pair of values is in the default run, once at least, and not every
-  combination: each dtype meets each option, each option each backend, and so on. `uncovered` chooses.
-* *One instruction set.* The default run uses the best of this machine. All of them run in the files named by
-  `EVERY_ISA`: what is computed in every size.
+* *Pairs.* Of a test's parameters the default run has every pair of values once at least, and not every
+  combination: each dtype meets each option, each option each backend, and so on. The slow run has every
+  triple. `uncovered` chooses.
+* *One instruction set.* The default run uses the best of this machine. The slow run has the pairs on each of
+  the others. Files named by `EVERY_ISA` have all of them in both: what is computed in every size.
 * *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations, groupby
+from functools import lru_cache, partial
+from inspect import signature
+from itertools import combinations, compress, groupby
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +114,29 @@ ENGINES = (
 EVERY_ISA = ("test_forward.py",)
 
 
+def on(engines: Iterable[Any]) -> pytest.MarkDecorator:
+    """Has a test run on these engines alone. What the others refuse is for one test to show."""
+    return pytest.mark.parametrize("engine", [*engines], ids=lambda engine: engine.name, indirect=True)
+
+
+def without(is_nothing: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Leaves out combinations of parameters that mean nothing: a function of some of them, by their names."""
+    return pytest.mark.without.with_args(is_nothing)
+
+
 #: For tests that take the reference seconds, and the compiled backends none.
-reference_is_slow = pytest.mark.parametrize(
-    "engine",
-    [pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES],
-    ids=lambda engine: engine.name,
-    indirect=True,
+reference_is_slow = on(
+    pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES
+)
+#: For what is promised of compiled kernels: a row's sums do not depend on other rows, for one.
+on_compiled = on(it for it in ENGINES if it.backend != "reference")
+on_cython = on(it for it in ENGINES if it.backend == "cython")
+#: Numba reads neither 16 bits nor pages: `test_backends_that_read_none_say_so`, in two files.
+READS_STORAGE = tuple(it for it in ENGINES if it.backend != "numba")
+#: The same by backends, for `backend`.
+on_compiled_backends, on_storage_backends = (
+    pytest.mark.parametrize("backend", [name for name in USABLE if name != other], indirect=True)
+    for other in ("reference", "numba")
 )
 
 
@@ -127,9 +149,7 @@ def _computes_gradients(engine: Engine) -> bool:
 
 
 #: For tests of gradients. `test_backward.py` has one that the other backends say why they compute none.
-computes_gradients = pytest.mark.parametrize(
-    "engine", [it for it in ENGINES if _computes_gradients(it)], ids=lambda engine: engine.name, indirect=True
-)
+computes_gradients = on(it for it in ENGINES if _computes_gradients(it))
 
 
 #: For tests of gradients, whose two types run the same code: float64 in the slow run alone.
@@ -144,17 +164,25 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
-    """For each combination of parameters in turn, whether it has a pair of values that none before it had.
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was skipped: a line for each reason, however many tests have it."""
+    skipped = terminalreporter.getreports("skipped")
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
 
-    Those that have hold every pair there is. One parameter alone is a pair with itself.
+
+def uncovered(combined: Iterable[Iterable[Hashable]], size: int) -> Iterator[bool]:
+    """For each combination of parameters in turn, whether it has `size` values together that none had before.
+
+    Those that have hold every such pair, or triple. Fewer parameters are taken as a whole.
     """
     seen: set[Hashable] = set()
     for parameters in combined:
         values = list(enumerate(parameters))
-        pairs = {*combinations(values, 2)} if len(values) > 1 else {*values}
-        yield not pairs <= seen
-        seen |= pairs
+        parts = {*combinations(values, min(size, len(values)))}
+        yield not parts <= seen
+        seen |= parts
 
 
 def values_of(item: pytest.Function) -> list[Hashable]:
@@ -166,29 +194,66 @@ def values_of(item: pytest.Function) -> list[Hashable]:
     return [tuple(id(params[name]) for name in names) for names in [*alone, *together]]
 
 
+def means_nothing(item: pytest.Function, mark: pytest.Mark) -> bool:
+    is_nothing = mark.args[0]
+    return is_nothing(*(item.callspec.params[name] for name in signature(is_nothing).parameters))
+
+
 def name_of_test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+def isa_of(item: pytest.Function) -> str:
+    """The best of this machine, for what has none of its own."""
+    params = item.callspec.params
+    own = params["engine"].isa if isinstance(params.get("engine"), Engine) else params.get("way")
+    return own if own in ISAS and item.path.name not in EVERY_ISA else ISAS[0] if ISAS else ""
+
+
+def chosen(of_one_test: list[pytest.Function]) -> Iterator[pytest.Function]:
+    """By the rules above, those that are run at all, and which of them are slow."""
+    usual: list[pytest.Function] = []
+    others: dict[str, list[pytest.Function]] = {}
+    for item in of_one_test:
+        (usual if isa_of(item) in ISAS[:1] or not ISAS else others.setdefault(isa_of(item), [])).append(item)
+    quick = [item for item in usual if not item.get_closest_marker("slow")]
+    default = {*compress(quick, uncovered(map(values_of, quick), 2))}
+    first = sorted(usual, key=lambda item: item not in default)
+    yield from default
+    for item in compress(first, uncovered(map(values_of, first), 3)):
+        if item not in default:
+            item.add_marker(pytest.mark.slow)
+            yield item
+    for its in others.values():
+        for item in compress(its, uncovered(map(values_of, its), 2)):
+            item.add_marker(pytest.mark.slow)
+            yield item
+
+
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [it for it in items if not any(map(partial(means_nothing, it), it.iter_markers("without")))]
     here = Path(__file__).parent
-    usual = []
-    for item in items:
-        if not hasattr(item, "callspec") or here not in item.path.parents:
-            continue
-        engine = item.callspec.params.get("engine")
-        isa = engine.isa if isinstance(engine, Engine) else None
-        if isa not in (None, *ISAS[:1]) and item.path.name not in EVERY_ISA:
-            item.add_marker(pytest.mark.slow)
-        if not item.get_closest_marker("slow"):
-            usual.append(item)
-    for _, group in groupby(usual, key=name_of_test):
+    ordered: list[pytest.Item] = []
+    for _, group in groupby(items, key=name_of_test):
         of_one_test = list(group)
-        for item, new in zip(of_one_test, uncovered(map(values_of, of_one_test)), strict=True):
-            if not new:
-                item.add_marker(pytest.mark.slow)
-    items[:] = [item for _, group in groupby(items, key=name_of_test) for item in engines_together(group)]
+        if here in of_one_test[0].path.parents and hasattr(of_one_test[0], "callspec"):
+            kept = {*chosen(of_one_test)}
+            of_one_test = engines_together(item for item in of_one_test if item in kept)
+        ordered += of_one_test
+    items[:] = ordered
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage is looked for among the tests, which are many objects: it takes seconds each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -222,18 +287,26 @@ def backend(request: pytest.FixtureRequest) -> Engine:
     return Engine(request.param)
 
 
-@pytest.fixture(params=ENGINES, ids=lambda engine: engine.name)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Every usable backend on every instruction set this machine has."""
-    chosen: Engine = request.param
-    if chosen.isa is None:
-        context: Any = nullcontext()
-    else:
-        from fastattn.backends import cython_cpu
+def fixture_of(engines: Iterable[Engine]) -> Any:
+    """The fixture `engine` of a file whose tests run on these alone."""
 
-        context = cython_cpu.use_isa(chosen.isa)
-    with context:
-        yield chosen
+    @pytest.fixture(params=[*engines], ids=lambda engine: engine.name)
+    def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+        """Every such backend on every instruction set this machine has."""
+        chosen: Engine = request.param
+        if chosen.isa is None:
+            context: Any = nullcontext()
+        else:
+            from fastattn.backends import cython_cpu
+
+            context = cython_cpu.use_isa(chosen.isa)
+        with context:
+            yield chosen
+
+    return engine
+
+
+engine = fixture_of(ENGINES)
 
 
 @pytest.fixture(params=[*ISAS, "numpy"])

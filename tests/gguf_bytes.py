@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from tests.demo_generate_models import (
-    SIZES,
-    byte_level_vocabulary,
-    random_tensors,
-    sentence_piece_vocabulary,
-)
+from tests.demo_generate_models import SIZES, byte_level_vocabulary, random_tensors, sentence_piece_vocabulary
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 CODES = {"I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}

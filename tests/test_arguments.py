@@ -54,33 +54,25 @@ class TestByName:
             ("attention", "is_causal", SAY_CAUSAL),
             ("attention", "key_padding_mask", SAY_PADDING),
             ("attention", "dropout_p", "say dropout=, and seed=, as there is no global random state"),
-            (
-                "attention",
-                "enable_gqa",
-                "leave it out, for query may always have a multiple of the heads of key and value",
-            ),
-            ("attention", "need_weights", "say return_weights=True"),
             ("attention", "average_attn_weights", AVERAGE),
-            (
-                "flex_attention",
-                "attn_mask",
-                "say block_mask=fastattn.masks.Dense(attn_mask) for a bool mask (True = may attend) and "
-                "bias= for a float one (added to the scores)",
-            ),
             ("flex_attention", "is_causal", SAY_CAUSAL),
             ("flex_attention", "need_weights", "say return_weights=True"),
             ("varlen_attention", "key_padding_mask", "leave the padding out of the packed arrays"),
-            ("varlen_attention", "is_causal", SAY_CAUSAL),
-            (
-                "varlen_attention",
-                "average_attn_weights",
-                "call fastattn.attention, which returns weights and the log-sum-exp when asked",
-            ),
         ],
     )
     def test_names_of_pytorch(self, function, argument, hint):
         message = message_of(function, **{argument: None})
         assert message == f"{function}() got an unexpected keyword argument {argument!r}: {hint}"
+
+    def test_more_names_of_pytorch(self):
+        for function, argument, place in [
+            ("attention", "enable_gqa", "leave it out"),
+            ("attention", "need_weights", "return_weights=True"),
+            ("flex_attention", "attn_mask", "block_mask=fastattn.masks.Dense(attn_mask)"),
+            ("varlen_attention", "is_causal", "causal=True"),
+            ("varlen_attention", "average_attn_weights", "fastattn.attention"),
+        ]:
+            assert place in message_of(function, **{argument: None}), (function, argument)
 
     def test_the_advice_is_right(self):
         """The arguments that the messages suggest have the meaning of PyTorch's."""
@@ -269,72 +261,63 @@ class TestTheTable:
 
 
 class TestHints:
+    #: One of each library and of each kind of answer; `TestTheTable` has the others.
     @pytest.mark.parametrize(
         ("name", "argument", "said"),
         [
             ("attention", "softmax_scale", "say scale="),
             ("attention", "num_heads", "read from the arrays' shapes, (..., H, L, D)"),
-            ("attention", "return_attention", "say return_weights=True"),
-            ("attention", "output_attentions", "say return_weights=True"),
             ("attention", "attention_mask", "mask=attention_mask[:, None, None, :] for one of (B, S)"),
             ("attention", "window_size", "with None in the place of -1"),
             ("attention", "sliding_window", "window=(sliding_window - 1, 0)"),
-            ("attention", "s_aux", "say sinks="),
             ("attention", "cu_seqlens_q", "call fastattn.varlen_attention"),
             ("attention", "past_key_values", "use a fastattn.KVCache"),
             ("attention", "block_table", "give fastattn.Paged(pages, table)"),
-            ("attention", "n_jobs", "say num_threads="),
-            ("flex_attention", "mask", "say block_mask= for a fastattn.masks object"),
-            ("flex_attention", "kernel_options", "leave it out"),
-            ("scaled_dot_product_attention", "mask", "say attn_mask="),
-            ("scaled_dot_product_attention", "causal", "say is_causal=True"),
-            ("linear_attention", "softcap", "call fastattn.attention, which takes it"),
-            ("rope", "position_ids", "say positions="),
-            ("rope_tables", "rope_theta", "say base="),
-            ("KVCache", "num_heads", "say num_kv_heads="),
-            ("KVCache", "sliding_window", "its own among them"),
-            ("KVCache.append", "seq_lens", "say lengths= for how many of the new rows are tokens"),
-            ("KVCache.append", "cache_seqlens", "leave it out where it counts what the cache has"),
-            ("KVCache.append", "attention_mask", "say lengths="),
-            ("KVCache.append", "length", "say lengths="),
-            ("KVCache.attend", "key_lengths", "the cache knows"),
-            ("KVCache.attend", "seq_lens", "step and append have `lengths`"),
-            ("KVCache.attend", "num_sink_tokens", "the cache is made with it, as keep_first"),
-            ("KVCache", "num_sink_tokens", "say keep_first="),
-            ("KVCache", "s_aux", "attend and step take it, as sinks"),
-            ("KVCache", "key_dim", "say head_dim="),
             ("attention", "num_sink_tokens", "| fastattn.masks.GlobalTokens(range(num_sink_tokens))"),
             ("attention", "keep_prob", "say dropout=1 - keep_prob, and seed="),
-            ("attention", "value_mask", "without ~ where it means keep"),
             ("attention", "seqlens_k", "onnxruntime's seqlens_k is one less"),
             ("scaled_dot_product_attention", "seqlens_k", "np.arange(S) <= seqlens_k[:, None, None, None]"),
-            ("varlen_attention", "attention_mask", "leave the padding out"),
-            ("linear_attention", "attention_mask", "say key_lengths="),
-            ("linear_attention", "cache", "say state="),
-            ("rope", "seqlen_offsets", "seqlen_offsets[:, None] + np.arange(L)"),
+            ("KVCache.append", "cache_seqlens", "leave it out where it counts what the cache has"),
+            ("KVCache.attend", "key_lengths", "the cache knows"),
             ("rope", "is_neox_style", "say interleaved=not is_neox_style"),
-            ("rope_tables", "dim", "say rotary_dim="),
-            ("create_block_mask", "num_key_value_heads", "leave it out"),
-            ("MultiHeadAttention", "dropout", "give each call dropout and a seed"),
-            ("MultiHeadAttention.__call__", "head_mask", "rows of w_o"),
-            ("MultiHeadAttention.__call__", "deterministic", "dropped wherever dropout= is above 0"),
-            ("attention_backward", "head_mask", "heads of grad_out"),
-            ("attention_backward", "dout", "say grad_out="),
             ("attention_backward", "softmax_lse", "say lse="),
-            ("attention", "seqused_q", 'with causal="bottom_right" they have to stand at the beginning'),
-            ("varlen_attention", "seqused_q", "leave the padding out"),
-            ("MultiHeadAttention.__call__", "seq_lens", "with a cache how many of the new rows"),
-            ("KVCache.load", "mmap_mode", "say mmap=True"),
-            ("MultiHeadAttention", "embed_dim", "those of w_q, w_k, w_v and w_o"),
             ("MultiHeadAttention.__call__", "attn_mask", "say mask=~attn_mask"),
-            ("MultiHeadAttention.__call__", "use_causal_mask", "say causal=True"),
-            ("create_block_mask", "KV_LEN", "say S="),
             ("kernel_regression", "gamma", "say bandwidth=(2 * gamma) ** -0.5"),
-            ("merge_attention", "lse", "say lses="),
         ],
     )
     def test_what_takes_the_place(self, name, argument, said):
         assert said in refusal(CALLABLES[name], (), [argument])
+
+    def test_every_function_answers(self):
+        for name, argument, place in [
+            ("attention", "s_aux", "sinks"), ("attention", "n_jobs", "num_threads"),
+            ("attention", "return_attention", "return_weights"), ("attention", "value_mask", "mask"),
+            ("attention", "output_attentions", "return_weights"), ("attention", "seqused_q", "causal"),
+            ("flex_attention", "mask", "block_mask"), ("flex_attention", "kernel_options", "leave it out"),
+            ("scaled_dot_product_attention", "mask", "attn_mask"),
+            ("scaled_dot_product_attention", "causal", "is_causal"),
+            ("linear_attention", "softcap", "attention"),
+            ("linear_attention", "attention_mask", "key_lengths"), ("linear_attention", "cache", "state"),
+            ("rope", "position_ids", "positions"), ("rope", "seqlen_offsets", "positions"),
+            ("rope_tables", "rope_theta", "base"), ("rope_tables", "dim", "rotary_dim"),
+            ("KVCache", "num_heads", "num_kv_heads"), ("KVCache", "sliding_window", "window"),
+            ("KVCache", "num_sink_tokens", "keep_first"), ("KVCache", "s_aux", "sinks"),
+            ("KVCache", "key_dim", "head_dim"), ("KVCache.append", "seq_lens", "lengths"),
+            ("KVCache.append", "attention_mask", "lengths"), ("KVCache.append", "length", "lengths"),
+            ("KVCache.attend", "seq_lens", "lengths"), ("KVCache.attend", "num_sink_tokens", "keep_first"),
+            ("KVCache.load", "mmap_mode", "mmap"),
+            ("varlen_attention", "attention_mask", "leave the padding out"),
+            ("varlen_attention", "seqused_q", "leave the padding out"), ("create_block_mask", "KV_LEN", "S"),
+            ("create_block_mask", "num_key_value_heads", "leave it out"), ("merge_attention", "lse", "lses"),
+            ("attention_backward", "head_mask", "grad_out"), ("attention_backward", "dout", "grad_out"),
+            ("MultiHeadAttention", "dropout", "seed"), ("MultiHeadAttention", "embed_dim", "w_q"),
+            ("MultiHeadAttention.__call__", "head_mask", "w_o"),
+            ("MultiHeadAttention.__call__", "deterministic", "dropout"),
+            ("MultiHeadAttention.__call__", "seq_lens", "cache"),
+            ("MultiHeadAttention.__call__", "use_causal_mask", "causal"),
+        ]:  # fmt: skip
+            hint = refusal(CALLABLES[name], (), [argument]).partition(f"{argument!r}: ")[2]
+            assert re.search(rf"\b{place}\b", hint), (name, argument, hint)
 
     @pytest.mark.parametrize(
         ("name", "argument"),

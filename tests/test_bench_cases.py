@@ -666,7 +666,7 @@ UNABLE_HERE = {"openvino": ("pages-bfloat16", "step-bfloat16-some"), "fastattn-n
 
 #: Kinds where one way of a library is wrong and another right.
 PARTLY_WRONG = {
-    "jax": ("float64", "float64-causal", "backward-float64"),  # dot_product_attention: float32 softmax
+    "jax": ("float64", "float64-causal", "backward-float64")  # dot_product_attention: float32 softmax
 }
 
 #: Compiling takes half a minute per kind, so only what flex_attention is for.

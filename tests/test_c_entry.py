@@ -354,9 +354,7 @@ def test_sizes_that_lead_out_of_the_address_space(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"batch": 2**62, "num_heads": 0, "num_kv_heads": 0}, {"batch": 0, "len_q": 2**62}],
-    ids=str,
+    "sizes", [{"batch": 2**62, "num_heads": 0, "num_kv_heads": 0}, {"batch": 0, "len_q": 2**62}], ids=str
 )
 def test_empty_arrays_of_sizes_that_no_array_has(sizes: dict[str, int]) -> None:
     """Which are in no address space either, and the message says whose they are."""

@@ -28,9 +28,9 @@ for extra in (
 @pytest.mark.parametrize(
     ("demo", "count"),
     [
-        ("generate", 80),
+        ("generate", 40),
         ("embed", 40),
-        ("image", 15),
+        ("image", 10),
         pytest.param("generate", 10_000, marks=pytest.mark.slow),
         pytest.param("embed", 2_000, marks=pytest.mark.slow),
         pytest.param("image", 1_000, marks=pytest.mark.slow),

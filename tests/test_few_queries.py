@@ -20,8 +20,9 @@ from fastattn._schedule import Target, make_schedule
 from fastattn.backends import cython_cpu
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
+from tests.conftest import on_compiled, on_cython
 from tests.test_options_hypothesis import problems
-from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
 
 #: Around one key tile and two, and trees that are not full.
 LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
@@ -29,13 +30,6 @@ LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
 #: also exactly as many.
 MOST_ROWS = 16
 COLUMNS = 40  #: head_dim and value_dim of `many_key_tiles` together
-
-needs_compiled = "the promise is about the compiled kernels"
-
-
-def assert_all_same(results, expected, rows=...):
-    for name, got, wanted in zip(("out", "lse", "weights"), results, expected, strict=True):
-        assert_same_bits(got[rows], wanted[rows], name)
 
 
 def many_key_tiles(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500, lead=(1,)):
@@ -333,11 +327,10 @@ def test_again_and_again(engine, spoilt):
         assert_all_same(engine.everything(query, key, value, **options), first)
 
 
+@on_compiled
 @pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nonfinite"])
 def test_many_heads_again_and_again(engine, spoilt):
     """The same without weights, over many heads that are all shared."""
-    if engine.backend == "reference":
-        pytest.skip(needs_compiled)
     query, key, value = many_key_tiles(lead=(4,), len_q=2, len_k=1100)
     if spoilt:
         value[..., 600, :] = np.inf
@@ -350,11 +343,10 @@ def test_many_heads_again_and_again(engine, spoilt):
         assert_same_bits(engine.attention(query, key, value, mask=mask, num_threads=4), first)
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_alone_and_among_others(engine, dtype):
     """Its sums depend neither on the number of other rows, nor on key tiles that only those may attend."""
-    if engine.backend == "reference":
-        pytest.skip(needs_compiled)
     rng = np.random.default_rng(0)
     most = most_rows(dtype)
     query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
@@ -389,13 +381,12 @@ def test_as_many_rows_as_lanes(engine):
             assert_same_bits(got, wanted[:, head : head + 1])
 
 
+@on_cython  # the only one whose kernels prefetch
 @pytest.mark.parametrize("dims", [(128, 128), (64, 200), (80, 64)], ids="{0[0]},{0[1]}".format)
 @pytest.mark.parametrize("dtype", ["float16", *FLOATS])
 def test_rows_of_keys_from_memory(engine, dims, dtype):
     """Keys and values too large for a cache are prefetched, in another order for few rows than for more: each
     row has the bits that it has alone, and of 16-bit keys those of their float32 array."""
-    if engine.backend != "cython":
-        pytest.skip("only its kernels prefetch")
     len_k = UNCACHED_NBYTES // (2 * min(dims)) + 77
     query, key, value = random_arrays(
         heads=6, kv_heads=1, len_q=1, len_k=len_k, head_dim=dims[0], value_dim=dims[1], dtype=dtype
@@ -410,11 +401,10 @@ def test_rows_of_keys_from_memory(engine, dims, dtype):
     assert_attention(engine.everything(query[5:], *upcast), query[5:], *upcast)
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
     """The computed keys are those of all rows together; where they begin and end changes no partial sum."""
-    if engine.backend == "reference":
-        pytest.skip(needs_compiled)
     most = min(most_rows(dtype), 10)
     query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
     documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
@@ -428,10 +418,9 @@ def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
                 assert_same_bits(got, wanted[:, :, rows], f"rows {first} to {stop}")
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_head_alone_and_in_its_group(engine, dtype):
-    if engine.backend == "reference":
-        pytest.skip(needs_compiled)
     most = most_rows(dtype)
     query, key, value = many_key_tiles(dtype, heads=most, len_q=1, len_k=1100)
     together = engine.everything(query, key, value, causal="bottom_right")
@@ -441,12 +430,11 @@ def test_a_head_alone_and_in_its_group(engine, dtype):
             assert_same_bits(got, wanted[:, heads])
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("option", ["plain", "causal", "window", "mask", "tiles", "bias", "sinks"])
 def test_room_behind_the_keys(engine, option, dtype):
     """A cache with room for more keys, full of NaN: the tree over its key tiles changes no bit."""
-    if engine.backend == "reference":
-        pytest.skip(needs_compiled)
     rng = np.random.default_rng(1)
     mask, bias = rng.random((3, 2600)) < 0.6, rng.standard_normal((2, 3, 2600)).astype(dtype)
 

@@ -9,16 +9,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from tests.flex_gallery import (
-    GALLERY,
-    B,
-    H,
-    L,
-    S,
-    arrays,
-    aux_of,
-    in_python,
-)
+from tests.flex_gallery import GALLERY, B, H, L, S, arrays, aux_of, in_python
 from tests.tolerances import assert_same_bits
 
 pytest.importorskip("numba")
@@ -94,10 +85,7 @@ class TestBlockMask:
         function, mask = {
             "causal": (lambda b, h, i, j, ids: j <= i, masks.Causal("top_left")),
             "window": (lambda b, h, i, j, ids: abs(i - j) <= 20, masks.Window(20, 20, align="top_left")),
-            "documents": (
-                lambda b, h, i, j, ids: ids[i] == ids[j],
-                masks.Segments(ids[:len_q], ids[:len_k]),
-            ),
+            "documents": (lambda b, h, i, j, ids: ids[i] == ids[j], masks.Segments(ids[:len_q], ids[:len_k])),
             "nothing": (lambda b, h, i, j, ids: False, masks.KeyLengths(0)),
             "all": (lambda b, h, i, j, ids: True, masks.KeyLengths(len_k)),
             "by_item": (lambda b, h, i, j, ids: j <= i + 3 * b, masks.Causal(offset=[0, 3])),

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from tests.flex_gallery import (
-    GALLERY,
-    B,
-    D,
-    H,
-    L,
-    S,
-    arrays,
-    aux_of,
-    indices,
-)
+from tests.flex_gallery import GALLERY, B, D, H, L, S, arrays, aux_of, indices
 from tests.process import python
 
 numba = pytest.importorskip("numba")

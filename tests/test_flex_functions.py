@@ -7,16 +7,7 @@ import pytest
 
 import fastattn
 from tests import naive
-from tests.flex_gallery import (
-    GALLERY,
-    B,
-    D,
-    H,
-    L,
-    S,
-    arrays,
-    indices,
-)
+from tests.flex_gallery import GALLERY, B, D, H, L, S, arrays, indices
 from tests.tolerances import assert_answer, assert_same_bits
 
 pytest.importorskip("numba")

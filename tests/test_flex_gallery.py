@@ -9,19 +9,7 @@ import pytest
 
 import fastattn
 from tests import naive
-from tests.flex_gallery import (
-    GALLERY,
-    MASKS,
-    SCORES,
-    B,
-    H,
-    L,
-    S,
-    arrays,
-    aux_of,
-    options_of,
-    oracle_options,
-)
+from tests.flex_gallery import GALLERY, MASKS, SCORES, B, H, L, S, arrays, aux_of, options_of, oracle_options
 from tests.tolerances import assert_answer
 
 pytest.importorskip("numba")

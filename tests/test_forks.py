@@ -125,15 +125,16 @@ except TypeError:
 }
 
 
-BY_NUMBA = ("numba", "score_mod", "mask_mod")  # which imports some hundred modules
+#: Of each way of importing one. Those that import Numba import some hundred modules.
+USUAL = ("attention", "gradients", "linear", "refusal")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_NUMBA)) for name in FIRST_CALLS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in USUAL)) for name in FIRST_CALLS]
 )
 def test_during_each_import_of_a_first_call(name):
     """The lock of a module that a thread imports would stay held in the child."""
-    if name in BY_NUMBA:
+    if name in ("numba", "score_mod", "mask_mod"):
         pytest.importorskip("numba")
     code = f"""
 import logging  # the one module that is imported before a fork can wait

@@ -4,95 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.cases import FLOATS, ODD_LENGTHS, Case, random_arrays, solve
+from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
-# Every odd length on both axes, each combined with short, tile-sized and long ones.
-SIZES = sorted(
-    {
-        (n, ODD_LENGTHS[(5 * place + step) % len(ODD_LENGTHS)])
-        for place, n in enumerate(ODD_LENGTHS)
-        for step in (0, 7)
-    }
-    | {(n, n) for n in ODD_LENGTHS}
-    | {(1, 257), (257, 1), (2, 200), (200, 3)}
-)
+LENGTHS = st.one_of(st.sampled_from(ODD_LENGTHS), st.integers(1, 300))
 
 
-def options(**keywords: object) -> tuple[tuple[str, object], ...]:
-    return tuple(keywords.items())
-
-
-CASES = [
-    Case("mha", lead=(2,), heads=3),
-    Case("gqa", lead=(2,), heads=6, kv_heads=2),
-    Case("mqa", lead=(2,), heads=5, kv_heads=1),
-    Case("gqa_decode", lead=(3,), heads=8, kv_heads=2, len_q=1, len_k=300, head_dim=64),
-    Case("gqa_causal", heads=4, kv_heads=2, len_q=37, len_k=61, options=options(causal="bottom_right")),
-    Case("wide_values", head_dim=8, value_dim=40),
-    Case("narrow_values", head_dim=40, value_dim=8),
-    Case("one_value", head_dim=32, value_dim=1),
-    Case("odd_dims", head_dim=37, value_dim=53, len_q=35, len_k=67),
-    Case("wide_head", head_dim=300, value_dim=270),
-    Case("no_scale", options=options(scale=0.0)),
-    Case("negative_scale", options=options(scale=-0.7)),
-    Case("large_scale", options=options(scale=5.0)),
-    Case("tiny_scale", options=options(scale=1e-30)),
-    Case("softcap", spread=8.0, options=options(softcap=5.0)),
-    Case("softcap_wide", options=options(softcap=50.0)),
-    Case("softcap_small", spread=8.0, options=options(softcap=0.01)),
-    Case("sinks", lead=(2,), sinks=True),
-    Case("sinks_causal", len_q=33, sinks=True, options=options(causal="bottom_right")),
-    Case("sinks_gqa", heads=4, kv_heads=2, sinks=True),
-    Case("bias", bias=(17, 33)),
-    Case("bias_per_head", lead=(2,), bias=(2, 17, 33)),
-    Case("bias_whole", lead=(2,), bias=(2, 2, 17, 33)),
-    Case("bias_per_key", lead=(2,), bias=(2, 1, 1, 33)),
-    Case("bias_per_query", lead=(2,), bias=(17, 1)),
-    Case("bias_scalar", bias=()),
-    Case("bias_large", len_q=65, len_k=300, bias=(65, 300)),
-    Case("bias_half", bias=(17, 33), bias_dtype="float16"),
-    Case("bias_single", bias=(17, 33), bias_dtype="float32"),
-    Case("bias_double", bias=(17, 33), bias_dtype="float64"),
-    Case("bias_swapped_half", bias=(17, 33), bias_dtype=">f2"),
-    Case("bias_swapped_single", bias=(17, 33), bias_dtype=">f4"),
-    Case("bias_swapped_double", bias=(17, 33), bias_dtype=">f8"),
-    Case("softcap_bias", spread=4.0, bias=(17, 33), options=options(softcap=3.0)),
-    Case("mask", mask=(17, 33)),
-    Case("mask_per_head", lead=(2,), mask=(2, 17, 33)),
-    Case("mask_per_key", lead=(2,), mask=(2, 1, 1, 33)),
-    Case("mask_per_query", lead=(2,), mask=(17, 1)),
-    Case("mask_large", len_q=131, len_k=300, mask=(131, 300)),
-    Case("mask_bias_causal", len_q=33, bias=(33, 33), mask=(33, 33), options=options(causal=True)),
-    Case("causal", len_q=130, len_k=130, options=options(causal=True)),
-    Case("causal_top_left", len_q=40, len_k=70, options=options(causal="top_left")),
-    Case("causal_top_left_tall", len_q=70, len_k=40, options=options(causal="top_left")),
-    Case("causal_bottom_right", len_q=40, len_k=70, options=options(causal="bottom_right")),
-    Case("causal_bottom_right_tall", len_q=70, len_k=40, options=options(causal="bottom_right")),
-    Case("window", len_q=100, len_k=140, options=options(window=(17, 3))),
-    Case("window_left", len_q=100, len_k=140, options=options(window=(17, None))),
-    Case("window_right", len_q=100, len_k=140, options=options(window=(None, 0))),
-    Case("window_open", options=options(window=(None, None))),
-    Case("window_causal", len_q=140, len_k=140, options=options(window=(17, 3), causal=True)),
-    Case("window_top_left", len_q=90, len_k=140, options=options(window=(17, 3), causal="top_left")),
-    Case("lengths", lead=(3,), options=options(key_lengths=(0, 5, 33))),
-    Case("lengths_scalar", lead=(3,), options=options(key_lengths=20)),
-    Case("lengths_causal", lead=(3,), options=options(key_lengths=(3, 20, 33), causal="bottom_right")),
-    Case("lengths_window", lead=(3,), options=options(key_lengths=(3, 20, 33), window=(4, 1))),
-    Case("lengths_two_axes", lead=(2, 2), options=options(key_lengths=((1, 2), (20, 33)))),
-    Case("deep_lead", lead=(2, 1, 3), heads=2),
-    Case("steep", spread=30.0, len_k=300),
-    Case("many_small", lead=(40,), heads=4, len_q=4, len_k=5, head_dim=8),
-]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"L{sizes[0]}-S{sizes[1]}")
-def test_odd_lengths(engine, sizes, dtype):
-    len_q, len_k = sizes
-    solved = solve(Case("lengths", heads=1, len_q=len_q, len_k=len_k, head_dim=24, dtype=dtype))
+@settings(max_examples=50)
+@given(len_q=LENGTHS, len_k=LENGTHS, dims=st.tuples(*[st.integers(1, 40)] * 2), dtype=st.sampled_from(FLOATS))
+def test_any_lengths(engine, len_q, len_k, dims, dtype):
+    head_dim, value_dim = dims
+    case = Case(
+        "lengths", heads=1, len_q=len_q, len_k=len_k, head_dim=head_dim, value_dim=value_dim, dtype=dtype
+    )
+    solved = solve(case)
     assert_answer(engine.everything(*solved.arrays), solved.exact, solved.plain)
+
+
+@settings(max_examples=120)
+@given(problem=problems(), num_threads=st.sampled_from([1, 2, 3]), layout=st.sampled_from(["bhsd", "bshd"]))
+def test_all_options_together(engine, problem, num_threads, layout):
+    arrays, ours, theirs = problem
+    if layout == "bshd":
+        arrays = tuple(array.swapaxes(-2, -3) for array in arrays)
+    results = engine.everything(*arrays, layout=layout, num_threads=num_threads, **ours)
+    plain_layout = tuple(array.swapaxes(-2, -3) for array in arrays) if layout == "bshd" else arrays
+    out = results[0].swapaxes(-2, -3) if layout == "bshd" else results[0]
+    assert_attention((out, *results[1:]), *plain_layout, **theirs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -112,13 +54,6 @@ def test_usual_head_dims_over_several_tiles(engine, head_dim, dtype):
     case = Case("tiles", heads=1, len_q=70, len_k=270, head_dim=head_dim, dtype=dtype)
     solved = solve(case)
     assert_answer(engine.everything(*solved.arrays), solved.exact, solved.plain)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_option(engine, case, dtype):
-    solved = solve(case.as_dtype(dtype))
-    assert_answer(engine.everything(*solved.arrays, **solved.keywords), solved.exact, solved.plain)
 
 
 def test_rank_two_is_one_head(engine):

@@ -13,7 +13,7 @@ from fastattn._constants import BLOCK_K, FUSED_ISAS, FUSED_KEYS, FUSED_LANES, FU
 from tests.cases import random_arrays
 from tests.conftest import ENGINES, ISAS
 from tests.process import python
-from tests.tolerances import assert_attention, assert_same_bits
+from tests.tolerances import assert_all_same, assert_attention, assert_same_bits
 
 FUSED = [engine for engine in ENGINES if engine.isa in FUSED_ISAS]
 pytestmark = [
@@ -192,8 +192,7 @@ def test_weights_belong_to_the_output(engine):
     out, lse, weights = engine.everything(*arrays, causal="bottom_right")
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     plain = engine.attention(*arrays, causal="bottom_right", return_lse=True)
-    for got, expected in zip(plain, (out, lse), strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same(plain, (out, lse))
 
 
 @pytest.mark.parametrize("head_dim", [1, 20])

@@ -111,11 +111,7 @@ def test_another_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"use_causal_mask": True},
-        {"attention_mask": RNG.random((2, 9, 9)) < 0.7, "use_causal_mask": True},
-    ],
+    [{}, {"use_causal_mask": True}, {"attention_mask": RNG.random((2, 9, 9)) < 0.7, "use_causal_mask": True}],
 )
 @pytest.mark.parametrize("kind", ["heads", "grouped", "window"])
 def test_layers(kind: str, options: dict, calls: list) -> None:

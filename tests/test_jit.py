@@ -17,7 +17,7 @@ import pytest
 import fastattn
 from fastattn import _prepared
 from tests.process import python
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 numba = pytest.importorskip("numba")
 
@@ -101,8 +101,7 @@ print([name for name in sys.modules if name.startswith("fastattn.backends.numba.
         options = {"score_mod": lambda s, b, h, i, j: s if j < 30 else -math.inf, "return_weights": True}
         expected = fastattn.flex_attention(x[:, :, :len_q], x, x, backend=backend, **options)
         got = fastattn.flex_attention(x[:, :, :len_q], poisoned, poisoned, backend=backend, **options)
-        for one, wanted in zip(got, expected, strict=True):
-            assert_same_bits(one, wanted)
+        assert_all_same(got, expected)
 
 
 class TestIdentity:
@@ -475,8 +474,7 @@ class TestSmallLoops:
             for n in (first, 4, 5, 6):
                 weights = np.linspace(0.1, 0.7, n).astype(dtype)
                 results[-1] += [attend(power, x, aux=(n,)), attend(features, x, aux=(*aux[n], weights))]
-        for one, other in zip(results[0][2:], results[1][2:], strict=True):
-            assert_same_bits(one, other)
+        assert_all_same(results[0][2:], results[1][2:])
 
     def test_of_a_mask(self, compiled):
         x = arrays()

@@ -18,7 +18,7 @@ import pytest
 import fastattn
 from fastattn._kernel_methods import _CUT_REACH, _PLAIN_REACH, _ROWS
 from tests.cases import MEMORY_LAYOUTS
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 WIDE = np.longdouble
 EPS = float(np.finfo(np.float64).eps)
@@ -248,8 +248,7 @@ class TestShifts:
             for by in (0.0, 1e6, -3e7)
         ]
         for shifted in results[1:]:
-            for got, wanted in zip(shifted, results[0], strict=True):
-                assert_same_bits(got, wanted)
+            assert_all_same(shifted, results[0])
 
     def test_float32_far_from_zero(self):
         points, x, y = (array.astype(np.float32) + np.float32(1e3) for array in problem())
@@ -396,8 +395,7 @@ class TestShapes:
         wanted = fastattn.kernel_regression(points, x, y, weights=weights, **call)
         arrays = [MEMORY_LAYOUTS[layout](array) for array in (points, x, y, weights)]
         got = fastattn.kernel_regression(*arrays[:3], weights=arrays[3], **call)
-        for a, b in zip(got, wanted, strict=True):
-            assert_same_bits(a, b)
+        assert_all_same(got, wanted)
 
     def test_blocks_of_points_do_not_matter(self):
         points, x, y = problem(num_points=2 * _ROWS + 77)
@@ -443,8 +441,7 @@ class TestTypes:
         arrays = [*problem(), np.arange(57.0) % 3]
         before = [array.copy() for array in arrays]
         fastattn.kernel_regression(*arrays[:3], bandwidth=1e-3, weights=arrays[3], return_log_density=True)
-        for array, copy in zip(arrays, before, strict=True):
-            assert_same_bits(array, copy)
+        assert_all_same(arrays, before)
 
 
 class TestRefused:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from tests.conftest import USABLE, computes_gradients
+from tests.conftest import READS_STORAGE, USABLE, computes_gradients, without
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16]
@@ -59,9 +59,8 @@ def compute_eps(dtype):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
+@without(lambda engine, dtype: engine not in READS_STORAGE and dtype.itemsize == 2)
 def test_weights(engine, name, shape, sizes, dtype):
-    if engine.backend == "numba" and dtype.itemsize == 2:
-        pytest.skip("it reads no 16-bit numbers")
     query, key, value = draw(shape, sizes, dtype)
     options = options_of(name, shape, sizes)
     out, lse, weights = engine.everything(query, key, value, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from fastattn import masks
 from fastattn.layers import MultiHeadAttention, _side_by_side
 from tests import naive
 from tests.cases import MEMORY_LAYOUTS
+from tests.refusals import assert_named
 from tests.tolerances import assert_same_bits
 
 FLOATS = ["float32", "float64"]
@@ -313,60 +316,62 @@ def test_causal_may_be_a_bool_of_numpy():
 # Errors --------------------------------------------------------------------------------------------
 
 GIVEN = weights(kv_heads=2)
-WRONG_WEIGHTS = [
-    (ValueError, r"w_q must have shape \(in, out\), got \(24,\)", {"w_q": np.ones(24)}),
-    (ValueError, "w_q: num_heads, 5, must divide its 32 columns", {"num_heads": 5, "num_kv_heads": 5}),
-    (ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3", {"num_kv_heads": 3}),
-    (ValueError, "w_k must have 16 columns", {"w_k": np.ones((24, 32))}),
-    (ValueError, "w_k must have 32 columns", {"num_kv_heads": None}),
-    (ValueError, "w_o must have 32 rows", {"w_o": np.ones((30, 20))}),
-    (ValueError, r"b_k must have shape \(16,\), as w_k has 16 columns, got \(32,\)", {"b_k": np.ones(32)}),
-    (TypeError, "w_k has dtype object", {"w_k": None}),
-    (TypeError, "num_heads must be an integer", {"num_heads": 4.0}),
-    (ValueError, "num_heads must be in 1", {"num_heads": 0}),
-    (TypeError, "w_v has dtype complex", {"w_v": np.ones((24, 16), complex)}),
-    (TypeError, "two 16-bit types", {"w_v": np.ones((24, 16), np.float16),
-                                     "b_o": np.ones(20, ml_dtypes.bfloat16)}),
-    (ValueError, r"rope must be a pair \(cos, sin\), got ndarray", {"rope": np.ones((3, 2))}),
-    (ValueError, "rotate 2 \\* 8 columns, and head_dim of x is 8", {"rope": np.ones((2, 3, 8)).tolist()}),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, message, wrong", WRONG_WEIGHTS, ids=[it[1] for it in WRONG_WEIGHTS])
-def test_errors_of_weights(kind, message, wrong):
-    with pytest.raises(kind, match=message):
+def test_errors_of_weights():
+    def call(**wrong):
         MultiHeadAttention(**(GIVEN | wrong))
 
+    types = {"w_k": [None], "num_heads": [4.0], "w_v": [np.ones((24, 16), complex)]}
+    assert_named(call, TypeError, types)
+    half, brain = np.ones((24, 16), np.float16), np.ones(20, ml_dtypes.bfloat16)
+    assert_named(call, TypeError, [{"w_v": half, "b_o": brain}])
+    values = {
+        "w_q": [np.ones(24)],
+        "w_k": [np.ones((24, 32))],
+        "w_o": [np.ones((30, 20))],
+        "b_k": [np.ones(32)],
+        "num_heads": [0],
+        "num_kv_heads": [3],
+        "rope": [np.ones((3, 2))],
+    }
+    assert_named(call, ValueError, values)
+    for wrong, said in [
+        ({"num_heads": 5, "num_kv_heads": 5}, "w_q: num_heads, 5, must divide its 32 columns"),
+        ({"num_kv_heads": None}, "w_k must have 32 columns"),
+        ({"rope": np.ones((2, 3, 8)).tolist()}, r"rotate 2 \* 8 columns, and head_dim of x is 8"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            call(**wrong)
 
-X = numbers(2, 6, 24)
-WRONG = [
-    (ValueError, r"query must have shape \(..., length, 24\), as w_q is \(24, 32\), got \(2, 6, 23\)",
-     {"query": X[..., 1:]}),
-    (ValueError, r"key must have shape \(..., length, 24\)", {"key": X[0, 0]}),
-    (ValueError, "value is given without key", {"value": X}),
-    (ValueError, "key and value must have the same length", {"key": X, "value": X[:, 1:]}),
-    (ValueError, "leading batch axes .* do not broadcast; query", {"key": np.concatenate([X, X])[:3]}),
-    (ValueError, "return_weights must be False, True or \"mean\", got 'max'", {"return_weights": "max"}),
-    (ValueError, "return_weights must be", {"return_weights": None}),
-    (ValueError, "causal=True needs L == S", {"key": X[:, 1:], "causal": True}),
-    (ValueError, "causal must be False, True", {"causal": "bottom"}),
-    (ValueError, "out must have shape", {"out": np.empty((2, 6, 21), np.float32)}),
-    (TypeError, "out must have the result's dtype", {"out": np.empty((2, 6, 20))}),
-    (TypeError, "a float mask|mask", {"mask": np.ones((6, 6))}),
-    (TypeError, "'key_padding_mask': say key_lengths=", {"key_padding_mask": None}),
-    (TypeError, "'attn_mask': say mask=", {"attn_mask": None}),
-    (TypeError, "'layout'", {"layout": "bhsd"}),
-    (TypeError, "query has dtype complex", {"query": X.astype(complex)}),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize("kind, message, wrong", WRONG, ids=[it[1] for it in WRONG])
-def test_errors_of_calls(kind, message, wrong):
-    layer = MultiHeadAttention(**GIVEN)
-    with pytest.raises(kind, match=message):
-        layer(**({"query": X} | wrong))
+def test_errors_of_calls():
+    x = numbers(2, 6, 24)
+    call = partial(MultiHeadAttention(**GIVEN), query=x)
+    values = {
+        "query": [x[..., 1:]],
+        "key": [x[0, 0], np.concatenate([x, x])[:3]],
+        "value": [x],
+        "return_weights": ["max", None],
+        "causal": ["bottom"],
+        "out": [np.empty((2, 6, 21), np.float32)],
+    }
+    assert_named(call, ValueError, values)
+    assert_named(call, ValueError, [{"key": x, "value": x[:, 1:]}])
+    types = {
+        "query": [x.astype(complex)],
+        "out": [np.empty((2, 6, 20))],
+        "mask": [np.ones((6, 6))],
+        "layout": ["bhsd"],
+    }
+    assert_named(call, TypeError, types)
+    with pytest.raises(ValueError, match="causal=True needs L == S"):
+        call(key=x[:, 1:], causal=True)
+    for name, hint in [("key_padding_mask", "say key_lengths="), ("attn_mask", "say mask=")]:
+        with pytest.raises(TypeError, match=f"'{name}': {hint}"):
+            call(**{name: None})
     with pytest.raises(TypeError, match="positional"):
-        layer(X, X, X, None)
+        MultiHeadAttention(**GIVEN)(x, x, x, None)
 
 
 def test_repr():

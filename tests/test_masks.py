@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    Segments,
-    Window,
-)
-from tests import naive
-from tests.cases import MASK_NAMES, MASK_SIZES, mask_pair, mask_pairs, random_arrays
-from tests.tolerances import assert_answer, assert_attention
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, Segments, Window
+from tests.cases import mask_pairs, random_arrays
+from tests.tolerances import assert_attention
 
 FUNCTION = (
     "got a function: fastattn.create_block_mask makes a mask of it, "
     "and fastattn.flex_attention takes it as mask_mod="
 )
-
-
-def spread(array, batch, heads, len_q, len_k):
-    return np.broadcast_to(array, (batch, heads, len_q, len_k))
-
-
-@pytest.mark.parametrize("sizes", MASK_SIZES, ids=str)
-def test_materialize_is_the_definition(sizes):
-    for name, seed in product(MASK_NAMES, range(3)):
-        pair = mask_pair(name, 2, 3, *sizes, seed)
-        got = pair.mask.materialize(3, *sizes)
-        assert got.dtype == bool
-        assert got.shape[-3:] == (3, *sizes)
-        np.testing.assert_array_equal(spread(got, 2, 3, *sizes), pair.allowed, name)
-
-
-@pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0)], ids=str)
-def test_materialize_of_nothing(sizes):
-    for pair in mask_pairs(2, 3, *sizes):
-        assert pair.mask.materialize(3, *sizes).shape[-3:] == (3, *sizes), pair.name
-
-
-@lru_cache(maxsize=8)  # the engines of a case come one after another
-def solve_with_mask(name, sizes):
-    heads, kv_heads = (4, 2) if max(sizes) < 64 else (2, 1)  # the definition takes long over many rows
-    pair = mask_pair(name, 2, heads, *sizes)
-    arrays = random_arrays(
-        lead=(2,), heads=heads, kv_heads=kv_heads, len_q=sizes[0], len_k=sizes[1], head_dim=8
-    )
-    answers = (solve(*arrays, mask=pair.allowed) for solve in (naive.attention, naive.formula))
-    return arrays, pair.mask, *answers
-
-
-@pytest.mark.parametrize("name", MASK_NAMES)
-@pytest.mark.parametrize("sizes", [(5, 9), (70, 150), (129, 129), (150, 70)], ids=str)
-def test_attention_takes_every_mask(engine, name, sizes):
-    arrays, mask, exact, plain = solve_with_mask(name, sizes)
-    assert_answer(engine.everything(*arrays, mask=mask), exact, plain)
 
 
 def test_two_leading_axes(engine):
@@ -133,7 +84,8 @@ class TestAlgebra:
         sizes = data.draw(st.sampled_from([(5, 9), (9, 5), (6, 6), (70, 140)]))
         leaves = mask_pairs(2, 2, *sizes, seed=data.draw(st.integers(0, 5)))
         mask, allowed = self.expression(data, leaves, depth=3)
-        np.testing.assert_array_equal(spread(mask.materialize(2, *sizes), 2, 2, *sizes), allowed)
+        got = np.broadcast_to(mask.materialize(2, *sizes), allowed.shape)
+        np.testing.assert_array_equal(got, allowed)
 
     def expression(self, data, leaves, depth):
         kind = data.draw(st.sampled_from(["leaf", "and", "or", "not"])) if depth else "leaf"
@@ -153,10 +105,7 @@ class TestAlgebra:
         [
             (3, "got int"),
             ("x", "got str"),
-            (
-                np.ones((3, 3), bool),
-                "got ndarray: make a mask of it, Dense(array)",
-            ),
+            (np.ones((3, 3), bool), "got ndarray: make a mask of it, Dense(array)"),
             ([[True]], "got list: make a mask of it, Dense(array)"),
             (None, "got None: leave it out, or say Window(None, None), which allows every key"),
             (Window, "got the class Window: make a mask of it, Window(...)"),
@@ -196,9 +145,6 @@ class TestAlgebra:
         )
 
     def test_twice_not_is_the_mask_itself(self):
-        for pair in mask_pairs(2, 2, 5, 9):
-            assert (~~pair.mask) == pair.mask
-            assert repr(~~pair.mask) == repr(pair.mask)
         causal = Causal()
         assert ~~causal is causal
 

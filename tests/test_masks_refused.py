@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,151 +11,88 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn.layers import MultiHeadAttention
-from fastattn.masks import (
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, PrefixLM, Segments, Window
 from tests.cases import random_arrays
+from tests.refusals import assert_named
 
 
 class TestRefused:
-    ALIGN = 'align must be "top_left" or "bottom_right", got '
-    DENSE = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
-    ZEROS_AND_ONES = "; a mask of zeros and ones is mask.astype(bool)"
-    LEAD = "of shape (3,) does not broadcast to the leading batch axes (2,)"
-    SIZE = "must be a non-negative integer below 2**60, got "
-    SCORES = "does not broadcast to (..., H, L, S) = (2, 2, 17, 33)"
+    @pytest.mark.parametrize(
+        ("make", "error", "wrong"),
+        [
+            (Causal, ValueError, [{"align": "left"}, {"align": True}, {"align": "top_left", "offset": 3}]),
+            (Causal, TypeError, {"offset": [1.5]}),
+            (partial(Window, right=0), ValueError, {"left": [-1]}),
+            (partial(Window, left=0), ValueError, {"right": [-2]}),
+            (partial(Window, right=0), TypeError, {"left": [1.0]}),
+            (partial(Window, 0, 0), ValueError, {"align": ["middle"]}),
+            (KeyLengths, ValueError, {"lengths": [-1]}),
+            (KeyLengths, TypeError, {"lengths": [[1.5]]}),
+            (
+                Segments,
+                ValueError,
+                [{"q_ids": 3}, {"q_ids": np.eye(2, 3, dtype=int), "k_ids": np.eye(3, dtype=int)}],
+            ),
+            (Segments, TypeError, {"q_ids": [[0.5]]}),
+            (partial(Segments, [1]), TypeError, {"k_ids": [[0.5]]}),
+            (PrefixLM, ValueError, {"prefix_lengths": [-3]}),
+            (PrefixLM, TypeError, {"prefix_lengths": ["a"]}),
+            (GlobalTokens, ValueError, {"index": [[-1], 0]}),
+            (GlobalTokens, TypeError, {"index": [[0.0]]}),
+            (partial(Causal().materialize, L=2, S=2), ValueError, {"H": [-1]}),
+            (partial(Causal().materialize, H=1, S=2), ValueError, {"L": [2**60]}),
+            (partial(Causal().materialize, H=1, L=2), TypeError, {"S": [2.0]}),
+        ],
+        ids=lambda it: getattr(it, "__name__", ""),
+    )
+    def test_when_built(self, make, error, wrong):
+        assert_named(make, error, wrong)
 
     @pytest.mark.parametrize(
-        ("build", "error", "said"),
+        ("array", "said"),
         [
-            (lambda: Causal("left"), ValueError, ALIGN + "'left'"),
-            (lambda: Causal(True), ValueError, ALIGN + "True"),
             (
-                lambda: Causal("top_left", 3),
-                ValueError,
-                "Causal takes align or offset, not both; got align='top_left', offset=3",
+                np.full((2, 2), 0.5, np.float32),
+                "float32; for numbers added to the scores use bias=, else .astype(bool)",
             ),
-            (lambda: Causal(offset=1.5), TypeError, "Causal: offset must be integers, got dtype float64"),
-            (
-                lambda: Window(-1, 0),
-                ValueError,
-                "Window: left must be a non-negative integer or None, got -1",
-            ),
-            (
-                lambda: Window(0, -2),
-                ValueError,
-                "Window: right must be a non-negative integer or None, got -2",
-            ),
-            (
-                lambda: Window(1.0, 0),
-                TypeError,
-                "Window: left must be a non-negative integer or None, got 1.0",
-            ),
-            (lambda: Window(0, 0, "middle"), ValueError, ALIGN + "'middle'"),
-            (lambda: KeyLengths(-1), ValueError, "KeyLengths: lengths must not be below 0, got -1"),
-            (lambda: KeyLengths([1.5]), TypeError, "KeyLengths: lengths must be integers, got dtype float64"),
-            (
-                lambda: Segments(3),
-                ValueError,
-                "Segments: q_ids must have shape (..., length), got a single number",
-            ),
-            (lambda: Segments([0.5]), TypeError, "Segments: q_ids must be integers, got dtype float64"),
-            (lambda: Segments([1], [0.5]), TypeError, "Segments: k_ids must be integers, got dtype float64"),
-            (
-                lambda: Segments(np.zeros((2, 3), int), np.zeros((3, 3), int)),
-                ValueError,
-                "Segments: the leading axes of q_ids (2, 3) and k_ids (3, 3) do not broadcast",
-            ),
-            (lambda: Causal().materialize(-1, 2, 2), ValueError, "H " + SIZE + "-1"),
-            (lambda: Causal().materialize(1, 2**60, 2), ValueError, "L " + SIZE + str(2**60)),
-            (lambda: Causal().materialize(1, 2, 2.0), TypeError, "S must be a non-negative integer, got 2.0"),
-            (lambda: PrefixLM(-3), ValueError, "PrefixLM: prefix_lengths must not be below 0, got -3"),
-            (lambda: PrefixLM("a"), TypeError, "PrefixLM: prefix_lengths must be integers, got dtype <U1"),
-            (lambda: GlobalTokens([-1]), ValueError, "GlobalTokens: index must not be below 0, got -1"),
-            (lambda: GlobalTokens(0), ValueError, "GlobalTokens: index must have shape (n,), got ()"),
-            (
-                lambda: GlobalTokens([0.0]),
-                TypeError,
-                "GlobalTokens: index must be integers, got dtype float64",
-            ),
-            (
-                lambda: Dense(np.full((2, 2), 0.5, np.float32)),
-                TypeError,
-                DENSE + "float32; for numbers added to the scores use bias=, else .astype(bool)",
-            ),
-            (
-                lambda: Dense(np.zeros((2, 2))),  # a bias that changes nothing, or a mask that hides all
-                TypeError,
-                DENSE + "float64; for numbers added to the scores use bias=, else .astype(bool)",
-            ),
-            (lambda: Dense(np.tri(3)), TypeError, DENSE + "float64" + ZEROS_AND_ONES),
-            (lambda: Dense([[1.0, 0.0]]), TypeError, DENSE + "float64" + ZEROS_AND_ONES),
-            (
-                lambda: Dense(np.tri(3, dtype=ml_dtypes.bfloat16)),
-                TypeError,
-                DENSE + "bfloat16" + ZEROS_AND_ONES,
-            ),
-            (lambda: Dense(np.ones((2, 2), complex)), TypeError, DENSE + "complex128"),
-            (lambda: Dense([["a"]]), TypeError, DENSE + "<U1"),
+            # A bias that changes nothing, or a mask that hides all.
+            (np.zeros((2, 2)), "float64; for numbers added to the scores use bias=, else .astype(bool)"),
+            (np.tri(3), "float64; a mask of zeros and ones is mask.astype(bool)"),
+            ([[1.0, 0.0]], "float64; a mask of zeros and ones is mask.astype(bool)"),
+            (np.tri(3, dtype=ml_dtypes.bfloat16), "bfloat16; a mask of zeros and ones is mask.astype(bool)"),
+            (np.ones((2, 2), complex), "complex128"),
+            ([["a"]], "<U1"),
         ],
-        ids=lambda item: item.rpartition("got ")[2] if isinstance(item, str) else "",
+        ids=lambda it: it if isinstance(it, str) else "",
     )
-    def test_when_built(self, build, error, said):
-        with pytest.raises(error) as caught:
-            build()
-        assert str(caught.value) == said
+    def test_arrays_of_numbers(self, array, said):
+        with pytest.raises(TypeError) as caught:
+            Dense(array)
+        kinds = "mask must be a fastattn.masks object or a bool or integer array, got dtype "
+        assert str(caught.value) == kinds + said
 
-    @pytest.mark.parametrize(
-        ("mask", "said"),
-        [
-            (
-                Causal(),
-                "mask Causal() needs L == S, got L=17 and S=33; "
-                'say Causal(align="top_left") or Causal(align="bottom_right")',
-            ),
-            (Causal(offset=[1, 2, 3]), f"mask Causal(offset=[1, 2, 3]) {LEAD}"),
-            (KeyLengths([1, 2, 3]), f"mask KeyLengths(lengths=[1, 2, 3]) {LEAD}"),
-            (KeyLengths([1, 34]), "mask KeyLengths(lengths=[1, 34]): lengths must be in 0..S=33, got 34"),
-            (PrefixLM([1, 2, 3]), f"mask PrefixLM(prefix_lengths=[1, 2, 3]) {LEAD}"),
-            (
-                Segments(np.zeros(17, int)),
-                "mask Segments(q_ids=<int64 (17,)>) is for L=17 and S=17, got L=17 and S=33",
-            ),
-            (
-                Segments(np.zeros(17, int), np.zeros(32, int)),
-                "mask Segments(q_ids=<int64 (17,)>, k_ids=<int64 (32,)>) is for L=17 and S=32, "
-                "got L=17 and S=33",
-            ),
-            (
-                Segments(np.zeros((3, 17), int), np.zeros(33, int)),
-                f"mask Segments(q_ids=<int64 (3, 17)>, k_ids=<int64 (33,)>) {LEAD}",
-            ),
-            (GlobalTokens([0, 33]), "mask GlobalTokens(index=[0, 33]): index must be below S=33, got 33"),
-            (
-                Window(1, 1) | GlobalTokens([99]),
-                "mask GlobalTokens(index=[99]): index must be below S=33, got 99",
-            ),
-            (Dense(np.ones((17, 32), bool)), f"mask of shape (17, 32) {SCORES}"),
-            (Dense(np.ones((1, 2, 2, 17, 33), bool)), f"mask of shape (1, 2, 2, 17, 33) {SCORES}"),
-            (
-                Window(1, 1) | KeyLengths([1, 34]),
-                "mask KeyLengths(lengths=[1, 34]): lengths must be in 0..S=33, got 34",
-            ),
-        ],
-        ids=lambda item: "" if isinstance(item, str) else repr(item)[:40],
-    )
-    def test_when_it_does_not_fit(self, backend, mask, said):
+    def test_when_it_does_not_fit(self, backend):
+        """The message has the mask that does not, or its shape, among those that are combined."""
         arrays = random_arrays(lead=(2,), heads=2)
-        with pytest.raises(ValueError) as caught:
-            fastattn.attention(*arrays, mask=mask, backend=backend.backend)
         shapes = "; query (2, 2, 17, 16), key (2, 2, 33, 16), value (2, 2, 33, 16)"
-        assert str(caught.value) == said + shapes
+        for mask in [
+            Causal(),
+            Causal(offset=[1, 2, 3]),
+            KeyLengths([1, 2, 3]),
+            KeyLengths([1, 34]),
+            PrefixLM([1, 2, 3]),
+            Segments(np.zeros(17, int)),
+            Segments(np.zeros(17, int), np.zeros(32, int)),
+            Segments(np.zeros((3, 17), int), np.zeros(33, int)),
+            GlobalTokens([0, 33]),
+            Dense(np.ones((17, 32), bool)),
+            Dense(np.ones((1, 2, 2, 17, 33), bool)),
+        ]:
+            named = f"mask of shape {mask.array.shape} " if isinstance(mask, Dense) else f"mask {mask!r}"
+            for whole in (mask, Window(1, 1) | mask):
+                with pytest.raises(ValueError) as caught:
+                    fastattn.attention(*arrays, mask=whole, backend=backend.backend)
+                assert str(caught.value).startswith(named) and str(caught.value).endswith(shapes)
 
 
 def test_tokens_past_the_end_are_refused_wherever_a_mask_meets_sizes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from itertools import pairwise, product
 
 import numpy as np
@@ -9,73 +11,17 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._mask_map import EMPTY, FULL, TILE_K, TILE_Q, UNBOUNDED, Band, Part
+from fastattn._mask_map import FULL, TILE_K, TILE_Q, UNBOUNDED, Band
 from fastattn._mask_parts import of_band, states_of_keys
-from fastattn.masks import (
-    BlockMask,
-    Causal,
-    Dense,
-    GlobalTokens,
-    KeyLengths,
-    NotSelf,
-    PrefixLM,
-    Segments,
-    Window,
-)
-from tests.cases import MASK_NAMES, mask_pair, mask_pairs, random_arrays
+from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, NotSelf, PrefixLM, Segments, Window
+from tests.cases import mask_pair, random_arrays
 from tests.fake_gpu import FakeArray
+from tests.masks_as_arrays import BLOCKS, block_mask, part_of, parts_of
+from tests.refusals import assert_named
 from tests.test_masks_lowering import INTERVAL_MASKS
 
 BATCH, HEADS = 2, 2
-#: Sizes of a whole problem, and of blocks of it: its first query and key, and its own sizes.
-BLOCKS = {
-    (9, 7): [(0, 0, 9, 7), (1, 2, 3, 4), (8, 6, 1, 1), (4, 0, 0, 7), (9, 7, 0, 0)],
-    (200, 300): [
-        (0, 0, 64, 128),
-        (TILE_Q, TILE_K, 70, 130),
-        (3, 1, 130, 260),
-        (77, 45, 123, 255),
-        (130, 250, 70, 50),
-        (199, 299, 1, 1),
-    ],
-}
 CASES = [(whole, block) for whole, blocks in BLOCKS.items() for block in blocks]
-
-
-def spread(array, len_q, len_k):
-    return np.broadcast_to(array, (BATCH, HEADS, len_q, len_k))
-
-
-def part_of(allowed, block):
-    row, key, len_q, len_k = block
-    return allowed[..., row : row + len_q, key : key + len_k]
-
-
-def block_mask(allowed):
-    """The same as a map of tiles, as `create_block_mask` makes it."""
-    _, _, len_q, len_k = allowed.shape
-    node = masks.lower(Dense(allowed) | Dense(allowed), (BATCH,), HEADS, len_q, len_k)
-    return BlockMask(node.mask_map, BATCH, HEADS, len_q, len_k)
-
-
-@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
-def test_a_block_of_every_mask(whole, block):
-    for name in MASK_NAMES:
-        pair = mask_pair(name, BATCH, HEADS, *whole)
-        part = pair.mask.shifted(*block[:2], size=whole)
-        got = part.materialize(HEADS, *block[2:])
-        np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block), name)
-
-
-@pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
-def test_a_block_of_a_block(whole, block):
-    for pair in mask_pairs(BATCH, HEADS, *whole):
-        row, key = block[0] // 2, block[1] // 2
-        part = pair.mask.shifted(row, key, size=whole)
-        left = whole[0] - row, whole[1] - key
-        again = part.shifted(block[0] - row, block[1] - key, size=left)
-        got = again.materialize(HEADS, *block[2:])
-        np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block), pair.name)
 
 
 @pytest.mark.parametrize(("whole", "block"), CASES, ids=str)
@@ -84,7 +30,7 @@ def test_a_block_of_a_map_of_tiles(name, whole, block):
     pair = mask_pair(name, BATCH, HEADS, *whole)
     part = block_mask(pair.allowed).shifted(*block[:2])
     got = part.materialize(HEADS, *block[2:])
-    np.testing.assert_array_equal(spread(got, *block[2:]), part_of(pair.allowed, block))
+    np.testing.assert_array_equal(got, part_of(pair.allowed, block))
 
 
 def test_a_map_of_tiles_at_every_bit():
@@ -131,40 +77,12 @@ def test_without_the_size_of_the_problem(mask):
 class TestParts:
     """A part of a problem along all axes, as `fastattn.integrations.dask` divides one."""
 
-    @staticmethod
-    def parts(whole, n_keys=3):
-        """Parts whose bounds are no tile's, with the slices of blocks of keys."""
-        len_q, len_k = whole
-        rows = [slice(0, len_q), slice(len_q // 3, len_q // 3 + 1), slice(len_q // 2, len_q)]
-        ends = np.linspace(0, len_k, n_keys + 1).astype(int).tolist()
-        blocks = [slice(*ends) for ends in pairwise(ends)]
-        for items, heads, queries in product([slice(0, 2), slice(1, 2)], [slice(0, 2), slice(1, 2)], rows):
-            yield Part((BATCH,), (items,), heads, queries, slice(0, len_k), whole), blocks
-
-    @pytest.mark.parametrize("whole", [(9, 7), (200, 300)], ids=str)
-    @pytest.mark.parametrize("name", [*MASK_NAMES, "map_of_tiles"])
-    def test_every_mask(self, name, whole):
-        pair = mask_pair("and_of_or" if name == "map_of_tiles" else name, BATCH, HEADS, *whole)
-        mask = block_mask(pair.allowed) if name == "map_of_tiles" else pair.mask
-        allowed = spread(pair.allowed, *whole)
-        for part, blocks in self.parts(whole):
-            states = states_of_keys(mask, part, blocks)
-            for keys, state in zip(blocks, states, strict=True):
-                wanted = allowed[part.items[0], part.heads, part.queries, keys]
-                got = masks.lower(
-                    mask._cut(part.of_keys(keys)), wanted.shape[:1], wanted.shape[1], *wanted.shape[2:]
-                )
-                np.testing.assert_array_equal(as_array(got, wanted.shape), wanted)
-                assert (state == EMPTY) == (not wanted.any())
-                assert state != FULL or wanted.all()
-
     @pytest.mark.parametrize("name", INTERVAL_MASKS)
     def test_intervals_are_known_to_be_full(self, name):
         pair = mask_pair(name, BATCH, HEADS, 200, 300)
-        allowed = spread(pair.allowed, 200, 300)
-        for part, blocks in self.parts((200, 300), 30):
+        for part, blocks in parts_of((200, 300), 30):
             for keys, state in zip(blocks, states_of_keys(pair.mask, part, blocks), strict=True):
-                wanted = allowed[part.items[0], part.heads, part.queries, keys]
+                wanted = pair.allowed[part.items[0], part.heads, part.queries, keys]
                 assert (state == FULL) == wanted.all()
 
     @pytest.mark.parametrize("at_end", [False, True])
@@ -179,20 +97,6 @@ class TestParts:
             mask = of_band(band, 7, 9)
             got = np.ones((1, 7, 9), bool) if mask is None else mask.materialize(1, 7, 9)
             np.testing.assert_array_equal(*np.broadcast_arrays(got[..., 0, :, :], wanted))
-
-
-def as_array(lowered, shape):
-    """What `masks.lower` gives as an array."""
-    allowed, key = np.ones(shape, bool), np.arange(shape[-1])
-    if lowered.key_start is not None:
-        inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])
-        allowed &= inside[:, None]
-    if lowered.dense is not None:
-        allowed &= lowered.dense != 0
-    if lowered.mask_map is not None:
-        for item in np.ndindex(*shape[:2]):
-            allowed[item] &= lowered.mask_map.rows(item, 0, shape[2], shape[3])
-    return allowed
 
 
 def test_offsets_beyond_int64_do_not_wrap_around():
@@ -280,90 +184,40 @@ class TestAlgebra:
 
 
 class TestRefused:
-    END = " is aligned to the end of the larger problem: shifted needs its size=(L, S)"
-
     @pytest.mark.parametrize(
-        "mask",
-        [Causal("bottom_right"), Window(1, 1), PrefixLM(3), GlobalTokens([1])],
-        ids=repr,
+        "mask", [Causal("bottom_right"), Window(1, 1), PrefixLM(3), GlobalTokens([1])], ids=repr
     )
     def test_no_size(self, mask):
         for whole in (mask, mask & NotSelf(), ~(mask | NotSelf())):
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="shifted needs its size=") as caught:
                 whole.shifted(1, 1)
-            assert str(caught.value) == f"mask {mask!r}{self.END}"
+            assert str(caught.value).startswith(f"mask {mask!r} is aligned to the end")
 
-    @pytest.mark.parametrize(
-        ("offsets", "size", "error", "said"),
-        [
-            ((-1, 0), None, ValueError, "q_offset must be a non-negative integer below 2**60, got -1"),
-            (
-                (0, 2**60),
-                None,
-                ValueError,
-                "k_offset must be a non-negative integer below 2**60, got 1152921504606846976",
-            ),
-            ((0, 1.0), None, TypeError, "k_offset must be a non-negative integer, got 1.0"),
-            ((True, 0), None, TypeError, "q_offset must be a non-negative integer, got True"),
-            ((0, 0), 3, TypeError, "size must be a pair (L, S), got 3"),
-            ((0, 0), (3,), ValueError, "size must be a pair (L, S), got (3,)"),
-            ((0, 0), (3, -1), ValueError, "size: S must be a non-negative integer below 2**60, got -1"),
-        ],
-        ids=lambda it: it if isinstance(it, str) else "",
-    )
-    def test_offsets_and_sizes(self, offsets, size, error, said):
-        with pytest.raises(error) as caught:
-            NotSelf().shifted(*offsets, size=size)
-        assert str(caught.value) == said
-
-    def test_too_far(self):
+    def test_offsets_and_sizes(self):
+        shifted = partial(NotSelf().shifted, k_offset=0)
+        assert_named(shifted, ValueError, {"q_offset": [-1, 2**60]})
+        assert_named(shifted, TypeError, {"q_offset": [1.0, True]})
+        assert_named(partial(NotSelf().shifted, 0), ValueError, {"k_offset": [2**60]})
+        assert_named(partial(NotSelf().shifted, 0, 0), TypeError, {"size": [3]})
+        assert_named(partial(NotSelf().shifted, 0, 0), ValueError, {"size": [(3,), (3, -1)]})
         with pytest.raises(ValueError, match=r"below 2\*\*60"):
             NotSelf().shifted(2**59, 0).shifted(2**59, 0)
 
-    @pytest.mark.parametrize(
-        ("mask", "said"),
-        [
-            (
-                Window(1, 1).shifted(10, 20, size=(16, 40)),
-                "mask Window(left=1, right=1) is of a problem of L=16 and S=40, "
-                "and is shifted to queries 10..17 and keys 20..29",
-            ),
-            (
-                Dense(np.ones((20, 28), bool)).shifted(10, 20),
-                "mask Dense(array=<bool (20, 28)>) is of a problem of L=20 and S=28, "
-                "and is shifted to queries 10..17 and keys 20..29",
-            ),
-            (
-                Segments(np.zeros(28, int)).shifted(10, 20),
-                "mask Segments(q_ids=<int64 (28,)>) is of a problem of L=28 and S=28, "
-                "and is shifted to queries 10..17 and keys 20..29",
-            ),
-            (
-                Segments(np.zeros(40, int)).shifted(10, 20, size=(41, 41)),
-                "mask Segments(q_ids=<int64 (40,)>) is for L=40 and S=40, got L=41 and S=41",
-            ),
-            (
-                Dense(np.ones((40, 40), bool)).shifted(10, 20, size=(41, 41)),
-                "mask of shape (40, 40) does not broadcast to (..., H, L, S) = (1, 41, 41)",
-            ),
-            (
-                Causal().shifted(10, 20, size=(41, 42)),
-                "mask Causal() needs L == S, got L=41 and S=42; "
-                'say Causal(align="top_left") or Causal(align="bottom_right")',
-            ),
-            (
-                KeyLengths(50).shifted(10, 20, size=(41, 42)),
-                "mask KeyLengths(lengths=50): lengths must be in 0..S=42, got 50",
-            ),
-            (
-                block_mask(np.ones((BATCH, HEADS, 28, 28), bool)).shifted(10, 20),
-                "mask BlockMask(B=2, H=2, L=28, S=28: 0.0 % of the tiles are empty) does not fit B=1 batch "
-                "items, H=1, L=28 and S=28",
-            ),
-        ],
-        ids=lambda it: "" if isinstance(it, str) else repr(it)[:40],
-    )
-    def test_a_block_that_is_not_there(self, mask, said):
-        with pytest.raises(ValueError) as caught:
-            masks.lower(mask, (), 1, 7, 9)
-        assert str(caught.value) == said
+    def test_a_block_that_is_not_there(self):
+        """The message has the mask, or its shape, and the sizes that it is of."""
+        of_map = block_mask(np.ones((2, 2, 28, 28), bool))
+        for mask, whole, sizes in [
+            (Window(1, 1), (16, 40), "16 40"),
+            (Dense(np.ones((20, 28), bool)), None, "20 28"),
+            (Segments(np.zeros(28, int)), None, "28 28"),
+            (Segments(np.zeros(40, int)), (41, 41), "40 40"),
+            (Dense(np.ones((40, 40), bool)), (41, 41), "40 40"),
+            (Causal(), (41, 42), "41 42"),
+            (KeyLengths(50), (41, 42), "50 42"),
+            (of_map, None, "28 28"),
+        ]:
+            with pytest.raises(ValueError) as caught:
+                masks.lower(mask.shifted(10, 20, size=whole), (), 1, 7, 9)
+            said = str(caught.value)
+            assert said.startswith((f"mask {mask!r}", "mask of shape ")), said
+            assert all(re.search(rf"\b{n}\b", said) for n in sizes.split()), said

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.conftest import on_compiled_backends, on_storage_backends
 from tests.process import python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
@@ -86,14 +87,13 @@ def test_long_sequence(backend, options):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
+@on_storage_backends
 @pytest.mark.parametrize(
     "storage",
     ["int8", "small pages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "pages"))],
 )
 def test_stored_keys_are_not_copied(backend, storage):
     """In float32 and one after another they would take 8 MiB each."""
-    if backend.backend == "numba":
-        pytest.skip("reads arrays of float32 and float64 alone")
     extra = measure(backend, "dict(window=(256, 0))", storage)
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
@@ -123,6 +123,7 @@ def test_rows_far_apart(backend, length):
 
 
 @pytest.mark.slow
+@on_compiled_backends  # the reference's blocks of query rows hold whole rows of scores
 @pytest.mark.parametrize(
     ("length", "options"),
     [
@@ -135,8 +136,6 @@ def test_rows_far_apart(backend, length):
 @pytest.mark.parametrize("place", ["contiguous", "columns_apart"])
 def test_few_queries(backend, length, place, options):
     """A thread holds the scores of one key tile, and partial results: some KB per key tile at most."""
-    if backend.backend == "reference":
-        pytest.skip("its blocks of query rows hold whole rows of scores")
     script = SCRIPT.split("rng = ")[0] + (
         "rng = np.random.default_rng(0)\n"
         f"key, value = rng.standard_normal((2, 1, 64, {length}), dtype=np.float32).swapaxes(-1, -2)\n"

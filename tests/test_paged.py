@@ -9,8 +9,9 @@ import pytest
 import fastattn
 from fastattn import Paged, Quantized, masks
 from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.conftest import READS_STORAGE, fixture_of, on_cython
 from tests.fake_gpu import FakeArray
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 STORAGES = ["float32", "float64", "float16", "bfloat16", "int8"]
@@ -31,11 +32,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def engine(engine):
-    if engine.backend == "numba":
-        pytest.skip("it refuses them, see test_backends_that_read_none_say_so")
-    return engine
+engine = fixture_of(READS_STORAGE)
 
 
 def dtype_of(storage):
@@ -77,12 +74,6 @@ def options_of(name, arrays, dtype):
         shape = (arrays[0].shape[-3], arrays[0].shape[-2], arrays[1].shape[-2])
         options["bias"] = np.random.default_rng(9).standard_normal(shape).astype(dtype)
     return options
-
-
-def assert_all_same(got, expected):
-    for result, wanted in zip(got, expected, strict=True):
-        assert result.dtype == wanted.dtype
-        assert_same_bits(result, wanted)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -244,10 +235,9 @@ def test_out_that_overlaps_the_pages(engine):
         assert_same_bits(out, expected)
 
 
+@on_cython  # the only one that reads pages and runs functions
 def test_functions_of_scores(engine):
     pytest.importorskip("numba")
-    if engine.backend == "reference":
-        pytest.skip("it runs no score_mod")
     query, key, value = (array.astype(np.float32) for array in random_arrays(**SHAPES["split_kv"]))
 
     def score_mod(score, b, h, q_idx, kv_idx):

@@ -10,7 +10,7 @@ import fastattn
 from fastattn._constants import PAIRS_ISAS
 from tests.cases import random_arrays
 from tests.conftest import ENGINES
-from tests.tolerances import assert_attention, assert_same_bits
+from tests.tolerances import assert_all_same, assert_attention, assert_same_bits
 
 PAIRS = [engine for engine in ENGINES if engine.isa in PAIRS_ISAS]
 pytestmark = [
@@ -119,8 +119,7 @@ def test_bits_depend_on_the_row_and_its_keys_alone(engine):
             paged.append(fastattn.Paged(np.ascontiguousarray(pages), table))
     for given in ((query, key, value), strided, (query, *paged[:2]), (query, *paged[2:])):
         again = solve(engine, *given, causal="bottom_right", num_threads=1)
-        for got, wanted in zip(again, together, strict=True):
-            assert_same_bits(got, wanted)
+        assert_all_same(again, together)
     alone = solve(engine, query[1:, 2:, 40:], key[1:, 1:], value[1:, 1:], causal="bottom_right")
     for got, wanted in zip(alone, together, strict=True):
         assert_same_bits(got, wanted[1:, 2:, 40:])
@@ -132,8 +131,7 @@ def test_only_calls_in_bfloat16_throughout(engine):
     wide = [array.astype(np.float32) for array in (query, key, value)]
     expected = engine.attention(*wide, return_lse=True)
     for given in ((wide[0], key, value), (query, wide[1], value), (query, key, wide[2])):
-        for got, wanted in zip(engine.attention(*given, return_lse=True), expected, strict=True):
-            assert_same_bits(got, wanted)
+        assert_all_same(engine.attention(*given, return_lse=True), expected)
 
 
 def test_weights_belong_to_the_output(engine):

@@ -16,7 +16,8 @@ import fastattn._flex  # now: what is patched in `_api` must not be what it impo
 from fastattn import _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
-from tests.tolerances import assert_answer, assert_attention, assert_same_bits
+from tests.conftest import on_compiled
+from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
 
 SHAPES = {
     "rank_two": {"heads": 1},
@@ -191,8 +192,7 @@ def test_many_threads_at_once(short, len_q, step):
     expected = [short(*arrays) for arrays in problems]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(20):
-            for got, wanted in zip(pool.map(lambda arrays: short(*arrays), problems), expected, strict=True):
-                assert_same_bits(got, wanted)
+            assert_all_same(pool.map(lambda arrays: short(*arrays), problems), expected)
 
 
 # ---------------------------------------------------------------- the prepared call
@@ -259,13 +259,12 @@ def results_of(got):
     return got if isinstance(got, tuple) else (got,)
 
 
+@on_compiled
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
     """The next call of a signature, on other numbers, uses the prepared call, with the bits of the general
     path."""
-    if engine.backend == "reference":
-        pytest.skip("prepares nothing")
     options = OPTIONS[name] | {"layout": layout}
     first, second = (random_arrays(seed, lead=(2,), heads=3, len_q=L, len_k=S) for seed in range(2))
     if layout == "bshd":
@@ -276,9 +275,9 @@ def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
     engine.attention(*first, **options)
     expected = results_of(engine.attention(*(array.copy() for array in second), **fresh))
     no_general_path()
-    for wanted, got in zip(expected, results_of(engine.attention(*second, **fresh)), strict=True):
-        assert_same_bits(got, wanted)
-        assert got.flags.c_contiguous and got.flags.writeable
+    results = results_of(engine.attention(*second, **fresh))
+    assert_all_same(results, expected)
+    assert all(got.flags.c_contiguous and got.flags.writeable for got in results)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"enable_gqa": True}], ids=str)
@@ -314,9 +313,8 @@ def test_varlen_attention_is_prepared_for_its_lengths(no_general_path):
         assert_same_bits(fastattn.varlen_attention(query, key, value, *starts), wanted)
 
 
+@on_compiled
 def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_path):
-    if engine.backend == "reference":
-        pytest.skip("prepares nothing")
     query, key, value = random_arrays(lead=(2,), heads=3, len_q=L, len_k=L, head_dim=8, value_dim=8)
     expected = engine.attention(query, key, value)
     for out in (np.empty_like(expected), np.empty((2, 3, L, 16), np.float32)[..., ::2]):
@@ -368,21 +366,18 @@ FLEX = {
 }
 
 
+@on_compiled
 @pytest.mark.parametrize("name", FLEX)
 def test_flex_attention_is_prepared(engine, no_general_path, name):
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S, head_dim=8, value_dim=8)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **FLEX[name])
     expected = [result.copy() for result in results_of(attend())]
     no_general_path()
-    for wanted, got in zip(expected, results_of(attend()), strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(results_of(attend()), expected)
 
 
+@on_compiled
 def test_what_functions_read_is_read_at_each_call(engine, no_general_path, monkeypatch):
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
     aux = np.random.default_rng(0).standard_normal((3, S))
@@ -399,10 +394,9 @@ def test_what_functions_read_is_read_at_each_call(engine, no_general_path, monke
     assert_attention((got,), *arrays, scale=scale, bias=-TABLE[None, :S])
 
 
+@on_compiled
 def test_a_mask_function_is_evaluated_for_what_it_reads(engine, monkeypatch):
     """Numbers are part of the signature; where it reads an array, the function is evaluated at each call."""
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
     attend = partial(fastattn.flex_attention, *arrays, backend=engine.backend)
     query, key = np.ogrid[:L, :S]
@@ -417,10 +411,9 @@ def test_a_mask_function_is_evaluated_for_what_it_reads(engine, monkeypatch):
     assert_same_bits(attend(mask_mod=array_mask), engine.attention(*arrays))
 
 
+@on_compiled
 def test_out_that_functions_read(engine):
     """As aux or captured, after a call of the same signature without an overlap."""
-    if engine.backend == "reference":
-        pytest.skip("takes no functions")
     arrays = random_arrays(heads=3, len_q=L, len_k=S, value_dim=S, dtype=np.float64)
     table = np.random.default_rng(1).standard_normal((3, L, S))
 
@@ -519,8 +512,7 @@ def test_small_calls_are_recalled(monkeypatch, name, layout):
     changed = results_of(attend())
     assert not np.array_equal(changed[0], second[0])
     monkeypatch.undo()
-    for got, expected in zip(changed, results_of(attend(num_threads=7)), strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same(changed, results_of(attend(num_threads=7)))
 
 
 def test_the_oldest_small_call_is_forgotten():

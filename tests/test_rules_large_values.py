@@ -11,6 +11,7 @@ import pytest
 
 import fastattn
 from tests.cases import FLOATS, random_arrays
+from tests.conftest import READS_STORAGE, without
 from tests.naive import kept_weights
 from tests.tolerances import assert_close, assert_same_bits, solve
 
@@ -86,9 +87,8 @@ def options_of(name: str, len_q: int, len_k: int) -> dict:
 @pytest.mark.parametrize("dtype", ENGINE_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
+@without(lambda engine, dtype: engine not in READS_STORAGE and dtype not in FLOATS)
 def test_means_of_large_values(engine, name, sizes, dtype):
-    if engine.backend == "numba" and dtype not in FLOATS:
-        pytest.skip("it has no 16-bit storage")
     arrays, options = problem(*sizes, dtype), options_of(name, *sizes)
     out = engine.attention(*arrays, **options)
     computed = np.dtype(dtype) if dtype in FLOATS else np.dtype("float32")

@@ -12,7 +12,8 @@ import pytest
 from fastattn import masks
 from fastattn._constants import FEW_ROWS, FUSED_ROWS
 from tests.cases import FLOATS, random_arrays
-from tests.tolerances import assert_same_bits
+from tests.conftest import on_compiled
+from tests.tolerances import assert_all_same, assert_same_bits
 
 #: Many tasks, few tasks, one task that can only be split over its keys, and ragged ones.
 SHAPES = {
@@ -43,11 +44,6 @@ def options_for(shape):
 
 
 OPTION_NAMES = tuple(options_for(SHAPES["small"]))
-
-
-def assert_all_same(results, expected):
-    for name, got, wanted in zip(("out", "lse", "weights"), results, expected, strict=True):
-        assert_same_bits(got, wanted, name)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -145,6 +141,7 @@ def test_what_out_held_before(engine):
         assert_same_bits(engine.attention(*arrays, causal="top_left", out=out), expected)
 
 
+@on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("most", "few"),
@@ -157,16 +154,11 @@ def test_other_rows_of_the_window(engine, most, few, dtype):
 
     Split-KV, the sweep and the fused sweep each add in another order: each is compared with itself.
     """
-    if engine.backend == "reference":
-        pytest.skip("the promise is about the compiled kernels")
     query, key, value = random_arrays(7, heads=1, len_q=most, len_k=700, head_dim=16, dtype=dtype)
     together = engine.attention(query, key, value, mask=masks.Window(250, 0))
     for stop in range(min(most, 300), most + 1, 13) if most > FEW_ROWS else range(few, most + 1):
         rows, upto = slice(stop - few, stop), slice(0, 700 - most + stop)
         alone = engine.attention(
-            query[..., rows, :],
-            key[..., upto, :],
-            value[..., upto, :],
-            mask=masks.Window(250, 0),
+            query[..., rows, :], key[..., upto, :], value[..., upto, :], mask=masks.Window(250, 0)
         )
         assert_same_bits(together[..., rows, :], alone)

@@ -8,7 +8,7 @@ import pytest
 from fastattn import masks
 from tests.cases import FLOATS, MEMORY_LAYOUTS, random_arrays
 from tests.conftest import reference_is_slow
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -19,8 +19,7 @@ def test_inputs_anywhere_in_memory(engine, argument, layout, dtype):
     expected = engine.everything(*arrays.values())
     place = MEMORY_LAYOUTS[layout]
     moved = {name: place(array) if argument in (name, "all") else array for name, array in arrays.items()}
-    for got, wanted in zip(engine.everything(*moved.values()), expected, strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(engine.everything(*moved.values()), expected)
 
 
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
@@ -36,8 +35,7 @@ def test_options_anywhere_in_memory(engine, argument, layout):
     }[argument]
     moved = MEMORY_LAYOUTS[layout](options)
     expected = engine.everything(*arrays, **{argument: options})
-    for got, wanted in zip(engine.everything(*arrays, **{argument: moved}), expected, strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(engine.everything(*arrays, **{argument: moved}), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -78,8 +76,7 @@ def test_zero_strides(engine, argument, axes):
             written_out[name] = broadcast[name].copy()
         else:
             broadcast[name] = written_out[name] = array
-    for got, wanted in zip(engine.everything(**broadcast), engine.everything(**written_out), strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(engine.everything(**broadcast), engine.everything(**written_out))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +89,7 @@ def test_zero_strides_of_mask_and_bias(engine, argument, shape):
     small = np.asarray(small > -0.5) if argument == "mask" else np.asarray(small)
     whole = np.broadcast_to(small, (2, 3, 17, 33)).copy()
     expected = engine.everything(*arrays, **{argument: whole})
-    for got, wanted in zip(engine.everything(*arrays, **{argument: small}), expected, strict=True):
-        assert_same_bits(got, wanted)
+    assert_all_same(engine.everything(*arrays, **{argument: small}), expected)
 
 
 @pytest.mark.parametrize("argument", ["query", "key", "value", "mask", "bias"])
@@ -211,8 +207,7 @@ class TestRowsFarApart:
         for keys, values in ((move(key), move(value)), (move(key), value), (key, move(value))):
             for num_threads in (1, 3):
                 results = engine.everything(query, keys, values, num_threads=num_threads, **options)
-                for got, wanted in zip(results, expected, strict=True):
-                    assert_same_bits(got, wanted)
+                assert_all_same(results, expected)
 
     @pytest.mark.parametrize("shared", ["key", "value"])
     def test_one_array_shared_by_the_batch(self, engine, shared):
@@ -225,8 +220,7 @@ class TestRowsFarApart:
             key = self.elements_apart(key)
             value = np.broadcast_to(self.elements_apart(value[:1]), value.shape)
         expected = engine.everything(query, key.copy(), value.copy(), num_threads=1)
-        for got, wanted in zip(engine.everything(query, key, value, num_threads=1), expected, strict=True):
-            assert_same_bits(got, wanted)
+        assert_all_same(engine.everything(query, key, value, num_threads=1), expected)
 
     @pytest.mark.parametrize("place", ["rows_apart", "elements_apart"])
     def test_masked_nan_is_never_seen(self, engine, place):

@@ -15,7 +15,7 @@ from fastattn import masks
 from tests.cases import random_arrays
 from tests.conftest import USABLE
 from tests.process import python
-from tests.tolerances import assert_same_bits
+from tests.tolerances import assert_all_same, assert_same_bits
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 
@@ -318,8 +318,7 @@ def test_eight_python_threads_at_once(engine):
         together.wait()
         for turn in range(40):
             results = engine.everything(*arrays, num_threads=1 + turn % 3, **options)
-            for got, wanted in zip(results, expected, strict=True):
-                assert_same_bits(got, wanted)
+            assert_all_same(results, expected)
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, number) for number in range(8)]:

@@ -8,6 +8,7 @@ import pytest
 
 import fastattn
 from fastattn._problem import MAX_DIM, MAX_ROWS
+from tests.conftest import on_compiled_backends
 from tests.process import python
 from tests.tolerances import assert_same_bits
 
@@ -147,10 +148,9 @@ class TestWithinTheBounds:
         assert out.shape == (*shape[:-1], 0)
 
 
+@on_compiled_backends  # NumPy's own products want memory in between
 def test_no_memory_is_an_error_before_anything_is_written(backend):
     """Enough for the result, not for a thread's tiles."""
-    if backend.backend == "reference":
-        pytest.skip("NumPy's own products want memory in between")
     code = f"""
 import resource
 import numpy as np

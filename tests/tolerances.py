@@ -136,3 +136,14 @@ def assert_same_bits(got: np.ndarray, expected: np.ndarray, what: str = "result"
         f"{what}: {len(differ)} of {got.size} elements differ, first at {first}: "
         f"{got[first]!r} and {expected[first]!r}"
     )
+
+
+def assert_all_same(got: Any, expected: Any, what: str = "result") -> None:
+    """The same of arrays one after another, or of two dicts of arrays."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        triples = [(name, got[name], expected[name]) for name in expected]
+    else:
+        triples = [(n, one, other) for n, (one, other) in enumerate(zip(got, expected, strict=True))]
+    for name, one, other in triples:
+        assert_same_bits(one, other, f"{what} {name}")

@@ -1,0 +1,15 @@
+"""The other files here are collected where the backend is usable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastattn.backends import cuda_gpu
+
+
+def test_one_key(engine):
+    if reasons := cuda_gpu.backend.unavailable_reasons():
+        pytest.skip(f"{'; '.join(reasons)}, nor NUMBA_ENABLE_CUDASIM=1")
+    ones = np.ones((1, 3, 4), np.float32)
+    np.testing.assert_array_equal(engine.attention(ones, ones[:, :1], ones[:, :1]), ones)

@@ -23,7 +23,7 @@ import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.integrations.dask import attention
 
 
@@ -83,7 +83,7 @@ def main() -> int:
     print(
         f"{args.heads} heads, {args.length} queries and keys, causal, D = {args.dim}, chunks of {args.chunk}"
     )
-    print(f"{_host.available_cores()} cores; median of {args.rounds} rounds")
+    print(f"{host.available_cores()} cores; median of {args.rounds} rounds")
     for workers, seconds in times.items():
         ratios = [one / other for one, other in zip(times[first], seconds, strict=True)]
         rate = flops / median(seconds) / workers / 1e9

@@ -43,9 +43,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from fastattn import _host
-from fastattn._quiet import SETTLE_SECONDS, CoreProbes
+from fastattn._machine import host
 from fastattn.bench.oracle import TOLERANCE_EPS
+from fastattn.bench.quiet import SETTLE_SECONDS, CoreProbes
 from fastattn.demo._layers import LayerNorm, Linear, gelu_tanh
 
 HEADS, HIDDEN, INNER, VOCABULARY = 12, 768, 3072, 50257
@@ -221,7 +221,7 @@ def measure(num_layers: int, tokens: int, rounds: int) -> dict[str, Any]:
     for name, them in runs.items():
         results[name] |= _summary(them, first)
     return {
-        "machine": {"cpu": _host.cpu_name(), "cores": _host.available_cores()},
+        "machine": {"cpu": host.cpu_name(), "cores": host.available_cores()},
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from fastattn.backends import cuda_gpu
+from fastattn.backends.cuda import backend as cuda_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="of the benchmark: %(default)s")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="of the tests")
     options = parser.parse_args()
-    if reasons := cuda_gpu.backend.unavailable_reasons():
+    if reasons := cuda_backend.backend.unavailable_reasons():
         print("; ".join(reasons))
         return 1
     ended = {}

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from fastattn import _host
-from fastattn._quiet import SETTLE_SECONDS, CoreProbes
+from fastattn._machine import host
+from fastattn.bench.quiet import SETTLE_SECONDS, CoreProbes
 
 #: Seconds for one pair beside the first call of each, and bounds on its rounds.
 SECONDS, MIN_ROUNDS, MAX_ROUNDS = 8.0, 3, 25
@@ -396,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found.ratio:.2f}", f"{found.difference:.0e}",
             "" if row.module is None else str(lines_of_code(row.module)),
         )  # fmt: skip
-    print(f"{_host.cpu_name()}, {fastattn.get_num_threads()} threads; a ratio is their time over ours.")
+    print(f"{host.cpu_name()}, {fastattn.get_num_threads()} threads; a ratio is their time over ours.")
     Console(width=140).print(table)
     for note in notes:
         print(note)

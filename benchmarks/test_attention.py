@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.bench.case import Case, Inputs, make_inputs
 from fastattn.bench.cases import CASES
 from fastattn.bench.peers import PEERS, Call, Unable, load_peer
@@ -47,7 +47,7 @@ def _first_way(library: str, case: Case, inputs: Inputs) -> tuple[str, Call]:
     """The first way in which `library` can do `case`; the test is skipped where there is none."""
     reasons = []
     try:
-        for way, make in task_of(case).ways(load_peer(library, _host.available_cores())).items():
+        for way, make in task_of(case).ways(load_peer(library, host.available_cores())).items():
             try:
                 return way, make(case, inputs)
             except Exception as problem:  # whatever a library raises is its reason

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from fastattn._api import attention
-from fastattn._arguments import (
+from fastattn._api.attention import attention
+from fastattn._api.rope import rope as rotate
+from fastattn._cache.cache import KVCache, causal_rule
+from fastattn._cache.state import count
+from fastattn._call.arguments import (
     as_array,
     as_mask,
     check_causal,
@@ -23,13 +26,10 @@ from fastattn._arguments import (
     check_out,
     promote,
 )
-from fastattn._cache import KVCache, causal_rule
-from fastattn._cache_state import count
-from fastattn._device import host_array
-from fastattn._options import complete, public, refusing
-from fastattn._problem import FLOAT32, MAX_DIM
-from fastattn._rope import rope as rotate
-from fastattn._storage import REAL, storage_of
+from fastattn._call.options import complete, public, refusing
+from fastattn._call.problem import FLOAT32, MAX_DIM
+from fastattn._call.storage import REAL, storage_of
+from fastattn._machine.device import host_array
 from fastattn.masks import Causal
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._options import LayerOptions
+    from fastattn._call.options import LayerOptions
 
 __all__ = ["MultiHeadAttention"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _capi
+from fastattn._api import c_entry
 
 DTYPES = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4, "bool": 5, "int64": 6}
 CAUSAL = {False: 0, "top_left": 1, "bottom_right": 2}
@@ -64,7 +64,7 @@ class Call(ctypes.Structure):
 
 
 def function() -> Any:
-    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Call))(_capi.address())
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Call))(c_entry.address())
 
 
 def described(array: np.ndarray | None, axes: tuple[int, ...] = (0, 1, 2, 3)) -> Array:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fastattn import masks
-from fastattn._normalize import normalize
-from fastattn._problem import Problem
+from fastattn._call.normalize import normalize
+from fastattn._call.problem import Problem
 from tests import naive
 
 FLOATS = ("float32", "float64")

@@ -31,7 +31,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import fastattn
-from fastattn import _linear, _rope, _schedule
+from fastattn._api import linear, rope
+from fastattn._call import schedule
 from tests.process import python
 
 settings.register_profile(
@@ -93,14 +94,14 @@ def _usable(backend: str) -> bool:
 def _isas() -> list[str]:
     if not _usable("cython"):
         return []
-    from fastattn.backends import cython_cpu
+    from fastattn.backends.cython import backend as cython_backend
 
-    return list(cython_cpu.available_isas())
+    return list(cython_backend.available_isas())
 
 
 #: Tests are about small problems: the fused sweep computes all that its kernels can, also where the other is
 #: faster. Other processes decide as users' do.
-_schedule.FUSED_LEAST_GAIN = 0.0
+schedule.FUSED_LEAST_GAIN = 0.0
 
 USABLE = tuple(name for name in BACKENDS if _usable(name))
 ISAS = tuple(_isas())
@@ -297,9 +298,9 @@ def fixture_of(engines: Iterable[Engine]) -> Any:
         if chosen.isa is None:
             context: Any = nullcontext()
         else:
-            from fastattn.backends import cython_cpu
+            from fastattn.backends.cython import backend as cython_backend
 
-            context = cython_cpu.use_isa(chosen.isa)
+            context = cython_backend.use_isa(chosen.isa)
         with context:
             yield chosen
 
@@ -313,13 +314,13 @@ engine = fixture_of(ENGINES)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of functions beside `attention`: each instruction set, and the way without the compiled extension."""
     if request.param == "numpy":
-        for module in (_rope, _linear):
+        for module in (rope, linear):
             monkeypatch.setattr(module, "driver", None)
         context: Any = nullcontext()
     else:
-        from fastattn.backends import cython_cpu
+        from fastattn.backends.cython import backend as cython_backend
 
-        context = cython_cpu.use_isa(request.param)
+        context = cython_backend.use_isa(request.param)
     with context:
         yield request.param
 
@@ -327,9 +328,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture
 def compiled() -> None:
     """These tests look at the pool of the compiled backend."""
-    from fastattn.backends import cython_cpu
+    from fastattn.backends.cython import backend as cython_backend
 
-    reasons = cython_cpu.backend.unavailable_reasons()
+    reasons = cython_backend.backend.unavailable_reasons()
     if reasons:
         pytest.skip(f"cython is not usable here: {reasons}")
 

@@ -251,7 +251,7 @@ def mistake(case: Case, outcome: Outcome) -> str | None:
 def prepare(demo: str) -> None:
     """Import once what every case needs; the picture, timing and probes of the cores are left out."""
     import fastattn
-    from fastattn import _quiet
+    from fastattn.bench import quiet
     from fastattn.demo import _timing
 
     for name in import_module(f"fastattn.demo.{demo}.cli").EXTRAS:
@@ -260,8 +260,8 @@ def prepare(demo: str) -> None:
     for name in {"draw", "draw_attention"} & set(vars(picture)):
         setattr(picture, name, lambda *given: None)
     fastattn.share_threads_with_blas = lambda: False
-    _quiet.CoreProbes.take = lambda self: None
-    _quiet.CoreProbes.warning = lambda self: None
+    quiet.CoreProbes.take = lambda self: None
+    quiet.CoreProbes.warning = lambda self: None
     _timing.MIN_ROUNDS, _timing.SECONDS = 1, 0.0
 
 

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _options, _registry
-from fastattn._hints import ANSWERS, _is_slip, refusal
+from fastattn._call import options as _options
+from fastattn._call.hints import ANSWERS, _is_slip, refusal
+from fastattn.backends import registry
 from fastattn.layers import MultiHeadAttention
-from fastattn.masks import Align, Causal
+from fastattn.masks import Causal
+from fastattn.masks.objects import Align
 from tests.process import python
 
 X = np.ones((1, 2, 5, 4), np.float32)
-#: What `_options` has for checkers alone.
-OPTION_TYPES: dict = {"__name__": "fastattn._options"}
+#: What `_call.options` has for checkers alone.
+OPTION_TYPES: dict = {"__name__": "fastattn._call.options"}
 exec(Path(_options.__file__).read_text().replace("\nif TYPE_CHECKING:", "\nif True:"), OPTION_TYPES)
 FUNCTIONS = {
     "attention": (fastattn.attention, (X, X, X), "A"),
@@ -129,7 +131,7 @@ import sys, numpy
 import fastattn
 x = numpy.ones((2, 3))
 fastattn.attention(x, x, x)
-assert "fastattn._hints" not in sys.modules
+assert "fastattn._call.hints" not in sys.modules
 """
         python(code)
 
@@ -483,7 +485,7 @@ def test_every_option_has_a_type(taker, types, named):
 
 
 def test_choices_are_the_contract():
-    assert typing.get_args(OPTION_TYPES["BackendName"]) == tuple(_registry.MODULES)
+    assert typing.get_args(OPTION_TYPES["BackendName"]) == tuple(registry.MODULES)
     assert typing.get_args(OPTION_TYPES["LayoutName"]) == ("bhsd", "bshd")
     assert typing.get_args(Align) == ("top_left", "bottom_right")
     assert typing.get_args(OPTION_TYPES["CausalRule"]) == (bool, Align)

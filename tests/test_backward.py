@@ -486,7 +486,7 @@ def test_the_default_backend_computes_gradients():
 
 @pytest.mark.parametrize("backend", ["numba", "cuda"])
 def test_other_backends_refuse(backend):
-    from fastattn._registry import load
+    from fastattn.backends.registry import load
 
     unusable = load(backend).unavailable_reasons()
     with pytest.raises(fastattn.BackendError, match=f"^backend '{backend}' cannot") as caught:

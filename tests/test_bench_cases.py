@@ -714,9 +714,9 @@ def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None
     kinds = [*FLEX_KINDS] if name == "torch-flex" else [*KINDS]
     code = RUN_KINDS.format(name=name, kinds=kinds, folder=str(tmp_path))
     if "avx2" in name:
-        from fastattn.backends import cython_cpu
+        from fastattn.backends.cython import backend as cython_backend
 
-        if "avx2" not in cython_cpu.available_isas():
+        if "avx2" not in cython_backend.available_isas():
             pytest.skip("no AVX2 here")
     if name == "fastattn-shared" and not shares_threads():
         pytest.skip("NumPy's threads cannot be shared here")

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.bench import cli, document
 from fastattn.bench.case import Case
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, possible_cases
@@ -109,7 +109,7 @@ def chosen(*arguments: str) -> tuple[set[str], set[str]]:
 def test_cases_are_chosen_by_name_group_speed_and_memory() -> None:
     quick = {name for name, case in CASES.items() if case.quick}
     assert quick
-    every = {case.name for case in possible_cases(_host.available_cores())}
+    every = {case.name for case in possible_cases(host.available_cores())}
     assert chosen() == (every, set())
     assert chosen("--memory") == (every, set(MEMORY_CASES))
     assert chosen("--cases", "threads-64")[0] == {"threads-64"}

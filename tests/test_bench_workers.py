@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.bench import probes, worker
 from fastattn.bench.case import Case, Inputs, Layer, make_inputs
 from fastattn.bench.cases import CASES
@@ -29,7 +29,7 @@ from fastattn.bench.process import ROOT, Crew, Worker, WorkerError
 from tests.bench_runs import CASE
 
 needs_kernels = pytest.mark.skipif(
-    bool(cython_cpu.backend.unavailable_reasons()), reason="the extension is not built"
+    bool(cython_backend.backend.unavailable_reasons()), reason="the extension is not built"
 )
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _blas, _host
-from fastattn.backends import cython_cpu
+from fastattn._api import blas as _blas
+from fastattn._machine import host
+from fastattn.backends.cython import backend as cython_backend
 from tests.process import python
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads in /proc")
@@ -79,7 +80,7 @@ briefly_and_long = pytest.mark.parametrize("seconds", [0.3, pytest.param(1.0, ma
 
 @pytest.fixture(params=["cython", pytest.param("numba", marks=pytest.mark.slow)])
 def backend(request):
-    if reasons := fastattn._registry.load(request.param).unavailable_reasons():
+    if reasons := fastattn.backends.registry.load(request.param).unavailable_reasons():
         pytest.skip(f"{request.param} is not usable here: {reasons}")
     return request.param
 
@@ -88,7 +89,7 @@ def backend(request):
 def products_in_all_threads():
     """As they are outside of `tests.conftest.products_in_one_thread`."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
-    with threadpoolctl.threadpool_limits(_host.available_cores(), user_api="blas"):
+    with threadpoolctl.threadpool_limits(host.available_cores(), user_api="blas"):
         yield
 
 
@@ -115,12 +116,12 @@ class TestCores:
             if text is not None:
                 (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
                 (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{text}\n")
-        monkeypatch.setattr(_host, "_CPUS", str(tmp_path))
-        assert _host.cores_of_cpus() == cores
+        monkeypatch.setattr(host, "_CPUS", str(tmp_path))
+        assert host.cores_of_cpus() == cores
 
     def test_nothing_is_known_where_the_system_does_not_say(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(_host, "_CPUS", str(tmp_path))
-        assert _host.cores_of_cpus() == []
+        monkeypatch.setattr(host, "_CPUS", str(tmp_path))
+        assert host.cores_of_cpus() == []
 
 
 @linux_only
@@ -314,7 +315,7 @@ class TestReasons:
         ],
     )
     def test_say_what_is_missing(self, monkeypatch, capsys, blas, reason):
-        if cython_cpu.driver is None:
+        if cython_backend.driver is None:
             pytest.skip("the compiled backend is not here")
         monkeypatch.setattr(_blas, "numpy_blas", lambda: blas)
         assert not fastattn.share_threads_with_blas()
@@ -322,13 +323,13 @@ class TestReasons:
         assert re.search(f"sharing not possible: .*{reason}", capsys.readouterr().out)
 
     def test_none_without_the_compiled_backend(self, monkeypatch):
-        monkeypatch.setattr(cython_cpu, "driver", None)
+        monkeypatch.setattr(cython_backend, "driver", None)
         assert "compiled backend" in openblas().reason_not_shared()
         assert not fastattn.share_threads_with_blas()
         assert fastattn.share_threads_with_blas(False)
 
     def test_just_as_many_threads_as_leave_room(self):
-        if cython_cpu.driver is None:
+        if cython_backend.driver is None:
             pytest.skip("the compiled backend is not here")
         assert openblas(get_num_threads=32).reason_not_shared() is None
 

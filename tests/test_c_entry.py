@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastattn
-from fastattn import _capi
-from fastattn.backends import cython_cpu
+from fastattn._api import c_entry as _capi
+from fastattn.backends.cython import backend as cython_backend
 from tests import c_entry
 from tests.cases import MEMORY_LAYOUTS, random_arrays
 from tests.process import ROOT, python
 from tests.tolerances import assert_same_bits
 
 pytestmark = pytest.mark.skipif(
-    bool(cython_cpu.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
+    bool(cython_backend.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
 )
 OPTIONS = c_entry.OPTIONS
 
@@ -75,10 +75,10 @@ def test_bits_are_those_of_python(name: str, dtype: str) -> None:
     check(arrays_of(dtype), OPTIONS[name])
 
 
-@pytest.mark.parametrize("isa", cython_cpu.available_isas())
+@pytest.mark.parametrize("isa", cython_backend.available_isas())
 def test_bits_on_each_instruction_set(isa: str) -> None:
     """The same call, one after another on each: kept calls are those of one instruction set."""
-    with cython_cpu.use_isa(isa):
+    with cython_backend.use_isa(isa):
         check(arrays_of(), OPTIONS["all"])
 
 
@@ -205,7 +205,7 @@ def test_a_bad_setting_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch, as
     assert c_entry.attend(*arrays, out)[0] == _capi.OK
     monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
     _capi._driver().threads_changed()
-    if fastattn._host._num_threads is None:
+    if fastattn._machine.host._num_threads is None:
         code, message = c_entry.attend(*arrays, out)
         assert (code, message.startswith("FASTATTN_NUM_THREADS must be")) == (_capi.VALUE_ERROR, True)
     monkeypatch.undo()
@@ -220,7 +220,7 @@ def test_the_capsule() -> None:
     """By PyCapsule_Import, as NumPy's own is found, and by the header."""
     load = ctypes.pythonapi.PyCapsule_Import
     load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
-    assert load(b"fastattn._capi.attention", 0) == _capi.address()
+    assert load(b"fastattn._api.c_entry.attention", 0) == _capi.address()
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         _capi.attend  # noqa: B018
 
@@ -408,8 +408,8 @@ def test_another_backend(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> N
 
 
 def test_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cython_cpu, "driver", None)
-    monkeypatch.setattr(cython_cpu, "_missing", "nothing was built", raising=False)
+    monkeypatch.setattr(cython_backend, "driver", None)
+    monkeypatch.setattr(cython_backend, "_missing", "nothing was built", raising=False)
     _capi._driver.cache_clear()
     try:
         with pytest.raises(

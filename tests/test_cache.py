@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _cache_pages, _prepared
-from fastattn._cache_pages import PagePool, PageShape
+from fastattn._api import prepared
+from fastattn._cache import pages as _cache_pages
+from fastattn._cache.pages import PagePool, PageShape
 from tests.conftest import USABLE, Engine
 from tests.process import python
 from tests.refusals import assert_named
@@ -39,7 +40,7 @@ def writer(request, monkeypatch):
     """How rows are written to pages."""
     if not request.param:
         monkeypatch.setattr(_cache_pages, "write_page_rows", None)
-        monkeypatch.setattr("fastattn._cache.IS_COMPILED", False)
+        monkeypatch.setattr("fastattn._cache.cache.IS_COMPILED", False)
     elif not _cache_pages.IS_COMPILED:
         pytest.skip("no extension")
 
@@ -766,14 +767,14 @@ def test_settings_that_are_no_integers():
 
 
 def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(_prepared, "MAX_CALLS", 5)
-    for kept in (_prepared._calls, _prepared._tokens):
+    monkeypatch.setattr(prepared, "MAX_CALLS", 5)
+    for kept in (prepared._calls, prepared._tokens):
         kept.clear()
     cache = fastattn.KVCache(1, 1, 8)
     cache.append(*np.ones((2, 1, 1, 8, 8), np.float32))
     for length in range(1, 20):
         cache.attend(np.ones((1, 1, length, 8), np.float32), causal=False)
-        assert len(_prepared._calls) <= 5 >= len(_prepared._tokens)
+        assert len(prepared._calls) <= 5 >= len(prepared._tokens)
 
 
 def test_a_fork_is_of_its_class():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _cache_files
-from fastattn._cache_files import _header, _tensors
+from fastattn._cache import files as _cache_files
+from fastattn._cache.files import _header, _tensors
 from tests.tolerances import assert_same_bits
 
 K, D, E = 2, 16, 24

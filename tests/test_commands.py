@@ -12,7 +12,7 @@ import pytest
 
 import fastattn
 from fastattn.__main__ import main
-from fastattn._outputs import why_not_writable
+from fastattn.bench.outputs import why_not_writable
 from tests.demos import call_demo, complaint, go_to_empty_folder
 
 #: A name that is too long for every file system, whoever the user is.

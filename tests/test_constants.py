@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattn import _constants as constants
+from fastattn._machine import constants
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "fastattn" / "backends" / "cython" / "kernels"

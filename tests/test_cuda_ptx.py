@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 import numpy as np
 from numba import cuda, types
-from fastattn._problem import Mod
+from fastattn._call.problem import Mod
 from fastattn.backends.cuda.combine import combine_kernel
 from fastattn.backends.cuda.form import Form, choose_shape
 from fastattn.backends.cuda.functions import device_function

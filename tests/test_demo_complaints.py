@@ -21,7 +21,7 @@ pytest.importorskip("safetensors", reason="the demo extra is not installed")
 pytest.importorskip("tokenizers", reason="the demo extra is not installed")
 
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.demo import main
 from fastattn.demo.embed import cli as embed
 from fastattn.demo.generate import cli as generate
@@ -111,7 +111,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Call a demo in a folder with a text alone; gives the exit status, stdout and stderr."""
     go_to_empty_folder(tmp_path, monkeypatch)
     Path("notes.txt").write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(name: str, *arguments: str, model: Path | None = None) -> tuple[int, str, str]:

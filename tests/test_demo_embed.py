@@ -23,9 +23,9 @@ from matplotlib.image import imread
 from tokenizers import Tokenizer, processors
 
 import fastattn
-from fastattn import _host, _quiet
-from fastattn.backends import cython_cpu
-from fastattn.bench import probes
+from fastattn._machine import host
+from fastattn.backends.cython import backend as cython_backend
+from fastattn.bench import probes, quiet
 from fastattn.demo import _command, _timing
 from fastattn.demo._errors import DemoError
 from fastattn.demo.embed import cli, loading, main
@@ -80,15 +80,15 @@ def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
 def probe(monkeypatch: pytest.MonkeyPatch, peaks: list[float]) -> list[int]:
     """Have the probes of the cores find `peaks`, over and over; gives the list of the threads they run on."""
     threads: list[int] = []
-    turn = cycle(np.repeat(peaks, _quiet.PROBE_TRIES).tolist())
+    turn = cycle(np.repeat(peaks, quiet.PROBE_TRIES).tolist())
 
     def integer_peak(num_threads: int, seconds: float) -> float:
         threads.append(num_threads)
         return next(turn)
 
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", list)
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", list)
     monkeypatch.setattr(probes, "integer_peak", integer_peak)
-    monkeypatch.setattr(_quiet, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(quiet, "SETTLE_SECONDS", 0.0)
     return threads
 
 
@@ -222,11 +222,11 @@ class TestBusyMachine:
     )
     def test_warning(self, run, monkeypatch: pytest.MonkeyPatch, peaks: list[float], disturbed: int) -> None:
         threads = probe(monkeypatch, peaks)
-        monkeypatch.setattr(_host, "_num_threads", 1)  # what --threads sets
+        monkeypatch.setattr(host, "_num_threads", 1)  # what --threads sets
         status, out, err = run("--query", "the dog sleeps")
         assert status == 0
         # Before each round and after the last; on all cores, which NumPy uses whatever --threads says.
-        assert threads == [_host.available_cores()] * _quiet.PROBE_TRIES * (_timing.MIN_ROUNDS + 1)
+        assert threads == [host.available_cores()] * quiet.PROBE_TRIES * (_timing.MIN_ROUNDS + 1)
         assert (self.WARNING in out) == bool(disturbed)
         assert "None" not in out
         if disturbed:
@@ -241,7 +241,7 @@ class TestBusyMachine:
 
     def test_no_probe_without_the_compiled_backend(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
         threads = probe(monkeypatch, [100.0, 10.0])
-        monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["not built"])
+        monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["not built"])
         status, out, _ = run("--query", "the dog sleeps")
         assert (status, threads) == (0, [])
         assert self.WARNING not in out

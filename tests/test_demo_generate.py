@@ -26,8 +26,8 @@ import gguf
 from matplotlib.image import imread
 
 import fastattn
-from fastattn import _quiet
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
+from fastattn.bench import quiet
 from fastattn.demo import main
 from fastattn.demo._decoding import LibraryAttention
 from fastattn.demo.generate import cli, comparison, generation
@@ -86,7 +86,7 @@ def run_and_draw(
 ):
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
     go_to_empty_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(*arguments: str, model_file: Path | None = tiny) -> tuple[int, str, str]:
@@ -215,7 +215,7 @@ class TestCommand:
         assert "Prompt: 3 tokens" in out  # <s>, ▁a, bc
 
     def test_a_neighbour_on_the_cores_is_told(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_quiet.CoreProbes, "warning", lambda self: "Something else used the cores")
+        monkeypatch.setattr(quiet.CoreProbes, "warning", lambda self: "Something else used the cores")
         assert "\nSomething else used the cores\n" in run("--prompt", "the end", "--max-tokens", "3")[1]
 
     @pytest.mark.parametrize(

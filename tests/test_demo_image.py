@@ -25,7 +25,7 @@ from onnx import numpy_helper
 from PIL import Image
 
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.demo import _timing, main
 from fastattn.demo.image import photograph
 from fastattn.demo.image.photograph import MAX_PATCHES, MIN_PATCHES, SAMPLE, fit, pixels_of, read_photograph
@@ -51,7 +51,7 @@ def run_and_draw(
     """Call the demo on the tiny model in an empty folder; gives the exit status, stdout and stderr."""
     go_to_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(_timing, "SECONDS", 0.0)
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
 
     def call(*arguments: str, model: Path | None = tiny) -> tuple[int, str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the demo extra is not installed")
 
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.demo import _timing
 
 X = np.ones(3, np.float32)
@@ -35,7 +35,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(_timing, "perf_counter", clock)
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     return clock
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="the demo extra is not installed")
 pytest.importorskip("rich", reason="the demo extra is not installed")
 
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.demo import main
 from fastattn.demo._decoding import Sampler
 from fastattn.demo.train import cli, timing, training
@@ -300,7 +300,7 @@ class TestTraining:
         assert trainer.held_out_loss(whole=False) == pytest.approx(np.mean(losses[::4]), rel=1e-5)
 
     def test_comparison_leaves_the_model_as_it_is(self, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+        monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
         trainer = trainer_of(notes, steps=2)
         losses_of(trainer)
         before = trainer.model.weights.flat.copy()
@@ -320,7 +320,7 @@ def run_and_draw(
 ):
     """Call the demo with a small model in an empty folder; gives the exit status, stdout and stderr."""
     go_to_empty_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(cython_cpu.backend, "unavailable_reasons", lambda: ["no probes in tests"])
+    monkeypatch.setattr(cython_backend.backend, "unavailable_reasons", lambda: ["no probes in tests"])
     monkeypatch.setattr(fastattn, "share_threads_with_blas", lambda: False)  # it would outlast the test
     monkeypatch.setattr(training, "CHARACTERS_PER_STEP", 128)
     monkeypatch.setattr(cli, "Sizes", partial(Sizes, num_layers=1, num_heads=2, head_dim=8))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastattn
-from fastattn._device import DeviceArray, as_device_array, broadcast_to, place
+from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, place
 from tests.fake_gpu import FakeArray
 
 
@@ -143,7 +143,7 @@ def test_a_mask_on_a_gpu_does_not_become_tiles(combine):
 
 
 def test_without_a_gpu_the_reason_is_said():
-    if not fastattn._registry.load("cuda").unavailable_reasons():
+    if not fastattn.backends.registry.load("cuda").unavailable_reasons():
         pytest.skip("a GPU is here")
     x = FakeArray(np.zeros((1, 2, 3)))
     with pytest.raises(fastattn.BackendError, match="no backend can take this problem:\n  cuda: ") as error:
@@ -155,21 +155,21 @@ def test_without_a_gpu_the_reason_is_said():
 
 def test_reasons_say_what_is_missing(monkeypatch):
     cuda = pytest.importorskip("numba.cuda")
-    from fastattn.backends import cuda_gpu
+    from fastattn.backends.cuda import backend as cuda_backend
 
-    missing = cuda_gpu._missing.__wrapped__
-    monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: None)
+    missing = cuda_backend._missing.__wrapped__
+    monkeypatch.setattr(cuda_backend, "find_spec", lambda name: None)
     assert missing() == ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
-    monkeypatch.setattr(cuda_gpu, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda_backend, "find_spec", lambda name: object())
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "cuda_error", lambda: "no driver\n at all", raising=False)
     assert missing() == ["no NVIDIA GPU can be used: no driver at all"]
     monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda_gpu, "_loads", lambda library: library != "nvvm")
+    monkeypatch.setattr(cuda_backend, "_loads", lambda library: library != "nvvm")
     assert missing() == [
         "NVIDIA's compiler is not here (nvvm): pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
     ]
-    monkeypatch.setattr(cuda_gpu, "_loads", lambda library: True)
+    monkeypatch.setattr(cuda_backend, "_loads", lambda library: True)
     assert missing() == []
 
 

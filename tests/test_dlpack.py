@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _device
+from fastattn._machine import device
 from tests.cases import random_arrays
 from tests.conftest import without
 from tests.tolerances import assert_same_bits
@@ -67,7 +67,7 @@ def library(request):
 def back(array):
     """As an ndarray, whatever library it is of."""
     assert not isinstance(array, np.ndarray)
-    return _device.on_host(array)
+    return device.on_host(array)
 
 
 def arrays(dtype, **sizes):
@@ -128,11 +128,11 @@ def test_every_function(library):
 def test_nothing_is_copied(dtype):
     torch = pytest.importorskip("torch")
     tensor = of_torch(arrays(dtype)[0])
-    array = _device.on_host(tensor)
+    array = device.on_host(tensor)
     assert array.ctypes.data == tensor.data_ptr() and array.strides[-1] == tensor.element_size()
-    assert _device.in_library_of(tensor, array).data_ptr() == tensor.data_ptr()
-    assert _device.from_dlpack(tensor[:, 1:, ::2]).shape == tensor[:, 1:, ::2].shape
-    assert _device.in_library_of(torch.ones(1), array).dtype == tensor.dtype
+    assert device.in_library_of(tensor, array).data_ptr() == tensor.data_ptr()
+    assert device.from_dlpack(tensor[:, 1:, ::2]).shape == tensor[:, 1:, ::2].shape
+    assert device.in_library_of(torch.ones(1), array).dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
-from fastattn._registry import load
+from fastattn.backends.registry import load
 from tests import cases, naive
 from tests.cases import Case
 from tests.conftest import FLOAT32_FIRST, computes_gradients

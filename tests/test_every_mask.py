@@ -11,9 +11,9 @@ import pickle
 import numpy as np
 import pytest
 
-from fastattn import masks
-from fastattn._mask_map import EMPTY, FULL
-from fastattn._mask_parts import states_of_keys
+from fastattn.integrations._mask_parts import states_of_keys
+from fastattn.masks import objects
+from fastattn.masks.map import EMPTY, FULL
 from tests import test_backward_rules, test_rules_nan
 from tests.cases import MASK_NAMES, MASK_SIZES, mask_pair, mask_pairs, random_arrays
 from tests.conftest import computes_gradients, without
@@ -36,7 +36,7 @@ def test_materialize_and_lower_are_the_definition(sizes):
             assert got.dtype == bool
             assert got.shape[-3:] == (3, *sizes)
             np.testing.assert_array_equal(np.broadcast_to(got, pair.allowed.shape), pair.allowed, name)
-            lowered = masks.lower(pair.mask, (2,), 3, *sizes)
+            lowered = objects.lower(pair.mask, (2,), 3, *sizes)
             np.testing.assert_array_equal(as_array(lowered, pair.allowed.shape), pair.allowed, name)
 
 
@@ -72,7 +72,7 @@ def test_parts(name, whole):
     for part, blocks in parts_of(whole):
         for keys, state in zip(blocks, states_of_keys(mask, part, blocks), strict=True):
             wanted = pair.allowed[part.items[0], part.heads, part.queries, keys]
-            own = masks.lower(mask._cut(part.of_keys(keys)), wanted.shape[:1], *wanted.shape[1:])
+            own = objects.lower(mask._cut(part.of_keys(keys)), wanted.shape[:1], *wanted.shape[1:])
             np.testing.assert_array_equal(as_array(own, wanted.shape), wanted)
             assert (state == EMPTY) == (not wanted.any())
             assert state != FULL or wanted.all()

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
-from fastattn._constants import BLOCK_K, FEW_ROWS, UNCACHED_NBYTES
-from fastattn._schedule import Target, make_schedule
-from fastattn.backends import cython_cpu
+from fastattn._call.schedule import Target, make_schedule
+from fastattn._machine.constants import BLOCK_K, FEW_ROWS, UNCACHED_NBYTES
+from fastattn.backends.cython import backend as cython_backend
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
 from tests.conftest import on_compiled, on_cython
@@ -58,7 +58,7 @@ def schedule_of(len_q, len_k, lanes, heads=1):
 
 def most_rows(dtype):
     """The most rows for which split-KV is used with any number of keys, on the instruction set in use."""
-    lanes = cython_cpu.driver.target(np.dtype(dtype).itemsize)["lanes"]
+    lanes = cython_backend.driver.target(np.dtype(dtype).itemsize)["lanes"]
     return max(FEW_ROWS, lanes - 1)
 
 
@@ -372,7 +372,7 @@ def test_as_many_rows_as_lanes(engine):
     solved = solve(case)
     together = engine.everything(*solved.arrays)
     assert_answer(together, solved.exact, solved.plain)
-    if cython_cpu.driver.target(4)["lanes"] != 16 or engine.backend == "reference":
+    if cython_backend.driver.target(4)["lanes"] != 16 or engine.backend == "reference":
         return
     query, key, value = solved.arrays
     for head in (0, 7, 15):

@@ -9,7 +9,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._constants import BLOCK_K, FUSED_ISAS, FUSED_KEYS, FUSED_LANES, FUSED_ROWS
+from fastattn._machine.constants import BLOCK_K, FUSED_ISAS, FUSED_KEYS, FUSED_LANES, FUSED_ROWS
 from tests.cases import random_arrays
 from tests.conftest import ENGINES, ISAS
 from tests.process import python

@@ -28,12 +28,12 @@ COMPILED = [name for name in checks.engines() if name not in ("numba", "referenc
 
 @pytest.fixture(autouse=True)
 def same_instruction_set():
-    from fastattn.backends import cython_cpu
+    from fastattn.backends.cython import backend as cython_backend
 
-    if cython_cpu.isa() is None:
+    if cython_backend.isa() is None:
         yield
     else:
-        with cython_cpu.use_isa(cython_cpu.isa()):
+        with cython_backend.use_isa(cython_backend.isa()):
             yield
 
 

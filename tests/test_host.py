@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastattn import _host
+from fastattn._machine import host
 
 
 @pytest.fixture
@@ -16,12 +16,12 @@ def quota(tmp_path, monkeypatch):
             path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        read = _host._read
-        monkeypatch.setattr(_host, "_CGROUP_ROOT", str(tmp_path))
+        read = host._read
+        monkeypatch.setattr(host, "_CGROUP_ROOT", str(tmp_path))
         monkeypatch.setattr(
-            _host, "_read", lambda path: memberships if path == "/proc/self/cgroup" else read(path)
+            host, "_read", lambda path: memberships if path == "/proc/self/cgroup" else read(path)
         )
-        return _host.cpu_quota.__wrapped__()
+        return host.cpu_quota.__wrapped__()
 
     return found
 

@@ -11,7 +11,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from tests.cases import random_arrays
 from tests.process import ROOT, python
 from tests.tolerances import assert_same_bits
@@ -117,7 +117,7 @@ def refused_by(door: str, query: np.ndarray, key: np.ndarray) -> str:
 def test_no_hint_at_a_layout_where_there_is_none(door: str) -> None:
     if door != "c":
         pytest.importorskip(door)
-    elif cython_cpu.backend.unavailable_reasons():
+    elif cython_backend.backend.unavailable_reasons():
         pytest.skip("the C entry is part of the compiled kernels")
     query, key = np.ones((2, 5, 4, 8), "f4"), np.ones((2, 7, 2, 8), "f4")
     with pytest.raises(ValueError, match="say layout="):

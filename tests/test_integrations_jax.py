@@ -20,7 +20,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from tests.c_entry import OPTIONS
 from tests.cases import random_arrays
 from tests.process import ROOT
@@ -28,7 +28,7 @@ from tests.tolerances import assert_same_bits
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.skipif(
-    bool(cython_cpu.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
+    bool(cython_backend.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
 )
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from tests import c_entry
 from tests.cases import MEMORY_LAYOUTS, random_arrays
 from tests.process import ROOT, python
@@ -20,7 +20,7 @@ from tests.tolerances import assert_same_bits
 
 numba = pytest.importorskip("numba")
 pytestmark = pytest.mark.skipif(
-    bool(cython_cpu.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
+    bool(cython_backend.backend.unavailable_reasons()), reason="the C entry is part of the compiled kernels"
 )
 integration = import_module("fastattn.integrations.numba")
 attention = integration.attention

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _prepared
+from fastattn._api import prepared
 from tests.process import python
 from tests.tolerances import assert_all_same, assert_same_bits
 
@@ -469,7 +469,7 @@ class TestSmallLoops:
         aux = {n: (np.linspace(-1, 1, 40 * n).reshape(40, n).astype(dtype),) * 2 for n in (4, 5, 6)}
         for first in (4, 5):
             monkeypatch.setattr(functions, "loops", functions.Kept(9))
-            _prepared._calls.clear()
+            prepared._calls.clear()
             results.append([])
             for n in (first, 4, 5, 6):
                 weights = np.linspace(0.1, 0.7, n).astype(dtype)
@@ -488,8 +488,8 @@ class TestSmallLoops:
 class TestBounded:
     def test_loops(self, monkeypatch):
         monkeypatch.setattr(functions, "loops", functions.Kept(3))
-        _prepared._calls.clear()
-        monkeypatch.setattr(_prepared, "MAX_CALLS", 3)
+        prepared._calls.clear()
+        monkeypatch.setattr(prepared, "MAX_CALLS", 3)
         machines = weakref.WeakSet()
         for n in range(5):
             namespace = {"N": n}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._kernel_methods import _CUT_REACH, _PLAIN_REACH, _ROWS
+from fastattn._api.kernel_methods import _CUT_REACH, _PLAIN_REACH, _ROWS
 from tests.cases import MEMORY_LAYOUTS
 from tests.tolerances import assert_all_same, assert_same_bits
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattn import _constants
+from fastattn._machine import constants
 from tests.conftest import ISAS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="needs bash and mprotect")]
@@ -52,7 +52,7 @@ def both_types(*isas: str) -> set[tuple[str, str]]:
 
 def of_this_machine() -> set[tuple[str, str]]:
     """What the tests of all kernels must have checked here; those of pairs and tiles are of float32."""
-    extended = {isa for isa in ISAS if isa in _constants.EXTENDED_ISAS}
+    extended = {isa for isa in ISAS if isa in constants.EXTENDED_ISAS}
     return both_types("portable", *ISAS) - {(isa, "float64") for isa in extended}
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastattn import _constants
-from fastattn._constants import REGISTER_BLOCKING
-from fastattn.backends import cython_cpu
+from fastattn._machine import constants
+from fastattn._machine.constants import REGISTER_BLOCKING
+from fastattn.backends.cython import backend as cython_backend
 from fastattn.bench import probes
 
 if probes.driver is None:
     pytest.skip("the compiled backend is not here", allow_module_level=True)
 
 
-VECTOR_ISAS = [isa for isa in cython_cpu.available_isas() if isa in _constants.VECTOR_ISAS]
+VECTOR_ISAS = [isa for isa in cython_backend.available_isas() if isa in constants.VECTOR_ISAS]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_as_many_sums_as_a_register_tile_has(isa, itemsize):
     assert probes.driver.peak_operations(isa, itemsize, 1, 0) == 32 * flops_of_a_step  # a step of each piece
 
 
-@pytest.mark.parametrize("isa", cython_cpu.available_isas())
+@pytest.mark.parametrize("isa", cython_backend.available_isas())
 def test_probes_are_of_the_instruction_set_in_use(isa, monkeypatch):
     asked = []
 
@@ -83,8 +83,8 @@ def test_probes_are_of_the_instruction_set_in_use(isa, monkeypatch):
     monkeypatch.setattr(probes, "driver", Driver)
     monkeypatch.setattr(probes, "READ_NBYTES", 64)
     probes._read_buffer.cache_clear()
-    with cython_cpu.use_isa(isa):
-        vectors = cython_cpu.vectors()
+    with cython_backend.use_isa(isa):
+        vectors = cython_backend.vectors()
         probes.fma_peak("float32", 1, 0.0)
         probes.integer_peak(1, 0.0)
         probes.read_bandwidth(1, 0.0)

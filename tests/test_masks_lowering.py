@@ -7,9 +7,18 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fastattn import masks
-from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q
-from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, NotSelf, PrefixLM, Segments, Window
+from fastattn.masks import (
+    Causal,
+    Dense,
+    GlobalTokens,
+    KeyLengths,
+    NotSelf,
+    PrefixLM,
+    Segments,
+    Window,
+    objects,
+)
+from fastattn.masks.map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q
 from tests.cases import mask_pair
 
 # These cost nothing: one key interval per row, whatever the sizes.
@@ -45,7 +54,7 @@ class TestLowering:
     @pytest.mark.parametrize("sizes", [(5, 9), (300, 200), (200, 300)], ids=str)
     def test_these_are_intervals_alone(self, name, sizes):
         pair = mask_pair(name, 2, 3, *sizes)
-        lowered = masks.lower(pair.mask, (2,), 3, *sizes)
+        lowered = objects.lower(pair.mask, (2,), 3, *sizes)
         assert lowered.mask_map is None
         assert lowered.dense is None
         start, stop = lowered.key_start, lowered.key_stop
@@ -77,7 +86,7 @@ class TestLowering:
     def test_tiles_are_classed_exactly(self, name, sizes):
         """Empty where nothing is allowed, full where everything is, and bits for nothing else."""
         pair = mask_pair(name, 2, 3, *sizes)
-        tiles = masks.lower(pair.mask, (2,), 3, *sizes).mask_map
+        tiles = objects.lower(pair.mask, (2,), 3, *sizes).mask_map
         for (b, h, t, u), index in np.ndenumerate(tiles.index):
             tile = pair.allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
             expected = INDEX_FULL if tile.all() else "bits" if tile.any() else INDEX_EMPTY
@@ -85,17 +94,17 @@ class TestLowering:
 
     def test_planes_that_are_alike_share_their_bits(self):
         mask = Window(3, 2) | GlobalTokens([0])
-        alone = masks.lower(mask, (), 1, 300, 300).mask_map
-        many = masks.lower(mask, (7,), 5, 300, 300).mask_map
+        alone = objects.lower(mask, (), 1, 300, 300).mask_map
+        many = objects.lower(mask, (7,), 5, 300, 300).mask_map
         assert many.index.shape[:2] == (7, 5)
         assert many.bits.shape == alone.bits.shape
         assert many.index.strides[:2] == (0, 0)
 
     def test_bits_past_the_end_are_zero(self):
-        tiles = masks.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).mask_map
+        tiles = objects.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).mask_map
         assert (tiles.index == INDEX_FULL).all()
         # Two queries and one key reach into the last tile, and only the second of them sees the key.
-        tiles = masks.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).mask_map
+        tiles = objects.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).mask_map
         assert tiles.index[0, 1, 1] >= 0
         corner = np.unpackbits(tiles.bits[tiles.index[0, 1, 1]].view(np.uint8))
         assert corner.sum() == 1
@@ -103,14 +112,14 @@ class TestLowering:
     def test_parts_of_a_complement_keep_their_forms(self):
         """Not (not array, or causal) is the array and an interval, as kernels stream them without a copy."""
         array = np.ones((300, 200), bool)
-        lowered = masks.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
+        lowered = objects.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
         assert lowered.mask_map is None
         np.testing.assert_array_equal(lowered.key_start, np.minimum(np.arange(300) + 1, 200))
 
     def test_a_lone_array_is_not_copied(self):
         array = np.ones((300, 200), bool)
-        lowered = masks.lower(Dense(array), (2,), 3, 300, 200)
+        lowered = objects.lower(Dense(array), (2,), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
         assert lowered.mask_map is None
 
@@ -122,7 +131,7 @@ class TestMemory:
 
     def peak(self, mask):
         tracemalloc.start()
-        lowered = masks.lower(mask, (), 1, self.LENGTH, self.LENGTH)
+        lowered = objects.lower(mask, (), 1, self.LENGTH, self.LENGTH)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak, lowered

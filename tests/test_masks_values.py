@@ -20,6 +20,7 @@ from fastattn.masks import (
     PrefixLM,
     Segments,
     Window,
+    objects,
 )
 from tests.fake_gpu import FakeArray
 
@@ -124,9 +125,9 @@ DENSE_ON_GPU = np.ones((4, 4), bool)
 
 
 def block_mask(mask):
-    tiles = masks.lower(mask, (1,), 1, 70, 70).mask_map
+    tiles = objects.lower(mask, (1,), 1, 70, 70).mask_map
     return BlockMask(
-        masks.lower(mask | mask, (1,), 1, 70, 70).mask_map if tiles is None else tiles, 1, 1, 70, 70
+        objects.lower(mask | mask, (1,), 1, 70, 70).mask_map if tiles is None else tiles, 1, 1, 70, 70
     )
 
 

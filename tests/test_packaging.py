@@ -143,7 +143,8 @@ print(fastattn.attention.__module__, fastattn.__file__)
     command = [sys.executable, "-S", "-W", "ignore", "-c", code]
     env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
-    assert done.stdout.split() == ["fastattn._api", str(clone / "fastattn" / "__init__.py")], done.stderr
+    found = ["fastattn._api.attention", str(clone / "fastattn" / "__init__.py")]
+    assert done.stdout.split() == found, done.stderr
 
 
 class TestTarget:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._constants import PAIRS_ISAS
+from fastattn._machine.constants import PAIRS_ISAS
 from tests.cases import random_arrays
 from tests.conftest import ENGINES
 from tests.tolerances import assert_all_same, assert_attention, assert_same_bits

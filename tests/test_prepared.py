@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import fastattn
-import fastattn._flex  # now: what is patched in `_api` must not be what it imports
-from fastattn import _prepared, _signature, masks
+import fastattn._api.flex  # now: what is patched in `_api.attention` must not be what it imports
+from fastattn import masks
+from fastattn._api import prepared, signature
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.conftest import on_compiled
@@ -165,7 +166,7 @@ def test_bad_settings_are_errors_here_too(short, monkeypatch):
         short(*arrays)
     monkeypatch.delenv("FASTATTN_BACKEND")
     monkeypatch.setenv("FASTATTN_NUM_THREADS", "none")
-    monkeypatch.setattr("fastattn._host._num_threads", None)  # set_num_threads has priority
+    monkeypatch.setattr("fastattn._machine.host._num_threads", None)  # set_num_threads has priority
     big = random_arrays(lead=(8,), heads=8, len_q=200, len_k=200)
     with pytest.raises(ValueError, match=r"FASTATTN_NUM_THREADS.*none"):
         short(*big)
@@ -476,16 +477,16 @@ def test_what_is_written_into_a_mask_is_seen(engine):
 
 
 def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
-    _prepared._calls.clear()
+    prepared._calls.clear()
     arrays = random_arrays()
-    for number in range(_prepared.MAX_CALLS + 20):
+    for number in range(prepared.MAX_CALLS + 20):
         fastattn.attention(*arrays, scale=1.0 + number)
-    assert len(_prepared._calls) == _prepared.MAX_CALLS
+    assert len(prepared._calls) == prepared.MAX_CALLS
     wide = masks.Segments(np.arange(200_000) // 7)  # two numbers for each query
     query = np.zeros((1, 200_000, 1), np.float32)
-    kept = len(_prepared._calls)
+    kept = len(prepared._calls)
     fastattn.attention(query, query[:, :4], query[:, :4], mask=masks.Segments(wide.q_ids, wide.q_ids[:4]))
-    assert len(_prepared._calls) == kept
+    assert len(prepared._calls) == kept
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -497,10 +498,10 @@ def test_small_calls_are_recalled(monkeypatch, name, layout):
     if layout == "bshd":
         arrays = [np.ascontiguousarray(array.swapaxes(-3, -2)) for array in arrays]
     attend = partial(fastattn.attention, *arrays, **OPTIONS[name], layout=layout, backend="cython")
-    _prepared._calls.clear()
+    prepared._calls.clear()
     first = results_of(attend())
     general, wanted = [result.copy() for result in first], results_of(attend())
-    monkeypatch.setattr("fastattn._api.reuse", lambda *_: pytest.fail("this call was not recalled"))
+    monkeypatch.setattr("fastattn._api.attention.reuse", lambda *_: pytest.fail("this call was not recalled"))
     second = results_of(attend())
     for results in zip(second, general, wanted, first, strict=True):
         got, *others = results
@@ -520,10 +521,10 @@ def test_the_oldest_small_call_is_forgotten():
     arrays = random_arrays()
 
     def recalled(number):
-        answer = _prepared.recall(_prepared.ATTENTION, *arrays, {"scale": 3.0 + number}, "cython")
+        answer = prepared.recall(prepared.ATTENTION, *arrays, {"scale": 3.0 + number}, "cython")
         return type(answer) is not bytes
 
-    for number in range(_prepared.MAX_CALLS + 1):
+    for number in range(prepared.MAX_CALLS + 1):
         assert not recalled(number)
         fastattn.attention(*arrays, scale=3.0 + number, backend="cython")
         assert recalled(number)
@@ -535,7 +536,7 @@ def test_threads_are_determined_at_each_call(engine, monkeypatch):
     arrays = random_arrays(heads=8, len_q=200, len_k=200)
     expected = engine.attention(*arrays)
     for count in (1, 3, 2, 1):
-        monkeypatch.setattr("fastattn._host._num_threads", count)
+        monkeypatch.setattr("fastattn._machine.host._num_threads", count)
         assert_same_bits(engine.attention(*arrays), expected)
 
 
@@ -585,7 +586,7 @@ def test_both_signatures_tell_the_same_calls_apart():
     """The compiled one and the one where there is no extension."""
     driver = pytest.importorskip("fastattn.backends.cython.driver")
     compiled, plain = (
-        [make(*given) for given in signatures()] for make in (driver.signature, _signature.signature)
+        [make(*given) for given in signatures()] for make in (driver.signature, signature.signature)
     )
     assert [a is None for a in compiled] == [b is None for b in plain]
     for n, (a, b) in enumerate(zip(compiled, plain, strict=True)):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _rope
+from fastattn._api import rope
 from fastattn.layers import MultiHeadAttention
 from tests.cases import MEMORY_LAYOUTS
 from tests.conftest import ISAS, without
@@ -104,7 +104,7 @@ def test_a_turn_by_a_right_angle():
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_all_ways_give_the_same_bits(dtype, dims, interleaved, monkeypatch):
-    from fastattn.backends import cython_cpu
+    from fastattn.backends.cython import backend as cython_backend
 
     x = numbers(2, 3, 50, dims[0], dtype=dtype)
     cos, sin = tables(60, dims[1], dtype)
@@ -112,9 +112,9 @@ def test_all_ways_give_the_same_bits(dtype, dims, interleaved, monkeypatch):
     options = {"interleaved": interleaved, "positions": positions}
     results = []
     for isa in ISAS:
-        with cython_cpu.use_isa(isa):
+        with cython_backend.use_isa(isa):
             results.append(fastattn.rope(x, cos, sin, **options))
-    monkeypatch.setattr(_rope, "driver", None)
+    monkeypatch.setattr(rope, "driver", None)
     expected = fastattn.rope(x, cos, sin, **options)
     for got in results:
         assert_same_bits(got, expected)

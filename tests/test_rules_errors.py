@@ -297,7 +297,7 @@ class TestOtherReadings:
         """That would take long, and they fit any size."""
         pytest.importorskip("numba")
         evaluated = []
-        monkeypatch.setattr("fastattn._flex._evaluate", lambda *arguments: evaluated.append(arguments))
+        monkeypatch.setattr("fastattn._api.flex._evaluate", lambda *arguments: evaluated.append(arguments))
         hints = hints_of(
             self.QUERY,
             self.CROSS,

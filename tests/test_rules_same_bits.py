@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastattn import masks
-from fastattn._constants import FEW_ROWS, FUSED_ROWS
+from fastattn._machine.constants import FEW_ROWS, FUSED_ROWS
 from tests.cases import FLOATS, random_arrays
 from tests.conftest import on_compiled
 from tests.tolerances import assert_all_same, assert_same_bits

@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fastattn import _schedule
-from fastattn._constants import FUSED_ROWS, LOG2E
-from fastattn._schedule import (
+from fastattn._call import schedule as _schedule
+from fastattn._call.schedule import (
     Target,
     exact_factors,
     factors_of,
@@ -18,6 +17,7 @@ from fastattn._schedule import (
     make_schedule,
     score_factors,
 )
+from fastattn._machine.constants import FUSED_ROWS, LOG2E
 from tests.cases import problem_of, random_arrays
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._problem import MAX_DIM, MAX_ROWS
+from fastattn._call.problem import MAX_DIM, MAX_ROWS
 from tests.conftest import on_compiled_backends
 from tests.process import python
 from tests.tolerances import assert_same_bits

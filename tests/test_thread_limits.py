@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import _host, _threads
+from fastattn._machine import host, threads
 from tests.process import python
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
@@ -53,13 +53,13 @@ class TestBounds:
         """OpenMP's runtime ended the process, or started 2,000 threads."""
         code = f"print(more_threads(num_threads={num_threads}), more_threads())"
         more, default = printed(code, FASTATTN_NUM_THREADS=str(num_threads))
-        assert 1 < more < _threads.MAX_THREADS
-        assert more + default < _threads.MAX_THREADS
+        assert 1 < more < threads.MAX_THREADS
+        assert more + default < threads.MAX_THREADS
 
     def test_no_more_threads_than_tasks(self):
         """Tasks are query blocks, or with split-KV key tiles of a head."""
         code = """
-from fastattn._constants import FUSED_LANES
+from fastattn._machine.constants import FUSED_LANES
 from fastattn.backends import cython_cpu
 target = cython_cpu.driver.target(4)
 lanes = target["lanes"]
@@ -88,7 +88,7 @@ def test_numbers_that_no_runtime_counts_to(backend, num_threads):
 
 
 def test_such_a_number_in_the_environment(monkeypatch):
-    monkeypatch.setattr(_host, "_num_threads", None)
+    monkeypatch.setattr(host, "_num_threads", None)
     monkeypatch.setenv("FASTATTN_NUM_THREADS", str(2**31))
     with pytest.raises(ValueError, match=r"^FASTATTN_NUM_THREADS must be a positive integer below 2\*\*31"):
         fastattn.get_num_threads()
@@ -148,32 +148,32 @@ print(more_threads(num_threads=40), more_threads(num_threads=40), threads())
 
     def test_the_trial_leaves_no_thread(self):
         code = """
-from fastattn import _threads
+from fastattn import threads
 before = threads()
-assert _threads._startable(20) == 20
+assert threads._startable(20) == 20
 print(threads() - before)
 """
         assert printed(code) == [0]
 
     def test_each_python_thread_tries_once(self, monkeypatch):
         tried = []
-        monkeypatch.setattr(_threads, "_started", threading.local())
-        monkeypatch.setattr(_threads, "_startable", lambda count: tried.append(count) or count)
-        assert [_threads.thread_limit(count) for count in (1, 3, 2, 3, 7, 7, 1)] == [1, 3, 2, 3, 7, 7, 1]
+        monkeypatch.setattr(threads, "_started", threading.local())
+        monkeypatch.setattr(threads, "_startable", lambda count: tried.append(count) or count)
+        assert [threads.thread_limit(count) for count in (1, 3, 2, 3, 7, 7, 1)] == [1, 3, 2, 3, 7, 7, 1]
         assert tried == [2, 4]
 
     @pytest.mark.parametrize("started, given", [(0, 1), (1, 1), (5, 3), (8, 5)])
     def test_half_of_those_that_could_be_started(self, monkeypatch, started, given):
-        monkeypatch.setattr(_threads, "_started", threading.local())
-        monkeypatch.setattr(_threads, "_startable", lambda count: min(count, started))
-        assert [_threads.thread_limit(12) for _ in range(3)] == [given] * 3
-        assert not _threads.can_start(12)
+        monkeypatch.setattr(threads, "_started", threading.local())
+        monkeypatch.setattr(threads, "_startable", lambda count: min(count, started))
+        assert [threads.thread_limit(12) for _ in range(3)] == [given] * 3
+        assert not threads.can_start(12)
 
     def test_no_more_than_the_bound(self, monkeypatch):
-        monkeypatch.setattr(_threads, "_started", threading.local())
-        monkeypatch.setattr(_threads, "_startable", lambda count: count)
-        assert _threads.thread_limit(10**6) == _threads.MAX_THREADS
-        assert not _threads.can_start(_threads.MAX_THREADS + 1)
+        monkeypatch.setattr(threads, "_started", threading.local())
+        monkeypatch.setattr(threads, "_startable", lambda count: count)
+        assert threads.thread_limit(10**6) == threads.MAX_THREADS
+        assert not threads.can_start(threads.MAX_THREADS + 1)
 
 
 class TestOmpNumThreads:
@@ -181,7 +181,7 @@ class TestOmpNumThreads:
 
     @pytest.fixture(autouse=True)
     def nothing_set(self, monkeypatch):
-        monkeypatch.setattr(_host, "_num_threads", None)
+        monkeypatch.setattr(host, "_num_threads", None)
         monkeypatch.delenv("FASTATTN_NUM_THREADS", raising=False)
 
     @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ class TestOmpNumThreads:
     def test_it_counts(self, monkeypatch, text, count):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert fastattn.get_num_threads() == count
-        assert _host.num_threads_and_source() == (count, "OMP_NUM_THREADS")
+        assert host.num_threads_and_source() == (count, "OMP_NUM_THREADS")
 
     @pytest.mark.parametrize(
         "text",
@@ -214,13 +214,13 @@ class TestOmpNumThreads:
     )
     def test_nonsense_is_passed_over(self, monkeypatch, text):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert fastattn.get_num_threads() == _host.available_cores()
+        assert fastattn.get_num_threads() == host.available_cores()
 
     def test_others_go_before_it(self, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         monkeypatch.setenv("FASTATTN_NUM_THREADS", "5")
         assert fastattn.get_num_threads() == 5
-        monkeypatch.setattr(_host, "_num_threads", 7)
+        monkeypatch.setattr(host, "_num_threads", 7)
         assert fastattn.get_num_threads() == 7
 
     @linux_only
@@ -255,7 +255,7 @@ class TestOmpNumThreads:
         assert shown in line
 
     def test_show_config_says_so_of_set_num_threads(self, monkeypatch, capsys):
-        monkeypatch.setattr(_host, "_num_threads", 3)
+        monkeypatch.setattr(host, "_num_threads", 3)
         fastattn.show_config()
         assert "threads   3 (from set_num_threads)\n" in capsys.readouterr().out
 
@@ -292,8 +292,8 @@ print(more_threads())
     @pytest.fixture
     def limits(self, monkeypatch):
         threadpoolctl = pytest.importorskip("threadpoolctl")
-        monkeypatch.setattr(_threads, "_started", threading.local())
-        monkeypatch.setattr(_threads, "_startable", lambda count: count)
+        monkeypatch.setattr(threads, "_started", threading.local())
+        monkeypatch.setattr(threads, "_startable", lambda count: count)
         return threadpoolctl.threadpool_limits
 
     @staticmethod
@@ -307,20 +307,20 @@ print(more_threads())
     @pytest.mark.parametrize("user_api", [None, "openmp"])
     def test_other_threads_see_it(self, limits, user_api):
         with limits(2, user_api=user_api):
-            assert _threads.thread_limit(5) == 2
-            assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 2
-        assert _threads.thread_limit(5) == 5
-        assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 5
+            assert threads.thread_limit(5) == 2
+            assert self.in_a_thread(lambda: threads.thread_limit(5)) == 2
+        assert threads.thread_limit(5) == 5
+        assert self.in_a_thread(lambda: threads.thread_limit(5)) == 5
 
     def test_a_thread_of_its_own_limit(self, limits):
         def inner():
             with limits(3):
-                return _threads.thread_limit(5), self.in_a_thread(lambda: _threads.thread_limit(5))
+                return threads.thread_limit(5), self.in_a_thread(lambda: threads.thread_limit(5))
 
         with limits(2):
             assert self.in_a_thread(inner) == (3, 2)
-            assert self.in_a_thread(lambda: _threads.thread_limit(5)) == 2
-        assert _threads._limits == {}
+            assert self.in_a_thread(lambda: threads.thread_limit(5)) == 2
+        assert threads._limits == {}
 
     def test_limits_that_end_in_any_order(self, limits):
         """Two threads enter, and the one that came first leaves first."""
@@ -337,37 +337,37 @@ print(more_threads())
             entered.wait(20)
         left.set()
         thread.join()
-        assert _threads.thread_limit(5) == 5
+        assert threads.thread_limit(5) == 5
 
     def test_nested(self, limits):
         with limits(4):
             with limits(2):
-                assert _threads.thread_limit(5) == 2
+                assert threads.thread_limit(5) == 2
             with limits(1, user_api="blas"):
-                assert _threads.thread_limit(5) == 4
-            assert _threads.thread_limit(5) == 4
-        assert _threads.thread_limit(5) == 5
+                assert threads.thread_limit(5) == 4
+            assert threads.thread_limit(5) == 4
+        assert threads.thread_limit(5) == 5
 
     def test_it_raises_no_number(self, limits):
         with limits(9):
-            assert _threads.thread_limit(5) == 5
+            assert threads.thread_limit(5) == 5
 
     def test_a_number_set_within_outlives_the_limit(self, limits, monkeypatch):
-        monkeypatch.setattr(_host, "_num_threads", 3)
+        monkeypatch.setattr(host, "_num_threads", 3)
         with limits(2):
             fastattn.set_num_threads(6)
-        assert _threads.thread_limit(fastattn.get_num_threads()) == 6
+        assert threads.thread_limit(fastattn.get_num_threads()) == 6
 
     def test_it_is_listed_once(self, limits, monkeypatch):
         import threadpoolctl
 
-        monkeypatch.setattr(_host, "_num_threads", 3)
+        monkeypatch.setattr(host, "_num_threads", 3)
         with limits(2):
             ours = [pool for pool in threadpoolctl.threadpool_info() if pool["internal_api"] == "fastattn"]
             assert [(pool["user_api"], pool["num_threads"]) for pool in ours] == [("openmp", 2)]
 
     def test_show_config_shows_it(self, limits, monkeypatch, capsys):
-        monkeypatch.setattr(_host, "_num_threads", 3)
+        monkeypatch.setattr(host, "_num_threads", 3)
         with limits(2):
             fastattn.show_config()
         assert "threads   3 (from set_num_threads), at most 2 (threadpoolctl)\n" in capsys.readouterr().out
@@ -401,7 +401,7 @@ import fastattn
 spec = importlib.util.find_spec("threadpoolctl")
 assert "threadpoolctl" not in sys.modules
 import threadpoolctl
-assert type(threadpoolctl.__loader__).__module__ != "fastattn._threads"
+assert type(threadpoolctl.__loader__).__module__ != "fastattn._machine.threads"
 assert "fastattn" in {pool["internal_api"] for pool in threadpoolctl.threadpool_info()}
 """
         pytest.importorskip("threadpoolctl")

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._constants import EXTENDED_ISAS
+from fastattn._machine.constants import EXTENDED_ISAS
 from tests.naive import Answer, Baseline, Gradients, attention, formula, gradient_formula, gradients
 
 ROUNDINGS = 4

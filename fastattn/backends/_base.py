@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastattn._problem import Mod, Problem
+from fastattn._call.problem import Mod, Problem
 
 if TYPE_CHECKING:
-    from fastattn._device import DeviceArray
-    from fastattn._gradients import Backward, Gradients
+    from fastattn._call.gradients import Backward, Gradients
+    from fastattn._machine.device import DeviceArray
 
 
 class Prepared(Protocol):
@@ -25,7 +25,7 @@ class Prepared(Protocol):
 
 
 class Backend(Protocol):
-    """The interface that `_registry` selects by and `_api` calls; every backend inherits it.
+    """The interface that `registry` selects by and the public functions call; every backend inherits it.
 
     A backend module is imported only when it is asked for, and importing it must not fail for want
     of an optional dependency: what is missing is one of its reasons.

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastattn._constants import SCORE_COLUMNS
-from fastattn._gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings
-from fastattn._mask_map import UNBOUNDED
-from fastattn._problem import Problem
-from fastattn._storage import HeadRows, Rows
+from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings
+from fastattn._call.problem import Problem
+from fastattn._call.storage import HeadRows, Rows
+from fastattn._machine.constants import SCORE_COLUMNS
 from fastattn.backends._base import Backend
+from fastattn.masks.map import UNBOUNDED
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
 _CHUNK_BYTES = 2**19  # keys or values that are copied at once

@@ -20,13 +20,13 @@ try:
 except ImportError:
     sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
 
-from fastattn import _host
-from fastattn._outputs import printable, why_not_writable
+from fastattn._machine import host
 from fastattn.bench import document, flat, report
 from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
+from fastattn.bench.outputs import printable, why_not_writable
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, taking_part
 from fastattn.bench.peers._base import available_memory
 from fastattn.bench.process import Crew
@@ -109,7 +109,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--threads",
         type=int,
-        default=min(2, _host.available_cores()),
+        default=min(2, host.available_cores()),
         metavar="N",
         help="of every library, %(default)s; some cases have a count of their own",
     )
@@ -247,7 +247,7 @@ def _selected(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     Those of ``--shape``; else those asked for by name or by group, or else all to time; with ``--quick`` only
     the quick ones of them, and with ``--memory`` all the memory ones.
     """
-    possible = {it.name for it in possible_cases(_host.available_cores())} | set(MEMORY_CASES)
+    possible = {it.name for it in possible_cases(host.available_cores())} | set(MEMORY_CASES)
     named = [
         it
         for it in _NAMES.values()
@@ -256,7 +256,7 @@ def _selected(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     if options.shape:
         named = options.shape
     elif not options.cases and not options.group:
-        named = possible_cases(_host.available_cores())
+        named = possible_cases(host.available_cores())
     timed = [it for it in named if it.name not in MEMORY_CASES and (it.quick or not options.quick)]
     return timed, [name for name, it in MEMORY_CASES.items() if options.memory or it in named]
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.bench.case import Case
 from fastattn.bench.cases import MEMORY_CASES
 from fastattn.bench.limits import medians
@@ -47,9 +47,9 @@ def build(num_threads: int, runs: Sequence[CaseRun], memory: MemoryResults) -> d
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
-            "cpu": _host.cpu_name(),
-            "cores": _host.available_cores(),
-            "caches": _host.cache_sizes(),
+            "cpu": host.cpu_name(),
+            "cores": host.available_cores(),
+            "caches": host.cache_sizes(),
             "architecture": platform.machine(),
             "system": platform.platform(),
         },

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.bench.case import Case
 from fastattn.bench.peers import PEERS
 from fastattn.bench.worker import ORACLE
@@ -48,7 +48,7 @@ class Worker:
         self.name = name
         count = str(num_threads)
         environment = {
-            **_host.environment_without(OWN_SETTINGS),
+            **host.environment_without(OWN_SETTINGS),
             "OMP_NUM_THREADS": count,
             "OPENBLAS_NUM_THREADS": count,
             "MKL_NUM_THREADS": count,

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fastattn._outputs import printable
-from fastattn._quiet import QUIET
 from fastattn.bench.case import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
 from fastattn.bench.document import MemoryResults
 from fastattn.bench.intervals import ENOUGH, Estimate
+from fastattn.bench.outputs import printable
 from fastattn.bench.peers import OURS
+from fastattn.bench.quiet import QUIET
 from fastattn.bench.records import CaseRun, LibraryRun
 from fastattn.bench.summary import (
     CaseSummary,

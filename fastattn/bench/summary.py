@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastattn._quiet import count_disturbed
 from fastattn.bench.intervals import Estimate, median_interval
 from fastattn.bench.limits import Kind, bounds, medians
 from fastattn.bench.peers import OURS
+from fastattn.bench.quiet import count_disturbed
 from fastattn.bench.records import CaseRun, LibraryRun
 
 #: A call is undisturbed when both probes beside it are at least this share of the best ones of the case; a

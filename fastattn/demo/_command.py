@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import fastattn
-from fastattn._outputs import printable
+from fastattn.bench.outputs import printable
 from fastattn.demo._errors import DemoError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fastattn._outputs import why_not_writable
+from fastattn.bench.outputs import why_not_writable
 from fastattn.demo._errors import DemoError
 
 

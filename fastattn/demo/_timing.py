@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from fastattn._quiet import CoreProbes
+from fastattn.bench.quiet import CoreProbes
 
 # As many rounds as fit into the time, within these bounds: medians of fewer are not worth printing.
 MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 10.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import fastattn
-from fastattn._gradients import DIFFERENTIABLE
-from fastattn._options import refusing
+from fastattn._call.gradients import DIFFERENTIABLE
+from fastattn._call.options import refusing
 from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_array, check_key_lengths, check_wrt
-from fastattn._gradients import Gradients
-from fastattn._mask_map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
-from fastattn._mask_parts import of_band, states_of_keys
-from fastattn._normalize import outline
-from fastattn._options import refusing
+from fastattn._call.arguments import as_array, check_key_lengths, check_wrt
+from fastattn._call.gradients import Gradients
+from fastattn._call.normalize import outline
+from fastattn._call.options import refusing
 from fastattn.integrations._extras import extra
+from fastattn.integrations._mask_parts import of_band, states_of_keys
 from fastattn.masks import Dense, Mask
+from fastattn.masks.map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
 
 with extra("dask"):
     import dask.array as da

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._arguments import as_mask, check_window
-from fastattn._gradients import DIFFERENTIABLE
-from fastattn._normalize import outline
-from fastattn._options import refusing
+from fastattn._call.arguments import as_mask, check_window
+from fastattn._call.gradients import DIFFERENTIABLE
+from fastattn._call.normalize import outline
+from fastattn._call.options import refusing
 from fastattn.integrations._extras import extra
 from fastattn.masks import Mask
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastattn
-from fastattn import _capi
-from fastattn._options import refusing
+from fastattn._api import c_entry
+from fastattn._call.options import refusing
 from fastattn.integrations._extras import extra
 
 with extra("numba"):
@@ -25,7 +25,7 @@ with extra("numba"):
     from numba.np.arrayobj import make_array
 
 if TYPE_CHECKING:
-    from fastattn._options import CausalRule
+    from fastattn._call.options import CausalRule
 
 #: What compiled code calls, found by name when it is loaded: an address would be wrong in the next process.
 _SYMBOL = "fastattn_attention_of_numba"
@@ -44,7 +44,7 @@ _CAUSAL, _LEFT, _SCALE, _MESSAGE = (
 )
 _MESSAGE_WORDS = 64
 
-_DTYPES = {types.float32: _capi.FLOAT32, types.float64: _capi.FLOAT64}
+_DTYPES = {types.float32: c_entry.FLOAT32, types.float64: c_entry.FLOAT64}
 
 
 @refusing
@@ -195,7 +195,7 @@ def _typed(query: Any, key: Any, value: Any, causal: Any = False, scale: Any = N
     number = _no_scale if has_no_scale else _finite
     query_dtype, key_dtype, value_dtype = (_DTYPES[array.dtype] for array in (query, key, value))
     out_dtype = max(query_dtype, key_dtype, value_dtype)
-    result = np.float64 if out_dtype == _capi.FLOAT64 else np.float32
+    result = np.float64 if out_dtype == c_entry.FLOAT64 else np.float32
     ndim = max(query.ndim, key.ndim, value.ndim)
 
     def implementation(query: Any, key: Any, value: Any, causal: Any = False, scale: Any = None) -> Any:
@@ -264,7 +264,7 @@ def _check_types(**arrays: Any) -> None:
 
 
 try:
-    binding.add_symbol(_SYMBOL, _capi.address())
+    binding.add_symbol(_SYMBOL, c_entry.address())
     _missing = ""
 except fastattn.BackendError as error:
     _missing = str(error)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._options import refusing
+from fastattn._call.options import refusing
 from fastattn.integrations._extras import extra
 from fastattn.integrations._options import check_options
 from fastattn.masks import Mask

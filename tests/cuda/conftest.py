@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.backends import cuda_gpu
+from fastattn.backends.cuda import backend as cuda_backend
 from tests.conftest import Engine
 from tests.cuda.libraries import LIBRARIES, SIMULATED, Library
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Where there is neither, `test_usable.py` says so for all of them."""
-    unusable = cuda_gpu.backend.unavailable_reasons() and collection_path.name != "test_usable.py"
+    unusable = cuda_backend.backend.unavailable_reasons() and collection_path.name != "test_usable.py"
     return True if unusable and collection_path.suffix == ".py" else None
 
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 import fastattn
-from fastattn import _schedule
-from fastattn.backends import cython_cpu
+from fastattn._call import schedule
+from fastattn.backends.cython import backend as cython_backend
 from tests.fuzz import oracle
 from tests.fuzz.build import _NORMAL, BFLOAT16, Array, Case, GuardedOut, integers, numbers
 from tests.fuzz.records import Record
@@ -22,7 +22,7 @@ from tests.naive import allowed_keys, formula
 from tests.tolerances import ROUNDINGS, assert_gradients, computes_as_upcast
 
 NAMES = ("out", "lse", "weights")
-_SMALL_WORK = _schedule.SMALL_WORK
+_SMALL_WORK = schedule.SMALL_WORK
 SHIFT = 40  #: by this power of two are values near the largest number divided, where they have to be
 #: What a call that is refused may raise.
 REFUSALS = (ValueError, TypeError, fastattn.BackendError)
@@ -41,8 +41,8 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self.backend, _, self.isa = name.partition("-")
-        if self.isa and cython_cpu.isa() != self.isa:
-            cython_cpu.driver.choose_isa(self.isa)
+        if self.isa and cython_backend.isa() != self.isa:
+            cython_backend.driver.choose_isa(self.isa)
 
     def attention(self, *arrays: Any, **options: Any) -> Any:
         return fastattn.attention(*arrays, backend=self.backend, **options)
@@ -50,7 +50,7 @@ class Engine:
 
 def engines() -> list[str]:
     """All that this machine has, the best first."""
-    found = [f"cython-{isa}" for isa in cython_cpu.available_isas()]
+    found = [f"cython-{isa}" for isa in cython_backend.available_isas()]
     for backend in ("numba", "reference"):
         try:
             fastattn.attention(*np.ones((3, 1, 1)), backend=backend)
@@ -64,7 +64,7 @@ def check(record: Record) -> None:
     """Raises `Failure` where the package does not do as it must; anything else that is raised is one, too."""
     with np.errstate(all="ignore"):
         try:
-            _schedule.SMALL_WORK = 0 if record.get("threaded") else _SMALL_WORK
+            schedule.SMALL_WORK = 0 if record.get("threaded") else _SMALL_WORK
             _KINDS[record["kind"]](record, Engine(record["engine"]))
         except Failure:
             raise

@@ -13,13 +13,13 @@ from collections.abc import Callable
 # A child forked while another thread imports one of these would wait for its lock.
 import numpy.testing  # noqa: F401
 
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from tests.fuzz import beside, histories  # noqa: F401
 from tests.fuzz.records import Record, draw
 from tests.fuzz.worker import manner_of, prepare
 
 #: The instruction set is one for the process, and Numba's pools do not all outlive a fork.
-ENGINES = [f"cython-{cython_cpu.isa()}", "reference"]
+ENGINES = [f"cython-{cython_backend.isa()}", "reference"]
 CASES_OF_A_CHILD = 5
 SECONDS_OF_A_CHILD = 60
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 from tests.fuzz.records import Record
 
 SOURCE = r"""
@@ -62,7 +62,7 @@ class Mallocs:
         self._library.fuzz_watch.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
         self._library.fuzz_fail.argtypes = [ctypes.c_long]
         self._library.fuzz_failed.restype = self._library.fuzz_asked.restype = ctypes.c_long
-        self._library.fuzz_watch(*_addresses(cython_cpu.driver.__file__))
+        self._library.fuzz_watch(*_addresses(cython_backend.driver.__file__))
         self._refused = 0
 
     def manner_of(self, record: Record) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_backend
 
 DTYPES = [np.float32, np.float64]
 
@@ -32,24 +32,24 @@ def test_the_kernels_are_there(capsys):
     fastattn.show_config()
     printed = capsys.readouterr().out
     assert "NO COMPILED KERNELS" not in printed
-    assert "portable" in cython_cpu.available_isas()
+    assert "portable" in cython_backend.available_isas()
 
 
 @pytest.mark.parametrize("has_openmp", [False, True])
 def test_a_build_without_openmp_says_so(capsys, monkeypatch, has_openmp):
-    monkeypatch.setattr(cython_cpu, "has_openmp", lambda: has_openmp)
+    monkeypatch.setattr(cython_backend, "has_openmp", lambda: has_openmp)
     fastattn.show_config()
     assert capsys.readouterr().out.startswith("ONE THREAD") == (not has_openmp)
-    assert (cython_cpu.backend.thread_limit(2) == 1) == (not has_openmp)
+    assert (cython_backend.backend.thread_limit(2) == 1) == (not has_openmp)
 
 
-@pytest.mark.parametrize("isa", cython_cpu.available_isas())
+@pytest.mark.parametrize("isa", cython_backend.available_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("len_q", [1, 67])
 def test_attention_is_the_formula(isa, dtype, len_q):
     query, key, value = inputs(dtype, len_q)
     allowed = np.arange(130) <= np.arange(len_q)[:, None] + 130 - len_q
-    with cython_cpu.use_isa(isa):
+    with cython_backend.use_isa(isa):
         out, lse = fastattn.attention(
             query, key, value, causal="bottom_right", return_lse=True, backend="cython"
         )

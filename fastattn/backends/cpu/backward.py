@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastattn._constants import LN2, LOG2E
-from fastattn._gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
-from fastattn._schedule import Schedule
+from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
+from fastattn._call.schedule import Schedule
+from fastattn._machine.constants import LN2, LOG2E
 from fastattn.backends.cpu.fields import BIAS_NONE, BIAS_OF_KEYS, BIAS_OF_ROWS, BIAS_OF_SCORES
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
@@ -24,7 +24,7 @@ class Room:
     grad_scale: float  #: by which `delta` and the gradients of the weights are multiplied
     scale: float  #: the rest of the scale, by which the gradients of queries and keys are
     unit: float  #: by which scores of the kernels are multiplied to be natural
-    large_score: float  #: see `fastattn._gradients`
+    large_score: float  #: see `fastattn._call.gradients`
     large_norms: float
     score_rounding: float
     usual_rounding: float

@@ -6,11 +6,11 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fastattn._threads import no_fork
+from fastattn._machine.threads import no_fork
 
 if TYPE_CHECKING:
-    from fastattn._problem import Problem
-    from fastattn._schedule import Schedule
+    from fastattn._call.problem import Problem
+    from fastattn._call.schedule import Schedule
 
 
 @cache

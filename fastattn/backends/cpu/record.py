@@ -12,9 +12,9 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
-from fastattn._problem import Sizes
-from fastattn._schedule import WORD, Schedule, Target
-from fastattn._storage import BFLOAT16, Rows, storage_code
+from fastattn._call.problem import Sizes
+from fastattn._call.schedule import WORD, Schedule, Target
+from fastattn._call.storage import BFLOAT16, Rows, storage_code
 from fastattn.backends.cpu.fields import (
     COUNTS,
     EPILOGUES,
@@ -33,7 +33,7 @@ from fastattn.backends.cpu.fields import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn._problem import Problem
+    from fastattn._call.problem import Problem
 
 __all__ = [  # what Numba's driver takes from here
     "ADDRESS", "COL", "COUNTS", "HEAD", "LEAD", "LINE_NBYTES", "MARKS", "MARK_BITS", "MAX_PARTIALS", "REALS",

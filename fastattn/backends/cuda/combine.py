@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from fastattn._device import DeviceArray
+from fastattn._machine.device import DeviceArray
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
 THREADS = 4 if SIMULATED else 256

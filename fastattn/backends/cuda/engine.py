@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._constants import LOG2E
-from fastattn._device import DeviceArray
-from fastattn._problem import AnyProblem
-from fastattn._schedule import needs_natural_scores
+from fastattn._call.problem import AnyProblem
+from fastattn._call.schedule import needs_natural_scores
+from fastattn._machine.constants import LOG2E
+from fastattn._machine.device import DeviceArray
 from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel

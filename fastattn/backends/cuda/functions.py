@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda
 from numba.core.dispatcher import Dispatcher
 
-from fastattn._problem import Mod
+from fastattn._call.problem import Mod
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.functions import MAX_LOOPS, Kept, check_compiles, wrapper
 from fastattn.backends.jit.identity import as_function, identify

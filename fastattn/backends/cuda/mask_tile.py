@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from fastattn._mask_map import INDEX_FULL, TILE_K, TILE_Q, WORDS
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.tiles import U, place
+from fastattn.masks.map import INDEX_FULL, TILE_K, TILE_Q, WORDS
 
 
 def maps_to_keys(form: Form) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import config, cuda
 
-from fastattn._device import DeviceArray, Memory, from_dlpack_of
+from fastattn._machine.device import DeviceArray, Memory, from_dlpack_of
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 

@@ -50,7 +50,7 @@ cdef struct Gradients:
     double scale             # the rest
     double unit              # by which scores and lse are multiplied to be natural
     double natural_cap       # the soft-cap in natural units, inf where there is none
-    double large_score       # see `fastattn._gradients`, in natural units
+    double large_score       # see `fastattn._call.gradients`, in natural units
     double large_norms
     double score_rounding, usual_rounding
     Stage stage

@@ -35,7 +35,7 @@ def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndar
     """Writes the first counts[b] of the rows (B, K, T, D) of each item from its row starts[b] on.
 
     rows : native float32 or float64, or of the storage itself; any strides.
-    itemsize, storage : of the pages, a storage of `fastattn._storage`.
+    itemsize, storage : of the pages, a storage of `fastattn._call.storage`.
     table, scale_table : (B, n) int64, contiguous: the addresses of pages (K, page_size, D) and of their scales.
     starts, counts : (B,) int64, contiguous.
     """

@@ -34,7 +34,7 @@ from cpython.pycapsule cimport PyCapsule_New
 
 import numpy as np
 
-from fastattn._constants import ISAS
+from fastattn._machine.constants import ISAS
 
 include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
@@ -98,7 +98,7 @@ def chosen_vectors():
 
 
 def target(Py_ssize_t itemsize):
-    """The fields of `fastattn._schedule.Target` for the kernels in use and elements of this size."""
+    """The fields of `fastattn._call.schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     return {"lanes": kernels.lanes, "max_vectors": kernels.max_vectors, "panel_columns": kernels.panel_cols,
             "has_fused": kernels.fused != NULL, "has_pairs": kernels.pairs != NULL}
@@ -183,7 +183,7 @@ cdef Job *new_job(bytes fields, bytes views) except NULL:
 
 
 cdef inline int set_addresses(Job *job, tuple arrays) except -1:
-    """Sets where the arrays of a call are, which come in the order of `fastattn._problem.Arrays`."""
+    """Sets where the arrays of a call are, which come in the order of `fastattn._call.problem.Arrays`."""
     cdef int number
     for number in range(N_VIEWS):
         (&job.query)[number].data = address_of(arrays[number])
@@ -252,7 +252,7 @@ cdef class Prepared:
         return 0
 
     def run(self, arrays, score_mod=None):
-        """Fills the outputs among the arrays, which are those of `fastattn._problem.Arrays`; score_mod, if any, reads
+        """Fills the outputs among the arrays, which are those of `fastattn._call.problem.Arrays`; score_mod, if any, reads
         what it holds."""
         cdef Job *job
         cdef object aux = None if self.loop is None else self.loop.words(score_mod)

@@ -1,5 +1,5 @@
 /* A row of float or double as it is stored: in float or double, or in int8 with a scale for each group. The bits are
- * those of NumPy's `astype`, and of fastattn._storage.encode_rows. */
+ * those of NumPy's `astype`, and of fastattn._call.storage.encode_rows. */
 #ifndef FASTATTN_ENCODE_H
 #define FASTATTN_ENCODE_H
 

@@ -1,9 +1,9 @@
 # The C entry, the function of include/fastattn.h. Calls that were seen before are looked up here without the GIL, and run
-# with their own addresses; all others are decided on in Python, by `fastattn._capi.solve`.
+# with their own addresses; all others are decided on in Python, by `fastattn._api.c_entry.solve`.
 #
 # A kept call is the record of a prepared call beside the struct that it was made for, without addresses. Readers take no
 # lock, which a fork might leave held: they copy the record, and drop the copy if its version changed meanwhile (a
-# sequence lock). Writers hold `_threads.no_fork`.
+# sequence lock). Writers hold `_machine.threads.no_fork`.
 
 from fastattn cimport (
     FASTATTN_ABI_ERROR, FASTATTN_ABI_VERSION, FASTATTN_CAPSULE, FASTATTN_FAILED, FASTATTN_NO_MEMORY, FASTATTN_OK,
@@ -33,13 +33,13 @@ cdef extern from * nogil:
     void store_word "__atomic_store_n"(int64_t *, int64_t, int)
     void fence "__atomic_thread_fence"(int)
     int64_t add_to_word "__atomic_add_fetch"(int64_t *, int64_t, int)
-    # What `_capi.limit` answered this thread, and under which settings.
+    # What `_api.c_entry.limit` answered this thread, and under which settings.
     ctypedef struct fastattn_allowance:
         int64_t settings, wanted, allowed
     fastattn_allowance fastattn_allowed
 
 cdef enum:
-    MAX_KEPT = 512      # as `_prepared.MAX_CALLS`; the oldest goes first
+    MAX_KEPT = 512      # as `_api.prepared.MAX_CALLS`; the oldest goes first
     N_ARRAYS = 9        # of the struct, from query on
     N_INPUTS = 3        # that are needed; the next is `out`
     SHORT_LENGTHS = 64  # key lengths copied to the stack
@@ -60,8 +60,8 @@ cdef KeptCall *kept_calls = NULL
 cdef int64_t kept_hashes[MAX_KEPT]  # of their keys, side by side, as all of them are read
 cdef int64_t n_kept = 0           # in use
 cdef int64_t next_kept = 0        # the oldest, once all are in use
-cdef int64_t thread_settings = 0  # counts changes of what `_capi.limit` depends on
-cdef object solve_call = None     # functions of `_capi`
+cdef int64_t thread_settings = 0  # counts changes of what `_api.c_entry.limit` depends on
+cdef object solve_call = None     # functions of `_api.c_entry`
 cdef object limit_threads = None
 cdef object code_of_error = None
 
@@ -330,7 +330,7 @@ cdef void say(const fastattn_call *call, const char *message) noexcept nogil:
 
 
 cdef int ask_python(fastattn_call *call, fastattn_call *key) noexcept with gil:
-    """Has `_capi.solve` do a call, and keep it by `keep_call`."""
+    """Has `_api.c_entry.solve` do a call, and keep it by `keep_call`."""
     cdef fastattn_array *array
     cdef int number, axis
     try:
@@ -367,7 +367,7 @@ def array_at(size_t data, dtype, tuple shape, tuple strides, bint is_written):
 
 def keep_call(size_t key_address, Prepared prepared, int for_threads):
     """Keeps a prepared call for others of this key, in the place of the oldest; for_threads: see `KeptCall`. To be called
-    with `_threads.no_fork` held."""
+    with `_machine.threads.no_fork` held."""
     global n_kept, next_kept
     cdef const fastattn_call *key = <const fastattn_call *>key_address
     cdef const Record *record = <const Record *>prepared.record

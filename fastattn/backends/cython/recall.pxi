@@ -1,11 +1,11 @@
 # Small calls that were made before: from the arguments of `attention` to its results without Python in between, which
-# takes longer than the work where that is a few microseconds. See `fastattn._prepared`.
+# takes longer than the work where that is a few microseconds. See `fastattn._api.prepared`.
 
-cdef dict calls = {}   # the prepared calls by their signatures; SmallCall, or what `fastattn._prepared` keeps
+cdef dict calls = {}   # the prepared calls by their signatures; SmallCall, or what `fastattn._api.prepared` keeps
 
 
 def stores():
-    """The prepared calls by their signatures, and the tokens of signatures, for `fastattn._prepared` to fill."""
+    """The prepared calls by their signatures, and the tokens of signatures, for `fastattn._api.prepared` to fill."""
     return calls, tokens
 
 
@@ -41,7 +41,7 @@ cdef class SmallCall:
 
     def __init__(self, Prepared prepared, arrays, tuple out, tuple lse, tuple weights, tuple dtypes,
                  bint mask_is_bias, bint on_cache):
-        """arrays: those that every call reads, and None for the others, as `fastattn._problem.Arrays`.
+        """arrays: those that every call reads, and None for the others, as `fastattn._call.problem.Arrays`.
 
         Of the results it takes the shapes, None where one is not wanted, and two dtypes: that of out and weights, and
         lse's.
@@ -96,7 +96,7 @@ cdef class SmallCall:
         return self.of_values(query, key, value, values)
 
     def on_rows(self, query, tuple rows, key_lengths, sinks):
-        """The results on a cache; see `fastattn._prepared.PreparedCall`."""
+        """The results on a cache; see `fastattn._api.prepared.PreparedCall`."""
         return self.answer(query, None, None, None, None, sinks, key_lengths, rows)
 
 

@@ -1,5 +1,5 @@
-# The signature of a call: what its prepared call depends on, as bytes. `fastattn._options` says which options are part
-# of it, and how; see `fastattn._prepared`.
+# The signature of a call: what its prepared call depends on, as bytes. `fastattn._call.options` says which options are part
+# of it, and how; see `fastattn._api.prepared`.
 
 cdef enum:
     MAX_AXES = 8            # arrays with more, and other unusual arguments, have no signature
@@ -7,15 +7,15 @@ cdef enum:
     MAX_WORDS = 4 + (3 + MAX_OPTIONS) * (2 + 2 * MAX_AXES)
 
 cdef enum Part:
-    NEVER                   # as in `fastattn._options`
-    DEFAULT
-    ARRAY
-    MASK
-    LENGTHS
-    REAL
-    COUNT
-    BOUNDS
-    CHOICE
+    PART_NEVER                   # as in `fastattn._call.options`
+    PART_DEFAULT
+    PART_ARRAY
+    PART_MASK
+    PART_LENGTHS
+    PART_REAL
+    PART_COUNT
+    PART_BOUNDS
+    PART_CHOICE
 
 
 cdef struct OptionPart:
@@ -40,7 +40,7 @@ cdef dict tokens = {}       # of mask objects, and of all else that has to be co
 
 
 def install_options(tuple table, tuple parts, type of_masks):
-    """Sets the options of a call, as `fastattn._options` lists them, the names of their parts, and the type of masks."""
+    """Sets the options of a call, as `fastattn._call.options` lists them, the names of their parts, and the type of masks."""
     global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at
     cdef int n
     if len(table) > MAX_OPTIONS:
@@ -165,21 +165,21 @@ cdef inline int layout_code(layout):
 
 
 cdef inline bint put_option(Words *to, const OptionPart *option, object value) except -1:
-    if option.part == CHOICE:
+    if option.part == PART_CHOICE:
         return put_choice(to, value, <tuple>option.choices)
-    if option.part == REAL:
+    if option.part == PART_REAL:
         return put_real(to, value)
-    if option.part == COUNT:
+    if option.part == PART_COUNT:
         return put_count(to, value)
-    if option.part == BOUNDS:
+    if option.part == PART_BOUNDS:
         return put_bounds(to, value)
-    if option.part == ARRAY:
+    if option.part == PART_ARRAY:
         return put_array(to, value)
-    if option.part == MASK:
+    if option.part == PART_MASK:
         return put_mask(to, value)
-    if option.part == LENGTHS:
+    if option.part == PART_LENGTHS:
         return put_lengths(to, value)
-    if option.part == DEFAULT:
+    if option.part == PART_DEFAULT:
         return value is <object>option.value or (type(value) is float and value == <object>option.value)
     return True
 

@@ -12,7 +12,7 @@ from numba.core import entrypoints
 from numba.core import event as numba_events
 from numba.core.compiler_lock import global_compiler_lock
 
-from fastattn._threads import no_fork
+from fastattn._machine.threads import no_fork
 
 _llvm_lock: Any = getattr(llvm.lib, "_lock", None)  # llvmlite has no public name for it
 

@@ -19,10 +19,10 @@ import numpy as np
 from numba import types
 from numba.core.errors import NumbaNotImplementedError
 
-from fastattn import _host
-from fastattn._arguments import PLAIN_DTYPES, readable
-from fastattn._device import as_device_array
-from fastattn._problem import Mod
+from fastattn._call.arguments import PLAIN_DTYPES, readable
+from fastattn._call.problem import Mod
+from fastattn._machine import host
+from fastattn._machine.device import as_device_array
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.jit.frontend import Typed, typed
@@ -77,7 +77,7 @@ class Loop:
 
         def compiled() -> Machine:
             kinds = tuple(map(kind_of, values))
-            checks_indices = _host.checks_indices()
+            checks_indices = host.checks_indices()
             with compiling():
                 made = _typed(kind, mod.function, len(mod.aux), kinds, dtype, checks_indices)
                 known = small_counts(values) if has_loop(mod.function) else {}

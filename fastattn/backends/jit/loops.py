@@ -25,12 +25,12 @@ from numba.core import cgutils
 from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
-from fastattn._mask_map import TILE_K, TILE_Q, WORDS
 from fastattn.backends.cpu.fields import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
 from fastattn.backends.numba.codegen.target import TARGET
+from fastattn.masks.map import TILE_K, TILE_Q, WORDS
 
 #: The mask bits of one word.
 WORD_KEYS = 32

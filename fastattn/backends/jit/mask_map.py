@@ -10,10 +10,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from fastattn._mask_map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, MaskMap
-from fastattn._problem import Mod
+from fastattn._call.problem import Mod
 from fastattn.backends.jit.functions import mask_loop
 from fastattn.backends.jit.messages import needs_size
+from fastattn.masks.map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, WORDS, MaskMap
 
 #: Tiles of a batch, whose bits take 4 MB, and tiles that a thread takes at a time.
 BATCH_TILES, STEP_TILES = 4096, 16

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from fastattn._constants import MANTISSA_BITS
+from fastattn._machine.constants import MANTISSA_BITS
 from fastattn.backends.jit.literals import fallback
 from fastattn.backends.numba.codegen.emit import Emitter
 from fastattn.backends.numba.codegen.exponential import twice_exp2m1_over_f

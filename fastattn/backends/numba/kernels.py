@@ -33,7 +33,7 @@ import math
 import numpy as np
 from numba import njit
 
-from fastattn._constants import LN2, LOG2E, SCORE_COLUMNS, SCORE_KEYS
+from fastattn._machine.constants import LN2, LOG2E, SCORE_COLUMNS, SCORE_KEYS
 from fastattn.backends.numba.codegen import calls
 from fastattn.backends.numba.codegen import register_tiles as tiles
 from fastattn.backends.numba.codegen.intrinsics import (

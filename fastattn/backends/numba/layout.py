@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastattn._schedule import WORD
+from fastattn._call.schedule import WORD
 from fastattn.backends.cpu.record import ADDRESS, COL, COUNTS, HEAD, LEAD, REALS, ROW, SCRATCH
 
 __all__ = ["ADDRESS", "COL", "HEAD", "LEAD", "ROW", "WORD"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._problem import Mod, Problem
-from fastattn._schedule import Schedule, make_schedule
-from fastattn._schedule import Target as DriverTarget
+from fastattn._call.problem import Mod, Problem
+from fastattn._call.schedule import Schedule, make_schedule
+from fastattn._call.schedule import Target as DriverTarget
 from fastattn.backends.cpu.functions import loop_of
 from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, address_of, lines, write_record
 from fastattn.backends.numba.codegen.calls import reached, table

@@ -14,7 +14,7 @@ import math
 
 from numba import njit
 
-from fastattn._constants import KEY_CHUNK
+from fastattn._machine.constants import KEY_CHUNK
 from fastattn.backends.numba.codegen import calls, row_tiles
 from fastattn.backends.numba.codegen.intrinsics import int64s, load_real, reals, store_real
 from fastattn.backends.numba.codegen.register_tiles import LANE_BYTES, LINE_BYTES

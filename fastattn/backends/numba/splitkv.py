@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from fastattn._constants import KEY_CHUNK
+from fastattn._machine.constants import KEY_CHUNK
 from fastattn.backends.numba import kernels, row_kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_rows, row_stride
 from fastattn.backends.numba.codegen.calls import OPTIONS, routine

@@ -11,14 +11,14 @@ import sys
 import numpy as np
 from numba import types
 
-from fastattn import _host
+from fastattn._machine import host
 from fastattn.backends.numba.codegen.calls import routine
 from fastattn.backends.numba.codegen.intrinsics import fetch_add, int32s, int64s, uint8s
 
 IS_LINUX = sys.platform.startswith("linux")  #: elsewhere these functions do not exist, and no thread moves
 
 CPU_SET_NBYTES = 128  #: of a cpu_set_t, for 1024 CPUs
-CORES = np.array(_host.cores_of_cpus()[: 8 * CPU_SET_NBYTES] if IS_LINUX else [], np.int32)
+CORES = np.array(host.cores_of_cpus()[: 8 * CPU_SET_NBYTES] if IS_LINUX else [], np.int32)
 
 #: Words of a region's record: the thread that moved, the caller; then how often each core and CPU was
 #: claimed.

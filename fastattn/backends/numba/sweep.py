@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastattn._constants import KEY_CHUNK
+from fastattn._machine.constants import KEY_CHUNK
 from fastattn.backends.numba import kernels
 from fastattn.backends.numba.blocks import column_stride, find_block, find_queries, find_rows, row_stride
 from fastattn.backends.numba.codegen.calls import routine

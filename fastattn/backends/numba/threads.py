@@ -10,7 +10,7 @@ from importlib import import_module
 
 import numba
 
-from fastattn import _host, _threads
+from fastattn._machine import host, threads
 
 #: Numba's threading layers, and those among which it chooses by the other names; "workqueue" always exists.
 _MODULES = {name: f"numba.np.ufunc.{name}pool" for name in ("tbb", "omp")} | {
@@ -28,13 +28,13 @@ _has_started = False  # Numba's pool, by a call
 
 
 def thread_limit(wanted: int) -> int:
-    """How many threads a call that wants `wanted` may use: the limit of `fastattn._threads.thread_limit`, and
-    no more than Numba's pool has.
+    """How many threads a call that wants `wanted` may use: that of `fastattn._machine.threads`, and no
+    more than Numba's pool has.
 
     The pool starts all its threads when it is first used: where that would fail, a call gets one.
     """
-    limit = _threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
-    if limit > 1 and not _has_started and not _threads.can_start(numba.config.NUMBA_NUM_THREADS + 1):
+    limit = threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
+    if limit > 1 and not _has_started and not threads.can_start(numba.config.NUMBA_NUM_THREADS + 1):
         return 1
     return limit
 
@@ -67,7 +67,7 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
         run(1)
         return
     if not _has_started:
-        with _threads.no_fork:
+        with threads.no_fork:
             numba.get_num_threads()  # starts the pool
         _has_started = True
     before = numba.get_num_threads()
@@ -99,6 +99,6 @@ def _is_exclusive() -> bool:
     return numba.threading_layer() == "workqueue"
 
 
-with suppress(ImportError), _host.brief_openmp_spin():
+with suppress(ImportError), host.brief_openmp_spin():
     # Loads the OpenMP runtime of Numba's pool of that name.
     import_module(_MODULES["omp"])

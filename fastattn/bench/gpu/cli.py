@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastattn._outputs import printable, why_not_writable
-from fastattn.backends import cuda_gpu
+from fastattn.backends.cuda import backend as cuda_backend
 from fastattn.bench.case import Case
 from fastattn.bench.gpu.cases import GPU_CASES
+from fastattn.bench.outputs import printable, why_not_writable
 
 WRONG = 1
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    if reasons := cuda_gpu.backend.unavailable_reasons():
+    if reasons := cuda_backend.backend.unavailable_reasons():
         console.print(f"[red]{'; '.join(reasons)}[/]")
         return WRONG
     cases = [GPU_CASES[name] for name in options.cases or GPU_CASES]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._constants import FUSED_ISAS
-from fastattn.backends import cython_cpu
+from fastattn._machine.constants import FUSED_ISAS
+from fastattn.backends.cython import backend as cython_backend
 
 try:
     import fastattn.bench.probes.driver as driver
@@ -30,7 +30,9 @@ _read_position = 0
 def fma_peak(dtype: Any, num_threads: int, seconds: float) -> float:
     """FLOP/s of fused multiply-adds alone, over about `seconds`: the machine's limit for this dtype."""
     return _peak(
-        partial(driver.peak_operations, cython_cpu.vectors(), np.dtype(dtype).itemsize), num_threads, seconds
+        partial(driver.peak_operations, cython_backend.vectors(), np.dtype(dtype).itemsize),
+        num_threads,
+        seconds,
     )
 
 
@@ -40,17 +42,17 @@ def integer_peak(num_threads: int, seconds: float) -> float:
     They need all a core can issue and none of its memory. A neighbour on the same core, as virtual machines
     have, halves them while multiply-adds alone, which leave most of the core idle, still run at their peak.
     """
-    return _peak(partial(driver.peak_operations, cython_cpu.vectors(), 0), num_threads, seconds)
+    return _peak(partial(driver.peak_operations, cython_backend.vectors(), 0), num_threads, seconds)
 
 
 def has_tile_unit() -> bool:
     """Whether the kernels in use compute float32 on a tile unit."""
-    return cython_cpu.isa() in FUSED_ISAS
+    return cython_backend.isa() in FUSED_ISAS
 
 
 def tile_peak(num_threads: int, seconds: float) -> float:
     """FLOP/s of float32 on the tile unit alone, each in six products, over about `seconds`."""
-    return _peak(cython_cpu.tile_operations, num_threads, seconds)
+    return _peak(cython_backend.tile_operations, num_threads, seconds)
 
 
 def read_bandwidth(num_threads: int, seconds: float) -> float:
@@ -60,7 +62,7 @@ def read_bandwidth(num_threads: int, seconds: float) -> float:
     """
     global _read_position
     memory, step = _read_buffer(), READ_STEP_PIECES * driver.READ_PIECE_NBYTES
-    isa, address = cython_cpu.vectors(), memory.ctypes.data
+    isa, address = cython_backend.vectors(), memory.ctypes.data
     start = time.perf_counter()
     steps = 0
     while True:

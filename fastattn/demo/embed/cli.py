@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import fastattn
-from fastattn._outputs import printable
+from fastattn.bench.outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,

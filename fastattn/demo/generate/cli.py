@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 
 import fastattn
-from fastattn._outputs import printable
+from fastattn.bench.outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,

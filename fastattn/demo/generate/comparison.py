@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from fastattn._quiet import CoreProbes
+from fastattn.bench.quiet import CoreProbes
 from fastattn.demo._command import track
 from fastattn.demo._decoding import Floats, Sampler
 from fastattn.demo.generate.attention import PlainAttention

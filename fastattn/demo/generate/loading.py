@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._outputs import printable
+from fastattn.bench.outputs import printable
 from fastattn.demo._command import track
 from fastattn.demo._decoding import Floats
 from fastattn.demo._errors import DemoError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fastattn
-from fastattn._outputs import printable
+from fastattn.bench.outputs import printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,

@@ -13,7 +13,7 @@
  * of the tile. Scores past a vector's stop are undefined.
  *
  * exponent_factor times a score is its natural value times log2(e): 1 or a power of two where scores are stored
- * times log2(e), and log2(e) where they are natural. `fastattn._schedule.score_factors` chooses it.
+ * times log2(e), and log2(e) where they are natural. `fastattn._call.schedule.score_factors` chooses it.
  */
 #ifndef FASTATTN_KERNELS_H
 #define FASTATTN_KERNELS_H

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from fastattn._constants import EXP2_COEFFICIENTS, EXPONENT_MIN, MANTISSA_BITS
+from fastattn._machine.constants import EXP2_COEFFICIENTS, EXPONENT_MIN, MANTISSA_BITS
 from fastattn.backends.numba.codegen.emit import Emitter
 from fastattn.backends.numba.codegen.target import TARGET
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn._constants import (
+from fastattn._machine.constants import (
     EXP2_KEYS,
     EXPONENT_MIN,
     KEY_CHUNK,

@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fastattn._constants import EXP2_KEYS, EXPONENT_MIN
+from fastattn._machine.constants import EXP2_KEYS, EXPONENT_MIN
 from fastattn.backends.numba.codegen.across_lanes import reduce_lanes, sum_vectors
 from fastattn.backends.numba.codegen.emit import INT32, Emitter
 from fastattn.backends.numba.codegen.exponential import exp2

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import llvmlite.binding as llvm
 
-from fastattn import _host
-from fastattn._constants import CPU_FEATURES, EXTENDED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
+from fastattn._machine import host
+from fastattn._machine.constants import CPU_FEATURES, EXTENDED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
 
 
 class Target(NamedTuple):
@@ -43,7 +43,7 @@ def usable_isas() -> list[str]:
 def choose() -> str:
     """The instruction set of this process: FASTATTN_ISA, or the best."""
     usable = usable_isas()
-    forced = _host.forced_isa()
+    forced = host.forced_isa()
     if forced is not None:
         forced = EXTENDED_ISAS.get(forced, forced)
     if forced is not None and forced not in usable:

@@ -1,0 +1,628 @@
+"""The public functions: each is a list of stages, normalise, select, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from fastattn._api import prepared
+from fastattn._api.prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, recall, reuse, signature_of
+from fastattn._call.arguments import as_pieces, check_dropout, check_shape
+from fastattn._call.normalize import Request, normalize, normalize_sdpa, normalize_varlen
+from fastattn._call.options import complete, public, refuse_arguments, refusing
+from fastattn._machine.device import DeviceArray, in_library_of
+from fastattn._machine.host import check_num_threads, default_backend
+from fastattn.backends.registry import select, usable
+from fastattn.masks import Dense, Mask
+
+if TYPE_CHECKING:
+    from typing import Never, Unpack
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.options import AttentionOptions, RowsLike, VarlenOptions
+
+_MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> np.ndarray: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: bool = ...,
+    return_weights: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> np.ndarray | tuple[np.ndarray, ...]: ...
+@public("A")
+def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
+    """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+        float32 or float64; float16 or bfloat16 (of `ml_dtypes`), which are storage, see Notes; and integers
+        or bools, which count as float64. Two axes stand for one head, ``(L, D)``, and then `key` and `value`
+        have two as well; three are ``(H, L, D)``. It may be an array on an NVIDIA GPU, one with
+        ``__cuda_array_interface__`` or DLPack: then all of query, key, value, mask array, bias, sinks and
+        `out` are on that GPU. Arrays of other libraries on the host, as PyTorch's and JAX's, are read where
+        they are.
+    key : array_like, Quantized or Paged, shape (..., K, S, D)
+        ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
+        multi-query attention). The leading axes broadcast as in `numpy.matmul`. A `Quantized` has its
+        elements in int8, a `Paged` has its rows in pages, as a cache of keys may.
+    value : array_like, Quantized or Paged, shape (..., K, S, E)
+        ``E`` need not be ``D``. Key and value may be stored in different ways.
+    mask : fastattn.masks.Mask or array_like of bool or int, optional
+        Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
+        an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``. One of ``(B, L, S)`` is
+        ``mask[:, None]`` and one of ``(B, S)`` is ``mask[:, None, None, :]``: without these axes an error
+        says so, unless ``B = H``, or ``B = L``, where NumPy's rule takes the array for one of ``(H, L, S)``,
+        or of ``(L, S)``.
+    bias : array_like of float16, bfloat16, float32 or float64, optional
+        Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
+        ``(..., H, L, S)`` as a mask does. ``-inf`` masks, and so does float64's lowest number in float32. A
+        mask of zeros and ones in floats is no bias: say ``mask=array.astype(bool)``.
+    causal : {False, True, "top_left", "bottom_right"}, default False
+        ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
+        item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder
+        with a cache needs. True: ``j <= i``, only for ``L = S``. With ``L = 3`` and ``S = 5``::
+
+            "top_left"    "bottom_right"
+            x . . . .     x x x . .
+            x x . . .     x x x x .
+            x x x . .     x x x x x
+
+    window : (int or None, int or None), optional
+        ``(left, right)``: keys from ``p - left`` to ``p + right``, both included, None = unbounded, where
+        ``p = i`` for `causal` True or ``"top_left"``, else ``p = i + S_b - L``.
+    key_lengths : array_like of int, optional
+        Broadcasts to the leading batch axes; keys at or past it are never read.
+    scale : float, optional
+        Any finite number; ``1 / sqrt(D)`` when not given.
+    softcap : float, optional
+        Turns a scaled score ``x`` into ``softcap * tanh(x / softcap)``, before bias and masks.
+    sinks : array_like, shape (H,), optional
+        One more logit per head, in the denominator only.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``. A view, never a copy;
+        `mask`, `bias`, the lse and the weights stay ``(..., H, L[, S])``.
+    dropout : float, default 0.0
+        The probability, in ``[0, 1)``, of a weight to be dropped, rounded to a multiple of ``2**-16``: it
+        becomes 0, and the others are divided by the share that is kept, after the softmax. The lse does not
+        change, and the weights returned are those after it. Which are dropped is `dropout_mask`.
+    seed : int, optional
+        In ``[0, 2**128)``; needed with `dropout`, as there is no global random state.
+    out : ndarray, optional
+        Where to write the result: exactly its shape and dtype, any strides. It may overlap an input.
+    return_lse, return_weights : bool, default False
+        Also return the log-sum-exp, and the attention weights (which takes ``L * S`` memory per head).
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+    backend : {"cython", "numba", "reference", "cuda"}, optional
+        When not given: FASTATTN_BACKEND, or the first of those on the CPU that can take the problem.
+        ``"cuda"`` moves the arrays to an NVIDIA GPU and the results back; arrays on one need not name it.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+        In the dtype that query, key and value promote to; C-contiguous in the given layout. Results are of
+        query's library, by its ``from_dlpack``; where it has none NumPy's, or on a GPU Numba's.
+    lse : ndarray, shape (..., H, L)
+        Natural log of each row's softmax denominator, when asked for.
+    weights : ndarray, shape (..., H, L, S)
+        The softmax itself, when asked for. What is asked for comes back as one tuple, in this order.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not supported (complex, object, string, longdouble), float16 with bfloat16, a float
+        mask, a bias that is not float, a masked array, a tensor that requires grad, an `out` of another
+        dtype, an option of the wrong kind, or one that there is not (for those of other libraries the
+        message says what takes their place).
+    ValueError
+        Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
+        window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
+        read-only or overlaps itself, a dropout outside ``[0, 1)`` or without a seed, an unknown layout or
+        backend; arrays in different places; on a GPU an `out` that shares memory with what is read. Where
+        the shapes would fit in the other `layout`, or look as if all heads were in the last axis, the
+        message says so.
+    BackendError
+        No backend, or not the one named, can take the problem.
+
+    All are raised before any work; `out` is then untouched.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S`` memory::
+
+        scores = scale * (query @ key.swapaxes(-1, -2)) + np.where(mask, 0, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out = weights / weights.sum(-1, keepdims=True) @ value
+
+    Masks: `mask`, `causal`, `window`, `key_lengths` and ``-inf`` in `bias` hold together (AND). A query
+    without any allowed key gives 0, lse ``-inf`` and weights 0, and so does one all of whose scores are
+    ``-inf``; with a sink, lse is the sink. A masked key is never seen: NaN or inf in it, or in its value,
+    changes no bit of the result. A NaN in a query, or in a key, value or bias that it may read, makes that
+    row NaN.
+
+    Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
+    relative to the running maximum. Where the values are finite so is the result: between the least and the
+    largest that a row reads, up to rounding, also where their sum is larger than all numbers. With `dropout`
+    the weights may add up to more than 1, and a result past the largest number is inf.
+
+    Dropout: a function of the seed and of a weight's place in ``(..., H, L, S)``, so the same for any
+    backend, number of threads and memory layout; drawn block by block, in no memory of size ``L * S``. On
+    ``"cython"`` and ``"reference"``.
+
+    16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
+    give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
+    then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
+    and the bits of a result that is not in 16 bits are those of the call on upcast arrays; but where query,
+    key and value all are bfloat16 and the CPU multiplies it (``avx512_bf16``, ``amx``), its products, which
+    are exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they
+    stand for.
+
+    Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
+    on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
+    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or of a group just as many), whose
+    keys are summed up as a tree; with ``amx`` also on whether sizes, `causal` and `window` make its tile unit
+    worth while.
+
+    On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the
+    host does not wait. `key_lengths` and mask objects are read on the host. Bits may differ from the CPU's.
+
+    Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
+    never expanded.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention Is All You Need", NeurIPS 2017, equation 1.
+    .. [2] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+    .. [3] Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.
+    .. [4] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
+       NeurIPS 2022.
+    .. [5] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
+       algorithm 1.
+    .. [6] Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> query = rng.standard_normal((2, 8, 5, 64), dtype=np.float32)  # 2 items, 8 heads, 5 queries
+    >>> key, value = rng.standard_normal((2, 2, 2, 9, 64), dtype=np.float32)  # 2 heads, 9 keys
+    >>> fastattn.attention(query, key, value).shape
+    (2, 8, 5, 64)
+
+    Queries at the end of a padded batch of sequences, and the log of each row's denominator:
+
+    >>> out, lse = fastattn.attention(
+    ...     query, key, value, causal="bottom_right", key_lengths=[9, 6], return_lse=True
+    ... )
+    >>> lse.shape
+    (2, 8, 5)
+
+    A local window, and one key that all may attend to:
+
+    >>> from fastattn.masks import GlobalTokens, Window
+    >>> mask = Window(1, 1) | GlobalTokens([0])
+    >>> weights = fastattn.attention(query, key, value, mask=mask, return_weights=True)[1]
+    >>> (weights[0, 0] > 0).astype(int)
+    array([[1, 0, 0, 1, 1, 1, 0, 0, 0],
+           [1, 0, 0, 0, 1, 1, 1, 0, 0],
+           [1, 0, 0, 0, 0, 1, 1, 1, 0],
+           [1, 0, 0, 0, 0, 0, 1, 1, 1],
+           [1, 0, 0, 0, 0, 0, 0, 1, 1]])
+    """
+    found = None if extra else recall(ATTENTION, query, key, value, options, default_backend())
+    if found is not None and type(found) is not bytes:
+        return found  # the results
+    options = complete("A", attention, options, extra)
+    return attend(ATTENTION, query, key, value, options, signature=found)
+
+
+def attend(
+    function: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    options: dict[str, Any],
+    *,
+    signature: Any = None,
+    more: Any = None,
+    make: Callable[[], Request] | None = None,
+    keep_first: int = 0,
+) -> Any:
+    """The results of a call of a public function, by a prepared call if there is one.
+
+    `signature`: that of the call where it is known already, False where it has none. `more`: what else the
+    call depends on. `make` gives the `Request` of a function other than `attention`. The options are changed.
+    """
+    if type(options.get("key_lengths")) in (list, tuple, int):
+        options["key_lengths"] = counts(options["key_lengths"])
+    if make is None and type(options["mask"]) is Dense:
+        options["mask"] = options["mask"].array
+    if signature is None:
+        signature = signature_of(function, query, key, value, options, more)
+    results = reuse(signature, query, key, value, options)
+    if results is None:
+        request = normalize(query, key, value, options, keep_first=keep_first) if make is None else make()
+        results = solve(request, signature, (query, key, value), options)
+    return results
+
+
+@public()
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unknown: Never,
+) -> np.ndarray:
+    """PyTorch's function of that name on NumPy arrays, by its conventions.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+    key : array_like, shape (..., K, S, D)
+    value : array_like, shape (..., K, S, E)
+    attn_mask : array_like, optional
+        Broadcasts to ``(..., H, L, S)``: bool, True = may attend, or float, added to the scores, be they
+        zeros and ones.
+    dropout_p : float, default 0.0
+        Must be 0.
+    is_causal : bool, default False
+        Key ``j <= i`` for query ``i``, also where ``L != S``. With `attn_mask` both hold.
+    scale : float, optional
+        ``1 / sqrt(D)`` when not given.
+    enable_gqa : bool, default False
+        Lets ``H`` be a multiple of ``K``. Without it the numbers of heads must match, or one be 1 and
+        broadcast.
+
+    Returns
+    -------
+    ndarray, shape (..., H, L, E)
+
+    Raises
+    ------
+    TypeError
+        An integer `attn_mask`, or a dtype that `attention` does not take.
+    ValueError
+        `dropout_p` other than 0, heads that do not match, shapes that do not fit.
+
+    See Also
+    --------
+    attention : the same with all options and in NumPy's conventions.
+
+    Notes
+    -----
+    Unlike there, a query without any allowed key gives zeros by contract, NaN in masked keys and values is
+    never seen, and query, key and value of different dtypes promote.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.random.default_rng(0).standard_normal((1, 4, 6, 8))
+    >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
+    (1, 4, 6, 8)
+    """
+    if unknown:
+        refuse_arguments(scaled_dot_product_attention, (), unknown)
+    function = SDPA_GQA if enable_gqa else SDPA
+    options = {"mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
+    # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
+    has_flags = type(is_causal) is type(enable_gqa) is bool
+    signature = False
+    if has_flags and type(dropout_p) in (float, int) and dropout_p == 0 and not isinstance(attn_mask, Mask):
+        signature = recall(function, query, key, value, options, default_backend())
+        if signature is not None and type(signature) is not bytes:
+            return signature  # the results
+
+    def make() -> Request:
+        return normalize_sdpa(query, key, value, options, dropout_p, is_causal, enable_gqa)
+
+    return attend(function, query, key, value, options, signature=signature, make=make)
+
+
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> np.ndarray: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenOptions],
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
+@public("V")
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *extra: Any,
+    **options: Any,
+) -> Any:
+    """Attention within each of several documents that are packed one after another, without padding.
+
+    Letters: ``T`` all queries, ``T_k`` all keys, ``N`` documents, ``H`` query heads, ``K`` key/value heads,
+    ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (T, H, D)
+    key : array_like, shape (T_k, K, D)
+    value : array_like, shape (T_k, K, E)
+    cu_seqlens_q : array_like of int, shape (N + 1,)
+        Document ``d`` has the queries ``cu_seqlens_q[d]`` up to ``cu_seqlens_q[d + 1]``: from 0, rising, to
+        ``T``. A document may be empty.
+    cu_seqlens_k : array_like of int, shape (N + 1,), optional
+        The same for the keys; `cu_seqlens_q` when not given.
+    causal : {False, True, "top_left", "bottom_right"}, default False
+        As in `attention`, within each document. True needs as many keys as queries in each document.
+    window : (int or None, int or None), optional
+        As in `attention`, within each document.
+    scale, softcap, sinks, num_threads, backend
+        As in `attention`.
+    out : ndarray, shape (T, H, E), optional
+        Where to write the result.
+    return_lse : bool, default False
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : ndarray, shape (T, H, E)
+    lse : ndarray, shape (H, T)
+        When asked for; the two are then a tuple.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendError
+        As in `attention`; ValueError also where ``cu_seqlens`` do not rise from 0 to the length, or where
+        ``causal=True`` meets a document whose numbers of queries and keys differ.
+
+    Notes
+    -----
+    One call of `attention` in which each query reads one interval of keys, which is the same as ::
+
+        for d in range(N):
+            q, k = slice(*cu_seqlens_q[d : d + 2]), slice(*cu_seqlens_k[d : d + 2])
+            out[q] = attention(query[q], key[k], value[k], layout="bshd", causal=causal, window=window)
+
+    to rounding. Keys of other documents are never seen.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.random.default_rng(0).standard_normal((10, 2, 4))  # three documents: 3, 5 and 2 tokens
+    >>> out = fastattn.varlen_attention(x, x, x, [0, 3, 8, 10], causal=True)
+    >>> alone = fastattn.attention(x[3:8], x[3:8], x[3:8], layout="bshd", causal=True)
+    >>> np.allclose(out[3:8], alone)
+    True
+    """
+    options = complete("V", varlen_attention, options, extra)
+    starts_q = counts(cu_seqlens_q)
+    starts_k = None if cu_seqlens_k is None else counts(cu_seqlens_k)
+    more: Any = None
+    signature: Any = False
+    both = (starts_q, starts_q if starts_k is None else starts_k)
+    if all(type(x) is np.ndarray and x.size <= _MAX_DOCUMENTS for x in both):
+        more, signature = tuple((x.dtype.str, x.shape, x.tobytes()) for x in both), None
+
+    def make() -> Request:
+        return normalize_varlen(query, key, value, options, starts_q, starts_k)
+
+    return attend(VARLEN, query, key, value, options, signature=signature, more=more, make=make)
+
+
+@refusing
+def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
+    """Combine attention over disjoint sets of keys into attention over all of them, exactly.
+
+    Parameters
+    ----------
+    outs : sequence of array_like, each of shape (..., E)
+        The same queries' results over different keys.
+    lses : sequence of array_like, each of shape (...)
+        The log-sum-exp of each; ``-inf`` where it had no key to read.
+
+    Returns
+    -------
+    out : ndarray, shape (..., E)
+        In the dtype that `outs` promote to.
+    lse : ndarray, shape (...)
+        In the dtype that `lses` promote to.
+
+    Raises
+    ------
+    TypeError
+        A dtype that `attention` does not take.
+    ValueError
+        No piece, numbers of outs and lses that differ, shapes that differ.
+
+    Notes
+    -----
+    With ``w = exp(lses)`` this is ``out = sum(w * outs) / sum(w)`` and ``lse = log(sum(w))``, relative to
+    the largest lse and accumulated in float64; on the CPU it is finite where the `outs` are. The order of
+    the pieces matters to rounding only. A sink belongs to one piece: given to several it is counted several
+    times. Pieces on a GPU are combined there, one after another, into arrays of their library.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 4, 6, 8))
+    >>> first = fastattn.attention(query, key[:, :2], value[:, :2], return_lse=True)
+    >>> second = fastattn.attention(query, key[:, 2:], value[:, 2:], return_lse=True)
+    >>> out, lse = fastattn.merge_attention(*zip(first, second))
+    >>> np.allclose(out, fastattn.attention(query, key, value))
+    True
+    """
+    pieces, out_dtype, lse_dtype = as_pieces(outs, lses)
+    first: Any = pieces[0][0]
+    if isinstance(first, DeviceArray):
+        merged = first.new(first.shape, out_dtype), first.new(first.shape[:-1], lse_dtype)
+        usable("cuda", f"the arrays are on {first.device}").combine(pieces, *merged)
+        return merged[0].memory.owner, merged[1].memory.owner
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and inf pass through
+        lse_max = np.full(pieces[0][1].shape, -np.inf)
+        for _, lse in pieces:
+            np.maximum(lse_max, lse, out=lse_max)
+        base = np.where(np.isinf(lse_max), 0, lse_max)
+        weights = [np.exp(lse - base) for _, lse in pieces]
+        total = np.zeros(lse_max.shape)
+        for weight in weights:
+            total += weight
+        # By a power of two they add up to at most 1/2: no sum of finite numbers overflows, and their mean
+        # rounds past the largest number at most, which it then is.
+        headroom = np.ldexp(0.5, -np.frexp(total)[1])
+        acc = np.zeros(pieces[0][0].shape)
+        for (out, lse), weight in zip(pieces, weights, strict=True):
+            read = lse != -np.inf  # a piece without keys is ignored, whatever its out holds
+            weight *= headroom
+            acc += np.multiply(out, weight[..., None], where=read[..., None], out=np.zeros(out.shape))
+        out = acc / np.where(total == 0, 1, total * headroom)[..., None]
+        most = np.finfo(out.dtype).max
+        np.clip(out, -most, most, out=out, where=np.isfinite(acc))
+        results = out.astype(out_dtype), (base + np.log(total)).astype(lse_dtype)
+    return in_library_of(outs[0], results[0]), in_library_of(outs[0], results[1])
+
+
+@refusing
+def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
+    """The weights that `attention` keeps with ``dropout=p, seed=seed``.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the weights, ``(..., H, L, S)``.
+    p : float
+        The probability, in ``[0, 1)``, of a weight to be dropped; rounded to a multiple of ``2**-16``.
+    seed : int
+        In ``[0, 2**128)``.
+
+    Returns
+    -------
+    ndarray of bool
+        True where a weight is kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A `shape` that is not of non-negative integers, or empty; a `p` or `seed` out of its range or of the
+        wrong kind.
+
+    Notes
+    -----
+    With ``t = round(65536 * p)`` and ``n = ceil(S / 16)``, the definition is NumPy's own stream::
+
+        raw = np.random.Philox(key=seed).random_raw(B * H * L * n * 4)
+        keep = raw.astype("<u8").view("<u2").reshape(B, H, L, n * 16)[..., :S] >= t
+
+    Determinism: the same on every machine; a function of the arguments alone.
+
+    References
+    ----------
+    .. [1] Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
+    .. [2] Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> keep = fastattn.dropout_mask((4, 100, 100), 0.25, seed=0)
+    >>> round(float(keep.mean()), 2)
+    0.75
+    """
+    sizes, dropout = check_shape(shape), check_dropout(p, seed, name="p", is_needed=True)
+    return np.ones(sizes, bool) if dropout is None else dropout.mask(sizes)
+
+
+def solve(request: Request, signature: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
+    """The stages after the edge: select, prepare, run, and hand the results back."""
+    num_threads = options.get("num_threads")
+    if num_threads is not None:
+        num_threads = check_num_threads(num_threads, "num_threads")
+    backend = select(request.problem, options.get("backend"))
+    prepared.run(request, signature or None, inputs, options, backend, num_threads)
+    return request.finish(inputs[0], options.get("out"))

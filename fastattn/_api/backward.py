@@ -1,0 +1,162 @@
+"""`attention_backward`: the gradients of `attention`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._call.gradients import Gradients, sum_to
+from fastattn._call.normalize import normalize_backward
+from fastattn._call.options import complete, public
+from fastattn._call.problem import FLOAT64
+from fastattn._machine import host
+from fastattn._machine.device import in_library_of, on_host
+from fastattn.backends.registry import select
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.options import BackwardOptions
+
+
+@public("B")
+def attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *extra: object,
+    **options: Unpack[BackwardOptions],
+) -> Gradients:
+    """The gradients of a scalar that depends on `attention`, from its gradient with respect to the outputs.
+
+    Letters: ``...`` leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
+    key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key.
+
+    Parameters
+    ----------
+    grad_out : array_like, shape (..., H, L, E)
+        The gradient with respect to `out`, in the layout of the call. Any strides, 0 among them.
+    query, key, value : array_like
+        As in the forward call.
+    out : array_like, shape (..., H, L, E)
+        What the forward call returned.
+    lse : array_like, shape (..., H, L)
+        What it returned with ``return_lse=True``.
+    grad_lse : array_like, shape (..., H, L), optional
+        The gradient with respect to `lse`, where that is used as well.
+    mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, dropout, seed
+        As in the forward call.
+    wrt : iterable of str, default ("query", "key", "value")
+        Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+    backend : {"cython", "reference"}, optional
+        When not given, FASTATTN_BACKEND if it is set, else the first of them that can take the problem.
+
+    Returns
+    -------
+    Gradients
+        A named tuple ``(query, key, value, bias, sinks)``. Each gradient has the shape and dtype of its
+        argument (float64 for one of integers) and is C-contiguous; what `wrt` does not name is None. Axes
+        along which an argument was broadcast, and the query heads of a group, are added up.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; a `grad_out`, `out`, `lse` or `grad_lse` of another shape; a name in `wrt` that there
+        is not, or of an argument that is not given.
+    BackendError
+        No backend, or not the one named, computes these gradients.
+
+    Notes
+    -----
+    With the weights ``P = exp(scores - lse)``, in NumPy and with its ``L * S`` memory::
+
+        delta = (grad_out * out).sum(-1) - grad_lse
+        change = P * (grad_out @ value.swapaxes(-1, -2) - delta[..., None])
+        grad_bias = change
+        grad_query = scale * change @ key
+        grad_key = scale * change.swapaxes(-1, -2) @ query
+        grad_value = P.swapaxes(-1, -2) @ grad_out
+        grad_sinks = -(np.exp(sinks[:, None] - lse) * delta).sum(-1)
+
+    and with a soft-cap ``change`` times ``1 - tanh(...)**2`` for query and key. With dropout, ``P`` in
+    `grad_value` and ``grad_out @ value.swapaxes(-1, -2)`` are multiplied by ``keep / (1 - dropout)``.
+
+    Masks: a query without any allowed key contributes 0, whatever its row of `grad_out` or `grad_lse` holds.
+    The gradients of a masked key are exactly 0, and NaN or inf in it, or in a row of `query` or `grad_out`,
+    reaches only what the mask lets read it.
+
+    Accuracy: products and sums are in the dtype of the forward computation, float32 for 16-bit arrays, whose
+    gradients are rounded once.
+
+    Scores of any size: with the `lse` of the forward call the weights of a row add up to 1, whatever scores
+    and `lse` were rounded to. A row for which that rounding may matter gets the lse of its scores as they are
+    computed here, if the two agree but for rounding: where the `lse` is 256 or more, which takes the product
+    of queries and keys once more, or where the norm of the query times that of the largest key times the
+    scale is 4096 or more, which takes all of it once more. Any other `lse`, as of a row that reads more keys
+    than these, is taken as it is: a weight is what ``np.exp`` gives, inf and 0 included. Where it is large,
+    other keys whose share of the row is within that rounding, some 1e-6 times the `lse` in float32, are not
+    told from it.
+
+    Determinism: the bits do not depend on the number of threads, on other items of the batch, on layout or
+    strides. They may depend on the instruction set, with ``amx`` as those of `attention` do.
+
+    Memory: nothing of size ``L * S``, unless the bias has it.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
+       algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> query, key, value, target = np.random.default_rng(0).standard_normal((4, 8, 5, 16))
+    >>> out, lse = fastattn.attention(query, key, value, causal=True, return_lse=True)
+    >>> gradients = fastattn.attention_backward(out - target, query, key, value, out, lse, causal=True)
+    >>> gradients.key.shape
+    (8, 5, 16)
+    >>> gradients.bias is None
+    True
+    """
+    completed = complete("B", attention_backward, options, extra)
+    backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
+    num_threads = completed["num_threads"]
+    if num_threads is not None:
+        num_threads = host.check_num_threads(num_threads, "num_threads")
+    chosen = select(backward.problem, completed["backend"], gradients=True)
+    threads = chosen.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
+    sizes = backward.problem.sizes
+    is_empty = not sizes.heads * sizes.rows * sizes.len_k
+    found = backward.zeros() if is_empty else chosen.differentiate(backward, threads)
+    given = completed | {"query": query, "key": key, "value": value}
+    return Gradients(
+        *(
+            None
+            if gradient is None
+            else in_library_of(query, _as_given(gradient, on_host(given[name]), name, completed["layout"]))
+            for name, gradient in found._asdict().items()
+        )
+    )
+
+
+def _as_given(gradient: np.ndarray, given: np.ndarray, name: str, layout: str) -> np.ndarray:
+    """A gradient in the layout, shape and dtype of its argument."""
+    if layout == "bshd" and name in ("query", "key", "value") and given.ndim > 2:
+        gradient = gradient.swapaxes(-3, -2)
+    missing = gradient.ndim - given.ndim
+    if missing > 0 and gradient.shape[:missing] == (1,) * missing:
+        gradient = gradient.reshape(gradient.shape[missing:])
+    elif missing < 0:
+        gradient = gradient.reshape((1,) * -missing + gradient.shape)
+    dtype = FLOAT64 if given.dtype.kind in "biu" else given.dtype.newbyteorder("=")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(sum_to(gradient, given.shape), dtype).reshape(given.shape)

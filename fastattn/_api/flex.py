@@ -1,0 +1,426 @@
+"""Attention with scores and masks that the caller writes as Python functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from math import prod
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from fastattn._api.attention import solve
+from fastattn._api.prepared import FLEX, counts, reuse, signature_of
+from fastattn._call.arguments import PLAIN_DTYPES, check_places, overlap, readable
+from fastattn._call.normalize import normalize
+from fastattn._call.options import complete, public, refusing
+from fastattn._call.problem import Mod
+from fastattn._machine.device import as_device_array, host_array
+from fastattn._machine.host import check_num_threads, get_num_threads
+from fastattn._machine.threads import no_fork
+from fastattn.backends.cpu.functions import reasons_no_compiler
+from fastattn.backends.registry import BackendError
+from fastattn.masks import BlockMask, Dense, Mask
+from fastattn.masks.map import Block, MaskMap, Node
+from fastattn.masks.objects import describe, whole_number
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.options import FlexOptions, RowsLike
+
+_SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
+_MASK_MOD = ("b", "h", "q_idx", "kv_idx")
+
+
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
+    **options: Unpack[FlexOptions],
+) -> np.ndarray: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = ...,
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[False] = ...,
+    return_weights: Literal[True],
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    **options: Unpack[FlexOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def flex_attention(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    *,
+    return_lse: bool = ...,
+    return_weights: bool = ...,
+    **options: Unpack[FlexOptions],
+) -> np.ndarray | tuple[np.ndarray, ...]: ...
+@public("F")
+def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
+    """Attention whose scores a Python function changes, and whose mask a Python function says.
+
+    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., H, L, D)
+    key : array_like, shape (..., K, S, D)
+    value : array_like, shape (..., K, S, E)
+        As in `attention`.
+    score_mod : function, optional
+        A Python function, one of `numba.njit`, or a `functools.partial` of either.
+        ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives what takes the place of a scaled (and
+        soft-capped) score, one number for one number: `score` is of the dtype of the computation, `b` counts
+        the flattened leading axes, `h` the query heads, `q_idx` the queries and `kv_idx` the keys, all from
+        0. ``-inf`` masks. Numba compiles it into the loop over a tile of scores.
+    mask_mod : function, optional
+        ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key. It is
+        evaluated for all of them at each call; where it reads no arrays, a result of up to 64 KB is kept for
+        the next call of the same sizes. `create_block_mask` evaluates once for many calls.
+    block_mask : fastattn.masks.Mask, optional
+        A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
+    aux : sequence of array_like, optional
+        What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
+        They are read when called: others of the same dtypes and numbers of axes need no compilation. For a
+        query on a GPU arrays are there, too, and numbers are Python's.
+    bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
+        As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+    backend : {"numba", "cython", "reference", "cuda"}, optional
+        The first two take a `score_mod`, and need Numba as its compiler; without one any will do.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+    lse : ndarray, shape (..., H, L)
+    weights : ndarray, shape (..., H, L, S)
+        As in `attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
+        number or a bool, raises, takes the GIL (as ``print`` does), or calls what reads memory without a
+        check (as ``as_strided`` does): the message names the function and the line, and Numba's is chained to
+        it.
+    IndexError
+        A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
+        found at work; `out` is untouched. What `score_mod` reads for a masked key is no error.
+    BackendError
+        Numba is not installed, or no backend, or not the one named, can take the problem.
+
+    See Also
+    --------
+    create_block_mask : evaluates a `mask_mod` once.
+
+    Notes
+    -----
+    Compilation takes a quarter of a second for each new function, and a second more for the first of a
+    process. Floats written in a function, or read from its closure or its globals, take the dtype of the
+    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays, those in tuples too,
+    are read at each call, as `aux` is; integers and all else from outside are compiled in, and the function
+    is compiled again when they change. Some hundreds of such loops are kept, the last used. ``exp``, ``exp2``
+    and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library on one at
+    a time.
+
+    Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
+    that can be measured where a score reads one or two elements, and up to half in a function that loops over
+    many. The environment variable ``FASTATTN_CHECK_INDICES=0`` leaves the checks out. On a GPU only the first
+    and the last of each index are tried, before the kernel starts.
+
+    On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
+    that it leaves empty are passed over. Beside integers they compute in float64 there.
+
+    A masked key is never seen, whatever masks it and whatever `score_mod` makes of it or reads for it; a NaN
+    that it gives makes the row NaN. A `mask_mod` is evaluated for all pairs, also for those that are masked
+    otherwise.
+
+    Determinism: as in `attention`.
+
+    References
+    ----------
+    .. [1] Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels",
+       2024.
+
+    Examples
+    --------
+    Attention with linear biases, its slopes read at run time:
+
+    >>> import numpy as np
+    >>> import fastattn
+    >>> def alibi(score, b, h, q_idx, kv_idx, slopes):
+    ...     return score - slopes[h] * abs(q_idx - kv_idx)
+    >>> x = np.random.default_rng(0).standard_normal((2, 4, 100, 16), dtype=np.float32)
+    >>> slopes = np.float32([0.5, 0.25, 0.125, 0.0625])
+    >>> out = fastattn.flex_attention(x, x, x, score_mod=alibi, aux=(slopes,))
+    >>> distance = abs(np.arange(100)[:, None] - np.arange(100))
+    >>> bias = -slopes[:, None, None] * distance
+    >>> np.allclose(out, fastattn.attention(x, x, x, bias=bias), atol=1e-5)
+    True
+    """
+    options = complete("F", flex_attention, options, extra)
+    block_mask, key_lengths = options["block_mask"], options["key_lengths"]
+    if block_mask is not None and not isinstance(block_mask, Mask):
+        raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
+    values = _aux(options["aux"])
+    score, allowed = _mod(options["score_mod"], values), _mod(options["mask_mod"], values)
+    options |= {"mask": block_mask.array if type(block_mask) is Dense else block_mask}
+    if isinstance(key_lengths, (list, tuple, int)):
+        options["key_lengths"] = counts(key_lengths)
+    signature = None
+    if allowed is None or not allowed.reads_arrays:
+        keys = None if score is allowed is None else (score and score.key, allowed and _constant_key(allowed))
+        signature = signature_of(FLEX, query, key, value, options, keys)
+        if (results := reuse(signature, query, key, value, options, score)) is not None:
+            return results
+    for kind, mod, names in (("score_mod", score, _SCORE_MOD), ("mask_mod", allowed, _MASK_MOD)):
+        if mod is not None:
+            _check_function(kind, mod.function, names, values)
+    on_gpu = as_device_array(query, "query")
+    if score is not None or allowed is not None:
+        arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
+        check_places(query=query if on_gpu is None else on_gpu, **arrays)
+    function_mask = None
+    if allowed is not None and on_gpu is None:
+        wanted = options["num_threads"]
+        threads = get_num_threads() if wanted is None else check_num_threads(wanted, "num_threads")
+        function_mask = _FunctionMask(allowed, threads)
+    may_fail = on_gpu is None and score is not None
+    request = normalize(query, key, value, options, function_mask=function_mask, may_fail=may_fail)
+    target = None if options["out"] is None or on_gpu is None else request.problem.out
+    if target is not None and any(value.ndim and overlap(target, value) for value in values):
+        raise ValueError(f"out must not share memory with aux on {target.device}")
+    mask = None if on_gpu is None else allowed
+    problem = request.problem._replace(score_mod=score, mask_mod=mask)
+    return solve(request._replace(problem=problem), signature, (query, key, value), options)
+
+
+@refusing
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    L: int,
+    S: int,
+    *,
+    aux: Sequence[Any] = (),
+    num_threads: int | None = None,
+) -> BlockMask:
+    """Evaluate a mask function for one problem size, for any number of calls.
+
+    Parameters
+    ----------
+    mask_mod : function
+        ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key.
+    B : int or None
+        Batch items, the product of the leading batch axes. None: the function does not depend on `b`, and the
+        mask is the same for all. 1: the mask of ``b = 0`` is that of all.
+    H : int or None
+        Query heads; None and 1 as for B.
+    L, S : int
+        Query length and key length.
+    aux : sequence of array_like, optional
+        What the function reads beside its indices, as in `flex_attention`.
+    num_threads : int, optional
+        Threads for this call; see `set_num_threads`.
+
+    Returns
+    -------
+    fastattn.masks.BlockMask
+        For `flex_attention`, or as ``mask=`` of `attention`. It combines with other masks by ``&``, ``|``
+        and ``~``, and prints as a drawing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Sizes that are not numbers, or negative; B or H of None and a function that depends on `b` or `h`; and
+        for the function as in `flex_attention`.
+    IndexError
+        The function reads outside of an array.
+    BackendError
+        Numba is not installed.
+
+    Notes
+    -----
+    Tiles of 64 queries and 128 keys are EMPTY, which no call then touches, FULL, which run unmasked, or
+    PARTIAL, which alone have bits. Memory grows with the PARTIAL tiles, time with ``L * S``.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> def causal_window(b, h, q_idx, kv_idx, width):
+    ...     return (kv_idx <= q_idx) & (q_idx - kv_idx <= width)
+    >>> print(fastattn.create_block_mask(causal_window, None, None, 512, 512, aux=(128,)))
+    BlockMask(B=1, H=1, L=512, S=512: 56.2 % of the tiles are empty)
+    +...
+    +...
+    ++..
+    ++..
+    .++.
+    .++.
+    ..++
+    ..++
+    """
+    values = _aux(aux)
+    for i, value in enumerate(values):
+        host_array(value, f"aux[{i}]")
+    _check_function("mask_mod", mask_mod, _MASK_MOD, values)
+    batch, heads = (None if n is None else whole_number(n, name) for n, name in ((B, "B"), (H, "H")))
+    len_q, len_k = whole_number(L, "L"), whole_number(S, "S")
+    threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), threads)
+    return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
+
+
+class _FunctionMask(Mask):
+    """A mask function that is evaluated when the sizes are known."""
+
+    __slots__ = ("mod", "num_threads")
+    mod: Mod
+    num_threads: int
+
+    def __init__(self, mod: Mod, num_threads: int) -> None:
+        self._set(mod, num_threads)
+
+    def _bind(self, block: Block) -> Node:
+        sizes = [prod(block.lead), block.H, block.L, block.S]
+        return BlockMask(_evaluate(self.mod, sizes, self.num_threads), *sizes)._bind(block)
+
+
+def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMap:
+    """The function's mask map; B or H are None where it must not read their index."""
+    if reasons := reasons_no_compiler():
+        raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
+    with no_fork:
+        evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
+    mask_map: MaskMap = evaluate(mod, sizes, num_threads)
+    return mask_map
+
+
+@cache
+def _compiler() -> Any:
+    """The module that compiles functions of the caller's, None where Numba is not there to do it."""
+    if reasons_no_compiler():
+        return None
+    with no_fork:
+        return import_module("fastattn.backends.jit.functions")
+
+
+def _mod(function: Any, aux: Sequence[Any]) -> Any:
+    """A function of the caller's, None for none, with what it reads and what tells it apart from others."""
+    if function is None:
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return Mod(function, tuple(aux))  # which a backend refuses
+    return compiler.as_mod(function, aux)
+
+
+def _constant_key(mod: Mod) -> Any:
+    """Equal for functions that give the same for the same indices; for those that read no array."""
+    numbers = (
+        value.tobytes() if isinstance(value, np.generic) else value.hex()
+        for value in (*mod.aux, *mod.captured)
+    )
+    return mod.key, *numbers
+
+
+def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:
+    """Raises where it is no function, or cannot be called with its arguments."""
+    plain = function
+    while isinstance(plain, partial):
+        plain = plain.func
+    plain = getattr(plain, "py_func", plain)
+    if not isinstance(plain, FunctionType):
+        raise TypeError(
+            f"{kind} must be a function, got {_described(plain)} (a Python function, one compiled by "
+            f"numba.njit, or a functools.partial of either)"
+        )
+    code = plain.__code__
+    if plain is function and code.co_argcount == len(names) + len(aux) and not code.co_kwonlyargcount:
+        return
+    try:
+        signature = inspect.signature(plain if not isinstance(function, partial) else function)
+        signature.bind(*names, *aux)
+    except (TypeError, ValueError) as error:
+        place = f" ({code.co_filename}, line {code.co_firstlineno})"
+        name = plain.__name__
+        wanted = ", ".join([*names, *(f"aux[{i}]" for i in range(len(aux)))])
+        raise TypeError(
+            f"{kind} {name!r}{place}\nis called with {len(names) + len(aux)} arguments, ({wanted}),\n"
+            f"which it does not take: {error}"
+        ) from error
+
+
+def _aux(aux: Any) -> list[Any]:
+    """Arrays and NumPy scalars of native bool, integer or float dtypes."""
+    if type(aux) not in (tuple, list) and (isinstance(aux, (str, bytes)) or not isinstance(aux, Sequence)):
+        raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")
+    values = []
+    for i, given in enumerate(aux):
+        if (
+            type(given) is np.ndarray
+            and given.ndim
+            and given.dtype.char in PLAIN_DTYPES
+            and given.dtype.isnative
+        ):
+            values.append(given)
+            continue
+        on_gpu = as_device_array(given, f"aux[{i}]")
+        value: Any = np.asarray(given) if on_gpu is None else on_gpu
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise TypeError(f"aux[{i}] must be of bool, integer or float dtype, got dtype {value.dtype}")
+        if on_gpu is not None:
+            if value.dtype == np.float16 or value.ndim == 0:
+                what = "float16" if value.ndim else "a number"
+                raise TypeError(
+                    f"aux[{i}] is {what} on {value.device}: pass float32, or a number of Python's"
+                )
+            values.append(value)
+            continue
+        values.append(readable(value))
+    return values
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, MethodType):
+        owner = type(value.__self__).__name__
+        return f"the method {value.__name__!r} of a {owner}, whose attributes are not compiled"
+    if callable(value) and not isinstance(value, type):
+        return f"a callable {type(value).__name__}, whose attributes are not compiled"
+    return type(value).__name__

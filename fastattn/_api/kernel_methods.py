@@ -1,0 +1,664 @@
+"""Kernel regression and sums of Gaussian kernels: attention whose scores are squared distances."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import log, pi
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._api.attention import attention
+from fastattn._call.arguments import as_array, as_dtype, check_bool, check_number_dtype, promote
+from fastattn._call.options import refusing
+from fastattn._call.problem import FLOAT32, FLOAT64
+from fastattn._call.storage import REAL, storage_of
+from fastattn._machine.constants import SCORE_COLUMNS
+from fastattn._machine.device import host_array
+from fastattn.masks import Dense, Mask, NotSelf
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+_ROWS = 8192  # points worked on at once, which bounds the memory for their columns
+_PLAIN_REACH = 32.0  # bandwidths from the centre up to which plain products round to some 1e-13
+_CUT_REACH = 256.0  # the same of products of coordinates cut in two
+_GRID_BITS = 25  # with which products of two coordinates, and all their sums, are exact in float64
+_CHAIN = 16  # columns of a partial sum of the kernels: no sum holds exact and rounded terms but the whole
+_FEW_ROWS = 32  # below, the kernels for few rows may sum the columns in another order
+_EPS = float(np.finfo(np.float64).eps)
+_PRODUCT = 1 << 18  # multiply-adds of a product: the most that OpenBLAS does not share out among threads
+_RANGE = 45.0  # how far below the largest score, and log(S), a score changes no bit of a sum
+_LARGEST = 400  # exponent of the largest coordinate of an observation, in bandwidths
+_FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
+
+
+@refusing
+def kernel_regression(
+    points: ArrayLike,
+    x: ArrayLike,
+    y: ArrayLike,
+    *,
+    bandwidth: float | ArrayLike,
+    weights: ArrayLike | None = None,
+    leave_one_out: bool = False,
+    return_log_density: bool = False,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Nadaraya-Watson regression: the mean of `y`, weighted by a Gaussian of the distance from each point.
+
+    Letters: ``...`` leading batch axes, which broadcast; ``L`` points, ``S`` observations, ``D`` features,
+    ``E`` targets.
+
+    Parameters
+    ----------
+    points : array_like, shape (..., L, D)
+        Where to predict.
+    x : array_like, shape (..., S, D)
+        The observations.
+    y : array_like, shape (..., S) or (..., S, E)
+        Their targets: with one axis less than `x` they have no axis ``E``, with as many or more they have.
+    bandwidth : float or array_like, shape (D,)
+        The standard deviation of the Gaussian, of all features or of each; positive.
+    weights : array_like, shape (..., S), optional
+        Not negative. An observation of weight 0 is never seen, be it NaN.
+    leave_one_out : bool, default False
+        Predict each observation from all others; `points` must then be `x`.
+    return_log_density : bool, default False
+        Also return the log of the density of `x` at the points.
+
+    Returns
+    -------
+    out : ndarray, shape (..., L) or (..., L, E)
+        In the dtype that points, x and y promote to. 0 where no observation has a weight.
+    log_density : ndarray, shape (..., L)
+        When asked for: the natural log of the mixture of Gaussians around the observations, weights summing
+        to 1, which is what scikit-learn's `KernelDensity.score_samples` gives. ``-inf`` where no
+        observation has a weight, or where it is below the range of its dtype: some 1e19 bandwidths from all
+        observations in float32, 1e154 in float64. float32 where `out` is of 16 bits.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not supported, an array on a GPU, a flag that is no bool.
+    ValueError
+        Shapes that do not fit, D = 0, a bandwidth that is not positive or so small that squares of distances
+        overflow, negative or infinite weights, `leave_one_out` with points other than `x`.
+
+    See Also
+    --------
+    kernel_logsumexp : the sum of the kernels itself.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S * D`` memory::
+
+        distances = (points[:, None, :] - x) / bandwidth
+        kernels = weights * np.exp(-0.5 * (distances**2).sum(-1))
+        out = kernels @ y / kernels.sum(-1, keepdims=True)
+        log_density = np.log(kernels.sum(-1) / weights.sum()) - np.log(bandwidth * np.sqrt(2 * np.pi)).sum()
+
+    Far from all observations the nearest decide: the formula above is then 0 / 0, and this is not.
+
+    It is attention with points as queries, observations as keys and scores
+    ``p @ x - p @ p / 2 - x @ x / 2``, in bandwidths and centred. The sums cancel where distances are small
+    beside the coordinates. With R the largest distance of an observation from the centre, in bandwidths:
+
+    * R up to 32: the rounding of these sums, in float64, is some 1e-13.
+    * R up to 256: each coordinate is cut in two, a multiple of a power of two such that its products and
+      their sums are exact, and a rest, whose products are small [3]_.
+    * R above 256: the products only say which observations may matter to a point. Their scores are computed
+      again, from differences of the coordinates as they are given.
+
+    Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With d the distance of
+    the observations that matter, in bandwidths, the log density has an error of the order
+    ``eps * (1 + d**2)``, and in addition ``eps * R * (d + R)`` where R is up to 32 and ``eps * R * d`` where
+    it is up to 256; and so have the weights of `out`, relatively. (On the reference backend the order in
+    which BLAS sums is not known, and the error may be ``eps * R * (d + R)`` for R up to 256.) The mean of `x`
+    is subtracted first, so that a shift common to points and x changes nothing but the rounding of the
+    arguments themselves.
+
+    Time: products of every point with every observation, and differences of few pairs, unless R is above 256
+    because of a few observations far from the others.
+
+    NaN in a point makes its row NaN, NaN in an observation all rows.
+
+    Determinism: the bits of a row do not depend on the other points, on other items of the batch, on strides
+    or the number of threads, except that few points (up to 32) may be computed in another order than many.
+
+    Memory: some copies of the observations and of 8192 points, never of size ``L * S``; and a few megabytes
+    where R is above 256.
+
+    References
+    ----------
+    .. [1] Nadaraya, "On Estimating Regression", Theory of Probability and Its Applications 9, 1964.
+    .. [2] Watson, "Smooth Regression Analysis", Sankhya A 26, 1964.
+    .. [3] Ozaki, Ogita, Oishi and Rump, "Error-free transformations of matrix multiplication by using fast
+       routines of matrix multiplication and its applications", Numerical Algorithms 59, 2012.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.linspace(0, 1, 200)[:, None]
+    >>> y = np.sin(6 * x[:, 0])
+    >>> out = fastattn.kernel_regression([[0.25], [0.5]], x, y, bandwidth=0.01)
+    >>> np.round(out, 3)
+    array([0.996, 0.141])
+
+    The error of leaving one out, by which a bandwidth is chosen:
+
+    >>> noisy = y + 0.1 * np.random.default_rng(0).standard_normal(200)
+    >>> errors = [
+    ...     np.mean((fastattn.kernel_regression(x, x, noisy, bandwidth=h, leave_one_out=True) - noisy) ** 2)
+    ...     for h in (0.001, 0.02, 0.5)
+    ... ]
+    >>> int(np.argmin(errors))
+    1
+    """
+    check_bool(leave_one_out, "leave_one_out")
+    check_bool(return_log_density, "return_log_density")
+    points, x, y = _numbers(points, "points"), _numbers(x, "x"), _numbers(y, "y")
+    try:
+        h = _check_points(points, x, bandwidth)
+        has_targets = y.ndim >= x.ndim
+        if y.ndim < x.ndim - 1:
+            raise ValueError("y must have one axis less than x, (..., S), or as many or more, (..., S, E)")
+        targets = y if has_targets else y[..., None]
+        if targets.shape[-2] != x.shape[-2]:
+            raise ValueError(f"y must have the S={x.shape[-2]} observations of x, got {targets.shape[-2]}")
+        w = None if weights is None else _check_weights(weights, x.shape[-2])
+        lead = _lead(points=points.shape[:-2], x=x.shape[:-2], y=targets.shape[:-2], weights=_items(w))
+        if leave_one_out and not _equal(points, x):
+            raise ValueError("leave_one_out leaves out the observation at each point: points must be x")
+        with np.errstate(divide="ignore"):
+            log_weights = None if w is None else np.log(w)
+        keys = _Keys.of(x, h, log_weights)
+    except (TypeError, ValueError) as error:
+        raise _with_shapes(error, points=points, x=x, y=y) from None
+    result = promote(points=points, x=x, y=y)
+
+    value = np.asarray(as_dtype(targets, FLOAT64, "y"))
+    out, lse = _attend(points, keys, value, lead, leave_one_out)
+    out = out.astype(result, copy=False)
+    out = out if has_targets else out[..., 0]
+    if not return_log_density:
+        return out
+    log_density = np.subtract(lse, _log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
+    with np.errstate(over="ignore"):
+        return out, log_density.astype(_wide(result), copy=False)
+
+
+@refusing
+def kernel_logsumexp(
+    points: ArrayLike,
+    x: ArrayLike,
+    *,
+    bandwidth: float | ArrayLike,
+    log_weights: ArrayLike | None = None,
+) -> np.ndarray:
+    """The log of a weighted sum of Gaussian kernels: a smooth minimum of the squared distances from `x`.
+
+    Letters: ``...`` leading batch axes, which broadcast; ``L`` points, ``S`` observations, ``D`` features.
+
+    Parameters
+    ----------
+    points : array_like, shape (..., L, D)
+    x : array_like, shape (..., S, D)
+    bandwidth : float or array_like, shape (D,)
+        The standard deviation of the Gaussian, of all features or of each; positive.
+    log_weights : array_like, shape (..., S), optional
+        Added to each observation's exponent; not NaN or ``inf``. An observation of ``-inf`` is never seen, be
+        it NaN.
+
+    Returns
+    -------
+    ndarray, shape (..., L)
+        In the dtype that points and x promote to, float32 for 16-bit arrays. ``-inf`` where there is no
+        observation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `kernel_regression`.
+
+    See Also
+    --------
+    kernel_regression : which also gives the log of the normalised density.
+
+    Notes
+    -----
+    The same in NumPy, with its ``L * S * D`` memory::
+
+        distances = (points[:, None, :] - x) / bandwidth
+        out = scipy.special.logsumexp(log_weights - 0.5 * (distances**2).sum(-1), axis=-1)
+
+    No constant is added. With ``bandwidth = sqrt(epsilon / 2)`` and ``log_weights`` the other potential over
+    epsilon plus the log of the masses, ``-epsilon * out`` is a step of Sinkhorn's algorithm for the squared
+    distance. Accuracy, determinism and memory are those of `kernel_regression`.
+
+    References
+    ----------
+    .. [1] Cuturi, "Sinkhorn Distances: Lightspeed Computation of Optimal Transport", NeurIPS 2013.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x = np.array([[0.0], [1.0]])
+    >>> np.round(fastattn.kernel_logsumexp([[0.0], [100.0]], x, bandwidth=0.5), 3)
+    array([ 1.2700e-01, -1.9602e+04])
+    """
+    points, x = _numbers(points, "points"), _numbers(x, "x")
+    try:
+        h = _check_points(points, x, bandwidth)
+        added = None if log_weights is None else _check_log_weights(log_weights, x.shape[-2])
+        lead = _lead(points=points.shape[:-2], x=x.shape[:-2], log_weights=_items(added))
+        keys = _Keys.of(x, h, added)
+    except (TypeError, ValueError) as error:
+        raise _with_shapes(error, points=points, x=x) from None
+    nothing = np.zeros((x.shape[-2], 0))
+    _, lse = _attend(points, keys, nothing, lead, False)
+    with np.errstate(over="ignore"):
+        return lse.astype(_wide(promote(points=points, x=x)), copy=False)
+
+
+# Scores as products ---------------------------------------------------------------------------------
+
+
+class _Keys(NamedTuple):
+    """The observations as keys. The leading axes are those of x and the weights."""
+
+    centre: np.ndarray  #: ``(..., 1, D)``
+    bandwidth: np.ndarray  #: ``(D,)``
+    reach: np.ndarray  #: ``(..., 1)``: the largest distance from the centre, in bandwidths
+    grid: np.ndarray  #: ``(..., 1, 1)``: a power of two, of which cut coordinates are multiples
+    x: np.ndarray  #: ``(..., S, D)``: the observations, 0 for what is excluded
+    at: np.ndarray  #: the same, centred and in bandwidths
+    log_weights: np.ndarray | None  #: ``(..., S)``, 0 for what is excluded
+    seen: np.ndarray | None  #: ``(..., S)``: what is not excluded, where something is
+
+    @classmethod
+    def of(cls, x: np.ndarray, bandwidth: np.ndarray, log_weights: np.ndarray | None) -> _Keys:
+        x = _as_float64(x)
+        seen, is_seen = None, np.True_
+        if log_weights is not None and (excluded := log_weights == -np.inf).any():
+            seen, is_seen = ~excluded, ~excluded[..., None]
+            log_weights = np.where(excluded, 0.0, log_weights)
+            x = np.where(is_seen, x, 0.0)
+        with np.errstate(all="ignore"):
+            count = np.count_nonzero(np.broadcast_to(is_seen, (*x.shape[:-1], 1)), axis=-2, keepdims=True)
+            centre = x.sum(axis=-2, keepdims=True) / np.maximum(count, 1)
+            # Rounded to few bits of the spread, so that differences from it are exact more often, and the
+            # same for data that is shifted.
+            spread = np.abs(np.where(is_seen, x - centre, 0.0)).max(axis=-2, keepdims=True, initial=0)
+            step = np.frexp(spread)[1] - 4
+            rounded = np.ldexp(np.rint(np.ldexp(centre, -step)), step)
+            centre = np.where(spread > 0, rounded, centre)
+            at = np.where(is_seen, (x - centre) / bandwidth, 0.0)
+            reach = np.sqrt(_squares(at)).max(axis=-1, initial=0, keepdims=True)
+            if (reach >= 2.0**_LARGEST).any():
+                raise ValueError(
+                    f"bandwidth is too small for x: {reach.max():.3g} bandwidths lie between its mean and an "
+                    f"observation, and less than 2**{_LARGEST} may"
+                )
+            grid = np.ldexp(1.0, np.maximum(np.frexp(2 * reach)[1], -_LARGEST) - _GRID_BITS)[..., None]
+        return cls(centre, bandwidth, reach, grid, x, at, log_weights, seen)
+
+    def plain(self) -> tuple[np.ndarray, None]:
+        """Columns, and no bias."""
+        columns = np.empty((*self._shape(), self.at.shape[-1] + 2))
+        columns[..., :-2], columns[..., -2] = self.at, 1.0
+        columns[..., -1] = -0.5 * _squares(self.at)
+        if self.log_weights is not None:
+            columns[..., -1] += self.log_weights
+        return columns, None
+
+    def cut(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns, exact and rounded, and a bias: with one, the kernels multiply the columns as they are."""
+        high = np.rint(self.at / self.grid) * self.grid
+        low = self.at - high
+        exact, dim = _exact_columns(self.at.shape[-1]), self.at.shape[-1]
+        columns = np.zeros((*self._shape(), exact + 2 * dim))
+        columns[..., :dim], columns[..., dim], columns[..., dim + 1] = high, 1.0, -0.5 * _squares(high)
+        columns[..., exact : exact + dim], columns[..., exact + dim :] = low, self.at
+        bias = np.zeros(self._shape()) if self.log_weights is None else self.log_weights
+        return columns, bias - np.einsum("...d,...d->...", high + 0.5 * low, low)
+
+    def item(self, at: tuple[int, ...], lead: tuple[int, ...]) -> _Keys:
+        """Those of one item of the batch."""
+
+        def one(array: np.ndarray | None, axes: int) -> Any:
+            if array is None:
+                return None
+            return np.broadcast_to(array, (*lead, *array.shape[array.ndim - axes :]))[at]
+
+        return _Keys(
+            one(self.centre, 2), self.bandwidth, one(self.reach, 1), one(self.grid, 2), one(self.x, 2),
+            one(self.at, 2), one(self.log_weights, 1), one(self.seen, 1),
+        )  # fmt: skip
+
+    def _shape(self) -> tuple[int, ...]:
+        """``(..., S)``"""
+        weights = () if self.log_weights is None else self.log_weights.shape
+        return np.broadcast_shapes(self.at.shape[:-1], weights)
+
+
+class _Points(NamedTuple):
+    """Some of the points, in bandwidths from the centre of the keys, as queries."""
+
+    at: np.ndarray  #: ``(..., L, D)``, times ``2**-exponent``
+    exponent: np.ndarray  #: ``(..., L)``: 0, but for points whose squares would overflow
+    own: np.ndarray  #: ``(..., L)``: half their squares, the same for every key
+    is_near: np.ndarray  #: which of them have that among the products, where it cancels
+
+    @classmethod
+    def of(cls, points: np.ndarray, keys: _Keys) -> _Points:
+        at = _as_float64(points) - keys.centre
+        # So far away that squares overflow, the direction alone says which observation is the nearest.
+        exponent = np.frexp(at)[1] - np.frexp(keys.bandwidth)[1]
+        exponent = np.where(at == 0, 0, exponent - _FAR).max(axis=-1, initial=0)
+        at = np.ldexp(at, -exponent[..., None]) / keys.bandwidth
+        own = _squares(at)
+        return cls(at, exponent, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
+
+    def plain(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns, and what is to be added to each row's lse."""
+        columns = np.empty((*self.at.shape[:-1], self.at.shape[-1] + 2))
+        columns[..., :-2], columns[..., -1] = self.at, 1.0
+        columns[..., -2] = np.where(self.is_near, -self.own, 0.0)
+        return columns, np.where(self.is_near, 0.0, -self.own)
+
+    def cut(self, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        high = np.rint(self.at / grid) * grid
+        low = self.at - high
+        exact, dim = _exact_columns(self.at.shape[-1]), self.at.shape[-1]
+        columns = np.zeros((*self.at.shape[:-1], exact + 2 * dim))
+        columns[..., :dim], columns[..., dim + 1] = high, 1.0
+        columns[..., dim] = np.where(self.is_near, -0.5 * _squares(high), 0.0)
+        columns[..., exact : exact + dim], columns[..., exact + dim :] = high, low
+        rest = np.einsum("...d,...d->...", high + 0.5 * low, low)
+        return columns, -np.where(self.is_near, rest, self.own)
+
+
+def _exact_columns(dim: int) -> int:
+    """How many columns the exact products of cut coordinates take; the last ones are 0.
+
+    The kernels sum chains of columns into the sum of SCORE_COLUMNS of them, and those into the whole. Chains
+    that follow exact ones may hold rounded terms, as those cancel first; but what is exact in a later sum
+    cancels in the whole only, and there must be nothing else in that sum.
+    """
+    run = _CHAIN if dim + 2 <= SCORE_COLUMNS else SCORE_COLUMNS
+    return -(-(dim + 2) // run) * run
+
+
+def _attend(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, lead: tuple[int, ...], leave_one_out: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The means of `value`, and the logs of the sums of the kernels."""
+    num_points = points.shape[-2]
+    out, lse = np.empty((*lead, num_points, value.shape[-1])), np.empty((*lead, num_points))
+    # Items of a batch may differ in this: each has the bits that it has alone.
+    way = 0 + (keys.reach > _PLAIN_REACH) + (keys.reach > _CUT_REACH)
+    n_parts = max(1, -(-num_points // _ROWS))
+    bounds = [num_points * n // n_parts for n in range(n_parts + 1)]
+    with np.errstate(all="ignore"):
+        for this_way in np.unique(way):
+            is_own = way == this_way
+            compute = (_by_products, _by_cut_products, _by_differences)[this_way]
+            for start, stop in pairwise(bounds):
+                here = np.s_[..., start:stop]
+                own = start if leave_one_out else None
+                found, total = compute(points[..., start:stop, :], keys, value, own)
+                np.copyto(out[(*here, slice(None))], found, where=is_own[..., None])
+                np.copyto(lse[here], total, where=is_own)
+    return out, lse
+
+
+def _by_products(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of some points, of which each leaves out an observation where `first_own` says that of the first."""
+    return _by_attention(_Points.of(points, keys).plain(), keys.plain(), keys.seen, value, first_own)
+
+
+def _by_cut_products(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    n = points.shape[-2]
+    if 0 < n < _FEW_ROWS:
+        points = points[..., np.arange(_FEW_ROWS) % n, :]
+    query = _Points.of(points, keys).cut(keys.grid)
+    out, lse = _by_attention(query, keys.cut(), keys.seen, value, first_own)
+    return out[..., :n, :], lse[..., :n]
+
+
+def _by_attention(
+    query: tuple[np.ndarray, np.ndarray],
+    key: tuple[np.ndarray, np.ndarray | None],
+    seen: np.ndarray | None,
+    value: np.ndarray,
+    first_own: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    (rows, added), (columns, bias) = query, key
+    mask: Mask | None = None if seen is None else Dense(seen[..., None, None, :])
+    if first_own is not None:
+        others = NotSelf().shifted(first_own, 0)
+        mask = others if mask is None else mask & others
+    found, total = attention(
+        rows[..., None, :, :],
+        columns[..., None, :, :],
+        value[..., None, :, :],
+        mask=mask,
+        bias=None if bias is None else bias[..., None, None, :],
+        scale=1.0,
+        return_lse=True,
+    )
+    return found[..., 0, :, :], total[..., 0, :] + added
+
+
+def _by_differences(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    lead = np.broadcast_shapes(
+        points.shape[:-2], keys.x.shape[:-2], value.shape[:-2], _items(keys.log_weights)
+    )
+    out, lse = np.empty((*lead, points.shape[-2], value.shape[-1])), np.empty((*lead, points.shape[-2]))
+    points, value = (np.broadcast_to(array, (*lead, *array.shape[-2:])) for array in (points, value))
+    for at in np.ndindex(*lead):
+        item = keys.item(at, lead)
+        if item.reach > _CUT_REACH:
+            out[at], lse[at] = _item_by_differences(points[at], item, value[at], first_own)
+    return out, lse
+
+
+def _item_by_differences(
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """One item, from differences of those pairs alone whose products say that they may matter."""
+    n, (num_keys, dim) = len(points), keys.x.shape
+    queries, (columns, _) = _Points.of(points, keys), keys.plain()
+    query, _ = queries.plain()
+    out, lse = np.full((n, value.shape[-1]), np.nan), np.full(n, np.nan)
+    added = np.zeros(num_keys) if keys.log_weights is None else keys.log_weights
+    # How far a product may be from the score, some roundings of all of its terms; and what is out of range.
+    far = np.sqrt(_squares(queries.at)) + keys.reach
+    terms = far * np.where(queries.is_near, far, keys.reach) + np.abs(added).max()
+    wrong = 4 * (dim + 4) * _EPS * terms
+    range_ = _RANGE + log(num_keys + 1)
+    step = max(1, _PRODUCT // max(1, num_keys * max(columns.shape[-1], value.shape[-1])))
+    for start in range(0, n, step):
+        here = np.arange(start, min(start + step, n))
+        scores = query[here] @ columns.T
+        if keys.seen is not None:
+            scores[:, ~keys.seen] = -np.inf
+        if first_own is not None:
+            scores[here - start, first_own + here] = -np.inf
+        largest = scores.max(axis=-1)
+        out[here[largest == -np.inf]], lse[here[largest == -np.inf]] = 0, -np.inf
+        least = largest - range_ - 5 - 2 * wrong[here]
+        row, j = np.nonzero((scores >= least[:, None]) & (scores > -np.inf))
+        if not len(row):
+            continue
+        row += start
+        first, pair_of = _segments(row)
+        # Far from observations, squares are relative to 4**exponent, and differences of them to 2**exponent.
+        p, x, exponent, w = points[row], keys.x[j], queries.exponent[row], added[j]
+        away, rounded = _difference(np.ldexp(p, -exponent[:, None]), np.ldexp(x, -exponent[:, None]))
+        squares = _squares(away / keys.bandwidth)
+        score = np.ldexp(w, -2 * exponent) - 0.5 * squares
+        is_best = score == np.maximum.reduceat(score, first)[pair_of]
+        best = np.minimum.reduceat(np.where(is_best, np.arange(len(row)), len(row)), first)
+        other = best[pair_of]
+        # d_j**2 - d_best**2 = (d_j - d_best) (d_j + d_best), of which the first does not depend on the point.
+        both = (away + away[other]) + (rounded + rounded[other])
+        apart = np.einsum("pd,pd->p", (x[other] - x) / keys.bandwidth, both / keys.bandwidth)
+        change = np.ldexp(w - w[other], -exponent) - 0.5 * apart
+        most = np.maximum.reduceat(change, first)
+        least_square = squares[best] - 2 * np.ldexp(most, -exponent[best])
+        top = w[best] - np.ldexp(0.5 * least_square, 2 * exponent[best])
+        change = np.ldexp(change - most[pair_of], exponent)
+        # No bit depends on how many more pairs were found.
+        kept = change >= -range_
+        row, j, kernels = row[kept], j[kept], np.exp(change[kept])
+        first, pair_of = _segments(row)
+        total = np.add.reduceat(kernels, first)
+        share = kernels / total[pair_of]
+        lse[row[first]] = top + np.log(total)
+        terms_of_mean = share[:, None] * value[j]
+        mean = np.add.reduceat(terms_of_mean, first, axis=0)
+        if not np.isfinite(mean).all():
+            # Shares may add up to more than 1 by rounding: sums of halves are finite where the targets are.
+            half = np.add.reduceat(0.5 * terms_of_mean, first, axis=0)
+            limit = np.finfo(FLOAT64).max
+            has_passed = np.isfinite(half) & ~np.isfinite(mean)
+            mean = np.where(has_passed, np.clip(2 * half, -limit, limit), mean)
+        out[row[first]] = mean
+    # Targets that are NaN or inf are read by all points, as by products.
+    wild = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
+    if wild.any():
+        others = wild.sum(axis=0) - (0 if first_own is None else wild[first_own : first_own + n])
+        out[(others > 0) & np.isfinite(out)] = np.nan
+    return out, lse
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``a - b``, rounded, and what the rounding took [Knuth, The Art of Computer Programming 2, 4.2.2]."""
+    rounded = a - b
+    of_b = rounded - a
+    return rounded, (a - (rounded - of_b)) - (b + of_b)
+
+
+def _segments(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row begins among pairs that are sorted by it, and which of these rows each pair has."""
+    begins = np.diff(row, prepend=-1) > 0
+    return np.flatnonzero(begins), np.cumsum(begins) - 1
+
+
+def _as_float64(array: np.ndarray) -> np.ndarray:
+    """In one layout, as the order of sums depends on it."""
+    return np.require(array, FLOAT64, ["C", "A"])
+
+
+def _squares(array: np.ndarray) -> np.ndarray:
+    return np.einsum("...d,...d->...", array, array)
+
+
+def _log_norm(
+    weights: np.ndarray | None, num_keys: int, bandwidth: np.ndarray, leave_one_out: bool
+) -> np.ndarray | float:
+    """The log of what the sum of the kernels is divided by, for it to be a density; ``(..., L)`` or less."""
+    constant = float(np.log(bandwidth).sum()) + 0.5 * len(bandwidth) * log(2 * pi)
+    with np.errstate(divide="ignore"):
+        if weights is None:
+            return float(np.log(np.float64(max(num_keys - leave_one_out, 0)))) + constant
+        # So large that no weight underflows, and that their sum does not overflow.
+        exponent = 900 - np.frexp(weights.max(axis=-1, initial=0, keepdims=True))[1]
+        weights = np.ldexp(weights, exponent)
+        total = weights.sum(axis=-1, keepdims=True)
+        if leave_one_out and num_keys:
+            # Subtracting cancels nothing where a weight is less than half of the sum.
+            largest = weights.argmax(axis=-1, keepdims=True)
+            rest = weights.copy()
+            np.put_along_axis(rest, largest, 0.0, axis=-1)
+            total = total - weights
+            np.put_along_axis(total, largest, rest.sum(axis=-1, keepdims=True), axis=-1)
+        mantissa, power = np.frexp(total)
+        return np.log(mantissa) + (power - exponent) * log(2) + constant
+
+
+# Checks ---------------------------------------------------------------------------------------------
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    array = host_array(as_array(value, name), name)
+    check_number_dtype(array, name)
+    return array
+
+
+def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarray:
+    """The bandwidth of each feature."""
+    for name, array in (("points", points), ("x", x)):
+        if array.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 axes")
+    dim = x.shape[-1]
+    if points.shape[-1] != dim or not dim:
+        raise ValueError("points and x must have the same number of features, and at least one")
+    h = _numbers(bandwidth, "bandwidth").astype(FLOAT64)
+    if h.shape not in ((), (dim,)):
+        raise ValueError(f"bandwidth must be a number, or have shape (D,) = ({dim},), got {h.shape}")
+    if not ((h > 0) & (h < np.inf)).all():
+        raise ValueError(f"bandwidth must be positive and finite, got {bandwidth!r}")
+    return np.broadcast_to(h, dim)
+
+
+def _per_observation(value: Any, num_keys: int, name: str) -> np.ndarray:
+    array = _numbers(value, name)
+    if not array.ndim or array.shape[-1] != num_keys:
+        raise ValueError(f"{name} must have shape (..., S) with S={num_keys}, got {array.shape}")
+    return array.astype(FLOAT64)
+
+
+def _check_log_weights(value: Any, num_keys: int) -> np.ndarray:
+    log_weights = _per_observation(value, num_keys, "log_weights")
+    is_right = log_weights < np.inf
+    if not is_right.all():
+        raise ValueError(f"log_weights must be finite or -inf, got {log_weights[~is_right].flat[0]}")
+    return log_weights
+
+
+def _check_weights(value: Any, num_keys: int) -> np.ndarray:
+    weights = _per_observation(value, num_keys, "weights")
+    is_right = (weights >= 0) & (weights < np.inf)
+    if not is_right.all():
+        raise ValueError(f"weights must be finite and not negative, got {weights[~is_right].flat[0]}")
+    return weights
+
+
+def _items(weights: np.ndarray | None) -> tuple[int, ...]:
+    return () if weights is None else weights.shape[:-1]
+
+
+def _lead(**shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """What the leading axes of all arrays broadcast to."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the leading axes do not broadcast: {listed}") from None
+
+
+def _equal(points: np.ndarray, x: np.ndarray) -> bool:
+    """Whether the points are the observations, for each item."""
+    if points.shape[-2:] != x.shape[-2:]:
+        return False
+    return points is x or bool(np.all((points == x) | ((points != points) & (x != x))))
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """The dtype of a log density beside results of this one."""
+    return dtype if storage_of(dtype) == REAL else FLOAT32
+
+
+def _with_shapes(error: Exception, **arrays: np.ndarray) -> Exception:
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{error}; {', '.join(f'{name} {array.shape}' for name, array in arrays.items())}")

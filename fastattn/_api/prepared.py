@@ -1,0 +1,384 @@
+"""Prepared calls: what the signature of a call decides is worked out once, and kept for the next such call.
+
+The signature is all that validation, selection and schedule look at: dtypes, shapes and strides of the
+arrays, and the values of the other options. A mask object is part of it as itself, since what it lowers to
+depends on it and on sizes alone. What depends on numbers in arrays is done at each call: `key_lengths` are
+checked and copied, so that nobody changes them in between, and `out` must not overlap what is read. A call
+without a signature, made of lists or of arrays on a GPU, goes through `fastattn._call.normalize` each time,
+and so does one that is wrong.
+
+All are kept in one place by their signatures. A small call of the Cython driver is a `SmallCall` of compiled
+code: `recall` goes from the arguments to its results without Python, which would take longer than the work.
+(The C entry keeps copies of records besides, as it looks them up without the GIL.)
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._call import options as _options
+from fastattn._call.problem import NO_ARRAYS, parts_of_rows
+from fastattn._call.storage import Paged, Quantized, Rows, locate_pages, native_scale, signature_of_rows
+from fastattn._machine import host
+from fastattn.masks import Mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn._call.normalize import Request
+    from fastattn._call.problem import Mod
+    from fastattn.backends._base import Backend, Prepared
+
+try:
+    from fastattn.backends.cython import driver as _driver
+    from fastattn.backends.cython.driver import locate_pages as _locate_pages
+    from fastattn.backends.cython.driver import recall as recall
+    from fastattn.backends.cython.driver import signature as signature
+except ImportError:
+    from fastattn._api.signature import calls as _calls
+    from fastattn._api.signature import recall as recall
+    from fastattn._api.signature import signature as signature
+    from fastattn._api.signature import tokens as _tokens
+
+    _driver = _locate_pages = None
+else:
+    _calls, _tokens = _driver.stores()
+    _driver.install_options(_options.OPTIONS, _options.PARTS, Mask)
+
+_ROWS = (Paged, Quantized, Rows)
+_NO_ROWS = (None,) * 6  #: scales and tables of a call without `Rows`
+
+#: The public functions, as signatures tell them apart.
+ATTENTION, SDPA, SDPA_GQA, VARLEN, FLEX = range(5)
+
+MAX_CALLS = 512  #: that are kept; the oldest goes first
+MAX_HELD_NBYTES = 1 << 16  #: of a mask object's intervals and map, which a call keeps: 32 MB in all
+
+_numbers = count(1)
+
+
+def token_of(more: Any) -> int:
+    """A number for what can be compared and hashed: that of what equals it, for a while."""
+    token: int | None = _tokens.get(more)
+    if token is None:
+        _forget_oldest(_tokens)
+        token = _tokens[more] = next(_numbers)
+    return token
+
+
+def signature_of(
+    function: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    options: dict[str, Any],
+    more: Any = None,
+    token: int = 0,
+) -> Any:
+    """What two calls with the same preparation have in common, to look them up by, or None.
+
+    `function` tells the public functions apart. `more` is what else decides, and can be hashed, or `token` is
+    its number.
+    """
+    if type(key) in _ROWS or type(value) in _ROWS:
+        rows = [signature_of_rows(x) if type(x) in _ROWS else None for x in (key, value)]
+        key, value = (None if signature else x for x, signature in zip((key, value), rows, strict=True))
+        more = (*rows, more)
+    mask = options.get("mask")
+    if isinstance(mask, Mask):
+        if not mask._is_frozen:
+            return None
+        token_of(mask)  # by which the signature has it
+    if more is not None:
+        token = token_of(more)
+    return signature(function, query, key, value, options, host.default_backend(), token)
+
+
+def counts(values: Any) -> Any:
+    """A list or tuple of numbers, or a number, as an ndarray; anything else as it is."""
+    if isinstance(values, (list, tuple, int)):
+        with suppress(ValueError, TypeError, OverflowError):
+            return np.array(values)
+    return values
+
+
+def reuse(
+    signature: Any, query: Any, key: Any, value: Any, options: dict[str, Any], score_mod: Mod | None = None
+) -> Any:
+    """The results of a call whose signature is known; None where it must be normalized.
+
+    The key of `score_mod` is part of the signature, which is None or False where there is none.
+    """
+    call = _calls.get(signature) if signature else None
+    return None if call is None else call(score_mod, query, key, value, options)
+
+
+def known(signature: Any) -> Any:
+    """The prepared call of this signature, if there is one."""
+    return _calls.get(signature)
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    """Makes room for one more."""
+    if len(kept) >= MAX_CALLS:
+        with suppress(RuntimeError):  # another thread keeps one at the same time
+            kept.pop(next(iter(kept), None), None)
+
+
+def run(
+    request: Request,
+    signature: Any,
+    inputs: tuple[Any, Any, Any],
+    options: dict[str, Any],
+    backend: Backend,
+    num_threads: int | None,
+) -> None:
+    """Solves the problem of a request on a backend, and keeps the call for others of its signature.
+
+    `inputs` are the caller's query, key and value.
+    """
+    found = run_once(request, () if signature is None else inputs, options, backend, num_threads)
+    if found is None:
+        return
+    prepared, threads = found
+    call = _calls.get(signature)
+    if call is None:
+        call = PreparedCall(request, options, backend, num_threads, prepared.is_small)
+        if call.held_nbytes > MAX_HELD_NBYTES:
+            _tokens.pop(options.get("mask"), None)  # which may be as large
+            return
+        if _driver is not None and type(prepared) is _driver.Prepared:
+            call = call.small(prepared, inputs, options) or call
+        _forget_oldest(_calls)
+        _calls[signature] = call
+    if type(call) is PreparedCall:
+        call.by_threads[threads] = prepared
+
+
+def run_once(
+    request: Request,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    backend: Backend,
+    num_threads: int | None,
+) -> tuple[Prepared, int] | None:
+    """Solves the problem of a request on a backend. What it prepared and for how many threads, where other
+    calls of the same signature could use it: where it reads and writes the memory of `inputs` and options."""
+    problem = request.problem
+    if problem.device == "cpu" and not any(result.size for result in request.results):
+        return None  # nothing to do, for any number of rows
+    threads = backend.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
+    prepared = backend.prepare(problem, threads)
+    if prepared is None:
+        backend.run(problem, threads)
+        return None
+    prepared.run(problem.arrays(), problem.score_mod)
+    if not inputs or not _reads_as_given(request, inputs, options):
+        return None
+    return prepared, 1 if prepared.is_small else threads
+
+
+def _reads_as_given(request: Request, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether what is read and written is the caller's memory, and nothing had to be converted."""
+    problem = request.problem
+    query, key, value = inputs
+    mask, bias = options.get("mask"), options.get("bias")
+    if isinstance(mask, Mask):
+        mask = None
+    if bias is None and problem.bias is not None:
+        mask, bias = None, mask
+    pairs = [
+        (query, problem.query), (options.get("sinks"), problem.sinks), (bias, problem.bias),
+        (mask, problem.dense),
+    ]  # fmt: skip
+    for x, used in ((key, problem.key), (value, problem.value)):
+        pairs += (
+            zip(Rows.of(x).memory(), used.memory(), strict=True) if isinstance(used, Rows) else [(x, used)]
+        )
+    return (request.staged is None or problem.score_mod is not None) and all(
+        given is used or given.ctypes.data == used.ctypes.data for given, used in pairs
+    )
+
+
+class PreparedCall:
+    """A call of which only the arrays are missing."""
+
+    __slots__ = (
+        "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail", "_num_threads", "_out",
+        "_swapped", "_weights", "by_threads", "held_nbytes", "is_small",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        options: dict[str, Any],
+        backend: Backend,
+        num_threads: int | None,
+        is_small: bool,
+    ) -> None:
+        problem = request.problem
+        # The shape and dtype of each result that the caller wants.
+        results = iter([(result.shape, result.dtype) for result in request.results])
+        self._out = next(results)
+        self._lse = None if problem.lse is None else next(results)
+        self._weights = None if problem.weights is None else next(results)
+        given, bias = options.get("mask"), options.get("bias")
+        self._mask_is_bias = given is not None and bias is None and problem.bias is not None
+        mask_map = problem.mask_map
+        #: What every call reads of a mask object.
+        self._held = NO_ARRAYS._replace(
+            key_start=problem.key_start,
+            key_stop=problem.key_stop,
+            mask_index=None if mask_map is None else mask_map.index,
+            mask_bits=None if mask_map is None else mask_map.bits,
+        )
+        self._len_k = problem.len_k
+        self._lead, self._swapped = problem.lead, request.swapped
+        self._may_fail = problem.score_mod is not None
+        self.held_nbytes = sum(
+            array.base.nbytes if array.base is not None else array.nbytes
+            for array in self._held
+            if array is not None
+        )
+        self._limit: Callable[[int], int] = backend.thread_limit
+        self._num_threads = num_threads
+        self.is_small = is_small
+        self.by_threads: dict[int, Prepared] = {}
+
+    def __call__(
+        self, score_mod: Mod | None, query: Any, key: Any, value: Any, options: dict[str, Any]
+    ) -> Any:
+        """The results; None where this call must go through `fastattn._call.normalize` after all."""
+        prepared = self._prepared()
+        if prepared is None:
+            return None
+        mask, bias, sinks, out = (options.get(name) for name in ("mask", "bias", "sinks", "out"))
+        if isinstance(mask, Mask):
+            mask = None
+        lengths = options.get("key_lengths")
+        if lengths is not None:
+            lengths = np.array(lengths, np.int64, order="C")  # as at the first call, whatever its strides
+            numbers = (
+                lengths.ravel().tolist() if lengths.size <= 64 else [int(lengths.min()), int(lengths.max())]
+            )
+            if numbers and not 0 <= min(numbers) <= max(numbers) <= self._len_k:
+                return None
+        result = out
+        if out is None or self._may_fail:
+            result = np.empty(*self._out)
+        if out is not None:
+            rows = (
+                part for x in (key, value) for part in (Rows.of(x).memory() if type(x) in _ROWS else (x,))
+            )
+            for array in (query, *rows, mask, bias, sinks):
+                if array is not None and np.may_share_memory(out, array):
+                    return None
+        of_rows = _NO_ROWS
+        if type(key) in _ROWS or type(value) in _ROWS:
+            try:
+                (key, *key_parts), (value, *value_parts) = (self._parts(x, lengths) for x in (key, value))
+            except ValueError:  # a page is not one
+                return None
+            of_rows = parts_of_rows(key_parts, value_parts)
+        if self._mask_is_bias:
+            mask, bias = None, mask
+        results = self._run(
+            prepared, score_mod, query, key, value, result, bias, mask, lengths, of_rows, sinks
+        )
+        if out is not None and self._may_fail:
+            out[...] = result
+            return out if results is result else (out, *results[1:])
+        return results
+
+    def on_rows(
+        self, query: np.ndarray, rows: tuple[Any, ...], key_lengths: np.ndarray, sinks: np.ndarray | None
+    ) -> Any:
+        """The results of a call on a cache, without mask, bias, weights or `out`; None as in a call.
+
+        The cache answers for its lengths, int64 and unchanged later, and for its `rows`, see `parts_of_rows`.
+        """
+        prepared = self._prepared()
+        if prepared is None:
+            return None
+        out = np.empty(*self._out)
+        return self._run(prepared, None, query, None, None, out, None, None, key_lengths, rows, sinks)
+
+    def _prepared(self) -> Prepared | None:
+        """What was prepared for as many threads as this call may have."""
+        wanted = self._num_threads
+        if self.is_small:
+            return self.by_threads.get(1)
+        return self.by_threads.get(self._limit(host.get_num_threads() if wanted is None else wanted))
+
+    def _run(
+        self,
+        prepared: Prepared,
+        score_mod: Mod | None,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        bias: Any,
+        dense: Any,
+        lengths: Any,
+        rows: tuple[Any, ...],
+        sinks: Any,
+    ) -> Any:
+        """The results, of which `out` is there already."""
+        lse = None if self._lse is None else np.empty(*self._lse)
+        weights = None if self._weights is None else np.empty(*self._weights)
+        held = self._held
+        arrays = (  # `Arrays`, which take longer to make
+            query, key, value, out, lse, weights, bias, dense, held.key_start, held.key_stop,
+            held.mask_index, lengths, *rows, sinks, held.mask_bits,
+        )  # fmt: skip
+        prepared.run(arrays, score_mod)
+        if lse is None:
+            return out if weights is None else (out, weights)
+        return (out, lse) if weights is None else (out, lse, weights)
+
+    def small(self, prepared: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
+        """The same as compiled code has it, of which nothing is left to Python; None where that is not so."""
+        kinds = {type(x) for x in inputs}
+        on_cache = Rows in kinds
+        is_plain = kinds <= {np.ndarray, Rows} and options.get("out") is None and not self._may_fail
+        if on_cache:  # by `on_rows`
+            is_plain &= options.get("mask") is options.get("bias") is self._weights is None
+        else:
+            is_plain &= options.get("key_lengths") is None
+        if not (self.is_small and is_plain):
+            return None
+        (out, result), computed = self._out, self._out[1]
+        lse = weights = None
+        if self._lse is not None:
+            lse, computed = self._lse
+        if self._weights is not None:
+            weights, _ = self._weights
+        shapes, dtypes = (out, lse, weights), (result, computed)
+        return _driver.SmallCall(prepared, self._held, *shapes, dtypes, self._mask_is_bias, on_cache)
+
+    def _parts(self, given: Any, lengths: np.ndarray | None) -> tuple[Any, ...]:
+        """Keys or values as `Rows.arrays` gives them, of which a prepared call needs the addresses alone."""
+        if type(given) not in _ROWS:
+            return given, None, None, None
+        if type(given) is Rows:
+            return given.arrays()
+        pages: Any = given if type(given) is Quantized else given.pages
+        data: Any = pages
+        scale = None
+        if type(pages) is Quantized:
+            data, scale = pages.data, native_scale(pages.scale)
+        if type(given) is Quantized:
+            return data, scale, None, None
+        index = given.table
+        if index.shape[:-1] != self._lead:
+            index = np.broadcast_to(index, (*self._lead, index.shape[-1]))
+        tables = None if _locate_pages is None else _locate_pages(index, data, scale)
+        if tables is None:
+            lengths = None if lengths is None else np.broadcast_to(lengths, self._lead)
+            tables = locate_pages(index, data, scale, data.shape[1 if self._swapped else 2], lengths)
+        return None, None, *tables

@@ -1,0 +1,1 @@
+"""`KVCache`: keys and values of past tokens, in pages."""

@@ -1,0 +1,865 @@
+"""`KVCache`: keys and values of past tokens. Bookkeeping over pages, which `attention` reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from fastattn._api.attention import attend
+from fastattn._api.prepared import ATTENTION, known, signature, signature_of, token_of
+from fastattn._cache.pages import (
+    IS_COMPILED,
+    KEY_SCALES,
+    KEYS,
+    NO_PAGE,
+    VALUE_SCALES,
+    VALUES,
+    PagePool,
+    read_rows,
+    target,
+    write_page_rows,
+    write_rows,
+)
+from fastattn._cache.state import Settings, State, count, rounded_length
+from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window
+from fastattn._call.options import complete, public, refuse_arguments, refusing
+from fastattn._call.problem import FLOAT32, FLOAT64, MAX_ROWS, parts_of_rows
+from fastattn._call.storage import Rows
+from fastattn._machine.device import host_array, in_library_of
+from fastattn._machine.host import default_backend
+from fastattn.backends.registry import load as load_backend
+from fastattn.masks import objects
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+    from typing import Never, Unpack
+
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from fastattn._call.options import AttendOptions, LayoutName, WindowBounds
+
+
+class _Undo(NamedTuple):
+    """What an append changed."""
+
+    state: State  #: as it was
+    last: np.ndarray | None
+    replaced: list[tuple[int, int, int]]  #: item, entry of its table, and the page that was there
+
+
+class _Views:
+    """Keys and values of a length, and what calls on them need."""
+
+    __slots__ = ("key", "length", "rows", "token", "value")
+
+    def __init__(self, length: int, key: Rows, value: Rows, keep_first: int) -> None:
+        self.length, self.key, self.value = length, key, value
+        self.token = token_of((key.signature(), value.signature(), keep_first))  #: of the signature of calls
+        self.rows = parts_of_rows(key.arrays()[1:], value.arrays()[1:])
+
+
+class KVCache:
+    """Keys and values of past tokens, to which each step of a decoder appends and attends.
+
+    Letters: ``H`` query heads, ``K`` key/value heads, ``T`` new tokens, ``L`` queries, ``D`` head_dim, ``E``
+    value_dim.
+
+    Parameters
+    ----------
+    batch : int
+        Items, each a sequence of its own length.
+    num_kv_heads, head_dim : int
+        ``K`` and ``D``.
+    value_dim : int, optional
+        ``E``; ``D`` when not given.
+    dtype : dtype or str, or a (key, value) pair of them, default "float32"
+        How rows are stored: float64, float32, float16, bfloat16 (of the package `ml_dtypes`, which a name
+        imports) or int8, see Notes. Two different 16-bit types do not go together.
+    window : int, optional
+        Each query sees the last `window` keys up to its own, and rows further back are dropped as the
+        sequence grows: memory stays bounded, but for some bytes a page. Not given: nothing is dropped.
+    keep_first : int, default 0
+        Beside the `window` every query sees the first `keep_first` keys up to its own, which are never
+        dropped (attention sinks). Without a `window` it changes nothing.
+    rollback : int, default 64
+        How many tokens `truncate` can take back from the greatest length that an item has had, on a cache
+        with a `window`; without one it can take back all.
+    page_size : int, optional
+        Tokens of a page; 256 when not given. It changes no result. A multiple of 64 is fastest.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        Of what `append`, `attend` and `step` take and return: ``(batch, heads, tokens, dim)`` or
+        ``(batch, tokens, heads, dim)``.
+
+    Attributes
+    ----------
+    lengths : ndarray, shape (batch,), int64
+        Tokens of each item so far; item ``b`` holds the positions ``0 .. lengths[b] - 1``. A copy.
+    retained : ndarray, shape (batch,), int64
+        The first position still held, beside the first `keep_first`; 0 where all are. A copy.
+    nbytes : int
+        Memory of the pages that hold its rows. A page that a `fork` shares counts in each cache.
+    dtype : dtype, or a (key, value) pair where they differ
+        The storage.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not one of these, a size that is not an integer.
+    ValueError
+        A size out of range, two 16-bit storages that differ, an unknown `layout`.
+    ImportError
+        ``"bfloat16"`` where `ml_dtypes` is not installed.
+
+    Notes
+    -----
+    Rows are kept in pages, as in PagedAttention [1]_: growth copies nothing, and caches made by `fork` and
+    `select` share pages until one of them writes. `keep_first` with a `window` is StreamingLLM's pattern
+    [2]_, except that positions are absolute: rotate keys before `append`, and do not rotate again.
+
+    The same queries over the same tokens give the same bits, however those were appended, truncated, forked,
+    paged or loaded, and whatever the other items hold. Nothing past an item's length is ever read.
+
+    16-bit storage rounds each number once, to nearest even. int8 has one float32 scale for each 64 elements
+    of a row, see `Quantized`: an error of at most 1/254 of the largest magnitude of the 64, if that is a
+    normal number of float32.
+
+    Several threads may use different caches at a time, forks of one another or not, or attend on one; what
+    changes a cache needs it alone. A cache is not pickled: `save` and `load` it.
+
+    References
+    ----------
+    .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+       SOSP 2023.
+    .. [2] Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> cache = fastattn.KVCache(batch=2, num_kv_heads=2, head_dim=16)
+    >>> key, value = rng.standard_normal((2, 2, 2, 5, 16), dtype=np.float32)
+    >>> cache.append(key, value, lengths=[5, 3])  # prompts of 5 and 3 tokens
+    >>> query = rng.standard_normal((2, 8, 1, 16), dtype=np.float32)
+    >>> key, value = rng.standard_normal((2, 2, 2, 1, 16), dtype=np.float32)
+    >>> cache.step(query, key, value).shape
+    (2, 8, 1, 16)
+    >>> cache.lengths
+    array([6, 4])
+    """
+
+    _pool: PagePool
+    _settings: Settings
+    _state: State
+    _ids: np.ndarray  # (batch, n) int64: the page of each page_size tokens, NO_PAGE where there is none
+    _tables: list[Any]  # of each part, the addresses of those pages
+    _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
+    _last: np.ndarray | None  # where appends began that do not count for `retained` yet
+    _room: int  # so many tokens can be appended to each item in place
+    _longest: int  # tokens of the longest item
+    _views: _Views  # all keys and values, of that length rounded up, which compiled code reads no further for
+    _keep_first: int  # 0 where there is no window
+    # What is looked up at each step:
+    _sizes: tuple[int, int, int, int]
+    _direct: tuple[tuple[np.dtype, ...], ...]  # of what dtypes keys and values are stored without a copy
+    _counts: tuple[int, np.ndarray]  # a number of tokens, and that for each item
+    _targets: tuple[Any, ...]  # where keys and values are written
+
+    @refusing
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: DTypeLike | tuple[DTypeLike, DTypeLike] = "float32",
+        window: int | None = None,
+        keep_first: int = 0,
+        rollback: int = 64,
+        page_size: int | None = None,
+        layout: LayoutName = "bhsd",
+    ) -> None:
+        settings = Settings.checked(
+            batch, num_kv_heads, head_dim, value_dim, dtype, window, keep_first, rollback, page_size, layout
+        )
+        none, ids = np.zeros(settings.batch, np.int64), np.zeros((settings.batch, 0), np.int64)
+        self._begin(settings, State(none, none, none), PagePool(settings.page_shape()), ids)
+
+    def _begin(self, settings: Settings, state: State, pool: PagePool, ids: np.ndarray) -> None:
+        self._settings, self._state, self._pool = settings, state, pool
+        self._freed = np.full(settings.batch, -(-settings.keep_first // settings.page_size))
+        stored = (settings.key_dtype, settings.value_dtype)
+        self._direct = tuple((FLOAT32, FLOAT64, FLOAT32 if dtype == np.int8 else dtype) for dtype in stored)
+        self._last, self._room, self._counts = None, 0, (0, ids)
+        self._sizes = settings.batch, settings.num_kv_heads, settings.head_dim, settings.value_dim
+        self._keep_first = 0 if settings.window is None else settings.keep_first
+        self._set_tables(ids)
+        self._views = self._view(-1)
+        self._fit()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_ids"):
+            self._pool.release_later(self._ids)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a KVCache is not copied or pickled: fork() it, or save() and KVCache.load() it")
+
+    def __repr__(self) -> str:
+        s = self._settings
+        dtype = self.dtype
+        shown = f"({dtype[0].name}, {dtype[1].name})" if isinstance(dtype, tuple) else dtype.name
+        window = "" if s.window is None else f", window={s.window}, keep_first={s.keep_first}"
+        return (
+            f"KVCache(batch={s.batch}, num_kv_heads={s.num_kv_heads}, head_dim={s.head_dim}, "
+            f"value_dim={s.value_dim}, dtype={shown}{window}, layout={s.layout!r})"
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._state.lengths.copy()
+
+    @property
+    def retained(self) -> np.ndarray:
+        return self._settle().retained.copy()
+
+    @property
+    def dtype(self) -> np.dtype | tuple[np.dtype, np.dtype]:
+        key, value = self._settings.key_dtype, self._settings.value_dtype
+        return key if key == value else (key, value)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.count_nonzero(np.unique(self._ids))) * self._pool.page_nbytes
+
+    # Adding and taking back ----------------------------------------------------------------------
+
+    @public()
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Adds new tokens at the end of each item, all or nothing.
+
+        Parameters
+        ----------
+        key : array_like, shape (batch, K, T, D)
+            ``(batch, T, K, D)`` in the layout "bshd", and so for `value`. Floats of any precision, integers
+            or bools; converted to the storage. Already rotated, where positions are rotary.
+        value : array_like, shape (batch, K, T, E)
+        lengths : array_like of int, optional
+            Broadcasts to ``(batch,)``: so many of the T rows are tokens, from the first on; the others are
+            padding, never looked at. All of them when not given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, and so
+            it is where memory ends.
+        """
+        if unknown:
+            refuse_arguments(KVCache.append, (), unknown)
+        if lengths is not None or not self._append_in_place(key, value):
+            self._keep(self._extend(key, value, lengths))
+
+    def step(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        **options: Any,
+    ) -> Any:
+        """`append`, then `attend` with the `options`. Where either raises, nothing is appended.
+
+        As there, an item's last query stands at its last position. Where `lengths` differ and queries are
+        padded at the end, as keys are, say ``causal=False, mask=Causal(offset=starts)``, where `starts` are
+        the `lengths` of the cache before.
+
+        Parameters
+        ----------
+        query : array_like, shape (batch, H, L, D)
+        key, value, lengths
+            As in `append`.
+        **options
+            As in `attend`.
+
+        Returns
+        -------
+        ndarray, or a tuple of them
+            As `attend`.
+
+        Raises
+        ------
+        TypeError, ValueError, BackendError
+            As `append` and `attend` do.
+        """
+        state, last, undo = self._state, self._last, None
+        if lengths is not None or not self._append_in_place(key, value):
+            undo = self._extend(key, value, lengths)
+        try:
+            results = self.attend(query, **options)
+        except BaseException:
+            self._take_back(undo or _Undo(state, last, []))
+            raise
+        if undo is not None:
+            self._keep(undo)
+        return results
+
+    @refusing
+    def truncate(self, lengths: ArrayLike) -> None:
+        """Takes tokens back from the end of each item.
+
+        Parameters
+        ----------
+        lengths : array_like of int
+            Broadcasts to ``(batch,)``: the new length of each item, at most its present one.
+
+        Raises
+        ------
+        TypeError
+            `lengths` that are not integers.
+        ValueError
+            More than an item's length, or, on a cache with a `window`, so few that rows which the next query
+            would see are no longer held. It is certain to reach back `rollback` tokens from the greatest
+            length that the item has had.
+        """
+        state, settings = self._settle(), self._settings
+        new = self._per_item(lengths, "lengths")
+        if (wrong := np.flatnonzero((new < 0) | (new > state.lengths))).size:
+            b = wrong[0]
+            raise ValueError(f"lengths: item {b} has {state.lengths[b]} tokens, got {new[b]}")
+        if settings.window is not None:
+            least = np.where(state.retained > 0, state.retained + settings.window, 0)
+            if (wrong := np.flatnonzero((new < least) & (new < state.lengths))).size:
+                b = wrong[0]
+                raise ValueError(
+                    f"lengths: item {b} can be truncated to {least[b]} at least, got {new[b]}: rows before "
+                    f"position {state.retained[b]} are gone (rollback={settings.rollback})"
+                )
+        self._state = state._replace(lengths=new)
+        ends = -(-new // settings.page_size)
+        unused = self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]]
+        self._ids[np.arange(self._ids.shape[1]) >= ends[:, None]] = NO_PAGE
+        self._fit()
+        self._pool.release(unused)
+        self._room = self._find_room()
+
+    def _extend(self, key: Any, value: Any, lengths: Any) -> _Undo:
+        """`append`, but that nothing is given up yet."""
+        settings = self._settings
+        keys = self._given_rows(key, "key", settings.head_dim)
+        values = self._given_rows(value, "value", settings.value_dim)
+        T = keys.shape[2]
+        if values.shape[2] != T:
+            raise ValueError(f"key and value must have as many tokens, got {T} and {values.shape[2]}")
+        if lengths is None:
+            counts = np.full(settings.batch, T)
+        else:
+            counts = self._per_item(lengths, "lengths")
+            if (wrong := np.flatnonzero((counts < 0) | (counts > T))).size:
+                raise ValueError(
+                    f"lengths must be in 0..T={T}, got {counts[wrong[0]]} for item {wrong[0]}; "
+                    f"key {np.shape(key)}, value {np.shape(value)}"
+                )
+        self._settle()
+        starts = self._state.lengths
+        undo = _Undo(self._state, None, [])
+        try:
+            self._state = self._extended(counts)
+            self._fit()
+            self._make_room(starts, counts, undo)
+            pages = (self._pool, self._ids, self._tables, starts, counts)
+            write_rows(keys, *pages, KEYS)
+            write_rows(values, *pages, VALUES)
+        except BaseException:
+            self._take_back(undo)
+            raise
+        return undo
+
+    def _append_in_place(self, key: Any, value: Any) -> bool:
+        """`append` in the usual case: as many tokens for each item, whose last page has room for them.
+
+        False in other cases, and where something is wrong, for `_extend` to find out.
+        """
+        if not (type(key) is type(value) is np.ndarray and key.ndim == value.ndim == 4):
+            return False
+        if self._settings.layout == "bshd":
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        T = key.shape[2]
+        batch, heads, head_dim, value_dim = self._sizes
+        if (
+            not 0 < T <= self._room
+            or key.shape != (batch, heads, T, head_dim)
+            or value.shape != (batch, heads, T, value_dim)
+            or key.dtype not in self._direct[0]
+            or value.dtype not in self._direct[1]
+        ):
+            return False
+        starts, greatest, retained = self._state
+        if self._counts[0] != T:
+            self._counts = T, np.full(batch, T)
+        counts = self._counts[1]
+        write_page_rows(key, *self._targets[0], starts, counts)
+        write_page_rows(value, *self._targets[1], starts, counts)
+        lengths = starts + counts
+        greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
+        self._state, self._last = State(lengths, greatest, retained), starts
+        self._room -= T
+        self._longest += T
+        return True
+
+    def _extended(self, counts: np.ndarray) -> State:
+        """The state with so many more tokens."""
+        starts, greatest, retained = self._state
+        settings = self._settings
+        lengths = starts + counts
+        most = int(lengths.max(initial=0))
+        if settings.batch * settings.num_kv_heads * rounded_length(most) > MAX_ROWS:
+            raise ValueError(
+                f"batch * num_kv_heads * length must be at most {MAX_ROWS}, got a length of {most}"
+            )
+        greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
+        moves = counts > 0
+        return State(lengths, greatest, np.where(moves, self._passed(starts, greatest, retained), retained))
+
+    def _passed(self, starts: np.ndarray, greatest: np.ndarray, retained: np.ndarray) -> np.ndarray:
+        """The first position that is needed after an append from `starts` on."""
+        settings = self._settings
+        if settings.window is None:
+            return retained
+        needed = np.minimum(starts, greatest - settings.rollback) - settings.window
+        return np.where(needed > settings.keep_first, np.maximum(retained, needed), retained)
+
+    def _settle(self) -> State:
+        """The state, in which all appends count for `retained`: those in place do when it is asked for."""
+        last = self._last  # read once: of threads that attend, another may settle at the same time
+        if last is not None:
+            _, greatest, retained = state = self._state
+            self._state = state._replace(retained=self._passed(last, greatest, retained))
+            self._last = None
+        return self._state
+
+    def _take_back(self, undo: _Undo) -> None:
+        """Makes the cache what it was before `_extend`, but for rows past its lengths."""
+        self._state, self._last = undo.state, undo.last
+        self._room = 0
+        if undo.replaced:
+            items, entries, pages = np.array(undo.replaced).T
+            taken = self._ids[items, entries]
+            self._put_pages(items, entries, pages)
+            self._pool.release(taken)
+        self._fit()
+
+    def _keep(self, undo: _Undo) -> None:
+        """Gives up what an append has put out of use."""
+        if undo.replaced:
+            self._pool.release(np.array([page for _, _, page in undo.replaced]))
+        if self._settings.window is not None:
+            self._free_passed()
+        self._room = self._find_room()
+
+    def _find_room(self) -> int:
+        """How many tokens each item can be given before a page is needed, or passed, or the tables change."""
+        size, window = self._settings.page_size, self._settings.window
+        lengths, greatest, _ = self._state
+        if not lengths.size or not IS_COMPILED:
+            return 0
+        room = min(int((-lengths % size).min()), self._views.length - self._longest)
+        if room and any(map(self._pool.is_shared, self._ids[np.arange(len(lengths)), lengths // size])):
+            return 0
+        if window is not None:
+            next_page = (self._freed + 1) * size + window
+            passing = np.maximum(next_page - lengths, next_page + self._settings.rollback - greatest)
+            room = min(room, int(passing.min()) - 1)
+        return max(0, room)
+
+    def _make_room(self, starts: np.ndarray, counts: np.ndarray, undo: _Undo) -> None:
+        """Gives each item pages of its own for new rows."""
+        size = self._settings.page_size
+        wanted = []
+        for item in np.flatnonzero(counts).tolist():
+            start, stop = int(starts[item]), int(starts[item] + counts[item])
+            if start % size:
+                page = int(self._ids[item, start // size])
+                if self._pool.is_shared(page):
+                    wanted.append((item, start // size, page))
+            wanted += [(item, entry, NO_PAGE) for entry in range(-(-start // size), -(-stop // size))]
+        if not wanted:
+            return
+        taken = self._pool.take(len(wanted))
+        items, entries, _ = np.array(wanted).T
+        self._put_pages(items, entries, np.array(taken))
+        undo.replaced.extend(wanted)
+        for (item, _, page), copy in zip(wanted, taken, strict=True):
+            if page != NO_PAGE:
+                rows = int(starts[item]) % size
+                for old, new in zip(self._pool.page(page), self._pool.page(copy), strict=True):
+                    if old is not None and new is not None:
+                        new[:, :rows] = old[:, :rows]
+
+    def _free_passed(self) -> None:
+        """Frees pages that the window has passed, but for those of the first rows that are kept."""
+        stops = self._state.retained // self._settings.page_size
+        passed = np.flatnonzero(stops > self._freed)
+        if not passed.size:
+            return
+        self._pool.need_zeros()
+        for item in passed:
+            entries = np.arange(self._freed[item], stops[item])
+            pages = self._ids[item, entries]
+            self._put_pages(item, entries, NO_PAGE)
+            self._freed[item] = stops[item]
+            self._pool.release(pages)
+
+    def _fit(self) -> None:
+        """Makes the tables as wide as the longest item needs: their width depends on nothing else."""
+        self._longest = int(self._state.lengths.max(initial=0))
+        capacity = rounded_length(self._longest)
+        if capacity == self._views.length:
+            return
+        width = -(-capacity // self._settings.page_size)
+        if width != self._ids.shape[1]:
+            ids = np.zeros((self._settings.batch, width), np.int64)
+            both = min(width, self._ids.shape[1])
+            ids[:, :both] = self._ids[:, :both]
+            self._set_tables(ids)
+        self._views = self._view(capacity)
+
+    def _set_tables(self, ids: np.ndarray) -> None:
+        addresses = self._pool.addresses
+        parts = zip(self._pool.shape.parts(), addresses, strict=True)
+        self._tables = [None if part is None else of_part[ids] for part, of_part in parts]
+        self._ids = ids
+        self._targets = tuple(target(self._pool, self._tables, part) for part in (KEYS, VALUES))
+
+    def _put_pages(self, items: Any, entries: np.ndarray, pages: Any) -> None:
+        self._ids[items, entries] = pages
+        for table, addresses in zip(self._tables, self._pool.addresses, strict=True):
+            if table is not None:
+                table[items, entries] = addresses[pages]
+
+    # Reading -------------------------------------------------------------------------------------
+
+    @public("C")
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
+        """Attention of queries at the end of each item over its keys and values.
+
+        Parameters
+        ----------
+        query : array_like, shape (batch, H, L, D)
+            ``(batch, L, H, D)`` in the layout "bshd". The last query stands at the item's last position.
+        causal : bool, default True
+            Whether query ``i`` sees the keys up to its own position ``lengths[b] - L + i``
+            (``"bottom_right"`` says the same); False: all keys, for cross attention. A `window` of the cache
+            ends at the query's position in either case.
+        window : (int or None, int or None), optional
+            As in `attention`; of it and the cache's own the narrower holds.
+        mask, bias
+            As in `attention`, over ``S = max(lengths)`` keys by their positions.
+        scale, softcap, sinks, out, return_lse, return_weights, num_threads, backend
+            As in `attention`. Weights are ``(batch, H, L, S)``.
+
+        Returns
+        -------
+        ndarray, or a tuple of them
+            As `attention` returns.
+
+        Raises
+        ------
+        TypeError, ValueError, BackendError
+            As `attention` does; ValueError also where the cache is empty, where no item has L tokens (unless
+            ``causal=False``), and where, on a cache with a `window`, the first query would see rows that are
+            no longer held. Queries of each item's own tokens of the last `append` are always taken, and those
+            at most `rollback` back from the greatest length that the item has had.
+
+        Notes
+        -----
+        The bits of the result are those, on the same backend, of ::
+
+            attention(query, keys, values, causal="bottom_right", key_lengths=cache.lengths)
+
+        on all tokens as arrays, decoded. On a cache with a `window` there is ``window=(window - 1, 0)`` as
+        well, and it is the same to rounding: some rows are gone, and the others still give the same bits
+        whatever the history. Tokens count by their positions: an item's last query is at its last position.
+        Where other items are longer, an item of fewer tokens than L has rows of queries before its first
+        token, which see nothing and give 0.
+
+        A float64 query on float32 storage, and a pair of those, convert all rows at each call.
+        """
+        completed = complete("C", KVCache.attend, options)
+        given = query
+        query = given if type(given) is np.ndarray else as_array(given, "query")
+        settings, lengths = self._settings, self._state.lengths
+        if query.ndim != 4 or query.shape[0] != settings.batch:
+            axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
+            raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
+        rule: Any = causal_rule(completed["causal"])
+        len_q = query.shape[2 if settings.layout == "bhsd" else 1]
+        if len_q > self._longest and 0 not in query.shape:
+            self._check_tokens(len_q, rule, query.shape)
+        if settings.window is not None:
+            completed["window"] = self._within(completed["window"], len_q)
+        completed |= {"causal": rule, "key_lengths": lengths, "layout": settings.layout}
+        views, described = self._views, None
+        is_plain = completed["mask"] is completed["bias"] is None and completed["return_weights"] is False
+        out, backend = completed["out"], completed["backend"]
+        if is_plain and out is None:
+            described = signature(ATTENTION, query, None, None, completed, default_backend(), views.token)
+            call = known(described)
+            results = None if call is None else call.on_rows(query, views.rows, lengths, completed["sinks"])
+            if results is not None:
+                return results if query is given else _in_library_of(given, results, None)
+        if not (is_plain and _is_compiled(backend)):
+            views = self._view(self._longest)
+        if _counts_as_float64(query.dtype) or FLOAT64 in (views.key.dtype, views.value.dtype):
+            key, value = (self._in_float64(x, of) for x, of in ((views.key, KEYS), (views.value, VALUES)))
+            views = _Views(views.length, key, value, self._keep_first)
+        if views is not self._views or described is None:
+            described = signature_of(ATTENTION, query, None, None, completed, token=views.token)
+        results = attend(
+            ATTENTION, query, views.key, views.value, completed, signature=described or False,
+            keep_first=self._keep_first,
+        )  # fmt: skip
+        return results if query is given else _in_library_of(given, results, out)
+
+    def keys(self, item: int) -> np.ndarray:
+        """A copy of the keys that an item holds, decoded: ``(K, n, D)`` in order of position.
+
+        Those are all ``lengths[item]`` of them, or where ``retained[item]`` is not 0 the first `keep_first`
+        and those from there on. int8 is decoded to float32.
+        """
+        return self._held(item, KEYS)
+
+    def values(self, item: int) -> np.ndarray:
+        """A copy of the values that an item holds, decoded: ``(K, n, E)``, of the positions of `keys`."""
+        return self._held(item, VALUES)
+
+    def _held(self, item: int, part: int) -> np.ndarray:
+        item = count(item, "item", 0, self._settings.batch - 1)
+        held = self._settle().held(item, self._settings.keep_first)
+        parts = [read_rows(self._pool, self._ids[item], start, stop, part) for start, stop in held]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _check_tokens(self, len_q: int, rule: Any, shape: tuple[int, ...]) -> None:
+        """ValueError where no item has keys, or as many tokens as there are queries of them."""
+        if not self._longest:
+            raise ValueError(
+                f"the cache is empty: append keys and values first, or call step, which does both; "
+                f"query {shape}"
+            )
+        if rule:
+            lengths = self._state.lengths
+            b = lengths.argmax()
+            raise ValueError(
+                f"query must have at most as many rows as there are tokens: item {b}, the longest, has "
+                f"{lengths[b]}, got L={len_q}; append the tokens of all queries first, or say causal=False "
+                f"where they are none of the cache's; query {shape}"
+            )
+
+    def _within(self, window: WindowBounds | None, len_q: int) -> WindowBounds:
+        """The narrower of the cache's window and of one given; ValueError where its rows are gone."""
+        settings = self._settings
+        left, right = (settings.window or 1) - 1, 0
+        if window is not None and (given := check_window(window)) is not None and given[0] is not None:
+            left = min(left, given[0])
+        if len_q <= 1:
+            return left, right  # which the window of the last position always has
+        lengths, _, retained = self._settle()
+        first = np.maximum(lengths - len_q, 0) - left
+        if (wrong := np.flatnonzero((retained > 0) & (first < retained))).size:
+            b = wrong[0]
+            raise ValueError(
+                f"query: the first of {len_q} queries would see rows of item {b} before position "
+                f"{retained[b]}, which are gone; L can be {lengths[b] - left - retained[b]} at most"
+            )
+        return left, right
+
+    def _view(self, length: int) -> _Views:
+        """Keys and values, of which items have this length at most."""
+        pages, tables = self._pool.shape.like(), self._tables
+        key, value = (
+            Rows(
+                pages[data],
+                pages[scale],
+                table=tables[data],
+                scale_table=tables[scale],
+                length=length,
+                owner=self._pool,
+            )
+            for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
+        )
+        return _Views(length, key, value, self._keep_first)
+
+    def _in_float64(self, rows: Rows, part: int) -> Rows:
+        """float32 rows converted; others as they are."""
+        if rows.dtype != np.float32:
+            return rows
+        numbers, entries = np.unique(self._ids, return_inverse=True)
+        pages = np.zeros((len(numbers), *self._pool.shape.like()[part].shape[1:]), FLOAT64)
+        with np.errstate(all="ignore"):
+            for page, number in zip(pages, numbers.tolist(), strict=True):
+                if number != NO_PAGE:
+                    page[...] = self._pool.page(number)[part]
+        table = pages.ctypes.data + pages.strides[0] * entries.reshape(self._ids.shape)
+        return Rows(pages, None, table=table, length=rows.shape[-2], owner=pages)
+
+    # Other caches --------------------------------------------------------------------------------
+
+    def fork(self) -> KVCache:
+        """A cache that holds the same, and goes its own way. Pages are shared until one of them writes."""
+        return self._of_items(np.arange(self._settings.batch))
+
+    @refusing
+    def select(self, items: Sequence[int] | np.ndarray) -> KVCache:
+        """A new cache of some items of this one, in any order, once or several times, as beam search needs.
+
+        Parameters
+        ----------
+        items : array_like of int, shape (n,)
+            Each in ``0 .. batch - 1``.
+
+        Returns
+        -------
+        KVCache
+            Of batch ``n``. Pages are shared until one of the caches writes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `items` that are not integers, not one-dimensional, or out of range.
+        """
+        chosen = objects.integers(as_array(items, "items"), "items")
+        if chosen.ndim != 1:
+            raise ValueError(f"items must have shape (n,), got {chosen.shape}")
+        if (wrong := chosen[(chosen < 0) | (chosen >= self._settings.batch)]).size:
+            raise ValueError(f"items must be in 0..{self._settings.batch - 1}, got {wrong[0]}")
+        return self._of_items(chosen)
+
+    def _of_items(self, items: np.ndarray) -> KVCache:
+        cache = object.__new__(type(self))
+        state = State(*(array[items] for array in self._settle()))
+        ids = self._ids[items]
+        self._pool.hold(ids[ids != NO_PAGE])
+        self._room = 0  # its last pages are shared now
+        cache._begin(self._settings._replace(batch=len(items)), state, self._pool, ids)
+        cache._freed = self._freed[items]
+        return cache
+
+    # Files ---------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to a file in the safetensors layout.
+
+        The file holds the pages of each item in order of position, and in its header the settings, the
+        lengths and checksums. Caches that hold the same give the same file. It is written under another name
+        and then moved to `path`, so that a file there is replaced as a whole or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        ValueError
+            The items' lengths are so different that 2**24 entries of its page tables name no page: `select`
+            the long items into a cache of their own.
+        """
+        from fastattn._cache.files import write
+
+        write(path, self._settings, self._settle(), self._pool, self._ids)
+
+    @classmethod
+    @refusing
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> KVCache:
+        """A cache that `save` wrote.
+
+        Parameters
+        ----------
+        path : path-like
+        mmap : bool, default False
+            Map the file instead of reading it: its pages are read from disk as `attend` needs them, and never
+            written; a page that is appended to is copied first. The file must stay as it is.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        OSError
+            The file cannot be read.
+        ValueError
+            It is not such a file, or it is damaged. Each field of the header is checked, by itself and by a
+            checksum, before memory is taken by it; keys and values are checked where the file is not mapped.
+        ImportError
+            It holds bfloat16, and `ml_dtypes` is not installed.
+        """
+        from fastattn._cache.files import read
+
+        check_bool(mmap, "mmap")
+        settings, state, pool, ids = read(path, mmap)
+        cache = object.__new__(cls)
+        if state.retained.any():
+            pool.need_zeros()
+        cache._begin(settings, state, pool, ids)
+        cache._freed = np.maximum(cache._freed, state.retained // settings.page_size)
+        return cache
+
+    # Arguments -----------------------------------------------------------------------------------
+
+    def _given_rows(self, rows: Any, name: str, dim: int) -> np.ndarray:
+        """Rows to append, as ``(batch, K, T, dim)``."""
+        array = host_array(rows, name)
+        settings = self._settings
+        batch, heads = settings.batch, settings.num_kv_heads
+        check_number_dtype(array, name)
+        swapped = settings.layout == "bshd"
+        view = array.swapaxes(1, 2) if swapped and array.ndim == 4 else array
+        if view.ndim != 4 or view.shape[:2] != (batch, heads) or view.shape[3] != dim:
+            expected = f"({batch}, T, {heads}, {dim})" if swapped else f"({batch}, {heads}, T, {dim})"
+            raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
+        return view
+
+    def _per_item(self, numbers: Any, name: str) -> np.ndarray:
+        array = objects.integers(as_array(numbers, name), name)
+        if not objects.broadcasts(array.shape, (self._settings.batch,)):
+            raise ValueError(f"{name} must broadcast to ({self._settings.batch},), got shape {array.shape}")
+        return np.broadcast_to(array, (self._settings.batch,)).astype(np.int64)
+
+
+def _in_library_of(query: Any, results: Any, out: Any) -> Any:
+    """What `attend` returns where the query is no ndarray."""
+    if type(results) is tuple:
+        return tuple(_in_library_of(query, result, out) for result in results)
+    return results if results is out else in_library_of(query, results)
+
+
+def causal_rule(causal: Any) -> Any:
+    """`causal` as `attention` has it."""
+    if causal is True or (isinstance(causal, str) and causal == "bottom_right"):
+        return "bottom_right"
+    if causal is False:
+        return False
+    if isinstance(causal, np.bool_):
+        return causal_rule(bool(causal))
+    raise ValueError(f"causal must be True or False, got {causal!r}")
+
+
+def _counts_as_float64(dtype: np.dtype) -> bool:
+    return dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize == 8)
+
+
+def _is_compiled(backend: Any) -> bool:
+    """Whether calls of this `backend` go to compiled code, of whose results a greater S changes no bit."""
+    name = default_backend() if backend is None else backend
+    return name == "cython" or (name is None and not load_backend("cython").unavailable_reasons())

@@ -1,0 +1,314 @@
+"""A `KVCache` as a file, in the safetensors layout: how long the header is, the header in JSON, the numbers.
+
+The header holds the settings, the lengths, and checksums of each tensor and of itself. A file is taken only
+if its header is byte for byte what `write` gives such a cache, and if it is as long as that says: so each
+field is checked before memory is taken by it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import chain
+from math import prod
+from stat import S_ISFIFO
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._cache.pages import NO_PAGE, PART_NAMES, PagePool, PageShape
+from fastattn._cache.state import Settings, State, rounded_length
+from fastattn._call.problem import MAX_ROWS
+
+_FORMAT = "fastattn.KVCache 1"
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+}
+_CHECKSUM = 32  # bytes
+_ALIGNMENT = 64  # of the first tensor
+_MAX_HEADER = 10**8  # bytes, as the package safetensors has it
+_SPARSE = 2**24  # entries of the tables of a loaded cache that may name no page: 256 MB at most
+
+_NUMBERS = ("batch", "num_kv_heads", "head_dim", "value_dim", "window", "keep_first", "rollback", "page_size")
+
+
+class _Damaged(ValueError):
+    """What is wrong with a file."""
+
+
+class _Tensor(NamedTuple):
+    part: int
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int  #: from the end of the header
+    stop: int
+
+
+def write(
+    path: str | os.PathLike[str], settings: Settings, state: State, pool: PagePool, ids: np.ndarray
+) -> None:
+    """`KVCache.save`."""
+    entries = [_entries(settings, state, item) for item in range(settings.batch)]
+    pages = sum(map(len, chain(*entries)))
+    if _empty_entries(settings, state, pages) > _SPARSE:
+        raise ValueError(
+            f"page tables of {settings.batch} items with up to {state.lengths.max()} tokens have more than "
+            f"{_SPARSE} entries without a page, which load() would refuse: select() and save the long items "
+            "apart"
+        )
+    tensors = _tensors(settings.page_shape(), pages)
+    checksums = {tensor.name: "0" * 2 * _CHECKSUM for tensor in tensors}
+    path = os.fsdecode(path)
+    temporary = f"{path}.{secrets.token_hex(8)}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(_header(settings, state, tensors, checksums))
+            for tensor in tensors:
+                digest = blake2b(digest_size=_CHECKSUM)
+                for page in _pages(settings, state, pool, ids, entries, tensor):
+                    digest.update(page)
+                    file.write(page)
+                checksums[tensor.name] = digest.hexdigest()
+            file.seek(0)
+            file.write(_header(settings, state, tensors, checksums))  # of the same length
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+def read(path: str | os.PathLike[str], mmap: bool) -> tuple[Settings, State, PagePool, np.ndarray]:
+    """What `KVCache.load` makes a cache of."""
+    if S_ISFIFO(os.stat(path).st_mode):  # opening one waits for who writes it
+        raise ValueError(f"{os.fsdecode(path)} is no file of a KVCache: it is a pipe")
+    with open(path, "rb") as file:
+        try:
+            return _read(file, mmap)
+        except _Damaged as error:
+            raise ValueError(f"{os.fsdecode(path)} is no file of a KVCache, or damaged: {error}") from None
+
+
+def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.ndarray]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(_bytes(file, 8), "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise _Damaged(f"a header of {length} bytes in a file of {size}")
+    header = _bytes(file, length)
+    settings, state, checksums = _parse(header)
+    entries = [_entries(settings, state, item) for item in range(settings.batch)]
+    pages = sum(map(len, chain(*entries)))
+    tensors = _tensors(settings.page_shape(), pages)
+    if set(checksums) != {tensor.name for tensor in tensors}:
+        raise _Damaged("the checksums are not those of its tensors")
+    start = 8 + length
+    if start + tensors[-1].stop != size:
+        raise _Damaged(f"{size} bytes, and its header says {start + tensors[-1].stop}")
+    if _header(settings, state, tensors, checksums)[8:] != header:
+        raise _Damaged("its header is not what its fields and their checksum say")
+    if _empty_entries(settings, state, pages) > _SPARSE:
+        raise _Damaged(
+            f"{pages} pages for a batch of {settings.batch} with up to {state.lengths.max()} tokens"
+        )
+    ids = np.full((settings.batch, _width(settings, state)), NO_PAGE, np.int64)
+    number = NO_PAGE + 1
+    for item, of_item in enumerate(entries):
+        for run in of_item:
+            ids[item, run.start : run.stop] = np.arange(number, number + len(run))
+            number += len(run)
+
+    pool = PagePool(settings.page_shape())
+    slab: list[np.ndarray | None] = [None] * len(PART_NAMES)
+    if mmap:
+        # All of the file, since nothing can be mapped where no bytes are.
+        memory = np.memmap(file, np.uint8, "r")
+        for tensor in tensors:
+            part = memory[start + tensor.start : start + tensor.stop]
+            slab[tensor.part] = np.asarray(part).view(tensor.dtype).reshape(tensor.shape)
+        _add(pool.map, slab, pages)
+        return settings, state, pool, ids
+    for tensor in tensors:
+        part = np.empty(tensor.stop - tensor.start, np.uint8)
+        if file.readinto(part.data) != len(part):  # type: ignore[attr-defined]  # a buffered reader has it
+            raise _Damaged("it ends early")
+        if blake2b(part.data, digest_size=_CHECKSUM).hexdigest() != checksums[tensor.name]:
+            raise _Damaged(f"{tensor.name} do not have the checksum in its header")
+        slab[tensor.part] = part.view(tensor.dtype).reshape(tensor.shape)
+    _add(pool.adopt, slab, pages)
+    return settings, state, pool, ids
+
+
+def _add(add: Any, slab: list[np.ndarray | None], pages: int) -> None:
+    if pages:
+        add(tuple(slab))
+
+
+def _bytes(file: IO[bytes], n: int) -> bytes:
+    content = file.read(n)
+    if len(content) != n:
+        raise _Damaged("it ends early")
+    return content
+
+
+# Which pages, in which order ----------------------------------------------------------------------
+
+
+def _entries(settings: Settings, state: State, item: int) -> list[range]:
+    """The entries of an item's table that have a page."""
+    size, runs, after = settings.page_size, [], 0
+    for start, stop in state.held(item, settings.keep_first):
+        runs.append(range(max(start // size, after), -(-stop // size)))
+        after = runs[-1].stop
+    return runs
+
+
+def _width(settings: Settings, state: State) -> int:
+    """Entries of the page table of each item."""
+    return -(-rounded_length(int(state.lengths.max(initial=0))) // settings.page_size)
+
+
+def _empty_entries(settings: Settings, state: State, pages: int) -> int:
+    return settings.batch * _width(settings, state) - pages
+
+
+def _tensors(shape: PageShape, pages: int) -> list[_Tensor]:
+    """What a file of so many pages holds, in order: the widest numbers first, so that all are aligned."""
+    parts = [(number, *part) for number, part in enumerate(shape.parts()) if part is not None]
+    tensors, at = [], 0
+    for number, page, dtype in sorted(parts, key=lambda part: (-part[2].itemsize, part[0])):
+        nbytes = pages * prod(page) * dtype.itemsize
+        tensors.append(_Tensor(number, PART_NAMES[number], dtype, (pages, *page), at, at + nbytes))
+        at += nbytes
+    return tensors
+
+
+def _pages(
+    settings: Settings,
+    state: State,
+    pool: PagePool,
+    ids: np.ndarray,
+    entries: list[list[range]],
+    tensor: _Tensor,
+) -> Iterator[memoryview]:
+    """The bytes of a tensor, a page at a time, with zeros where no row is held."""
+    size = settings.page_size
+    for item, of_item in enumerate(entries):
+        held = state.held(item, settings.keep_first)
+        for entry in chain(*of_item):
+            stored = pool.page(int(ids[item, entry]))[tensor.part]
+            page = np.zeros(tensor.shape[1:], tensor.dtype)
+            for start, stop in held:
+                rows = slice(max(start - entry * size, 0), max(min(stop - entry * size, size), 0))
+                if stored is not None:
+                    page[:, rows] = stored[:, rows]
+            yield page.view(np.uint8).reshape(-1).data
+
+
+# The header ---------------------------------------------------------------------------------------
+
+
+def _header(settings: Settings, state: State, tensors: list[_Tensor], checksums: dict[str, str]) -> bytes:
+    """The length of the header, and the header."""
+    numbers = {name: getattr(settings, name) for name in _NUMBERS}
+    metadata = {
+        "format": _FORMAT,
+        "settings": json.dumps(
+            numbers
+            | {"dtype": [settings.key_dtype.name, settings.value_dtype.name], "layout": settings.layout}
+        ),
+        "state": json.dumps({name: array.tolist() for name, array in state._asdict().items()}),
+        "checksums": json.dumps(checksums),
+        "header": "",
+    }
+    described = {
+        tensor.name: {
+            "dtype": _DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.start, tensor.stop],
+        }
+        for tensor in tensors
+    }
+    blank = json.dumps({"__metadata__": metadata} | described)
+    metadata["header"] = blake2b(blank.encode(), digest_size=_CHECKSUM).hexdigest()
+    text = json.dumps({"__metadata__": metadata} | described).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parse(header: bytes) -> tuple[Settings, State, dict[str, str]]:
+    """Settings, state and checksums that a header gives; each is in its range."""
+    whole = _object(header)
+    metadata = whole.get("__metadata__")
+    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
+        raise _Damaged(f"its format is not {_FORMAT!r}")
+    given, state, checksums = (_object(metadata.get(name)) for name in ("settings", "state", "checksums"))
+    settings = _settings(given)
+    lengths, greatest, retained = (_counts(state.get(name), settings.batch) for name in State._fields)
+    for checksum in checksums.values():
+        if not isinstance(checksum, str) or len(checksum) != 2 * _CHECKSUM:
+            raise _Damaged("a checksum is none")
+    if (lengths > greatest).any() or settings.batch * settings.num_kv_heads * max(
+        lengths.tolist(), default=0
+    ) > MAX_ROWS:
+        raise _Damaged("lengths that no cache has")
+    window = settings.window
+    if retained.any() and window is None:
+        raise _Damaged("rows were dropped, and there is no window")
+    if window is not None:
+        moved = retained > 0
+        possible = (retained > settings.keep_first) & (retained + window <= lengths)
+        possible &= retained + window + settings.rollback <= greatest
+        if (moved & ~possible).any():
+            raise _Damaged("rows were dropped that no window drops")
+    return settings, State(lengths, greatest, retained), checksums
+
+
+def _object(text: Any) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(text, (str, bytes)):
+        raise _Damaged("its header lacks a field")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _Damaged("its header is not JSON") from None
+    if not isinstance(found, dict):
+        raise _Damaged("its header is not an object of JSON")
+    return found
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    names, dtype, layout = {*_NUMBERS, "dtype", "layout"}, given.get("dtype"), given.get("layout")
+    if (
+        set(given) != names
+        or not isinstance(dtype, list)
+        or not all(isinstance(name, str) and name in _DTYPES for name in dtype)
+    ):
+        raise _Damaged("its settings are not those of a cache")
+    numbers = {name: given[name] for name in _NUMBERS}
+    if numbers["value_dim"] is None or numbers["page_size"] is None:
+        raise _Damaged("its settings are not those of a cache")
+    try:
+        return Settings.checked(**numbers, dtype=dtype, layout=layout)
+    except (TypeError, ValueError) as error:
+        raise _Damaged(str(error)) from None
+
+
+def _counts(given: Any, batch: int) -> np.ndarray:
+    """A list of numbers, one for each item."""
+    if (
+        not isinstance(given, list)
+        or len(given) != batch
+        or not all(type(number) is int and 0 <= number <= MAX_ROWS for number in given)
+    ):
+        raise _Damaged("its lengths are not numbers, one for each item")
+    return np.array(given, np.int64)

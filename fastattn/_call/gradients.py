@@ -1,0 +1,88 @@
+"""A call for gradients on its way from validation to a backend, and what comes back.
+
+Letters as in `fastattn._call.problem`. Not a part of an import of the package.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fastattn._call.problem import FLOAT64, Problem
+from fastattn._machine.constants import SCORE_COLUMNS
+
+#: What gradients there are with respect to.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+#: Where a row's lse is as large, it is replaced by that of the scores that its weights are computed from, if
+#: the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
+LARGE_SCORE = 256.0
+#: So it is where the product of the scale and the norms of its query and its largest key is as large: scores
+#: that cancel down to a small lse have the roundings of their products. Normal numbers have 10 to 20 of it;
+#: as all is computed twice then, it is far above that of `LARGE_SCORE`.
+LARGE_NORMS = 4096.0
+
+
+def score_roundings(problem: Problem) -> tuple[float, float]:
+    """By how much two ways to compute an lse may differ, relative to its size and to the product of the norms
+    of query and key: at most, and usually.
+
+    In half units: four for the scale, products and last sums, eight for a soft-cap's tanh; and for a chain of
+    n sums of numbers of one sign, of which kernels have at most SCORE_COLUMNS, n / 4 or, where roundings are
+    independent, less than sqrt(n).
+    """
+    half_unit, chain = float(np.finfo(problem.dtype).eps) / 2, min(problem.head_dim, SCORE_COLUMNS)
+    few = 4 if problem.softcap is None else 12
+    return half_unit * (few + chain / 4), half_unit * (few + chain**0.5)
+
+
+class Backward(NamedTuple):
+    """One validated call for gradients."""
+
+    problem: Problem  #: whose ``out`` is what the forward call gave, in the problem's `dtype` or in 16 bits
+    lse: np.ndarray  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
+    grad_out: np.ndarray  #: ``(*lead, H, L, E)``, of the problem's `dtype` or in 16 bits; any strides
+    grad_lse: np.ndarray | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
+    wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
+    bias_shape: tuple[int, ...]  #: that of the bias as given, with an axis for each one of the scores
+
+    def zeros(self) -> Gradients:
+        """Room for the gradients that are asked for."""
+        shapes = {name: getattr(self.problem, name).shape for name in self.wrt} | {"bias": self.bias_shape}
+        dtypes = {"bias": FLOAT64, "sinks": FLOAT64}
+        return Gradients(
+            *(
+                np.zeros(shapes[name], dtypes.get(name, self.problem.dtype)) if name in self.wrt else None
+                for name in Gradients._fields
+            )
+        )
+
+
+def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sums of an array over the axes along which one of this shape is broadcast to it, in float64."""
+    extra = array.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + axis for axis, (n, m) in enumerate(zip(array.shape[extra:], shape, strict=True)) if n != m
+    )
+    if not axes:
+        return array
+    with np.errstate(all="ignore"):  # NaN and inf pass through
+        return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape)
+
+
+class Gradients(NamedTuple):
+    """Gradients with respect to the arguments of `attention`; None for what was not asked for.
+
+    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
+    """
+
+    # What a backend returns is of a `Problem`, with all leading axes and of its dtype; of the bias it has
+    # `Backward.bias_shape`, and may be float64, as that of the sinks is.
+
+    query: np.ndarray | None
+    key: np.ndarray | None
+    value: np.ndarray | None
+    bias: np.ndarray | None
+    sinks: np.ndarray | None

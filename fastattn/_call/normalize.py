@@ -1,0 +1,701 @@
+"""The edge: array_like arguments to a `Problem`.
+
+This and `fastattn._call.arguments` are the one place that raises on them, before any work: how the arguments
+of a call fit together is checked here, what each may be by itself there. What comes out is views: an array is
+converted only when its dtype or byte order is not the one of the computation, and broadcast axes are never
+expanded.
+
+Arrays on a GPU go through it as `DeviceArray`, in the place of ndarrays: only their shapes and dtypes matter
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from math import gcd, prod, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+from fastattn import masks
+from fastattn._call.arguments import (
+    as_array,
+    as_bias,
+    as_dtype,
+    as_mask,
+    as_rows,
+    broadcast_scores,
+    check_bool,
+    check_causal,
+    check_cu_seqlens,
+    check_dropout,
+    check_finite,
+    check_key_lengths,
+    check_number_dtype,
+    check_out,
+    check_places,
+    check_sinks,
+    check_window,
+    check_wrt,
+    computation_dtypes,
+    is_bias_dtype,
+    is_stored,
+    is_swapped,
+    named,
+    overlap,
+)
+from fastattn._call.options import DEFAULTS
+from fastattn._call.problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
+from fastattn._call.storage import Paged, Quantized, Rows
+from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
+from fastattn.masks import objects
+from fastattn.masks.map import UNBOUNDED, Band, Block, Size, make_intervals
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.gradients import Backward
+    from fastattn._call.options import RowsLike
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_AXES = {"bhsd": "(..., heads, length, dim)", "bshd": "(..., length, heads, dim)"}
+_HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
+_OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
+
+
+class Request(NamedTuple):
+    """A problem to solve, and how its results go back to the caller."""
+
+    problem: Problem[Any]
+    results: tuple[Any, ...]  #: out, then lse and weights where asked for, in the caller's shapes
+    staged: np.ndarray | None  #: what the backend fills instead of an `out` that overlaps an input, or that
+    #: must not be written to if the work fails
+    swapped: bool  #: the caller's length axis stands before the head axis
+
+    def finish(self, query: Any, out: Any) -> Any:
+        """The results as the caller wants them, of the library of its query; to be called when the problem is
+        solved."""
+        if self.staged is not None:
+            self.results[0][...] = self.staged
+        results = self.results
+        if type(results[0]) is DeviceArray:
+            results = tuple(result.memory.owner for result in results)
+        elif type(query) is not np.ndarray:
+            results = tuple(in_library_of(query, array) for array in results)
+        if out is not None:
+            results = (out, *results[1:])
+        return results[0] if len(results) == 1 else results
+
+    def with_lse(self, lse: np.ndarray, others: Mapping[str, np.ndarray | None]) -> Request:
+        """The same request, whose lse goes to the array `lse` of the caller, as the `others` are."""
+        own = self.results[1]
+        check_out(lse, own.shape, own.dtype, own.dtype, "lse")
+        for name, array in others.items():
+            if array is not None and overlap(lse, array):
+                raise ValueError(f"lse must not share memory with {name}")
+        return self._replace(problem=self.problem._replace(lse=lse), results=(self.results[0], lse))
+
+
+class _Inputs:
+    """Query, key and value as ``(*lead, heads, length, dim)`` views, in the dtype of the computation or in 16
+    bits."""
+
+    __slots__ = ("dtype", "flat", "key", "query", "result", "sizes", "swapped", "value")
+
+    def __init__(
+        self,
+        query: np.ndarray,
+        key: np.ndarray | Rows,
+        value: np.ndarray | Rows,
+        *,
+        dtype: np.dtype,
+        result: np.dtype,
+        flat: bool,
+        swapped: bool,
+    ):
+        self.query, self.key, self.value = query, key, value
+        self.dtype, self.result = dtype, result  #: of the computation, and of its results
+        self.flat = flat  #: the caller gave matrices: one head without an axis of its own
+        self.swapped = swapped  #: the caller's length axis stands before the head axis
+        *_, H, L, _ = query.shape
+        self.sizes = Size(query.shape[:-3], H, L, key.shape[-2])
+
+    def locate(self, lengths: np.ndarray | None) -> None:
+        """Finds the pages that hold the first `lengths` keys of each item, where there are any."""
+        for name in ("key", "value"):
+            rows = getattr(self, name)
+            if isinstance(rows, Rows):
+                try:
+                    setattr(self, name, rows.located(lengths))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+
+
+def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Ends every complaint about query, key, value and what follows with their shapes, and hints at a layout
+    where the options, the fourth argument, have one."""
+
+    @wraps(normalize)
+    def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return normalize(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            options: Any = args[3] if len(args) > 3 else {}
+            inputs: Any = zip(args[:3], ("query", "key", "value"), strict=True)
+            shapes = [_shape(array) for array in args[:3]]
+            listed = ", ".join(
+                f"{name} {_described(x, shape)}" for (x, name), shape in zip(inputs, shapes, strict=True)
+            )
+            hints = _shape_hints(shapes, options) if "layout" in options else []
+            raise kind("; ".join([str(error), listed, *hints])) from None
+
+    return naming
+
+
+def _described(given: Any, shape: tuple[int, ...] | None) -> Any:
+    if isinstance(given, (Paged, Quantized)):
+        return given
+    if isinstance(given, Rows):
+        *lead, _, dim = given.shape  # whose length is that of any item, rounded up
+        return f"({', '.join(map(str, lead))}, ..., {dim}) in a cache"
+    return "of no shape" if shape is None else shape
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, (Paged, Quantized, Rows)):
+        return None
+    try:
+        return tuple(np.shape(value))
+    except (TypeError, ValueError):
+        return None
+
+
+@naming_shapes
+def normalize(
+    query: ArrayLike,
+    key: RowsLike,
+    value: RowsLike,
+    options: dict[str, Any],
+    *,
+    function_mask: masks.Mask | None = None,
+    may_fail: bool = False,
+    keep_first: int = 0,
+) -> Request:
+    """The arguments of `attention` as a `Request`; see there for what they mean and what is raised.
+
+    `function_mask` is one more mask. It fits any size, and evaluating it takes long. `may_fail`: the work may
+    raise, or read arrays that are not here, so that nothing is written to `out` before its end. `keep_first`
+    keys are in the window of every query, where they are in pages.
+    """
+    options = DEFAULTS | options
+    inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
+    band = _band(inputs, options)
+    inputs.locate(None if band is None else band.lengths)
+    if band is not None and keep_first:
+        band = band._replace(keep_first=keep_first)
+    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+    if function_mask is not None:
+        mask = function_mask if mask is None else function_mask & mask
+    lowered = _NO_MASK if mask is None else objects.lower(mask, *inputs.sizes, _without_lengths(band))
+    bias = _bias_of_scores(options["bias"], inputs)
+    return _assemble(inputs, band, lowered, bias, options, may_fail)
+
+
+@naming_shapes
+def outline(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, options: dict[str, Any]
+) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
+    """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
+
+    An array of strides of 0, of the same shape and dtype, may take the place of one that is not there yet.
+    """
+    options = DEFAULTS | options
+    inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
+    lead, H, L, S = inputs.sizes
+    band = _band(inputs, options)
+    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+    if mask is not None:
+        mask._bind(Block(lead, H, L, S, whole=(L, S)))
+    _bias_of_scores(options["bias"], inputs)
+    scale, softcap, _ = _numbers(inputs, options)
+    return inputs, mask, band, scale, softcap
+
+
+@naming_shapes
+def normalize_backward(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    options: dict[str, Any],
+    *,
+    grad_out: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+) -> Backward:
+    """The arguments of `attention_backward` as a `Backward`; see there for what they mean and what is
+    raised."""
+    from fastattn._call.gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
+
+    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    others = {"grad_out": grad_out, "out": out, "lse": lse}
+    others |= {name: options[name] for name in ("grad_lse", "bias", "sinks")}
+    for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
+        if (array := as_device_array(x, name)) is not None:
+            raise TypeError(
+                f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
+            )
+    inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
+    band = _band(inputs, options)
+    lowered = _NO_MASK
+    if options["mask"] is not None:
+        lowered = objects.lower(as_mask(options["mask"], inputs.flat), *inputs.sizes, _without_lengths(band))
+    grad_lse = options["grad_lse"]
+    given = None if options["bias"] is None else as_array(options["bias"], "bias")
+    bias = _bias_of_scores(options["bias"], inputs)
+    scale, softcap, sinks = _numbers(inputs, options)
+    shape, rows = _result_shapes(inputs)
+
+    def outputs(given: ArrayLike, name: str) -> np.ndarray:
+        array: Any = as_array(given, name)
+        check_number_dtype(array, name)
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+        if not is_stored(array):
+            array = as_dtype(array, inputs.dtype, name)
+        if inputs.flat:
+            return array[None]
+        return array.swapaxes(-3, -2) if inputs.swapped else array
+
+    def sums(given: ArrayLike, name: str) -> np.ndarray:
+        array = as_array(given, name)
+        check_number_dtype(array, name)
+        if array.shape != rows:
+            raise ValueError(f"{name} must have shape {rows}, got {array.shape}")
+        array = np.ascontiguousarray(array, inputs.dtype)
+        return array[None] if inputs.flat else array
+
+    problem = Problem(
+        query=inputs.query,
+        key=inputs.key,
+        value=inputs.value,
+        out=outputs(out, "out"),
+        lse=None,
+        weights=None,
+        dtype=inputs.dtype,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        band=band,
+        key_start=lowered.key_start,
+        key_stop=lowered.key_stop,
+        dense=lowered.dense,
+        mask_map=lowered.mask_map,
+        dropout=check_dropout(options["dropout"], options["seed"]),
+    )
+    names = check_wrt(options["wrt"], DIFFERENTIABLE)
+    for name in names:
+        if getattr(problem, name) is None:
+            raise ValueError(f"wrt names {name}, which is not given")
+    return Backward(
+        problem=problem,
+        lse=sums(lse, "lse"),
+        grad_out=outputs(grad_out, "grad_out"),
+        grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
+        wrt=frozenset(names),
+        bias_shape=() if given is None else (1,) * (inputs.query.ndim - given.ndim) + given.shape,
+    )
+
+
+@naming_shapes
+def normalize_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    options: dict[str, Any],
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None,
+) -> Request:
+    """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
+    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    for array, name in zip(arrays, ("query", "key", "value"), strict=True):
+        if array.ndim != 3:
+            raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
+    inputs = as_inputs(*arrays, swapped=True)
+    _, _, L, S = inputs.sizes
+    starts_q = check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L)
+    starts_k = starts_q
+    if cu_seqlens_k is not None:
+        starts_k = check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", S)
+    elif S != L:
+        raise ValueError("cu_seqlens_k is needed where key has another length than query")
+    if len(starts_q) != len(starts_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have the same length, "
+            f"got {len(starts_q)} and {len(starts_k)}"
+        )
+    lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
+    causal = check_causal(options["causal"])
+    if causal is True and (differ := np.flatnonzero(lengths_q != lengths_k)).size:
+        d = differ[0]
+        raise ValueError(
+            f"causal=True needs as many keys as queries in each document, got {lengths_q[d]} queries and "
+            f'{lengths_k[d]} keys in document {d}; say causal="top_left" or causal="bottom_right"'
+        )
+    document = np.repeat(np.arange(len(lengths_q)), lengths_q)
+    position = np.arange(L) - starts_q[document]
+    first, last = starts_k[document], starts_k[document + 1]
+    left, right, at_end = _reach(causal, check_window(options["window"]))
+    if at_end:
+        position = position + (lengths_k - lengths_q)[document]
+    start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
+    bounds = make_intervals(start, stop, S)
+    lowered = objects.Lowered(bounds.start, bounds.stop, None, None)
+    return _assemble(inputs, None, lowered, None, DEFAULTS | options)
+
+
+@naming_shapes
+def normalize_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    options: dict[str, Any],
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Request:
+    """The arguments of `scaled_dot_product_attention`, by PyTorch's conventions."""
+    if check_finite(dropout_p, "dropout_p") != 0:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p!r}: there is no global random state here; "
+            f"fastattn.attention drops weights by a seed, dropout={dropout_p!r}, seed=..."
+        )
+    check_bool(is_causal, "is_causal")
+    check_bool(enable_gqa, "enable_gqa")
+    q, k, v = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
+    if not enable_gqa and min(q.ndim, k.ndim, v.ndim) >= 3:
+        q, k, v = _matched_heads(q, k, v)
+    inputs = as_inputs(q, k, v, swapped=False)
+    lead, H, L, S = inputs.sizes
+    attn_mask, options = options["mask"], DEFAULTS | options
+    band = _band(inputs, options)
+    mask = bias = None
+    if attn_mask is not None:
+        if isinstance(attn_mask, (bool, int, float, str)):  # an argument that was given one place too early
+            raise TypeError(f"attn_mask must be an array, got {attn_mask!r}; is_causal and scale go by name")
+        array = as_array(attn_mask, "attn_mask")
+        if array.dtype.kind != "b" and not is_bias_dtype(array.dtype):
+            raise TypeError(
+                f"attn_mask must be bool (True = may attend), or float16, bfloat16, float32 or float64 "
+                f"(added), got dtype {array.dtype}"
+            )
+        array = broadcast_scores(array, (*lead, H, L, S), "attn_mask", inputs.flat)
+        if array.dtype.kind == "b":
+            mask = masks.Dense(array)
+        else:
+            bias = array
+    lowered = _NO_MASK if mask is None else objects.lower(mask, *inputs.sizes, _without_lengths(band))
+    return _assemble(inputs, band, lowered, bias, options)
+
+
+# What shapes that do not fit may be ----------------------------------------------------------------
+
+
+def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) -> list[str]:
+    """How query, key and value may be meant, where they do not fit together or with the options as read."""
+    ranks = {0 if shape is None else len(shape) for shape in shapes}
+    layout = options["layout"]
+    if min(ranks) < 3 or not isinstance(layout, str) or layout not in _AXES:
+        return []
+    hints = []
+    wrong = not _fits(shapes, options)
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    if wrong and _fits(shapes, options | {"layout": other}):
+        hints.append(f'where the arrays are {_AXES[other]}, say layout="{other}"')
+    if ranks == {3} and (_is_wide(shapes) or (wrong and _fits_unsplit(shapes, options))):
+        hints.append(
+            "where the last axis holds all heads, (B, L, H * D), reshape to (B, L, H, D) "
+            'and say layout="bshd"'
+        )
+    return hints
+
+
+def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether arrays of these shapes fit together, and with the options whose shapes depend on them."""
+    mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
+    stand_ins = (np.broadcast_to(np.float32(0), shape) for shape in shapes)
+    try:
+        inputs = as_inputs(*stand_ins, swapped=options["layout"] == "bshd")
+        lead, H, L, S = inputs.sizes
+        _band(inputs, options)
+        if mask is not None:
+            as_mask(mask, inputs.flat)._bind(Block(*inputs.sizes, whole=(L, S)))
+        if bias is not None:
+            broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+        if sinks is not None:
+            check_sinks(sinks, H, FLOAT32)
+    except Exception:  # of any kind: a hint must not put an error of its own in the place of the first
+        return False
+    return True
+
+
+def _is_wide(shapes: Sequence[Any]) -> bool:
+    """Whether the last axis is more than one head is likely to have, and whole heads."""
+    head_dim = shapes[0][-1]
+    return head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
+
+
+def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether the arrays fit as ``(B, L, H * D)``, for a usual D or the widest possible."""
+    q_dim, k_dim, v_dim = (shape[-1] for shape in shapes)
+    if not q_dim or not k_dim:
+        return False
+    for head_dim in (gcd(q_dim, k_dim), *_HEAD_DIMS):
+        num_heads, num_kv_heads = q_dim // head_dim, k_dim // head_dim
+        if q_dim % head_dim or k_dim % head_dim or v_dim % num_kv_heads:
+            continue
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        split = [(*shape[:2], n, shape[2] // n) for shape, n in zip(shapes, heads, strict=True)]
+        if _fits(split, options | {"layout": "bshd"}):
+            return True
+    return False
+
+
+# Query, key and value ------------------------------------------------------------------------------
+
+
+def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
+    q: Any = as_array(query, "query")
+    k: Any = as_rows(key, "key")
+    v: Any = as_rows(value, "value")
+    if not (type(q) is type(k) is type(v) is np.ndarray):
+        check_places(query=q, key=k, value=v)
+    dtype, result = computation_dtypes(q, k, v)
+    if not (q.dtype == k.dtype == v.dtype == dtype):
+        q, k, v = (
+            array if is_stored(array) else as_dtype(array, dtype, name) for array, name in named(q, k, v)
+        )
+
+    ranks = (q.ndim, k.ndim, v.ndim)
+    if min(ranks) < 2:
+        raise ValueError("query, key and value must have at least 2 axes")
+    if min(ranks) == 2:
+        if max(ranks) != 2:
+            raise ValueError("two axes stand for one head, and then query, key and value all have two")
+        q = q[None]
+        k, v = (array.with_heads() if isinstance(array, Rows) else array[None] for array in (k, v))
+    elif swapped:
+        q = q.swapaxes(-3, -2)
+        k, v = (_swapped(array, given) for array, given in ((k, key), (v, value)))
+
+    *q_lead, H, _, D = q.shape
+    *k_lead, K, S, key_dim = k.shape
+    *v_lead, value_heads, value_length, _ = v.shape
+    if key_dim != D:
+        raise ValueError(f"query and key must have the same head_dim, got {D} and {key_dim}")
+    if D == 0:
+        raise ValueError("head_dim of query and key must be at least 1, got 0")
+    if value_length != S:
+        raise ValueError(f"key and value must have the same length, got {S} and {value_length}")
+    if value_heads != K:
+        raise ValueError(f"key and value must have the same number of heads, got {K} and {value_heads}")
+    if H % K if K else H:
+        raise ValueError(f"the heads of query must be a multiple of those of key and value, got {H} and {K}")
+    if not (q_lead == k_lead == v_lead):
+        try:
+            lead = np.broadcast_shapes(tuple(q_lead), tuple(k_lead), tuple(v_lead))
+        except ValueError:
+            raise ValueError("the leading batch axes of query, key and value do not broadcast") from None
+        q, k, v = (
+            array.broadcast_to(lead)
+            if isinstance(array, Rows)
+            else broadcast_to(array, (*lead, *array.shape[-3:]), name)
+            for array, name in named(q, k, v)
+        )
+    inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
+    _check_sizes(inputs)
+    return inputs
+
+
+def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
+    """The axes of heads and rows swapped; those of a cache's `Rows` are in one order in either layout."""
+    if not isinstance(array, Rows):
+        return array.swapaxes(-3, -2)
+    return array if array is given else array.swapped()
+
+
+def _check_sizes(inputs: _Inputs) -> None:
+    """ValueError where a size is beyond what any backend counts with; see `fastattn._call.problem`."""
+    lead, H, L, S = inputs.sizes
+    head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+    if head_dim > MAX_DIM:
+        raise ValueError(f"head_dim of query and key must be at most {MAX_DIM}, got {head_dim}")
+    if value_dim > MAX_DIM:
+        raise ValueError(f"head_dim of value must be at most {MAX_DIM}, got {value_dim}")
+    batch, K = prod(lead), inputs.key.shape[-3]
+    too_many = "must have at most {} rows over all items and heads, {}, got {}"
+    if (rows := max(1, batch * H) * L) > MAX_ROWS:
+        raise ValueError(f"query {too_many.format(MAX_ROWS, 'B * H * L', rows)}")
+    if (rows := max(1, batch * K) * S) > MAX_ROWS:
+        raise ValueError(f"key {too_many.format(MAX_ROWS, 'B * K * S', rows)}")
+
+
+def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views in which a head axis of 1 is broadcast, where it must be, to the others' heads."""
+    heads = {q.shape[-3], k.shape[-3], v.shape[-3]} - {1}
+    if len(heads) > 1:
+        raise ValueError(
+            "query, key and value must have the same number of heads, or 1, unless enable_gqa=True"
+        )
+    if k.shape[-3] == v.shape[-3] == 1:
+        return q, k, v  # one key/value head for all is what `attention` knows itself
+    num_heads = heads.pop() if heads else 1
+    q, k, v = (broadcast_to(x, (*x.shape[:-3], num_heads, *x.shape[-2:]), name) for x, name in named(q, k, v))
+    return q, k, v
+
+
+# Masks and bias ------------------------------------------------------------------------------------
+
+_NO_MASK = objects.Lowered(None, None, None, None)
+
+
+def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
+    """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
+    causal, window = check_causal(options["causal"]), check_window(options["window"])
+    key_lengths = options["key_lengths"]
+    if causal is False and window is None and key_lengths is None:
+        return None
+    lead, _, L, S = inputs.sizes
+    if causal is True and L != S:
+        raise ValueError(
+            f'causal=True needs L == S, got L={L} and S={S}; say causal="top_left" (query i reads keys '
+            f'j <= i) or causal="bottom_right" (the last query reads up to the last key)'
+        )
+    lengths = None if key_lengths is None else np.broadcast_to(check_key_lengths(key_lengths, lead, S), lead)
+    return Band(*_reach(causal, window), lengths)
+
+
+def _without_lengths(band: Band | None) -> Band | None:
+    """The band where it depends on no array, as a mask map must not, which is kept for other calls."""
+    return None if band is None or band.lengths is not None else band
+
+
+def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
+    """``left, right, at_end`` of a `Band`; a window alone is aligned as ``causal="bottom_right"`` is."""
+    left, right = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in window or (None, None))
+    at_end = causal == "bottom_right" or (causal is False and window is not None)
+    return left, right if causal is False else 0, at_end
+
+
+def _bias_of_scores(bias: ArrayLike | None, inputs: _Inputs) -> np.ndarray | None:
+    """A bias as a view of the shape of the scores."""
+    if bias is None:
+        return None
+    lead, H, L, S = inputs.sizes
+    return broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+
+
+# Numbers, sinks and results ------------------------------------------------------------------------
+
+
+def _assemble(
+    inputs: _Inputs,
+    band: Band | None,
+    lowered: objects.Lowered,
+    bias: np.ndarray | None,
+    options: dict[str, Any],
+    may_fail: bool = False,
+) -> Request:
+    """Checks the remaining options, and makes room for the results."""
+    dropout = check_dropout(options["dropout"], options["seed"])
+    out, return_lse, return_weights = (options[name] for name in ("out", "return_lse", "return_weights"))
+    check_bool(return_lse, "return_lse")
+    check_bool(return_weights, "return_weights")
+    q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
+    S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
+    scale, softcap, sinks = _numbers(inputs, options)
+    shape, rows = _result_shapes(inputs)
+    given = None if out is None else check_out(out, shape, result, dtype)
+    others = (bias, lowered.dense, sinks, given)
+    if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
+        check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
+    staged = None
+    if given is None:
+        out = target = _empty(shape, result, q, "the result")
+    else:
+        out = target = given
+        parts = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
+        reads = (q, *parts, bias, sinks, lowered.dense)
+        if may_fail or any(array is not None and overlap(given, array) for array in reads):
+            if isinstance(given, DeviceArray):
+                raise ValueError(f"out must not share memory with what is read on {given.device}")
+            staged = target = np.empty(shape, given.dtype)
+    lse = _empty(rows, dtype, q, "the lse") if return_lse else None
+    weights = _empty((*rows, S), result, q, "the weights") if return_weights else None
+    results = (out,) if lse is None else (out, lse)
+    if weights is not None:
+        results = (*results, weights)
+    if flat:
+        target, lse, weights = (None if array is None else array[None] for array in (target, lse, weights))
+    elif swapped:
+        target = target.swapaxes(-3, -2)
+
+    problem = Problem(
+        query=q,
+        key=k,
+        value=v,
+        out=target,
+        lse=lse,
+        weights=weights,
+        dtype=dtype,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        band=band,
+        key_start=lowered.key_start,
+        key_stop=lowered.key_stop,
+        dense=lowered.dense,
+        mask_map=lowered.mask_map,
+        dropout=dropout,
+    )
+    return Request(problem, results, staged, swapped)
+
+
+def _numbers(inputs: _Inputs, options: dict[str, Any]) -> tuple[float, float | None, np.ndarray | None]:
+    """Scale, soft-cap and sinks, checked."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
+    scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_finite(scale, "scale")
+    if softcap is not None:
+        softcap = check_finite(softcap, "softcap")
+        limits = np.finfo(inputs.dtype)
+        if not float(limits.tiny) <= softcap <= float(limits.max):
+            raise ValueError(
+                f"softcap must be positive, and a normal number in {inputs.dtype}, got {softcap!r}"
+            )
+    return scale, softcap, None if sinks is None else check_sinks(sinks, inputs.sizes.H, inputs.dtype)
+
+
+def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of out and lse as the caller sees them."""
+    lead, H, L, _ = inputs.sizes
+    E = inputs.value.shape[-1]
+    if inputs.flat:
+        return (L, E), (L,)
+    return (*lead, L, H, E) if inputs.swapped else (*lead, H, L, E), (*lead, H, L)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, beside: Any, name: str) -> Any:
+    """Room for a result where the array `beside` is; on a GPU the backend makes it."""
+    if isinstance(beside, DeviceArray):
+        return beside.new(shape, dtype)
+    try:
+        return np.empty(shape, dtype)
+    except ValueError:
+        raise ValueError(f"{name} would have shape {shape}, and more than 2**63 bytes") from None

@@ -1,0 +1,239 @@
+"""The options of the public functions, each stated once.
+
+`OPTIONS` has for each its default, how the signature of a call holds it, and which functions take it. The
+signatures that `help` shows, the defaults, what is refused, and the keys of prepared calls follow from it, in
+Python and in C. The types are for checkers and editors: what a function returns depends on its options, so
+each is declared by overloads that share them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from fastattn._machine.threads import no_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Literal, TypeAlias, TypedDict
+
+    import numpy as np
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.storage import Paged, Quantized
+    from fastattn.masks import Mask
+    from fastattn.masks.objects import Align
+
+    BackendName: TypeAlias = Literal["cython", "numba", "reference", "cuda"]
+    CausalRule: TypeAlias = bool | Align
+    RowsLike: TypeAlias = ArrayLike | Quantized | Paged  # keys or values
+    LayoutName: TypeAlias = Literal["bhsd", "bshd"]
+    WindowBounds: TypeAlias = tuple[int | None, int | None]
+
+    class _ScoreOptions(TypedDict, total=False):
+        window: WindowBounds | None
+        scale: float | None
+        softcap: float | None
+        sinks: ArrayLike | None
+        num_threads: int | None
+        backend: BackendName | None
+
+    class _BatchOptions(_ScoreOptions, total=False):
+        bias: ArrayLike | None
+        key_lengths: ArrayLike | None
+
+    class _WeightOptions(_BatchOptions, total=False):
+        mask: Mask | ArrayLike | None
+        dropout: float
+        seed: int | None
+
+    class AttentionOptions(_WeightOptions, total=False):
+        causal: CausalRule
+        layout: LayoutName
+        out: np.ndarray | None
+
+    class BackwardOptions(_WeightOptions, total=False):
+        causal: CausalRule
+        layout: LayoutName
+        grad_lse: ArrayLike | None
+        wrt: Iterable[str]
+
+    class LayerOptions(_WeightOptions, total=False):
+        causal: CausalRule | None
+        out: np.ndarray | None
+        return_lse: bool
+        return_weights: bool | Literal["mean"]
+
+    class FlexOptions(_BatchOptions, total=False):
+        score_mod: Callable[..., Any] | None
+        mask_mod: Callable[..., Any] | None
+        block_mask: Mask | None
+        aux: Sequence[Any]
+        causal: CausalRule
+        layout: LayoutName
+        out: np.ndarray | None
+
+    class VarlenOptions(_ScoreOptions, total=False):
+        causal: CausalRule
+        out: np.ndarray | None
+
+    class AttendOptions(_ScoreOptions, total=False):
+        mask: Mask | ArrayLike | None
+        bias: ArrayLike | None
+        causal: Literal[True, False, "bottom_right"]
+        out: np.ndarray | None
+        return_lse: bool
+        return_weights: bool
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: How the signature of a call holds an option. A call with a value of another kind has no signature.
+PARTS = (
+    NEVER,  # not at all: what it decides is in the signature otherwise, or its calls are not prepared
+    DEFAULT,  # not at all: it has its default
+    ARRAY,  # dtype, shape and strides of an array, or None
+    MASK,  # the same, or a mask object as itself
+    LENGTHS,  # dtype and shape of an array, or None: its numbers are looked at in each call
+    REAL,  # a float, or None
+    COUNT,  # an int from 0 on, or None
+    BOUNDS,  # a pair of those
+    CHOICE,  # one of a few
+) = ("never", "default", "array", "mask", "lengths", "real", "count", "bounds", "choice")
+
+
+class Option(NamedTuple):
+    name: str
+    default: Any
+    part: str  #: of the signature
+    takers: str  #: the functions that take it, by the letters of `TAKERS`
+    choices: tuple[Any, ...] = ()  #: those that the signature knows
+
+
+OPTIONS = (
+    Option("score_mod", None, NEVER, "F"),
+    Option("mask_mod", None, NEVER, "F"),
+    Option("block_mask", None, NEVER, "F"),
+    Option("aux", (), NEVER, "F"),
+    Option("grad_lse", None, NEVER, "B"),
+    Option("mask", None, MASK, "ABCL"),
+    Option("bias", None, ARRAY, "ABCFL"),
+    Option("causal", False, CHOICE, "ABCFLV", (False, True, "top_left", "bottom_right")),
+    Option("window", None, BOUNDS, "ABCFLV"),
+    Option("key_lengths", None, LENGTHS, "ABFL"),
+    Option("scale", None, REAL, "ABCFLV"),
+    Option("softcap", None, REAL, "ABCFLV"),
+    Option("sinks", None, ARRAY, "ABCFLV"),
+    Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
+    Option("dropout", 0.0, DEFAULT, "ABL"),  # else the next call has another seed
+    Option("seed", None, DEFAULT, "ABL"),
+    Option("wrt", ("query", "key", "value"), NEVER, "B"),
+    Option("out", None, ARRAY, "ACFLV"),
+    Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
+    Option("return_weights", False, CHOICE, "ACFL", (False, True)),
+    Option("num_threads", None, COUNT, "ABCFLV"),
+    Option("backend", None, CHOICE, "ABCFLV", (None, "cython", "numba")),  # the others prepare no calls
+)
+
+DEFAULTS = {option.name: option.default for option in OPTIONS}
+
+#: The options of each function, with their defaults: `attention`, `attention_backward`, `KVCache.attend`,
+#: `flex_attention`, `MultiHeadAttention` and `varlen_attention`; none of others.
+TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLV"}
+TAKERS["C"]["causal"], TAKERS["L"]["causal"] = True, None
+
+
+def public(taker: str = " ") -> Callable[[Function], Function]:
+    """Has `help` show a function with the options of `TAKERS`. The function takes them by ``**options``, and
+    ``*extra``, in order to refuse others with more than Python would say: these are not shown."""
+
+    def show(function: Function) -> Function:
+        function.__signature__ = _Signature(function, TAKERS[taker])  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+class _Signature(inspect.Signature):
+    """A signature that is made when it is looked at: to make all of them takes a tenth of an import."""
+
+    __slots__ = ("_function", "_options")
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._return_annotation = function.__annotations__.get("return", self.empty)
+
+    @property
+    def parameters(self) -> MappingProxyType[str, inspect.Parameter]:
+        function: Any = self._function
+        code, defaults = function.__code__, function.__defaults__ or ()
+        n = code.co_argcount
+        names = code.co_varnames[: n + code.co_kwonlyargcount]
+        values = dict(zip(names[n - len(defaults) : n], defaults, strict=True))
+        values |= (function.__kwdefaults__ or {}) | self._options
+        kind = inspect.Parameter
+        return MappingProxyType(
+            {
+                name: kind(
+                    name,
+                    kind.POSITIONAL_OR_KEYWORD if name in names[:n] else kind.KEYWORD_ONLY,
+                    default=values.get(name, kind.empty),
+                    annotation=function.__annotations__.get(name, kind.empty),
+                )
+                for name in dict.fromkeys((*names, *self._options))
+            }
+        )
+
+    def replace(self, **changes: Any) -> inspect.Signature:  # type: ignore[override]
+        plain = inspect.Signature(list(self.parameters.values()), return_annotation=self.return_annotation)
+        return plain.replace(**changes)
+
+
+def complete(
+    taker: str, function: Callable[..., Any], given: Mapping[str, Any], extra: tuple[Any, ...] = ()
+) -> dict[str, Any]:
+    """The options of a call, those not given with their defaults.
+
+    TypeError for options that the function does not have, and for `extra`, what it was given by position.
+    """
+    options = TAKERS[taker] | dict(given)
+    if extra or len(options) > len(TAKERS[taker]):
+        refuse_arguments(function, extra, [name for name in given if name not in TAKERS[taker]])
+    return options
+
+
+def refuse_arguments(
+    function: Callable[..., Any], extra: tuple[Any, ...], unknown: Iterable[str]
+) -> NoReturn:
+    """Raises on arguments that a public function does not have."""
+    with no_fork:
+        from fastattn._call.hints import refusal  # what only a message needs is no part of an import
+
+    raise TypeError(refusal(function, extra, unknown)) from None
+
+
+def refusing(function: Function) -> Function:
+    """The function, which says what to write instead where it is given arguments that it does not have.
+
+    Each call takes 0.1 us longer. Functions with calls of a few us take ``**unknown`` themselves, and hand
+    it to `refuse_arguments`. One that hands ``**options`` on to another leaves their names to that.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except TypeError:
+            parameters = inspect.signature(function).parameters
+            kinds = [p.kind for p in parameters.values()]
+            n_places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+            unknown = {} if takes_any else {n: value for n, value in options.items() if n not in parameters}
+            if unknown or len(args) > n_places:
+                refuse_arguments(function, args[n_places:], unknown)
+            raise
+
+    return call  # type: ignore[return-value]

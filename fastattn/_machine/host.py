@@ -1,0 +1,319 @@
+"""The machine and the environment: cores, CPU, caches and environment variables.
+
+The only reader of ``os.environ``. A bad value of a variable is an error when it is used, never when
+`fastattn` is imported.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from contextlib import contextmanager
+from functools import cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from fastattn._machine.constants import ISAS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_CPUS = "/sys/devices/system/cpu"
+_CGROUP_ROOT = "/sys/fs/cgroup"
+_CACHES = f"{_CPUS}/cpu0/cache"
+
+_MAX_COUNT = 2**31 - 1  # of threads: OpenMP and Numba count them in 32 bits
+_OMP_LIST = r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*"
+
+_num_threads: int | None = None  # set by set_num_threads
+
+#: Called when calls may have another number of threads than before.
+on_threads_changed: list[Callable[[], object]] = []
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, no more than its cgroup's CPU quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, ceil(quota)))
+
+
+def cores_of_cpus() -> list[int]:
+    """The core that each CPU belongs to, as the lowest number among the core's CPUs: hyper-threads share one.
+    Empty where the system does not tell."""
+    try:
+        last = int(re.split("[,-]", _read(f"{_CPUS}/possible"))[-1])
+    except (OSError, ValueError):
+        return []
+    return [_core_of(cpu) for cpu in range(last + 1)]
+
+
+def _core_of(cpu: int) -> int:
+    try:
+        first = int(re.split("[,-]", _read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list"))[0])
+        return min(first, cpu)
+    except (OSError, ValueError):  # it is offline
+        return cpu
+
+
+@cache
+def cpu_quota() -> float | None:
+    """The CPU quota of this process's cgroups (v1 or v2) in CPUs, None when unlimited."""
+    try:
+        memberships = _read("/proc/self/cgroup").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for membership in memberships:
+        _, found, rest = membership.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if not (found and separator):
+            continue  # not a line of hierarchy:controllers:path
+        if controllers == "":
+            quotas += _nested(_CGROUP_ROOT, path, _quota_v2)
+            quotas += _nested(f"{_CGROUP_ROOT}/unified", path, _quota_v2)
+        elif "cpu" in controllers.split(","):
+            quotas += _nested(f"{_CGROUP_ROOT}/{controllers}", path, _quota_v1)
+            quotas += _nested(f"{_CGROUP_ROOT}/cpu", path, _quota_v1)
+    return min(quotas, default=None)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set how many threads calls use from now on in this process.
+
+    Parameters
+    ----------
+    num_threads : int
+        At least 1. The default is FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS, or else the cores that this
+        process may use; ``num_threads=`` of a call overrides all of them. No result depends on it.
+
+    Raises
+    ------
+    TypeError
+        Not an integer.
+    ValueError
+        Below 1, or not below 2**31.
+
+    Notes
+    -----
+    A call starts no more threads than it has tasks, nor more than twice the machine's CPUs (or 64, if that is
+    more), nor more than the process can start: where that fails it runs on fewer.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> before = fastattn.get_num_threads()
+    >>> fastattn.set_num_threads(1)
+    >>> fastattn.get_num_threads()
+    1
+    >>> fastattn.set_num_threads(before)
+    """
+    global _num_threads
+    _num_threads = check_num_threads(num_threads, "num_threads")
+    threads_changed()
+
+
+def threads_changed() -> None:
+    """Tells those who remember how many threads a call may have."""
+    for changed in on_threads_changed:
+        changed()
+
+
+def get_num_threads() -> int:
+    """How many threads a call uses without ``num_threads=``.
+
+    Returns
+    -------
+    int
+        The number set by `set_num_threads`, or else FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS (of a list
+        the first number; a value that OpenMP cannot parse is ignored), or else the number of cores that this
+        process may use (its affinity, and the CPU quota of its cgroup).
+
+    Raises
+    ------
+    ValueError
+        FASTATTN_NUM_THREADS is not a positive integer.
+
+    Examples
+    --------
+    >>> import fastattn
+    >>> fastattn.get_num_threads() >= 1
+    True
+    """
+    return num_threads_and_source()[0]
+
+
+def num_threads_and_source() -> tuple[int, str]:
+    """What `get_num_threads` gives, and where it comes from."""
+    if _num_threads is not None:
+        return _num_threads, "set_num_threads"
+    text = os.environ.get("FASTATTN_NUM_THREADS")
+    if text:
+        try:
+            return check_num_threads(int(text), "FASTATTN_NUM_THREADS"), "FASTATTN_NUM_THREADS"
+        except ValueError:
+            raise ValueError(
+                f"FASTATTN_NUM_THREADS must be a positive integer below 2**31, got {text!r}"
+            ) from None
+    count = _omp_num_threads()
+    return (available_cores(), "the usable cores") if count is None else (count, "OMP_NUM_THREADS")
+
+
+def _omp_num_threads() -> int | None:
+    """OMP_NUM_THREADS; the first of a list, which has one number for each level of nested regions. None where
+    it is not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not re.fullmatch(_OMP_LIST, text, re.ASCII):
+        return None
+    counts = [int(number) for number in text.split(",")]
+    return counts[0] if min(counts) >= 1 and max(counts) <= _MAX_COUNT else None
+
+
+def check_num_threads(value: object, name: str) -> int:
+    """`value` as a thread count; raises where it is not one."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a positive integer, got {value!r}") from None
+    if not 1 <= count <= _MAX_COUNT:
+        raise ValueError(f"{name} must be a positive integer below 2**31, got {value!r}")
+    return count
+
+
+# The bytes that `os.environ` decodes at each access, which takes as long as the arithmetic of a small call.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_BACKEND: Any = (
+    os.environ.encodekey("FASTATTN_BACKEND") if _environment is not os.environ else "FASTATTN_BACKEND"
+)
+
+
+def default_backend() -> str | None:
+    """FASTATTN_BACKEND, or None."""
+    name = _environment.get(_BACKEND)
+    return os.environ["FASTATTN_BACKEND"] if name else None
+
+
+@cache
+def checks_indices() -> bool:
+    """Whether reads of the caller's functions are bounds-checked: unless FASTATTN_CHECK_INDICES is 0 at the
+    first call of this function."""
+    return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
+
+
+def blas_timeout() -> int | None:
+    """OPENBLAS_THREAD_TIMEOUT as OpenBLAS interprets it, None where it is not set."""
+    try:
+        timeout = int(os.environ.get("OPENBLAS_THREAD_TIMEOUT", "0"))
+    except ValueError:
+        return None
+    return min(max(timeout, 4), 30) if timeout > 0 else None
+
+
+def environment_without(names: Iterable[str]) -> dict[str, str]:
+    """This process's environment without these variables, for a child."""
+    dropped = set(names)
+    return {name: text for name, text in os.environ.items() if name not in dropped}
+
+
+def forced_isa() -> str | None:
+    """FASTATTN_ISA, or None; ValueError when it names no instruction set."""
+    isa = os.environ.get("FASTATTN_ISA") or None
+    if isa is not None and isa not in ISAS:
+        raise ValueError(f"FASTATTN_ISA must be one of {', '.join(ISAS)}, got {isa!r}")
+    return isa
+
+
+@contextmanager
+def brief_openmp_spin() -> Iterator[None]:
+    """An OpenMP runtime that is loaded within this context lets its idle threads sleep after some 30 us.
+
+    By default libgomp's threads spin for about a millisecond in case of more work, on a core that NumPy's
+    BLAS needs for its own threads; asleep, they are also woken before a BLAS thread that spins in the same
+    way. With the default a call between matrix products took four times as long; consecutive calls take the
+    same time. (2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn demo`.) A setting of the user's is
+    kept, and the environment is restored.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = "2000"
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    try:
+        for line in _read("/proc/cpuinfo").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def cache_sizes() -> dict[str, str]:
+    """Sizes of the data caches that the first core sees, by level: ``{"L1": "32K", ...}``."""
+    sizes = {}
+    try:
+        caches = sorted(os.listdir(_CACHES))
+    except OSError:
+        caches = []
+    for cache_dir in caches:
+        try:
+            kind, level, size = (
+                _read(f"{_CACHES}/{cache_dir}/{name}").strip() for name in ("type", "level", "size")
+            )
+        except OSError:
+            continue
+        if kind != "Instruction":
+            sizes[f"L{level}"] = size
+    return sizes
+
+
+def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
+    """Quotas of the cgroup `path` and of all its ancestors.
+
+    In a container the path may be the host's, of which only the root is mounted: a file that is missing, or
+    cannot be read, is skipped.
+    """
+    parts = [part for part in path.split("/") if part]
+    quotas = []
+    for depth in range(len(parts), -1, -1):
+        try:
+            quota = read("/".join([root, *parts[:depth]]))
+        except (OSError, ValueError):
+            continue
+        if quota is not None:
+            quotas.append(quota)
+    return quotas
+
+
+def _quota_v2(group: str) -> float | None:
+    quota, period = _read(f"{group}/cpu.max").split()
+    return None if quota == "max" else _share(int(quota), int(period))
+
+
+def _quota_v1(group: str) -> float | None:
+    return _share(int(_read(f"{group}/cpu.cfs_quota_us")), int(_read(f"{group}/cpu.cfs_period_us")))
+
+
+def _share(quota: int, period: int) -> float | None:
+    """The quota in CPUs; None where it is no limit, such as -1, or invalid."""
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()

@@ -1,0 +1,285 @@
+"""How many threads a call may have, and forks.
+
+`thread_limit` is the only bound on the number of threads, for every backend. A driver uses fewer where a call
+has fewer tasks.
+"""
+
+from __future__ import annotations
+
+import _thread  # and not threading, whose import takes a twentieth of the package's
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from fastattn._machine import host
+from fastattn._version import __version__
+
+#: A call starts no more threads than this, whatever `num_threads` is. More threads than CPUs gain nothing, as
+#: they compute all the time; twice as many are allowed for experiments and for machines that report too few
+#: CPUs, and 64 for tests on small machines. Each costs a stack and scratch memory.
+MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
+
+#: `_startable` waits at most so long for ended threads to exit.
+_LEAVE_SECONDS = 1.0
+
+_forked = False
+_started = _thread._local()  # .count: most threads that a call of this Python thread could start
+_limits: dict[int, int] = {}  # set by threadpoolctl, by the Python thread that set it
+
+
+class _NoFork:
+    """A lock that is held during work that a forked child cannot continue, and by a thread that forks.
+
+    A thread that waits to fork has priority over later threads: else one that takes the lock repeatedly would
+    starve it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._gate = _thread.RLock(), _thread.RLock()
+        self._holds: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self._held: list[Callable[[], object]] = []  # releases for the current fork
+        self._is_held = False  # by the current fork
+        self._watches = False  # whether the fork hooks are registered
+
+    def __enter__(self) -> None:
+        if not self._watches:
+            self._watch()
+        self.let_forks_pass()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def let_forks_pass(self) -> None:
+        """Waits for a pending fork, unless that waits for the calling thread."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks it
+            with self._gate:
+                pass
+
+    def hold_at_fork(self, acquire: Callable[[], object], release: Callable[[], object]) -> None:
+        """Registers `acquire`, to be called before each fork with this lock held, and `release` after it."""
+        self._holds.append((acquire, release))
+
+    def _watch(self) -> None:
+        """Registers the fork hooks, on the first use of this lock."""
+        import logging  # noqa: F401  # whose own hooks must be added first, to run after ours
+
+        with self._lock:
+            if not self._watches and hasattr(os, "register_at_fork"):
+                os.register_at_fork(
+                    before=self._before_fork,
+                    after_in_parent=self._after_fork,
+                    after_in_child=self._after_fork,
+                )
+            self._watches = True
+
+    def _before_fork(self) -> None:
+        self._gate.acquire()
+        self._lock.acquire()
+        for acquire, release in self._holds:
+            acquire()
+            self._held.append(release)
+        self._is_held = True
+
+    def free_in_child(self) -> None:
+        """Makes the locks anew where this fork did not hold them: it came before the hooks."""
+        if not self._is_held:
+            self._lock, self._gate = _thread.RLock(), _thread.RLock()
+
+    def _after_fork(self) -> None:
+        if not self._is_held:  # these hooks were registered during the fork
+            return
+        self._is_held = False
+        while self._held:
+            self._held.pop()()
+        self._lock.release()
+        self._gate.release()
+
+
+#: Held during imports that a call needs, and during compilation: in a child forked then, the lock of a module
+#: or of a compiler would never be released.
+no_fork = _NoFork()
+
+
+def thread_limit(wanted: int) -> int:
+    """How many threads a call that wants `wanted` may use.
+
+    One in a forked child, which does not have the parent's threads; else no more than MAX_THREADS, than
+    threadpoolctl allows, and than can be started.
+    """
+    if _forked:
+        return 1
+    allowed = min(wanted, MAX_THREADS)
+    if _limits and (limit := limit_by_threadpoolctl()) is not None:
+        allowed = min(allowed, limit)
+    if allowed > getattr(_started, "count", 1):
+        allowed = _try_threads(allowed)
+    return allowed
+
+
+def can_start(count: int) -> bool:
+    """Whether the process can have `count` threads at once, including the calling one."""
+    return count <= MAX_THREADS and _try_threads(count) == count
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from one that had loaded the package, whose threads it does not
+    have."""
+    return _forked
+
+
+# Threads that cannot be started -------------------------------------------------------------------
+
+
+def _try_threads(wanted: int) -> int:
+    """`wanted`, or fewer where the process cannot have so many, including the calling thread.
+
+    OpenMP's runtimes and those of Numba's pools abort the process when a thread cannot be started: because of
+    a limit on the user's or the container's processes (RLIMIT_NPROC, pids.max), or of missing address space
+    for its stack. So it is tried first, once for each Python thread, as each has OpenMP threads of its own.
+    Where it fails, only half of those that could be started are used: others may start threads meanwhile.
+    """
+    known = getattr(_started, "count", 1)
+    missing = max(0, wanted - known)
+    found = _startable(missing)
+    if found == missing:
+        _started.count = known + missing
+        return wanted
+    return known + found // 2
+
+
+def _startable(count: int) -> int:
+    """How many more threads the process can start now, `count` at most."""
+    gate, numbers, started = _thread.allocate_lock(), [], 0
+
+    def wait() -> None:
+        numbers.append(_thread.get_native_id())
+        with gate:
+            pass
+
+    with gate:
+        with suppress(RuntimeError, MemoryError):
+            for _ in range(count):
+                _thread.start_new_thread(wait, ())
+                started += 1
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while len(numbers) < started and time.monotonic() < deadline:
+            time.sleep(0)
+    # Until they have exited they count against the limits.
+    for number in numbers:
+        while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < deadline:
+            time.sleep(0)
+    return started
+
+
+# threadpoolctl ------------------------------------------------------------------------------------
+
+
+def limit_by_threadpoolctl() -> int | None:
+    """The limit that the calling thread has set, or else the smallest of other threads."""
+    own = _limits.get(_thread.get_ident())
+    return min(list(_limits.values()), default=None) if own is None else own
+
+
+class _Reported(int):
+    """A number of threads as reported to threadpoolctl, which passes it back when its limit ends."""
+
+    limit: int | None  #: set by the reporting thread, None: none
+
+
+def _reported() -> _Reported:
+    try:
+        count = min(host.get_num_threads(), MAX_THREADS)
+    except ValueError:  # a bad FASTATTN_NUM_THREADS, for which a call raises
+        count = host.available_cores()
+    limit = limit_by_threadpoolctl()
+    reported = _Reported(count if limit is None else min(count, limit))
+    reported.limit = _limits.get(_thread.get_ident())
+    return reported
+
+
+def _set_limit(limit: int) -> None:
+    """Sets a limit for the calling thread, and for all that have set none; or restores a reported state."""
+    wanted = limit.limit if isinstance(limit, _Reported) else max(1, limit)
+    if wanted is None:
+        _limits.pop(_thread.get_ident(), None)
+    else:
+        _limits[_thread.get_ident()] = wanted
+    host.threads_changed()
+
+
+def _register(threadpoolctl: Any) -> None:
+    """Lets threadpoolctl see and limit the threads of calls.
+
+    It finds controllers by loaded libraries; NumPy's is loaded with any backend. It controls OpenMP's
+    runtimes itself, but a limit there applies only to the thread that sets it, and cannot be distinguished
+    from OMP_NUM_THREADS.
+    """
+    if not hasattr(threadpoolctl, "register"):  # before version 3.2
+        return
+
+    class Controller(threadpoolctl.LibController):  # type: ignore[misc]
+        user_api = "openmp"
+        internal_api = "fastattn"
+        filename_prefixes = ("_multiarray_umath",)
+
+        def get_num_threads(self) -> int:
+            return _reported()
+
+        def set_num_threads(self, num_threads: int) -> None:
+            _set_limit(num_threads)
+
+        def get_version(self) -> str:
+            return __version__
+
+    threadpoolctl.register(Controller)
+
+
+class _Finder:
+    """Registers with threadpoolctl when that is imported, as fastattn does not import it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "threadpoolctl":
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec: Any = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader:
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)
+
+
+if "threadpoolctl" in sys.modules:
+    _register(sys.modules["threadpoolctl"])
+else:
+    sys.meta_path.insert(0, _Finder())
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+
+def _in_child() -> None:
+    global _forked
+    _forked = True
+    no_fork.free_in_child()
+    host.threads_changed()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

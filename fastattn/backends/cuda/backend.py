@@ -1,0 +1,78 @@
+"""The CUDA backend: kernels of Numba on an NVIDIA GPU, float32 and float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from fastattn._call.problem import AnyProblem
+from fastattn.backends._base import Backend
+
+if TYPE_CHECKING:
+    from fastattn._machine.device import DeviceArray
+
+
+class CudaBackend(Backend):
+    """Tiles of query rows, a block of threads each; see `fastattn.backends.cuda`."""
+
+    name = "cuda"
+
+    def unavailable_reasons(self) -> list[str]:
+        return _missing()
+
+    def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
+        reasons = [] if problem.dropout is None else ["it drops no weights"]
+        stored = problem.stored()
+        if not stored and problem.out.dtype != problem.dtype:
+            stored = [f"the result is {problem.out.dtype.name}"]
+        if stored:
+            reasons.append(f"it reads and writes no 16-bit numbers, and {', '.join(stored)}")
+        return reasons
+
+    def thread_limit(self, num_threads: int) -> int:
+        return num_threads
+
+    def prepare(self, problem: AnyProblem, num_threads: int) -> None:
+        return None
+
+    def run(self, problem: AnyProblem, num_threads: int) -> None:
+        import_module("fastattn.backends.cuda.engine").run(problem)
+
+    def combine(
+        self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
+    ) -> None:
+        import_module("fastattn.backends.cuda.combine").combine(pieces, out, lse)
+
+
+backend = CudaBackend()
+
+
+@cache
+def _missing() -> list[str]:
+    if find_spec("numba_cuda") is None:
+        return ["numba-cuda is not installed: pip install 'fastattn[cuda]'"]
+    try:
+        from numba import config, cuda
+    except Exception as error:  # not ImportError alone, as in `reasons_no_compiler`
+        return [f"numba-cuda does not load ({type(error).__name__}: {error})"]
+    if config.ENABLE_CUDASIM:
+        return []
+    if not cuda.is_available():
+        why = " ".join(str(cuda.cuda_error()).split())
+        return [f"no NVIDIA GPU can be used: {why or 'none is here'}"]
+    if absent := [name for name in ("nvvm", "nvrtc") if not _loads(name)]:
+        install = "pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
+        return [f"NVIDIA's compiler is not here ({' and '.join(absent)}): {install}"]
+    return []
+
+
+def _loads(library: str) -> bool:
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        load_nvidia_dynamic_lib(library)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""The compiled CPU backend: Cython driver over C micro-kernels, for float32 and float64, every feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastattn._call.gradients import Backward, Gradients
+from fastattn._call.problem import Problem
+from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
+from fastattn._machine import host, threads
+from fastattn.backends._base import Backend, Prepared
+from fastattn.backends.cpu.backward import gradients_of, make_room
+from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
+from fastattn.backends.cpu.record import write_record
+
+try:
+    import fastattn.backends.cython.driver as driver
+except ImportError as error:
+    driver = None
+    _missing = (
+        f"its extension module is not built or does not load ({error}); a C compiler builds it on install"
+    )
+    _tree = Path(__file__).parents[3]
+    _source = _tree / "fastattn" / "backends" / "cython" / "driver.pyx"  # in no wheel
+    is_unbuilt_tree = isinstance(error, ModuleNotFoundError) and _source.exists()
+    if is_unbuilt_tree:
+        _missing = (
+            f"imported from the source tree {_tree}, which is not built; `pip install -e {_tree}` builds it, "
+            "with a C compiler, and from another folder Python imports the fastattn that is installed"
+        )
+else:
+    is_unbuilt_tree = False
+    driver.choose_isa(host.forced_isa() or driver.available_isas()[0])
+    driver.set_cores(host.cores_of_cpus())
+
+
+class CythonBackend(Backend):
+    """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
+
+    name = "cython"
+
+    def unavailable_reasons(self) -> list[str]:
+        return [_missing] if driver is None else []
+
+    def unsupported_reasons(self, problem: Problem) -> list[str]:
+        if problem.score_mod is None or not (reasons := reasons_no_compiler()):
+            return []
+        return [f"a score_mod is compiled by Numba, and {'; '.join(reasons)}"]
+
+    def thread_limit(self, num_threads: int) -> int:
+        return threads.thread_limit(num_threads) if has_openmp() else 1
+
+    def prepare(self, problem: Problem, num_threads: int) -> Prepared:
+        target = Target(**driver.target(problem.dtype.itemsize))
+        schedule = make_schedule(problem, target, num_threads)
+        loop = loop_of(problem, schedule)
+        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        record = write_record(problem, schedule, target)
+        return driver.Prepared(*record, schedule.num_threads, schedule.is_small, loop, sizes)
+
+    def run(self, problem: Problem, num_threads: int) -> None:
+        self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
+
+    def gradient_reasons(self) -> list[str]:
+        return []
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        problem = backward.problem
+        target = Target(**driver.target(problem.dtype.itemsize))
+        schedule = make_backward_schedule(problem, target, num_threads)
+        of_gradients = problem._replace(out=backward.grad_out)
+        larger = {}
+        if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
+            row = max(problem.head_dim, problem.value_dim) * problem.dtype.itemsize
+            larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
+        for all_large in (False, True):
+            room = make_room(backward, schedule, target.lanes)
+            again = driver.differentiate(
+                write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
+                write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
+                tuple(name in backward.wrt for name in ("query", "key", "value")), room, all_large,
+            )  # fmt: skip
+            if not again:
+                break
+        return gradients_of(backward, room)
+
+
+backend = CythonBackend()
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that were built and that this CPU runs, best first."""
+    return [] if driver is None else list(driver.available_isas())
+
+
+def isa() -> str | None:
+    """The instruction set in use, or None without the extension."""
+    return None if driver is None else str(driver.chosen_isa())
+
+
+def vectors() -> str | None:
+    """The instruction set of its kernels other than the fused ones."""
+    return None if driver is None else str(driver.chosen_vectors())
+
+
+def has_openmp() -> bool:
+    """Whether the extension was built with OpenMP; without, it runs on one thread."""
+    return bool(driver.HAS_OPENMP)
+
+
+def tile_operations(num_threads: int, steps: int) -> float:
+    """FLOPs of float32 that so many threads do on the tile unit alone, in at least `steps` steps in all."""
+    return float(driver.tile_operations(num_threads, steps))
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """For tests: other kernels for a while, in every thread."""
+    before = driver.chosen_isa()
+    driver.choose_isa(name)
+    try:
+        yield
+    finally:
+        driver.choose_isa(before)

@@ -1,0 +1,64 @@
+"""The Numba backend: the compiled backend's design in code that is compiled on first use, float32 and
+float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from fastattn._call.problem import Problem
+from fastattn._machine.threads import no_fork
+from fastattn.backends._base import Backend, Prepared
+from fastattn.backends.cpu.functions import reasons_no_compiler
+
+
+class NumbaBackend(Backend):
+    """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.numba`."""
+
+    name = "numba"
+
+    def unavailable_reasons(self) -> list[str]:
+        return _missing()
+
+    def unsupported_reasons(self, problem: Problem) -> list[str]:
+        reasons = [] if problem.dropout is None else ["it drops no weights"]
+        stored = problem.stored()
+        if stored:
+            reasons.append(f"it reads no 16-bit numbers, and {', '.join(stored)}")
+        return reasons
+
+    def thread_limit(self, num_threads: int) -> int:
+        return int(import_module("fastattn.backends.numba.threads").thread_limit(num_threads))
+
+    def prepare(self, problem: Problem, num_threads: int) -> Prepared:
+        return _driver().Prepared(problem, num_threads)
+
+    def run(self, problem: Problem, num_threads: int) -> None:
+        self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
+
+
+backend = NumbaBackend()
+
+
+@cache
+def _missing() -> list[str]:
+    if reasons := reasons_no_compiler():
+        return reasons
+    with no_fork:
+        try:
+            from fastattn.backends.numba.threads import reason_no_pool
+
+            _driver()
+        except ImportError as error:
+            return [f"numba does not load ({error})"]
+        reason = reason_no_pool()
+    return [] if reason is None else [reason]
+
+
+@cache
+def _driver() -> Any:
+    """The module that loads Numba."""
+    import fastattn.backends.numba.prepared as driver
+
+    return driver

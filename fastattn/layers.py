@@ -15,7 +15,6 @@ from numpy.lib.stride_tricks import as_strided
 from fastattn._api.attention import attention
 from fastattn._api.rope import rope as rotate
 from fastattn._cache.cache import KVCache, causal_rule
-from fastattn._cache.state import count
 from fastattn._call.arguments import (
     as_array,
     as_mask,
@@ -24,6 +23,7 @@ from fastattn._call.arguments import (
     check_key_lengths,
     check_number_dtype,
     check_out,
+    count,
     promote,
 )
 from fastattn._call.options import complete, public, refusing

@@ -45,9 +45,7 @@ def random_arrays(
 
 def problem_of(*arrays: np.ndarray, **options: Any) -> Problem:
     """What a call of `fastattn.attention` becomes."""
-    plain = dict.fromkeys(("mask", "bias", "window", "key_lengths", "scale", "softcap", "sinks", "out"))
-    switches = dict.fromkeys(("causal", "return_lse", "return_weights"), False)
-    return normalize(*arrays, **(plain | switches | {"layout": "bhsd"} | options)).problem
+    return normalize(*arrays, options).problem
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ in_threads(lambda: None, {seconds})
         model_in_python(
             MODEL
             + """
-from fastattn import _blas
+from fastattn._api import blas as _blas
 assert fastattn.share_threads_with_blas()
 step(0)
 def check():

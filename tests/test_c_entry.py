@@ -220,7 +220,7 @@ def test_the_capsule() -> None:
     """By PyCapsule_Import, as NumPy's own is found, and by the header."""
     load = ctypes.pythonapi.PyCapsule_Import
     load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
-    assert load(b"fastattn._api.c_entry.attention", 0) == _capi.address()
+    assert load(b"fastattn._capi.attention", 0) == _capi.address()
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         _capi.attend  # noqa: B018
 
@@ -572,7 +572,7 @@ def test_a_known_call_needs_no_gil(tmp_path: Path) -> None:
     code = f"""
 import ctypes
 import numpy as np
-from fastattn import _capi
+from fastattn._api import c_entry as _capi
 from tests import c_entry
 arrays = np.random.default_rng(0).standard_normal((3, 1, 4, 200, 16)).astype("f4")
 out, lengths = np.empty((1, 4, 200, 16), "f4"), np.array([190])

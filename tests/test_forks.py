@@ -188,7 +188,7 @@ import os
 import numpy as np
 import fastattn
 from numba.core.compiler_lock import global_compiler_lock
-from fastattn import _threads
+from fastattn._machine import threads as _threads
 x = np.ones((1, 2, 3, 4))
 fastattn.attention(x, x, x, backend="numba")
 with global_compiler_lock, _threads.no_fork:

@@ -248,7 +248,7 @@ def no_general_path(monkeypatch):
     """From now on a call that is not prepared fails."""
 
     def refuse():
-        for module in ("_api", "_flex"):
+        for module in ("_api.attention", "_api.flex"):
             monkeypatch.setattr(
                 f"fastattn.{module}.solve", lambda *_: pytest.fail("this call took the general path")
             )

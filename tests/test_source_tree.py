@@ -31,7 +31,7 @@ with warnings.catch_warnings(record=True) as seen:
         fastattn.attention(x, x, x)
 for it in seen:
     print("warned:", it.category.__name__, it.message)
-for call in (lambda: fastattn.attention(x, x, x, backend="cython"), lambda: fastattn._api.c_entry.address()):
+for call in (lambda: fastattn.attention(x, x, x, backend="cython"), lambda: fastattn._capi.attention):
     try:
         call()
     except fastattn.BackendError as error:

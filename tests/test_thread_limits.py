@@ -60,7 +60,7 @@ class TestBounds:
         """Tasks are query blocks, or with split-KV key tiles of a head."""
         code = """
 from fastattn._machine.constants import FUSED_LANES
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_cpu
 target = cython_cpu.driver.target(4)
 lanes = target["lanes"]
 rows = FUSED_LANES if target["has_fused"] else lanes * target["max_vectors"]
@@ -148,7 +148,7 @@ print(more_threads(num_threads=40), more_threads(num_threads=40), threads())
 
     def test_the_trial_leaves_no_thread(self):
         code = """
-from fastattn import threads
+from fastattn._machine import threads
 before = threads()
 assert threads._startable(20) == 20
 print(threads() - before)

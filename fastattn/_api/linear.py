@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from fastattn._cache.state import count
 from fastattn._call.arguments import (
     as_array,
     check_bool,
     check_key_lengths,
     check_number_dtype,
     check_seed,
+    count,
 )
 from fastattn._call.normalize import as_inputs, naming_shapes
 from fastattn._call.options import refusing

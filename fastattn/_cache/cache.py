@@ -21,8 +21,8 @@ from fastattn._cache.pages import (
     write_page_rows,
     write_rows,
 )
-from fastattn._cache.state import Settings, State, count, rounded_length
-from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window
+from fastattn._cache.state import Settings, State, rounded_length
+from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window, count
 from fastattn._call.options import complete, public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT32, FLOAT64, MAX_ROWS, parts_of_rows
 from fastattn._call.storage import Rows

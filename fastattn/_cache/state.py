@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._cache.pages import PageShape
-from fastattn._call.arguments import is_swapped
+from fastattn._call.arguments import count, is_swapped
 from fastattn._call.problem import MAX_DIM, MAX_ROWS
 from fastattn._call.storage import BFLOAT16, REAL, storage_of
-from fastattn.masks.objects import as_integer
 
 if TYPE_CHECKING:
     from fastattn._call.options import LayoutName
@@ -89,14 +88,6 @@ class State(NamedTuple):
         """The ranges of positions whose rows an item holds."""
         length, retained = int(self.lengths[item]), int(self.retained[item])
         return [(0, keep_first), (retained, length)] if retained else [(0, length)]
-
-
-def count(value: Any, name: str, least: int, most: int) -> int:
-    """An integer in least..most; raises where it is not one."""
-    number = as_integer(value, name)
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be in {least}..{most}, got {number}")
-    return number
 
 
 def storages(dtype: Any) -> tuple[np.dtype, np.dtype]:

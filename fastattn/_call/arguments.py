@@ -236,6 +236,14 @@ def is_swapped(layout: str) -> bool:
     return layout == "bshd"
 
 
+def count(value: Any, name: str, least: int, most: int) -> int:
+    """An integer in least..most; raises where it is not one."""
+    number = objects.as_integer(value, name)
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be in {least}..{most}, got {number}")
+    return number
+
+
 def check_bool(value: Any, name: str) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be a bool, got {value!r}")

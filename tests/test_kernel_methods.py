@@ -455,7 +455,7 @@ class TestRefused:
 
         values = {
             "bandwidth": [0, np.nan, [1.0, 2.0, 3.0], 1e-300],
-            "weights": [np.ones(6), np.r_[-1.0, np.ones(6)], np.r_[np.nan, np.ones(6)]],
+            "weights": [np.ones(6), np.r_[-1e-9, np.ones(6)], np.r_[np.nan, np.ones(6)]],
             "y": [np.ones(6)],
             "x": [np.ones(7), np.ones((7, 3))],
         }

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import fastattn
-import fastattn._flex  # now: what is patched in `_api` must not be what it imports
-from fastattn import _prepared, _signature, masks
+from fastattn import _api, _flex, _prepared, _signature, masks
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.conftest import on_compiled
@@ -244,10 +243,8 @@ def no_general_path(monkeypatch):
     """From now on a call that is not prepared fails."""
 
     def refuse():
-        for module in ("_api", "_flex"):
-            monkeypatch.setattr(
-                f"fastattn.{module}.solve", lambda *_: pytest.fail("this call took the general path")
-            )
+        for module in (_api, _flex):
+            monkeypatch.setattr(module, "solve", lambda *_: pytest.fail("this call took the general path"))
 
     return refuse
 

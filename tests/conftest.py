@@ -263,7 +263,8 @@ def engines_together(of_one_test: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     def place(item: pytest.Item) -> int:
         params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-        params.pop("engine", None)
+        for name in ("engine", "way"):
+            params.pop(name, None)
         return places.setdefault(tuple((name, id(value)) for name, value in params.items()), len(places))
 
     return sorted(of_one_test, key=place)
@@ -335,7 +336,9 @@ def compiled() -> None:
         pytest.skip(f"cython is not usable here: {reasons}")
 
 
-@pytest.fixture(params=NUMBA_POOLS)
+@pytest.fixture(
+    params=[pytest.param(it, marks=pytest.mark.slow if it != "workqueue" else ()) for it in NUMBA_POOLS]
+)
 def pool_environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """What has a process use one of Numba's thread pools, with four threads on any number of cores."""
     # Where pip puts TBB.

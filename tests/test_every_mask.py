@@ -16,13 +16,20 @@ from fastattn.masks import objects
 from fastattn.masks.map import EMPTY, FULL
 from tests import test_backward_rules, test_rules_nan
 from tests.cases import MASK_NAMES, MASK_SIZES, mask_pair, mask_pairs, random_arrays
-from tests.conftest import computes_gradients, without
+from tests.conftest import ISAS, computes_gradients, without
 from tests.masks_as_arrays import BLOCKS, as_array, block_mask, part_of, parts_of
 from tests.test_backward import check
 from tests.test_dropout import DROP, drops_weights
 from tests.tolerances import assert_attention
 
 every_mask = pytest.mark.parametrize("name", MASK_NAMES)
+#: Of each kind, where all would take long.
+OF_EACH_KIND = ("segments_sorted", "segments_any_order_per_item", "prefix", "longformer", "and_of_or",
+                "not_longformer", "not_and_nothing", "dense_integer_per_head")  # fmt: skip
+#: Kernels know intervals, arrays and tiles: the other instruction sets need no more than these.
+few_on_other_isas = without(
+    lambda engine, name: engine.isa not in (None, *ISAS[:1]) and name not in OF_EACH_KIND
+)
 
 # ---------------------------------------------------------------- the objects
 
@@ -82,9 +89,10 @@ def test_parts(name, whole):
 
 
 @every_mask
+@few_on_other_isas
 @pytest.mark.parametrize("sizes", [(5, 9), (70, 150), (129, 129), (150, 70)], ids=str)
 def test_attention_is_the_definition(engine, name, sizes):
-    heads, kv_heads = (4, 2) if max(sizes) < 64 else (2, 1)  # the definition takes long over many rows
+    heads, kv_heads = {5: (4, 2), 70: (2, 1)}.get(sizes[0], (1, 1))  # it takes long over many rows
     pair = mask_pair(name, 2, heads, *sizes)
     arrays = random_arrays(
         lead=(2,), heads=heads, kv_heads=kv_heads, len_q=sizes[0], len_k=sizes[1], head_dim=8
@@ -93,6 +101,7 @@ def test_attention_is_the_definition(engine, name, sizes):
 
 
 @every_mask
+@few_on_other_isas
 @pytest.mark.parametrize("sizes", test_rules_nan.SIZES, ids=str)
 def test_a_row_sees_nothing_that_is_masked(engine, name, sizes):
     pair = mask_pair(name, test_rules_nan.BATCH, test_rules_nan.HEADS, *sizes)
@@ -102,6 +111,7 @@ def test_a_row_sees_nothing_that_is_masked(engine, name, sizes):
 
 @drops_weights
 @every_mask
+@few_on_other_isas
 def test_dropout(engine, name):
     pair = mask_pair(name, 2, 3, 40, 130)
     arrays = random_arrays(2, lead=(2,), heads=3, len_q=40, len_k=130, head_dim=8)
@@ -111,13 +121,9 @@ def test_dropout(engine, name):
     )
 
 
-#: Of each kind, for gradients over several tiles: their definition takes long.
-OF_EACH_KIND = ("segments_sorted", "segments_any_order_per_item", "prefix", "longformer", "and_of_or",
-                "not_longformer", "not_and_nothing", "dense_integer_per_head")  # fmt: skip
-
-
 @computes_gradients
 @every_mask
+@few_on_other_isas
 @pytest.mark.parametrize("sizes", [(20, 35), (65, 33), (130, 260)], ids=str)
 @without(lambda name, sizes: sizes != (20, 35) and name not in OF_EACH_KIND)
 def test_gradients(engine, name, sizes):
@@ -130,6 +136,7 @@ def test_gradients(engine, name, sizes):
 
 @computes_gradients
 @every_mask
+@few_on_other_isas
 @pytest.mark.parametrize("sizes", test_backward_rules.SIZES, ids=str)
 def test_gradients_of_masked_keys_are_0_whatever_they_hold(engine, name, sizes):
     pair = mask_pair(name, test_backward_rules.BATCH, test_backward_rules.HEADS, *sizes)

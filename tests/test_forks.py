@@ -126,7 +126,7 @@ except TypeError:
 
 
 #: Of each way of importing one. Those that import Numba import some hundred modules.
-USUAL = ("attention", "gradients", "linear", "refusal")
+USUAL = ("attention", "gradients")
 
 
 @pytest.mark.parametrize(

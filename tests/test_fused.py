@@ -235,7 +235,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.sigaltstack(ctypes.byref(stack), None) == 0, ctypes.get_errno()
 import numpy as np
 import fastattn
-from fastattn.backends import cython_cpu
+from fastattn.backends.cython import backend as cython_cpu
 x = np.ones((2, 300, 64), np.float32)
 fastattn.attention(x, x, x)
 print(cython_cpu.isa(), *cython_cpu.available_isas())

@@ -349,7 +349,7 @@ def test_errors_of_calls():
     x = numbers(2, 6, 24)
     call = partial(MultiHeadAttention(**GIVEN), query=x)
     values = {
-        "query": [x[..., 1:]],
+        "query": [x[..., 1:], np.concatenate([x, x[..., :1]], axis=-1)],
         "key": [x[0, 0], np.concatenate([x, x])[:3]],
         "value": [x],
         "return_weights": ["max", None],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+import pickle
+from functools import lru_cache, partial
 from itertools import pairwise, product
 
 import ml_dtypes
@@ -95,12 +96,18 @@ def formula_by_sums(query, key, value, phi, *, dtype, causal=False, key_lengths=
         return np.where(products[..., -1:] == 0, 0, products[..., :-1] / products[..., -1:])
 
 
+@lru_cache(maxsize=64)
+def solve(problem):
+    """The exact answer to what is pickled, its reach and the formula's answer: once for all ways."""
+    name, dtype, arrays, options = pickle.loads(problem)
+    phi = MAPS[name][1]
+    return *formula(*arrays, phi, **options), formula(*arrays, phi, dtype=dtype, **options)[0]
+
+
 def assert_linear(got, query, key, value, name, **options):
     """Within twice the error of the formula in the same type, and some roundings of each feature."""
-    _, phi, factor = MAPS[name]
-    exact, reach = formula(query, key, value, phi, **options)
-    plain, _ = formula(query, key, value, phi, dtype=got.dtype, **options)
-    assert_close("out", got, exact, (2 * factor * reach).astype(float), plain)
+    exact, reach, plain = solve(pickle.dumps((name, got.dtype, (query, key, value), options)))
+    assert_close("out", got, exact, (2 * MAPS[name][2] * reach).astype(float), plain)
 
 
 def arrays(seed=0, **sizes):

@@ -720,7 +720,7 @@ def test_errors_of_tables():
     values = {
         "n_positions": [-1],
         "rotary_dim": [0, 7],
-        "base": [math.nan, 0.5],
+        "base": [math.nan, 0.5, 1.0],
         "scaling": [
             (), ("longrope", 2), ("linear",), ("ntk", 2, 3), ("yarn", 2), ("llama3", 2, 1, 4),
             ("llama3", 2, 4, 4, 8192), ("linear", 0), ("linear", 10**400), yarn(beta=32), yarn(beta_fast=0),

@@ -148,9 +148,9 @@ print(more_threads(num_threads=40), more_threads(num_threads=40), threads())
 
     def test_the_trial_leaves_no_thread(self):
         code = """
-from fastattn._machine import threads
+from fastattn._machine import threads as _threads
 before = threads()
-assert threads._startable(20) == 20
+assert _threads._startable(20) == 20
 print(threads() - before)
 """
         assert printed(code) == [0]

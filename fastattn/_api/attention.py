@@ -82,155 +82,88 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key.
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key. Arrays may be of
+    float32 or float64, of float16 or bfloat16 (storage, computed in float32), or of integers (float64); of NumPy
+    or of another library, all on the host or all on one NVIDIA GPU.
 
     Parameters
     ----------
     query : array_like, shape (..., H, L, D)
-        float32 or float64; float16 or bfloat16 (of `ml_dtypes`), which are storage, see Notes; and integers
-        or bools, which count as float64. Two axes stand for one head, ``(L, D)``, and then `key` and `value`
-        have two as well; three are ``(H, L, D)``. It may be an array on an NVIDIA GPU, one with
-        ``__cuda_array_interface__`` or DLPack: then all of query, key, value, mask array, bias, sinks and
-        `out` are on that GPU. Arrays of other libraries on the host, as PyTorch's and JAX's, are read where
-        they are.
+        ``(L, D)`` is one head.
     key : array_like, Quantized or Paged, shape (..., K, S, D)
-        ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)`` (grouped-query and
-        multi-query attention). The leading axes broadcast as in `numpy.matmul`. A `Quantized` has its
-        elements in int8, a `Paged` has its rows in pages, as a cache of keys may.
+        Query head ``h`` reads key/value head ``h // (H // K)``. Leading axes broadcast.
     value : array_like, Quantized or Paged, shape (..., K, S, E)
-        ``E`` need not be ``D``. Key and value may be stored in different ways.
     mask : fastattn.masks.Mask or array_like of bool or int, optional
-        Which keys each query may attend to: a mask object, or several combined by ``&``, ``|`` and ``~``, or
-        an array, non-zero = may attend, that broadcasts to ``(..., H, L, S)``. One of ``(B, L, S)`` is
-        ``mask[:, None]`` and one of ``(B, S)`` is ``mask[:, None, None, :]``: without these axes an error
-        says so, unless ``B = H``, or ``B = L``, where NumPy's rule takes the array for one of ``(H, L, S)``,
-        or of ``(L, S)``.
-    bias : array_like of float16, bfloat16, float32 or float64, optional
-        Added to the scaled (and soft-capped) scores, read in the dtype of the computation; broadcasts to
-        ``(..., H, L, S)`` as a mask does. ``-inf`` masks, and so does float64's lowest number in float32. A
-        mask of zeros and ones in floats is no bias: say ``mask=array.astype(bool)``.
+        Which keys each query may attend to: a mask object, or an array, non-zero = may attend, that broadcasts
+        to ``(..., H, L, S)``: a mask of shape ``(B, S)`` is given as ``mask[:, None, None, :]``.
+    bias : array_like of float, optional
+        Added to the scores, after `softcap`; broadcasts as a mask does. ``-inf`` masks.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
-        item's entry of `key_lengths`, or else ``S``; the last query sees the last real key, as a decoder
-        with a cache needs. True: ``j <= i``, only for ``L = S``. With ``L = 3`` and ``S = 5``::
-
-            "top_left"    "bottom_right"
-            x . . . .     x x x . .
-            x x . . .     x x x x .
-            x x x . .     x x x x x
-
+        item's entry of `key_lengths`, or else ``S``. True: for ``L = S``, where both are the same.
     window : (int or None, int or None), optional
-        ``(left, right)``: keys from ``p - left`` to ``p + right``, both included, None = unbounded, where
-        ``p = i`` for `causal` True or ``"top_left"``, else ``p = i + S_b - L``.
+        ``(left, right)``: keys from ``p - left`` to ``p + right``, None = unbounded; ``p = i`` with `causal`
+        True or ``"top_left"``, else ``p = i + S_b - L``.
     key_lengths : array_like of int, optional
-        Broadcasts to the leading batch axes; keys at or past it are never read.
+        Broadcasts to the leading batch axes; keys at or past it are padding, never read.
     scale : float, optional
-        Any finite number; ``1 / sqrt(D)`` when not given.
+        ``1 / sqrt(D)`` when not given.
     softcap : float, optional
-        Turns a scaled score ``x`` into ``softcap * tanh(x / softcap)``, before bias and masks.
+        Turns a scaled score ``x`` into ``softcap * tanh(x / softcap)``.
     sinks : array_like, shape (H,), optional
         One more logit per head, in the denominator only.
     layout : {"bhsd", "bshd"}, default "bhsd"
-        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``. A view, never a copy;
-        `mask`, `bias`, the lse and the weights stay ``(..., H, L[, S])``.
+        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``; the others stay as they are.
     dropout : float, default 0.0
-        The probability, in ``[0, 1)``, of a weight to be dropped, rounded to a multiple of ``2**-16``: it
-        becomes 0, and the others are divided by the share that is kept, after the softmax. The lse does not
-        change, and the weights returned are those after it. Which are dropped is `dropout_mask`.
+        The probability, in ``[0, 1)``, of a weight to be dropped; see `dropout_mask`.
     seed : int, optional
         In ``[0, 2**128)``; needed with `dropout`, as there is no global random state.
     out : ndarray, optional
-        Where to write the result: exactly its shape and dtype, any strides. It may overlap an input.
+        Where to write the result: its shape and dtype, any strides. It may overlap an input.
     return_lse, return_weights : bool, default False
-        Also return the log-sum-exp, and the attention weights (which takes ``L * S`` memory per head).
+        Also return the log-sum-exp, and the attention weights (``L * S`` numbers per head).
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"cython", "numba", "reference", "cuda"}, optional
-        When not given: FASTATTN_BACKEND, or the first of those on the CPU that can take the problem.
-        ``"cuda"`` moves the arrays to an NVIDIA GPU and the results back; arrays on one need not name it.
+        When not given: FASTATTN_BACKEND, or the first on the CPU that can take the problem.
 
     Returns
     -------
     out : ndarray, shape (..., H, L, E)
-        In the dtype that query, key and value promote to; C-contiguous in the given layout. Results are of
-        query's library, by its ``from_dlpack``; where it has none NumPy's, or on a GPU Numba's.
+        In the dtype that query, key and value promote to, in the given layout; of query's library.
     lse : ndarray, shape (..., H, L)
         Natural log of each row's softmax denominator, when asked for.
     weights : ndarray, shape (..., H, L, S)
-        The softmax itself, when asked for. What is asked for comes back as one tuple, in this order.
+        The softmax, when asked for. What is asked for comes back as one tuple, in this order.
 
     Raises
     ------
     TypeError
-        A dtype that is not supported (complex, object, string, longdouble), float16 with bfloat16, a float
-        mask, a bias that is not float, a masked array, a tensor that requires grad, an `out` of another
-        dtype, an option of the wrong kind, or one that there is not (for those of other libraries the
-        message says what takes their place).
+        A dtype or an option of the wrong kind, or an option that there is not: the message says what takes the
+        place of those of other libraries.
     ValueError
-        Shapes that do not fit, ``causal=True`` with ``L != S``, `key_lengths` outside ``0..S``, a negative
-        window bound, a scale that is not finite, a soft-cap that is not positive, an `out` that is
-        read-only or overlaps itself, a dropout outside ``[0, 1)`` or without a seed, an unknown layout or
-        backend; arrays in different places; on a GPU an `out` that shares memory with what is read. Where
-        the shapes would fit in the other `layout`, or look as if all heads were in the last axis, the
-        message says so.
+        Shapes that do not fit, or an option out of its range.
     BackendError
-        No backend, or not the one named, can take the problem.
-
-    All are raised before any work; `out` is then untouched.
+        No backend, or not the one named, can take the problem. All errors come before any work.
 
     Notes
     -----
-    The same in NumPy, with its ``L * S`` memory::
+    In NumPy, with ``L * S`` memory::
 
         scores = scale * (query @ key.swapaxes(-1, -2)) + np.where(mask, 0, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out = weights / weights.sum(-1, keepdims=True) @ value
 
-    Masks: `mask`, `causal`, `window`, `key_lengths` and ``-inf`` in `bias` hold together (AND). A query
-    without any allowed key gives 0, lse ``-inf`` and weights 0, and so does one all of whose scores are
-    ``-inf``; with a sink, lse is the sink. A masked key is never seen: NaN or inf in it, or in its value,
-    changes no bit of the result. A NaN in a query, or in a key, value or bias that it may read, makes that
-    row NaN.
-
-    Accuracy: float32 and float64 compute in their own precision, as the formula above does, with softmax
-    relative to the running maximum. Where the values are finite so is the result: between the least and the
-    largest that a row reads, up to rounding, also where their sum is larger than all numbers. With `dropout`
-    the weights may add up to more than 1, and a result past the largest number is inf.
-
-    Dropout: a function of the seed and of a weight's place in ``(..., H, L, S)``, so the same for any
-    backend, number of threads and memory layout; drawn block by block, in no memory of size ``L * S``. On
-    ``"cython"`` and ``"reference"``.
-
-    16-bit storage: with float32 or float64 arrays, float16 and bfloat16 ones promote to those; alone they
-    give a result of their own type, computed in float32 and rounded once, with an lse in float32; `out` may
-    then be float32. The two do not mix. Keys and values are converted where they are read, a tile at a time,
-    and the bits of a result that is not in 16 bits are those of the call on upcast arrays; but where query,
-    key and value all are bfloat16 and the CPU multiplies it (``avx512_bf16``, ``amx``), its products, which
-    are exact, are summed in another order. `Quantized` and `Paged` have the bits of the arrays that they
-    stand for.
-
-    Determinism: the bits of a result do not depend on the number of threads, on other items of the batch,
-    on layout or strides. They may depend on the instruction set, and on whether a key/value head has few
-    query rows (`L * H / K` of at most 8, or fewer than fill a vector, or of a group just as many), whose
-    keys are summed up as a tree; with ``amx`` also on whether sizes, `causal` and `window` make its tile unit
-    worth while.
-
-    On a GPU the work is done on the caller's stream, after what the arrays' libraries have queued, and the
-    host does not wait. `key_lengths` and mask objects are read on the host. Bits may differ from the CPU's.
-
-    Memory: blocks of scores live in the cache; nothing of size ``L * S`` is stored and broadcast axes are
-    never expanded.
+    All masks hold together. A query without any allowed key gives 0, and lse ``-inf``. NaN or inf in a masked
+    key changes nothing. Accuracy, determinism, memory and dropout: docs/promises.md.
 
     References
     ----------
     .. [1] Vaswani et al., "Attention Is All You Need", NeurIPS 2017, equation 1.
     .. [2] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-    .. [3] Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.
-    .. [4] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
-       NeurIPS 2022.
-    .. [5] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
+    .. [3] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
        algorithm 1.
-    .. [6] Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
+    .. [4] Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
     Examples
     --------
@@ -239,28 +172,8 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     >>> rng = np.random.default_rng(0)
     >>> query = rng.standard_normal((2, 8, 5, 64), dtype=np.float32)  # 2 items, 8 heads, 5 queries
     >>> key, value = rng.standard_normal((2, 2, 2, 9, 64), dtype=np.float32)  # 2 heads, 9 keys
-    >>> fastattn.attention(query, key, value).shape
+    >>> fastattn.attention(query, key, value, causal="bottom_right", key_lengths=[9, 6]).shape
     (2, 8, 5, 64)
-
-    Queries at the end of a padded batch of sequences, and the log of each row's denominator:
-
-    >>> out, lse = fastattn.attention(
-    ...     query, key, value, causal="bottom_right", key_lengths=[9, 6], return_lse=True
-    ... )
-    >>> lse.shape
-    (2, 8, 5)
-
-    A local window, and one key that all may attend to:
-
-    >>> from fastattn.masks import GlobalTokens, Window
-    >>> mask = Window(1, 1) | GlobalTokens([0])
-    >>> weights = fastattn.attention(query, key, value, mask=mask, return_weights=True)[1]
-    >>> (weights[0, 0] > 0).astype(int)
-    array([[1, 0, 0, 1, 1, 1, 0, 0, 0],
-           [1, 0, 0, 0, 1, 1, 1, 0, 0],
-           [1, 0, 0, 0, 0, 1, 1, 1, 0],
-           [1, 0, 0, 0, 0, 0, 1, 1, 1],
-           [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     """
     found = None if extra else recall(ATTENTION, query, key, value, options, default_backend())
     if found is not None and type(found) is not bytes:

@@ -82,9 +82,9 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key. Arrays may be of
-    float32 or float64, of float16 or bfloat16 (storage, computed in float32), or of integers (float64); of NumPy
-    or of another library, all on the host or all on one NVIDIA GPU.
+    ``S`` key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key. Arrays may be
+    float32 or float64, float16 or bfloat16 (storage, computed in float32), or integers (float64); of NumPy or
+    of another library, all on the host or all on one NVIDIA GPU.
 
     Parameters
     ----------

@@ -94,8 +94,8 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
         Query head ``h`` reads key/value head ``h // (H // K)``. Leading axes broadcast.
     value : array_like, Quantized or Paged, shape (..., K, S, E)
     mask : fastattn.masks.Mask or array_like of bool or int, optional
-        Which keys each query may attend to: a mask object, or an array, non-zero = may attend, that broadcasts
-        to ``(..., H, L, S)``: a mask of shape ``(B, S)`` is given as ``mask[:, None, None, :]``.
+        Which keys each query may attend to: a mask object, or an array, non-zero = may attend. It broadcasts
+        to ``(..., H, L, S)``: one of shape ``(B, S)`` is given as ``mask[:, None, None, :]``.
     bias : array_like of float, optional
         Added to the scores, after `softcap`; broadcasts as a mask does. ``-inf`` masks.
     causal : {False, True, "top_left", "bottom_right"}, default False
@@ -113,7 +113,7 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     sinks : array_like, shape (H,), optional
         One more logit per head, in the denominator only.
     layout : {"bhsd", "bshd"}, default "bhsd"
-        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``; the others stay as they are.
+        ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``, and nothing else.
     dropout : float, default 0.0
         The probability, in ``[0, 1)``, of a weight to be dropped; see `dropout_mask`.
     seed : int, optional
@@ -139,8 +139,8 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     Raises
     ------
     TypeError
-        A dtype or an option of the wrong kind, or an option that there is not: the message says what takes the
-        place of those of other libraries.
+        A dtype or an option of the wrong kind, or an unknown option: for those of other libraries the message
+        says what takes their place.
     ValueError
         Shapes that do not fit, or an option out of its range.
     BackendError

@@ -38,6 +38,8 @@ from fastattn.masks.map import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
 
 Align = Literal["top_left", "bottom_right"]
@@ -96,16 +98,20 @@ class Mask(Frozen):
         )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        return self is other or (type(self) is type(other) and _same(self._values(), other._values()))
+        if type(self) is not type(other):
+            return False if isinstance(other, Mask) else NotImplemented
+        if self is not other:
+            for a, b in zip(self._values(), other._values(), strict=True):
+                if a is not b and not _same(a, b):
+                    return False
+        return True
 
     def __hash__(self) -> int:
         return hash((type(self), *map(_hashable, self._values())))
 
-    def _values(self) -> tuple[Any, ...]:
+    def _values(self) -> Sequence[Any]:
         """What two equal masks have in common."""
-        return tuple(self.__getstate__())
+        return self.__getstate__()
 
     def __repr__(self) -> str:
         defaults = getattr(type(self).__init__, "__defaults__", None) or ()

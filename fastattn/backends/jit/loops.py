@@ -30,7 +30,7 @@ from fastattn.backends.cpu.record import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
-from fastattn.backends.numba.codegen.target import TARGET
+from fastattn.backends.jit.codegen.target import TARGET
 
 #: The mask bits of one word.
 WORD_KEYS = 32

@@ -1,8 +1,8 @@
 """Vectors of reals, written as LLVM IR: the language of the register tiles.
 
-An `Emitter` stands between a stage and the function that Numba is lowering just now. It knows one dtype and
-the host's vector; it knows no tile. Addresses are integers of the width of a pointer, counts are `intp`, and
-loops of the Python code that uses it are unrolled in what it writes.
+An `Emitter` stands between an operation and the function that Numba is lowering just now. It knows one dtype
+and the host's vector; it knows no tile. Addresses are integers of the width of a pointer, counts are `intp`,
+and loops of the Python code that uses it are unrolled in what it writes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from fastattn.backends.numba.codegen.target import TARGET
+from fastattn.backends.jit.codegen.target import TARGET
 
 INTP = ir.IntType(64)
 INT32 = ir.IntType(32)
-BOOL = ir.IntType(1)
 
 
 class Variable:
@@ -40,10 +39,10 @@ class Variable:
         self._builder.store(value, self._slot)
 
 
-class Vectors:
-    """LLVM's types for elements of `itemsize` bytes and the host's vectors of them, and constants of these.
+class Emitter:
+    """Writes operations on the host's vectors of reals of `itemsize` bytes.
 
-    `builder` is at the place where instructions are to be written.
+    `builder` is at the place where instructions are to be written. Memory of the caller's has any alignment.
     """
 
     def __init__(self, builder: ir.IRBuilder, itemsize: int) -> None:
@@ -52,7 +51,6 @@ class Vectors:
         self.real = ir.FloatType() if itemsize == 4 else ir.DoubleType()
         self.integer = ir.IntType(8 * itemsize)
         self.lanes = TARGET.vector_bytes // itemsize
-        self.dots = max(8, self.lanes)  # sums of a tile of products of rows: fewer would wait for each other
         self.vector = ir.VectorType(self.real, self.lanes)
         self.integers = ir.VectorType(self.integer, self.lanes)
 
@@ -72,18 +70,14 @@ class Vectors:
         """0 in every lane."""
         return self.constant(0.0)
 
-    def integer_constant(self, n: int, vector: ir.VectorType | None = None) -> ir.Constant:
-        """n in every lane of a vector of integers, those as wide as the reals unless given."""
-        kind = vector or self.integers
-        return ir.Constant(kind, [ir.Constant(kind.element, n)] * kind.count)
+    def integer_constant(self, n: int) -> ir.Constant:
+        """n in every lane of a vector of integers as wide as the reals."""
+        return ir.Constant(self.integers, [ir.Constant(self.integer, n)] * self.lanes)
 
     def indices(self, indices: Sequence[int]) -> ir.Constant:
         """Which lanes a shuffle takes."""
         return ir.Constant(ir.VectorType(INT32, len(indices)), [INT32(i) for i in indices])
 
-
-class Memory(Vectors):
-    """Addresses, loads, stores and prefetches. Memory of the caller's has any alignment."""
 
     def at(self, address: ir.Value, *steps: tuple[Any, Any]) -> ir.Value:
         """address + the sum of n * size over `steps`, each factor an IR value or an int."""
@@ -113,50 +107,6 @@ class Memory(Vectors):
         """The real at an address."""
         return self.builder.load(self.builder.inttoptr(address, self.real.as_pointer()), align=1)
 
-    def store_scalar(self, address: ir.Value, x: ir.Value) -> None:
-        """Writes the real x to an address."""
-        self.builder.store(x, self.builder.inttoptr(address, self.real.as_pointer()), align=1)
-
-    def load_address(self, address: ir.Value) -> ir.Value:
-        """The entry at an address in a list of addresses or counts."""
-        return self.builder.load(self.builder.inttoptr(address, INTP.as_pointer()), align=8)
-
-    def load_words(self, address: ir.Value) -> ir.Value:
-        """The mask words at an address, 32 bits for each lane."""
-        words = ir.VectorType(INT32, self.lanes)
-        return self.builder.load(self.builder.inttoptr(address, words.as_pointer()), align=4)
-
-    def first_lanes(self, n: ir.Value) -> ir.Value:
-        """The mask of the first n lanes, or of all where n is more."""
-        numbers = ir.Constant(ir.VectorType(INT32, self.lanes), [INT32(i) for i in range(self.lanes)])
-        first = self.builder.insert_element(numbers, self.builder.trunc(n, INT32), INT32(0))
-        limit = self.builder.shuffle_vector(first, first, self.indices([0] * self.lanes))
-        return self.builder.icmp_signed("<", numbers, limit)
-
-    def _call_masked(self, name: str, returned: ir.Type, arguments: Sequence[ir.Value]) -> ir.Value:
-        """Calls LLVM's masked `name`, "load" or "store", which returns this type."""
-        kind = ir.FunctionType(returned, [argument.type for argument in arguments])
-        full = f"llvm.masked.{name}.{self.vector_name()}.p0"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, full)
-        return self.builder.call(function, arguments)
-
-    def load_first(self, address: ir.Value, n: ir.Value) -> ir.Value:
-        """The first n lanes of the vector at an address, or all where n is more; zeros in the others."""
-        pointer = self.builder.inttoptr(address, self.vector.as_pointer())
-        return self._call_masked("load", self.vector, [pointer, INT32(1), self.first_lanes(n), self.zero()])
-
-    def store_first(self, address: ir.Value, x: ir.Value, n: ir.Value) -> None:
-        """Writes the first n lanes of x alone to an address."""
-        pointer = self.builder.inttoptr(address, self.vector.as_pointer())
-        self._call_masked("store", ir.VoidType(), [x, pointer, INT32(1), self.first_lanes(n)])
-
-    def gather(self, addresses: Sequence[ir.Value]) -> ir.Value:
-        """One real from each address."""
-        x: ir.Value = ir.Constant(self.vector, ir.Undefined)
-        for lane, address in enumerate(addresses):
-            x = self.builder.insert_element(x, self.load_scalar(address), INT32(lane))
-        return x
-
     def prefetch(self, address: ir.Value, locality: int = 3) -> None:
         """Prefetches the cache line of an address: into L1 with locality 3, into L2 with 2."""
         pointer_type = ir.IntType(8).as_pointer()
@@ -166,12 +116,6 @@ class Memory(Vectors):
         self.builder.call(prefetch, [pointer, INT32(0), INT32(locality), INT32(1)])
 
 
-class Emitter(Memory):
-    """Writes operations on vectors of `itemsize` bytes an element through `builder`.
-
-    What takes several instructions in a pattern of its own is in `exponential` and `across_lanes`.
-    """
-
     # Arithmetic, lane by lane.
 
     def splat(self, x: ir.Value) -> ir.Value:
@@ -179,10 +123,6 @@ class Emitter(Memory):
         undefined = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(undefined, x, INT32(0))
         return self.builder.shuffle_vector(first, undefined, self.indices([0] * self.lanes))
-
-    def lane(self, x: ir.Value, lane: int) -> ir.Value:
-        """One lane of x."""
-        return self.builder.extract_element(x, INT32(lane))
 
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """a + b."""
@@ -213,55 +153,9 @@ class Emitter(Memory):
         """1 - a * b, rounded once on every host."""
         return self._call_fma(self.builder.fsub(self.constant(-0.0), a), b, self.constant(1.0))
 
-    def multiply_exactly(self, x: ir.Value, high: ir.Value, low: ir.Value) -> ir.Value:
-        """x * (high + low), rounded about once, and +0 for a zero of either sign; see `multiply_exactly` in
-        ``cython/kernels/vec.h``."""
-        return self.fma(x, high, self.fma(x, low, self.zero()))
-
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """The larger lane by lane; b where either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
-
-    # Masks of lanes.
-
-    def select(self, mask: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-        """a in the lanes of the mask, b in the others."""
-        return self.builder.select(mask, a, b)
-
-    def keep_first(self, x: ir.Value, n: ir.Value) -> ir.Value:
-        """x with zeros past the first n lanes."""
-        return self.select(self.first_lanes(n), x, self.zero())
-
-    def equal(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The lanes where a == b."""
-        return self.builder.fcmp_ordered("==", a, b)
-
-    def is_nonfinite(self, x: ir.Value) -> ir.Value:
-        """The lanes where x is NaN or inf."""
-        zero = self.builder.fsub(x, x)
-        return self.builder.fcmp_unordered("uno", zero, zero)
-
-    def any(self, mask: ir.Value) -> ir.Value:
-        """Whether a lane of the mask is set, as one bit."""
-        bits = self.builder.bitcast(mask, ir.IntType(self.lanes))
-        return self.builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(self.lanes), 0))
-
-    def bits_allow(self, bits: ir.Value) -> ir.Value:
-        """The lanes whose bits are set in one mask word, the first lane's lowest."""
-        few = self.builder.trunc(bits, ir.IntType(self.lanes))
-        return self.builder.bitcast(few, ir.VectorType(BOOL, self.lanes))
-
-    def words_allow(self, words: ir.Value, bit: ir.Value | int) -> ir.Value:
-        """The lanes in whose own mask word this bit is set."""
-        builder = self.builder
-        vector = words.type
-        if isinstance(bit, int):
-            mask = self.integer_constant(1 << bit, vector)
-        else:
-            shifted = builder.shl(INT32(1), bit)
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), shifted, INT32(0))
-            mask = builder.shuffle_vector(first, first, self.indices([0] * self.lanes))
-        return builder.icmp_unsigned("!=", builder.and_(words, mask), self.integer_constant(0, vector))
 
     # Counts and control.
 

@@ -1,0 +1,167 @@
+"""The register tile of both products, and the transposition of a tile, written as LLVM IR.
+
+Scores are S^T = K Q^T, with a key in each row and a query row in each lane. Outputs are O^T = V^T P^T, with a
+column of the values in each row. Both are `multiply`: rows of the left factor lie in the caller's memory with
+any strides, and are broadcast from there; the right factor and the product are tiles of lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
+
+from fastattn.backends.jit.codegen.emit import INTP, Emitter
+from fastattn.backends.jit.codegen.target import TARGET
+from fastattn.backends.numba.calls import OPTIONS
+
+VECTORS, ROWS = TARGET.tile_vectors, TARGET.tile_rows  #: of a register tile; those of one vector are higher
+HIGH_ROWS = 2 * ROWS
+LINE_NBYTES = 64
+
+
+def _register_tile(rows: int, vectors: int) -> Any:
+    @intrinsic
+    def register_tile(context: Any, c: Any, a: Any, b: Any, row: Any, lane: Any, adds: Any) -> Any:
+        """`multiply` for `rows` rows and `vectors` vectors of lanes from there on. Past the last row of a,
+        that one is repeated."""
+        name = f"fastattn.register_tile.{c.dtype}.{rows}.{vectors}"
+
+        def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
+            to, left, right = (
+                make_array(kind)(context, builder, value)
+                for kind, value in zip(call.args[:3], values[:3], strict=True)
+            )
+            row, lane, adds = values[3:]
+            byte = builder.mul(lane, INTP(c.dtype.bitwidth // 8))
+            (c_row, _), (a_row, a_step), (b_row, _) = (
+                cgutils.unpack_tuple(builder, array.strides) for array in (to, left, right)
+            )
+            n_rows, n_steps = cgutils.unpack_tuple(builder, left.shape)
+            c_at, a_at, b_at = (builder.ptrtoint(array.data, INTP) for array in (to, left, right))
+            arguments = [
+                builder.add(builder.add(c_at, builder.mul(row, c_row)), byte), c_row,
+                builder.add(a_at, builder.mul(row, a_row)), a_row, a_step,
+                builder.add(b_at, byte), b_row,
+                builder.sub(n_rows, row), n_steps, builder.zext(adds, INTP),
+            ]  # fmt: skip
+            builder.call(_function(builder.module, name, c.dtype.bitwidth // 8, rows, vectors), arguments)
+            return context.get_dummy_value()
+
+        return types.void(c, a, b, types.intp, types.intp, types.boolean), codegen
+
+    return register_tile
+
+
+def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) -> Any:
+    """A function of its own: inlined, its addresses would take the registers of its caller's loops."""
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INTP] * 10), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    e = Emitter(builder, itemsize)
+    c, c_row, a, a_row, a_step, b, b_row, n_rows, n_steps, adds = function.args
+    last = builder.sub(n_rows, e.count(1))
+    starts = [e.opaque(e.at(a, (e.least(e.count(r), last), a_row))) for r in range(rows)]
+    sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
+    offset, right = e.variable(e.count(0)), e.variable(b)
+
+    def step() -> None:
+        at, line = offset.get(), right.get()
+        x = [e.load(e.at(line, (v, e.lanes * itemsize)), TARGET.vector_bytes) for v in range(vectors)]
+        for r in range(rows):
+            y = e.splat(e.load_scalar(builder.add(starts[r], at)))
+            for v in range(vectors):
+                sums[r][v].set(e.fma(x[v], y, sums[r][v].get()))
+        offset.set(e.opaque(builder.add(at, a_step)))
+        right.set(e.opaque(builder.add(line, b_row)))
+
+    with e.loop(e.count(0), builder.sdiv(n_steps, e.count(2))):
+        step()
+        step()
+    with builder.if_then(builder.trunc(n_steps, ir.IntType(1))):
+        step()
+    is_new = builder.icmp_signed("==", adds, e.count(0))
+    for r in range(rows):
+        for v in range(vectors):
+            to = e.at(c, (c_row, r), (v, e.lanes * itemsize))
+            before = builder.select(is_new, e.zero(), e.load(to, TARGET.vector_bytes))
+            e.store(to, e.add(sums[r][v].get(), before), TARGET.vector_bytes)
+    builder.ret_void()
+    return function
+
+
+_tile_3, _tile_2 = _register_tile(ROWS, VECTORS), _register_tile(ROWS, 2)
+_tile_1 = _register_tile(HIGH_ROWS, 1)
+
+
+@njit(**OPTIONS)
+def multiply(c, a, b, n_vectors, adds):
+    """c[i, lane] = sum over x of a[i, x] * b[x, lane], added to what is there if `adds`.
+
+    c has rows up to a multiple of HIGH_ROWS, the last of which hold anything.
+    """
+    lanes = TARGET.vector_bytes // c.itemsize
+    vector = 0
+    while vector < n_vectors:
+        left, lane = n_vectors - vector, vector * lanes
+        if VECTORS == 3 and left >= 3:
+            for row in range(0, a.shape[0], ROWS):
+                _tile_3(c, a, b, row, lane, adds)
+            vector += 3
+        elif left >= 2:
+            for row in range(0, a.shape[0], ROWS):
+                _tile_2(c, a, b, row, lane, adds)
+            vector += 2
+        else:
+            for row in range(0, a.shape[0], HIGH_ROWS):
+                _tile_1(c, a, b, row, lane, adds)
+            vector += 1
+
+
+@intrinsic
+def transpose_block(context: Any, to: Any, to_row: Any, to_col: Any, x: Any, row: Any, col: Any) -> Any:
+    """to[to_row + i, to_col + j] = x[row + j, col + i] for as many i and j as a vector has lanes."""
+
+    def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
+        e = Emitter(builder, to.dtype.bitwidth // 8)
+
+        def lines(kind: Any, value: Any, row: Any, col: Any) -> list[Any]:
+            array = make_array(kind)(context, builder, value)
+            step, _ = cgutils.unpack_tuple(builder, array.strides)
+            start = e.at(builder.ptrtoint(array.data, INTP), (row, step), (col, e.itemsize))
+            return [e.at(start, (i, step)) for i in range(e.lanes)]
+
+        vectors = [e.load(line) for line in lines(x, *values[3:])]
+        half = e.lanes // 2
+        while half:  # rounds of swapping off-diagonal blocks
+            low = [e.lanes + i - half if i & half else i for i in range(e.lanes)]
+            high = [e.lanes + i if i & half else i + half for i in range(e.lanes)]
+            for i in range(e.lanes):
+                if not i & half:
+                    pair = vectors[i], vectors[i + half]
+                    vectors[i] = builder.shuffle_vector(*pair, e.indices(low))
+                    vectors[i + half] = builder.shuffle_vector(*pair, e.indices(high))
+            half //= 2
+        for line, vector in zip(lines(to, *values[:3]), vectors, strict=True):
+            e.store(line, vector)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(to, intp, intp, x, intp, intp), codegen
+
+
+@njit(**OPTIONS)
+def transpose(to, x, n_rows, n_cols):
+    """to[j, i] = x[i, j] for the first rows and columns of x, in whole blocks."""
+    lanes = TARGET.vector_bytes // to.itemsize
+    for i in range(0, n_rows, lanes):
+        for j in range(0, n_cols, lanes):
+            transpose_block(to, j, i, x, i, j)

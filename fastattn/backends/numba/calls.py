@@ -34,8 +34,8 @@ from fastattn.backends.numba.layout import BLOCK, job_of
 #: Of all compiled functions. No fast-math: NaN and inf are valid data, and fused multiply-adds are written as
 #: such. They allocate nothing, and Python calls none of them but stages.
 OPTIONS: dict[str, Any] = {
-    "nogil": True, "error_model": "numpy", "boundscheck": False,
-    "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False,
+    "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "inline": "always",
 }  # fmt: skip
 
 Function = Callable[..., Any]
@@ -171,7 +171,7 @@ class Table:
 def compile_stage(function: Function, signature: Any) -> CFunc:
     """The function with an address that C can call, kept on disk."""
     with compiling():
-        compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS)))
+        compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, {k: v for k, v in OPTIONS.items() if k != "inline"}))
         compiled.compile()
     return compiled
 

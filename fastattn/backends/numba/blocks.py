@@ -24,7 +24,7 @@ from fastattn.backends.numba.layout import (
     VIEWS,
 )
 from fastattn.backends.numba.register_tile import HIGH_ROWS, transpose
-from fastattn.backends.numba.vectors import array_at, fma, load, splat, store, tile_at
+from fastattn.backends.numba.vectors import array_at, fma, load, splat, store, tile_at, without_gaps
 
 N_VIEWS, KEY_STEP = len(VIEWS), 4
 INTP = np.int64(0)
@@ -94,6 +94,7 @@ def find_block(job, block, task):
     block.item, block.kv = head // job.num_kv_heads, head % job.num_kv_heads
     block.first_row, block.n_lanes = first * job.lanes, block.n_vectors * job.lanes
     block.n_rows = min(block.n_lanes, job.len_q * job.group_size - block.first_row)
+    block.is_half = 2 * block.n_rows <= job.lanes
     block.has_headroom = 0
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     for lane in range(block.n_lanes):
@@ -154,15 +155,25 @@ def first_chunk(key0):
 
 
 @njit(**OPTIONS)
+def copy_row(to, source, n):
+    """to[i] = source[i] for i < n; faster where neither has gaps."""
+    if to.strides[0] == to.itemsize and source.strides[0] == to.itemsize:
+        line, from_line = without_gaps(to), without_gaps(source)
+        for i in range(n):
+            line[i] = from_line[i]
+    else:
+        for i in range(n):
+            to[i] = source[i]
+
+
+@njit(**OPTIONS)
 def pack_query(job, block):
     """The block's queries times their factor, as a tile of lanes."""
     query, rows = view_of(job, QUERY, block.item, job.zero), rows_of(job, block)
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     tile = tile_at(job.zero, block.query, (job.rows_ld, block.n_lanes))
     for lane in range(block.n_lanes):
-        row = query[row_h[lane], row_i[lane]]
-        for column in range(job.head_dim):
-            rows[lane, column] = row[column]
+        copy_row(rows[lane], query[row_h[lane], row_i[lane]], job.head_dim)
     transpose(tile, rows, block.n_lanes, job.head_dim)
     high, low = splat(job.query_high), splat(job.query_low)
     for column in range(job.head_dim):

@@ -14,6 +14,7 @@ from numba import njit
 from fastattn._constants import KEY_CHUNK, LN2
 from fastattn.backends.numba.blocks import (
     acc_of,
+    copy_row,
     counts_of,
     extra_of,
     first_chunk,
@@ -25,7 +26,7 @@ from fastattn.backends.numba.blocks import (
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.layout import LSE, OUT, VALUE
-from fastattn.backends.numba.register_tile import multiply, transpose
+from fastattn.backends.numba.register_tile import height_of, multiply_rows, transpose
 from fastattn.backends.numba.vectors import (
     any_lane,
     exp2,
@@ -104,10 +105,12 @@ def multiply_lanes(job, tile, n_rows, factors):
 @njit(**OPTIONS)
 def accumulate(job, block, values, key0, n_keys, adds):
     """O^T = V^T P^T, added to what is there if `adds`, in sums over KEY_CHUNK keys at a time."""
-    acc, scores = acc_of(job, block), scores_of(job, block)
+    acc, scores, columns = acc_of(job, block), scores_of(job, block), values.T
     start, stop = 0, min(first_chunk(key0), n_keys)
     while start < n_keys:
-        multiply(acc, values[start:stop].T, scores[start:stop], block.n_vectors, adds or start > 0)
+        for row in range(0, job.value_dim, height_of(block.n_vectors)):
+            multiply_rows(acc, columns, scores, row, block.n_vectors, block.is_half, start, stop,
+                          adds or start > 0)  # fmt: skip
         start, stop = stop, min(stop + KEY_CHUNK, n_keys)
 
 
@@ -207,9 +210,7 @@ def write_outputs(job, block):
     rows, out = rows_of(job, block), view_of(job, OUT, block.item, job.zero)
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     for lane in range(block.n_rows):
-        row = out[row_h[lane], row_i[lane]]
-        for column in range(job.value_dim):
-            row[column] = rows[lane, column]
+        copy_row(out[row_h[lane], row_i[lane]], rows[lane], job.value_dim)
     if job.has_lse:
         lse = view_of(job, LSE, block.item, job.zero)
         row_max, row_sum = lanes_of(job, block, block.row_max), lanes_of(job, block, block.row_sum)

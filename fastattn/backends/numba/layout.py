@@ -48,15 +48,16 @@ REALS = (
 )  # fmt: skip
 
 #: Tiles of a thread; the fields of a block have their addresses. `rows`: one row for each query row, between
-#: tiles of lanes and the caller's memory. `extra`: see `mask_tile`. `clean`: values without NaN and inf.
+#: tiles of lanes and the caller's memory. `extra`, and the `flags` of a row of a mask: see `mask_tile`. `clean`: values without NaN and inf.
 TILES = (
-    "query", "scores", "extra", "rows", "clean", "row_max", "row_sum", "acc", "rescale", "inverse",
+    "query", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale", "inverse",
     "start", "stop", "row_i", "row_h", "stops", "tile_max",
 )  # fmt: skip
 
 #: A thread's query block: its rows, the keys that any of them may attend, and those that all may.
 BLOCK_COUNTS = (
     "item", "kv", "first_row", "n_rows", "n_lanes", "n_vectors", "low", "high", "all_start", "all_stop",
+    "is_half",  # the rows are in the first half of the only vector
     "is_partial",  # the tile of scores has a tile `extra`
     "has_headroom",  # row_max and inverse are those of all keys, and sums those of `kernels.write_large`
 )  # fmt: skip

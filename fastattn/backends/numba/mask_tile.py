@@ -16,6 +16,7 @@ from fastattn.backends.cpu.record import MARK_BITS, MARKS
 from fastattn.backends.jit.codegen.emit import INTP as WORD
 from fastattn.backends.numba.blocks import (
     INTP,
+    copy_row,
     counts_of,
     extra_of,
     head_of,
@@ -25,12 +26,13 @@ from fastattn.backends.numba.blocks import (
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.kernels import fill
-from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX
-from fastattn.backends.numba.register_tile import multiply, transpose
+from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX, VALUE
+from fastattn.backends.numba.register_tile import height_of, multiply_rows, prefetch, transpose
 from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
+LINE_NBYTES, PREFETCHED_ROWS = 64, 16  #: of a prefetch: its size, and rows of keys ahead
 SCORE_COLUMNS = 32  #: over which one partial sum of a score runs: short chains round less
 
 
@@ -44,9 +46,17 @@ def score_tile(job, block, key0, n_keys):
     query = tile_at(job.zero, block.query, (job.head_dim, block.n_lanes))
     if job.head_dim == 0:
         fill(job, scores, n_keys, job.zero)
-    for column in range(0, job.head_dim, SCORE_COLUMNS):
-        stop = min(column + SCORE_COLUMNS, job.head_dim)
-        multiply(scores, keys[:, column:stop], query[column:stop], block.n_vectors, column > 0)
+    values, height = head_of(job, block, VALUE)[key0 : key0 + n_keys], height_of(block.n_vectors)
+    for row in range(0, n_keys, height):
+        # Rows are read column by column, which no prefetcher follows.
+        for ahead in range(row, min(row + height, n_keys)):
+            for byte in range(0, job.head_dim * job.itemsize, LINE_NBYTES):
+                prefetch(keys, ahead + PREFETCHED_ROWS, byte)
+            for byte in range(0, job.value_dim * job.itemsize, LINE_NBYTES):
+                prefetch(values, ahead, byte)
+        for column in range(0, job.head_dim, SCORE_COLUMNS):
+            stop = min(column + SCORE_COLUMNS, job.head_dim)
+            multiply_rows(scores, keys, query, row, block.n_vectors, block.is_half, column, stop, column > 0)
     if job.is_adjusted:
         adjust(job, block, n_keys, 0)
     marks = 0
@@ -111,22 +121,21 @@ def extra_rows(job, block, key0, n_keys):
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     bias = view_of(job, BIAS, block.item, job.zero)
     dense = view_of(job, DENSE, block.item, np.uint8(0))
+    flags, masked = tile_at(np.uint8(0), block.flags, (job.block_k,)), type(job.zero)(-np.inf)
     for lane in range(block.n_lanes):
         to = rows[lane]
         if job.has_bias:
-            source = bias[row_h[lane], row_i[lane]]
-            for j in range(n_keys):
-                to[j] = source[key0 + j]
+            copy_row(to, bias[row_h[lane], row_i[lane], key0 : key0 + n_keys], n_keys)
         else:
             for j in range(n_keys):
                 to[j] = 0
         if job.has_dense:
-            flags, n = dense[row_h[lane], row_i[lane]], 0
+            copy_row(flags, dense[row_h[lane], row_i[lane], key0 : key0 + n_keys], n_keys)
+            n_masked = np.int32(0)
             for j in range(n_keys):
-                flag = flags[key0 + j]
-                to[j] = to[j] if flag else -np.inf
-                n += flag == 0
-            n_allowed -= n
+                to[j] = to[j] if flags[j] else masked
+                n_masked += np.int32(flags[j] == 0)
+            n_allowed -= n_masked
         if job.has_mask_map:
             n_allowed -= mask_mapped(job, block, lane, to, key0, n_keys)
     if n_allowed > 0:

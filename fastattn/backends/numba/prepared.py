@@ -152,7 +152,7 @@ class _Job:
         self.words = words = prepared.words.copy()
         self._address = address_of(words)
         words[_INDEX["views"]] = self._address + 8 * prepared.views
-        self._scratch = np.empty(prepared.nbytes, np.uint8)
+        self._scratch = np.zeros(prepared.nbytes, np.uint8)  # lanes of no use hold numbers
         at = lines(address_of(self._scratch))
         words[_INDEX["partials"]] = at
         at += prepared.partials_nbytes
@@ -282,10 +282,10 @@ def _sums(problem: Problem, schedule: Schedule) -> dict[str, int]:
 def _tiles(problem: Problem, schedule: Schedule, rows_ld: int) -> dict[str, int]:
     """Bytes of each tile of a thread, each aligned to a cache line."""
     line, block_k = lines(schedule.max_lanes * problem.dtype.itemsize), schedule.block_k
-    counts = 8 * schedule.max_lanes
+    counts = lines(8 * schedule.max_lanes)
     rows = lines(rows_ld * schedule.max_lanes * problem.dtype.itemsize)
     nbytes = {
-        "query": rows, "scores": (block_k + HIGH_ROWS) * line, "extra": block_k * line, "rows": rows,
+        "query": rows, "scores": (block_k + HIGH_ROWS) * line, "extra": block_k * line, "rows": rows, "flags": lines(block_k),
         "clean": lines(block_k * problem.value_dim * problem.dtype.itemsize), "rescale": line,
         "inverse": 2 * line, "start": counts, "stop": counts, "row_i": counts, "row_h": counts,
         "stops": counts, "tile_max": line,

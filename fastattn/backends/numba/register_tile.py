@@ -1,7 +1,7 @@
 """The register tile of both products, and the transposition of a tile, written as LLVM IR.
 
 Scores are S^T = K Q^T, with a key in each row and a query row in each lane. Outputs are O^T = V^T P^T, with a
-column of the values in each row. Both are `multiply`: rows of the left factor lie in the caller's memory with
+column of the values in each row. Both are `multiply_rows`: rows of the left factor lie in the caller's memory with
 any strides, and are broadcast from there; the right factor and the product are tiles of lanes.
 """
 
@@ -19,45 +19,49 @@ from fastattn.backends.jit.codegen.emit import INTP, Emitter
 from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.numba.calls import OPTIONS
 
-VECTORS, ROWS = TARGET.tile_vectors, TARGET.tile_rows  #: of a register tile; those of one vector are higher
-HIGH_ROWS = 2 * ROWS
-LINE_NBYTES = 64
+VECTORS, ROWS = TARGET.tile_vectors, TARGET.tile_rows  #: of a register tile
+HIGH_ROWS = 2 * ROWS  #: of those for a block of one vector, to hide latencies
+BLOCK_VECTORS = TARGET.block_vectors
 
 
-def _register_tile(rows: int, vectors: int) -> Any:
+def _register_tile(rows: int, vectors: int, parts: int = 1) -> Any:
+    """The product of `rows` rows and `vectors` vectors of lanes; of one vector, its first of so many parts."""
+
     @intrinsic
-    def register_tile(context: Any, c: Any, a: Any, b: Any, row: Any, lane: Any, adds: Any) -> Any:
-        """`multiply` for `rows` rows and `vectors` vectors of lanes from there on. Past the last row of a,
-        that one is repeated."""
-        name = f"fastattn.register_tile.{c.dtype}.{rows}.{vectors}"
+    def register_tile(
+        context: Any, c: Any, a: Any, b: Any, row: Any, lane: Any, start: Any, stop: Any, adds: Any
+    ) -> Any:
+        """`multiply_rows` for this tile, from `lane` on."""
+        size = c.dtype.bitwidth // 8
+        name = f"fastattn.register_tile.{c.dtype}.{rows}.{vectors}.{parts}"
 
         def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
             to, left, right = (
                 make_array(kind)(context, builder, value)
                 for kind, value in zip(call.args[:3], values[:3], strict=True)
             )
-            row, lane, adds = values[3:]
-            byte = builder.mul(lane, INTP(c.dtype.bitwidth // 8))
+            row, lane, start, stop, adds = values[3:]
             (c_row, _), (a_row, a_step), (b_row, _) = (
                 cgutils.unpack_tuple(builder, array.strides) for array in (to, left, right)
             )
-            n_rows, n_steps = cgutils.unpack_tuple(builder, left.shape)
+            e = Emitter(builder, size)
             c_at, a_at, b_at = (builder.ptrtoint(array.data, INTP) for array in (to, left, right))
+            n_rows = builder.sub(cgutils.unpack_tuple(builder, left.shape)[0], row)
             arguments = [
-                builder.add(builder.add(c_at, builder.mul(row, c_row)), byte), c_row,
-                builder.add(a_at, builder.mul(row, a_row)), a_row, a_step,
-                builder.add(b_at, byte), b_row,
-                builder.sub(n_rows, row), n_steps, builder.zext(adds, INTP),
+                e.at(c_at, (row, c_row), (lane, size)), c_row,
+                e.at(a_at, (row, a_row), (start, a_step)), a_row, a_step,
+                e.at(b_at, (start, b_row), (lane, size)), b_row,
+                n_rows, builder.sub(stop, start), builder.zext(adds, INTP),
             ]  # fmt: skip
-            builder.call(_function(builder.module, name, c.dtype.bitwidth // 8, rows, vectors), arguments)
+            builder.call(_function(builder.module, name, size, rows, vectors, parts), arguments)
             return context.get_dummy_value()
 
-        return types.void(c, a, b, types.intp, types.intp, types.boolean), codegen
+        return types.void(c, a, b, *[types.intp] * 4, types.boolean), codegen
 
     return register_tile
 
 
-def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) -> Any:
+def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int, parts: int) -> Any:
     """A function of its own: inlined, its addresses would take the registers of its caller's loops."""
     if name in module.globals:
         return module.globals[name]
@@ -66,16 +70,17 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    e = Emitter(builder, itemsize)
+    e = Emitter(builder, itemsize, TARGET.vector_bytes // parts)
     c, c_row, a, a_row, a_step, b, b_row, n_rows, n_steps, adds = function.args
     last = builder.sub(n_rows, e.count(1))
     starts = [e.opaque(e.at(a, (e.least(e.count(r), last), a_row))) for r in range(rows)]
     sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
     offset, right = e.variable(e.count(0)), e.variable(b)
+    align = e.lanes * itemsize
 
     def step() -> None:
         at, line = offset.get(), right.get()
-        x = [e.load(e.at(line, (v, e.lanes * itemsize)), TARGET.vector_bytes) for v in range(vectors)]
+        x = [e.load(e.at(line, (v, align)), align) for v in range(vectors)]
         for r in range(rows):
             y = e.splat(e.load_scalar(builder.add(starts[r], at)))
             for v in range(vectors):
@@ -91,39 +96,45 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     is_new = builder.icmp_signed("==", adds, e.count(0))
     for r in range(rows):
         for v in range(vectors):
-            to = e.at(c, (c_row, r), (v, e.lanes * itemsize))
-            before = builder.select(is_new, e.zero(), e.load(to, TARGET.vector_bytes))
-            e.store(to, e.add(sums[r][v].get(), before), TARGET.vector_bytes)
+            to = e.at(c, (c_row, r), (v, align))
+            before = builder.select(is_new, e.zero(), e.load(to, align))
+            e.store(to, e.add(sums[r][v].get(), before), align)
     builder.ret_void()
     return function
 
 
-_tile_3, _tile_2 = _register_tile(ROWS, VECTORS), _register_tile(ROWS, 2)
-_tile_1 = _register_tile(HIGH_ROWS, 1)
+_whole, _pair, _single = (_register_tile(ROWS, vectors) for vectors in (VECTORS, 2, 1))
+_high, _half = _register_tile(HIGH_ROWS, 1), _register_tile(HIGH_ROWS, 1, 2)
 
 
 @njit(**OPTIONS)
-def multiply(c, a, b, n_vectors, adds):
-    """c[i, lane] = sum over x of a[i, x] * b[x, lane], added to what is there if `adds`.
+def height_of(n_vectors):
+    """Rows of the register tiles of a block of so many vectors."""
+    return HIGH_ROWS if n_vectors == 1 else ROWS
 
-    c has rows up to a multiple of HIGH_ROWS, the last of which hold anything.
+
+@njit(**OPTIONS)
+def multiply_rows(c, a, b, row, n_vectors, is_half, start, stop, adds):
+    """c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, added to what is there if `adds`,
+    for `height_of` rows i from `row` on. Past the last row of a, that one is repeated.
+
+    is_half: the second half of the only vector is of no use.
     """
-    lanes = TARGET.vector_bytes // c.itemsize
-    vector = 0
-    while vector < n_vectors:
-        left, lane = n_vectors - vector, vector * lanes
-        if VECTORS == 3 and left >= 3:
-            for row in range(0, a.shape[0], ROWS):
-                _tile_3(c, a, b, row, lane, adds)
-            vector += 3
-        elif left >= 2:
-            for row in range(0, a.shape[0], ROWS):
-                _tile_2(c, a, b, row, lane, adds)
-            vector += 2
-        else:
-            for row in range(0, a.shape[0], HIGH_ROWS):
-                _tile_1(c, a, b, row, lane, adds)
-            vector += 1
+    lanes, vector = TARGET.vector_bytes // c.itemsize, 0
+    if is_half:
+        _half(c, a, b, row, 0, start, stop, adds)
+    elif n_vectors == 1:
+        _high(c, a, b, row, 0, start, stop, adds)
+    else:
+        while vector < n_vectors:
+            lane, left = vector * lanes, n_vectors - vector
+            if left >= VECTORS:
+                _whole(c, a, b, row, lane, start, stop, adds)
+            elif VECTORS == 3 and left == 2:
+                _pair(c, a, b, row, lane, start, stop, adds)
+            elif BLOCK_VECTORS > VECTORS:
+                _single(c, a, b, row, lane, start, stop, adds)
+            vector += VECTORS
 
 
 @intrinsic
@@ -156,6 +167,19 @@ def transpose_block(context: Any, to: Any, to_row: Any, to_col: Any, x: Any, row
 
     intp = types.intp
     return types.void(to, intp, intp, x, intp, intp), codegen
+
+
+@intrinsic
+def prefetch(context: Any, array: Any, row: Any, byte: Any) -> Any:
+    """Prefetches the cache line at a byte of a row, into L2."""
+
+    def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
+        e, view = Emitter(builder, 4), make_array(array)(context, builder, values[0])
+        step = cgutils.unpack_tuple(builder, view.strides)[0]
+        e.prefetch(e.at(builder.ptrtoint(view.data, INTP), (values[1], step), (values[2], 1)), locality=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), codegen
 
 
 @njit(**OPTIONS)

@@ -138,6 +138,16 @@ def _array(kind: Any, address: Any, shape: Any, strides: Any = None) -> Any:
 
 
 @intrinsic
+def without_gaps(context: Any, row: Any) -> Any:
+    """The same array of one axis, whose elements have no gaps, with a type that says so."""
+
+    def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
+        return values[0]
+
+    return row.copy(layout="C")(row), codegen
+
+
+@intrinsic
 def load(context: Any, array: Any, index: Any) -> Any:
     """The vector that begins at the index, a tuple."""
     kind = Vector(array.dtype)

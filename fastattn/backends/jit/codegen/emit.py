@@ -40,17 +40,19 @@ class Variable:
 
 
 class Emitter:
-    """Writes operations on the host's vectors of reals of `itemsize` bytes.
+    """Writes operations on vectors of reals of `itemsize` bytes, by default those of the host's registers.
 
     `builder` is at the place where instructions are to be written. Memory of the caller's has any alignment.
     """
 
-    def __init__(self, builder: ir.IRBuilder, itemsize: int) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, itemsize: int, vector_bytes: int = TARGET.vector_bytes
+    ) -> None:
         self.builder = builder
         self.itemsize = itemsize
         self.real = ir.FloatType() if itemsize == 4 else ir.DoubleType()
         self.integer = ir.IntType(8 * itemsize)
-        self.lanes = TARGET.vector_bytes // itemsize
+        self.lanes = vector_bytes // itemsize
         self.vector = ir.VectorType(self.real, self.lanes)
         self.integers = ir.VectorType(self.integer, self.lanes)
 
@@ -77,7 +79,6 @@ class Emitter:
     def indices(self, indices: Sequence[int]) -> ir.Constant:
         """Which lanes a shuffle takes."""
         return ir.Constant(ir.VectorType(INT32, len(indices)), [INT32(i) for i in indices])
-
 
     def at(self, address: ir.Value, *steps: tuple[Any, Any]) -> ir.Value:
         """address + the sum of n * size over `steps`, each factor an IR value or an int."""
@@ -114,7 +115,6 @@ class Emitter:
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         pointer = self.builder.inttoptr(address, pointer_type)
         self.builder.call(prefetch, [pointer, INT32(0), INT32(locality), INT32(1)])
-
 
     # Arithmetic, lane by lane.
 

@@ -21,12 +21,14 @@ from fastattn.backends.numba.layout import (
     QUERY,
     SHAPE,
     STRIDES,
+    VALUE,
     VIEWS,
 )
-from fastattn.backends.numba.register_tile import HIGH_ROWS, transpose
+from fastattn.backends.numba.register_tile import transpose
 from fastattn.backends.numba.vectors import array_at, fma, load, splat, store, tile_at, without_gaps
 
 N_VIEWS, KEY_STEP = len(VIEWS), 4
+PAD = 16  #: rows of a tile past its last, as register tiles and blocks of lanes are whole
 INTP = np.int64(0)
 
 
@@ -50,8 +52,18 @@ def head_of(job, block, number):
 
 
 @njit(**OPTIONS)
+def values_of(job, block, key0, n_keys):
+    """The values of the keys from key0 on; those that `kernels.clean_values` made, where the call is safe."""
+    values = head_of(job, block, VALUE)
+    shape, nbytes = (n_keys, job.value_dim), job.value_dim * job.itemsize
+    if job.is_safe:
+        return array_at(job.zero, block.clean, shape, (nbytes, job.itemsize))
+    return values[key0 : key0 + n_keys]
+
+
+@njit(**OPTIONS)
 def scores_of(job, block):
-    return tile_at(job.zero, block.scores, (job.block_k + HIGH_ROWS, block.n_lanes))
+    return tile_at(job.zero, block.scores, (job.block_k + PAD, block.n_lanes))
 
 
 @njit(**OPTIONS)
@@ -61,7 +73,7 @@ def extra_of(job, block):
 
 @njit(**OPTIONS)
 def acc_of(job, block):
-    return tile_at(job.zero, block.acc, (job.value_dim + HIGH_ROWS, block.n_lanes))
+    return tile_at(job.zero, block.acc, (job.value_dim + PAD, block.n_lanes))
 
 
 @njit(**OPTIONS)
@@ -94,7 +106,6 @@ def find_block(job, block, task):
     block.item, block.kv = head // job.num_kv_heads, head % job.num_kv_heads
     block.first_row, block.n_lanes = first * job.lanes, block.n_vectors * job.lanes
     block.n_rows = min(block.n_lanes, job.len_q * job.group_size - block.first_row)
-    block.is_half = 2 * block.n_rows <= job.lanes
     block.has_headroom = 0
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     for lane in range(block.n_lanes):
@@ -174,10 +185,16 @@ def pack_query(job, block):
     tile = tile_at(job.zero, block.query, (job.rows_ld, block.n_lanes))
     for lane in range(block.n_lanes):
         copy_row(rows[lane], query[row_h[lane], row_i[lane]], job.head_dim)
-    transpose(tile, rows, block.n_lanes, job.head_dim)
+    n_lines, line = job.head_dim, block.n_lanes
+    if job.uses_rows:
+        n_lines, line, tile = block.n_lanes, job.head_dim, tile_at(job.zero, block.query, (block.n_lanes, job.head_dim))
+        for lane in range(block.n_lanes):
+            for column in range(job.head_dim): tile[lane, column] = rows[lane, column]
+    else:
+        transpose(tile, rows, block.n_lanes, job.head_dim)
     high, low = splat(job.query_high), splat(job.query_low)
-    for column in range(job.head_dim):
-        for lane in range(0, block.n_lanes, job.lanes):
-            x = load(tile, (column, lane))
+    for i in range(n_lines):
+        for at in range(0, line, job.lanes):
+            x = load(tile, (i, at))
             # Rounded about once; +0 for a zero of either sign.
-            store(tile, (column, lane), fma(x, high, fma(x, low, splat(job.zero))))
+            store(tile, (i, at), fma(x, high, fma(x, low, splat(job.zero))))

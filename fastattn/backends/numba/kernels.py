@@ -22,11 +22,12 @@ from fastattn.backends.numba.blocks import (
     lanes_of,
     rows_of,
     scores_of,
+    values_of,
     view_of,
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.layout import LSE, OUT, VALUE
-from fastattn.backends.numba.register_tile import height_of, multiply_rows, transpose
+from fastattn.backends.numba.register_tile import ROWS, multiply_rows, transpose
 from fastattn.backends.numba.vectors import (
     any_lane,
     exp2,
@@ -103,14 +104,14 @@ def multiply_lanes(job, tile, n_rows, factors):
 
 
 @njit(**OPTIONS)
-def accumulate(job, block, values, key0, n_keys, adds):
+def accumulate(job, block, key0, n_keys, adds):
     """O^T = V^T P^T, added to what is there if `adds`, in sums over KEY_CHUNK keys at a time."""
-    acc, scores, columns = acc_of(job, block), scores_of(job, block), values.T
+    acc, scores = acc_of(job, block), scores_of(job, block)
+    columns = values_of(job, block, key0, n_keys).T
     start, stop = 0, min(first_chunk(key0), n_keys)
     while start < n_keys:
-        for row in range(0, job.value_dim, height_of(block.n_vectors)):
-            multiply_rows(acc, columns, scores, row, block.n_vectors, block.is_half, start, stop,
-                          adds or start > 0)  # fmt: skip
+        for row in range(0, job.value_dim, ROWS):
+            multiply_rows(acc, columns, scores, row, block.n_vectors, start, stop, adds or start > 0)
         start, stop = stop, min(stop + KEY_CHUNK, n_keys)
 
 

@@ -33,6 +33,7 @@ COUNTS = (
     "read_outside",  # set by a thread to the bits of a mark, unless the score is masked
     "outside_at",  # 1 + the place of that score among B, H, L and S, the least of those seen
     "lanes", "block_k", "n_vectors", "n_blocks", "n_tasks", "rows_ld",
+    "uses_rows",  # products of `row_kernels`
     "uses_split_kv", "split_tiles", "n_splits", "n_key_tiles",
     "partials", "partial_nbytes",  # split-KV: address and size of the partial result of each key tile
     "merges",  # split-KV: tasks are the merges of heads
@@ -57,7 +58,6 @@ TILES = (
 #: A thread's query block: its rows, the keys that any of them may attend, and those that all may.
 BLOCK_COUNTS = (
     "item", "kv", "first_row", "n_rows", "n_lanes", "n_vectors", "low", "high", "all_start", "all_stop",
-    "is_half",  # the rows are in the first half of the only vector
     "is_partial",  # the tile of scores has a tile `extra`
     "has_headroom",  # row_max and inverse are those of all keys, and sums those of `kernels.write_large`
 )  # fmt: skip

@@ -27,12 +27,13 @@ from fastattn.backends.numba.blocks import (
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.kernels import fill
 from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX, VALUE
-from fastattn.backends.numba.register_tile import height_of, multiply_rows, prefetch, transpose
+from fastattn.backends.numba.register_tile import ROWS, multiply_rows, prefetch_row, transpose
+from fastattn.backends.numba.row_kernels import score_rows
 from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
-LINE_NBYTES, PREFETCHED_ROWS = 64, 16  #: of a prefetch: its size, and rows of keys ahead
+PREFETCHED_ROWS = 16  #: rows of keys, ahead of those that are read
 SCORE_COLUMNS = 32  #: over which one partial sum of a score runs: short chains round less
 
 
@@ -42,21 +43,10 @@ def score_tile(job, block, key0, n_keys):
     block.is_partial = 0
     if job.has_extra and extra_tile(job, block, key0, n_keys) == 0:
         return 0
-    keys, scores = head_of(job, block, KEY)[key0 : key0 + n_keys], scores_of(job, block)
-    query = tile_at(job.zero, block.query, (job.head_dim, block.n_lanes))
-    if job.head_dim == 0:
-        fill(job, scores, n_keys, job.zero)
-    values, height = head_of(job, block, VALUE)[key0 : key0 + n_keys], height_of(block.n_vectors)
-    for row in range(0, n_keys, height):
-        # Rows are read column by column, which no prefetcher follows.
-        for ahead in range(row, min(row + height, n_keys)):
-            for byte in range(0, job.head_dim * job.itemsize, LINE_NBYTES):
-                prefetch(keys, ahead + PREFETCHED_ROWS, byte)
-            for byte in range(0, job.value_dim * job.itemsize, LINE_NBYTES):
-                prefetch(values, ahead, byte)
-        for column in range(0, job.head_dim, SCORE_COLUMNS):
-            stop = min(column + SCORE_COLUMNS, job.head_dim)
-            multiply_rows(scores, keys, query, row, block.n_vectors, block.is_half, column, stop, column > 0)
+    if job.uses_rows:
+        score_rows(job, block, key0, n_keys)
+    else:
+        score_keys(job, block, key0, n_keys)
     if job.is_adjusted:
         adjust(job, block, n_keys, 0)
     marks = 0
@@ -69,6 +59,25 @@ def score_tile(job, block, key0, n_keys):
     if job.has_score_mod and (job.is_safe or job.has_weights):
         note_hidden(job, block, n_keys, 0)
     return 1
+
+
+@stage
+def score_keys(job, block, key0, n_keys):
+    """S^T = K Q^T in register tiles."""
+    keys = head_of(job, block, KEY)[key0 : key0 + n_keys]
+    values = head_of(job, block, VALUE)[key0 : key0 + n_keys]
+    scores, query = scores_of(job, block), tile_at(job.zero, block.query, (job.head_dim, block.n_lanes))
+    if job.head_dim == 0:
+        fill(job, scores, n_keys, job.zero)
+    for row in range(0, n_keys, ROWS):
+        # Rows are read column by column, which no prefetcher follows.
+        for ahead in range(row, min(row + ROWS, n_keys)):
+            prefetch_row(keys, ahead + PREFETCHED_ROWS)
+            prefetch_row(values, ahead)
+        for column in range(0, job.head_dim, SCORE_COLUMNS):
+            stop = min(column + SCORE_COLUMNS, job.head_dim)
+            multiply_rows(scores, keys, query, row, block.n_vectors, column, stop, column > 0)
+    return 0
 
 
 @stage

@@ -14,6 +14,7 @@ from fastattn._schedule import Target as DriverTarget
 from fastattn.backends.cpu.functions import loop_of
 from fastattn.backends.cpu.record import LINE_NBYTES, address_of, lines
 from fastattn.backends.jit.codegen.target import TARGET
+from fastattn.backends.numba.blocks import PAD
 from fastattn.backends.numba.calls import reached, table
 from fastattn.backends.numba.layout import (
     ADDRESS,
@@ -21,14 +22,15 @@ from fastattn.backends.numba.layout import (
     BLOCK,
     COUNTS,
     DENSE,
+    KEY,
     LEAD,
     SHAPE,
     STRIDES,
     TILES,
+    VALUE,
     VIEWS,
     job_of,
 )
-from fastattn.backends.numba.register_tile import HIGH_ROWS
 from fastattn.backends.numba.threads import on_pool
 from fastattn.backends.numba.work import run_work
 
@@ -36,10 +38,16 @@ from fastattn.backends.numba.work import run_work
 #: they bound the memory kept to some 32 MB.
 MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
+#: Query rows up to which the products of `row_kernels` are faster: 137 cycles for a key of one row, 57 more for
+#: each other, and 290 in register tiles of 128 columns (Zen 4, 2026-11-27).
+ROW_KERNELS = 3
+
 #: Stages that not every call reaches, by the property of a call that needs them.
 _CONDITIONS = {
     "uses_split_kv": ("run_split_task",),
     "sweeps": ("run_task",),
+    "uses_tiles": ("score_keys",),
+    "uses_rows": ("score_rows", "accumulate_rows"),
     "has_splits": ("run_merge",),
     "has_starts": ("find_intervals", "mask_intervals"),
     "has_extra": ("extra_tile",),
@@ -84,9 +92,9 @@ class Prepared:
         if schedule.uses_split_kv:
             self.partials_nbytes = problem.sizes.heads * int(job["n_key_tiles"] * job["partial_nbytes"])
         self.nbytes = self._num_threads * self.scratch_nbytes + self.partials_nbytes + LINE_NBYTES
-        self.n_blocks = self._num_threads
+        self.n_blocks, self.uses_rows = self._num_threads, bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
-        arrays = _readable(problem.arrays(), problem.dtype)
+        arrays = _readable(problem.arrays(), problem.dtype, self.uses_rows)
         #: The words of a call: its record, and the table of views.
         views = _views(problem, arrays)
         self.views = record.nbytes // 8
@@ -114,7 +122,7 @@ class Prepared:
             job = idle.pop()
         except IndexError:
             job = _Job(self, self._table)
-        job.run(_readable(arrays, self.dtype), score_mod, self._num_threads)
+        job.run(_readable(arrays, self.dtype, self.uses_rows), score_mod, self._num_threads)
         if not idle and self.nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
@@ -122,6 +130,7 @@ class Prepared:
         """The stages that the call reaches; only these are compiled."""
         holds = {
             "sweeps": not job["uses_split_kv"],
+            "uses_tiles": not job["uses_rows"],
             "has_splits": job["n_splits"] > 1,
             "has_starts": job["has_band"] or job["has_intervals"],
             "has_rows": job["has_bias"] or job["has_dense"] or job["has_mask_map"],
@@ -196,12 +205,16 @@ class _Job:
             run_work(self._work, self._address, self._blocks, num_threads)
 
 
-def _readable(arrays: tuple[Any, ...], dtype: np.dtype) -> tuple[Any, ...]:
-    """The arrays, of which bias and mask array are converted where compiled code cannot read them in place."""
-    bias, dense = arrays[BIAS], arrays[DENSE]
-    if (bias is None or bias.dtype == dtype) and (dense is None or dense.itemsize == 1):
+def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tuple[Any, ...]:
+    """The arrays, of which those are converted that compiled code cannot read in place."""
+    bias, dense, gaps = arrays[BIAS], arrays[DENSE], []
+    if uses_rows:
+        gaps = [number for number in (KEY, VALUE) if arrays[number].strides[-1] != dtype.itemsize]
+    if (bias is None or bias.dtype == dtype) and (dense is None or dense.itemsize == 1) and not gaps:
         return arrays
     readable = list(arrays)
+    for number in gaps:
+        readable[number] = _converted(readable[number], np.ascontiguousarray)
     if bias is not None and bias.dtype != dtype:
         readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
     if dense is not None and dense.itemsize != 1:
@@ -260,6 +273,8 @@ def _set_schedule(job: Any, problem: Problem, schedule: Schedule, target: Driver
     for name in ("block_k", "n_vectors", "n_blocks", "n_tasks", "uses_split_kv", "split_tiles", "n_splits"):
         job[name] = getattr(schedule, name)
     job["lanes"] = lanes
+    dims = (problem.head_dim, problem.value_dim)
+    job["uses_rows"] = problem.sizes.rows <= ROW_KERNELS and all(dim and dim % lanes == 0 for dim in dims)
     job["n_key_tiles"] = max(1, -(-problem.len_k // schedule.block_k))
     job["rows_ld"] = -(-max(problem.head_dim, problem.value_dim, schedule.block_k) // lanes) * lanes
     job["partial_nbytes"] = sum(_sums(problem, schedule).values())
@@ -276,7 +291,7 @@ def _set_schedule(job: Any, problem: Problem, schedule: Schedule, target: Driver
 def _sums(problem: Problem, schedule: Schedule) -> dict[str, int]:
     """Bytes of the running state of a block, each aligned to a cache line."""
     line = lines(schedule.max_lanes * problem.dtype.itemsize)
-    return {"row_max": line, "row_sum": line, "acc": (problem.value_dim + HIGH_ROWS) * line}
+    return {"row_max": line, "row_sum": line, "acc": (problem.value_dim + PAD) * line}
 
 
 def _tiles(problem: Problem, schedule: Schedule, rows_ld: int) -> dict[str, int]:
@@ -285,7 +300,7 @@ def _tiles(problem: Problem, schedule: Schedule, rows_ld: int) -> dict[str, int]
     counts = lines(8 * schedule.max_lanes)
     rows = lines(rows_ld * schedule.max_lanes * problem.dtype.itemsize)
     nbytes = {
-        "query": rows, "scores": (block_k + HIGH_ROWS) * line, "extra": block_k * line, "rows": rows, "flags": lines(block_k),
+        "query": rows, "scores": (block_k + PAD) * line, "extra": block_k * line, "rows": rows, "flags": lines(block_k),
         "clean": lines(block_k * problem.value_dim * problem.dtype.itemsize), "rescale": line,
         "inverse": 2 * line, "start": counts, "stop": counts, "row_i": counts, "row_h": counts,
         "stops": counts, "tile_max": line,

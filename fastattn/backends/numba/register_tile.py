@@ -19,13 +19,12 @@ from fastattn.backends.jit.codegen.emit import INTP, Emitter
 from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.numba.calls import OPTIONS
 
+LINE_NBYTES = 64
 VECTORS, ROWS = TARGET.tile_vectors, TARGET.tile_rows  #: of a register tile
-HIGH_ROWS = 2 * ROWS  #: of those for a block of one vector, to hide latencies
-BLOCK_VECTORS = TARGET.block_vectors
 
 
-def _register_tile(rows: int, vectors: int, parts: int = 1) -> Any:
-    """The product of `rows` rows and `vectors` vectors of lanes; of one vector, its first of so many parts."""
+def _register_tile(rows: int, vectors: int) -> Any:
+    """The product of `rows` rows and `vectors` vectors of lanes."""
 
     @intrinsic
     def register_tile(
@@ -33,7 +32,7 @@ def _register_tile(rows: int, vectors: int, parts: int = 1) -> Any:
     ) -> Any:
         """`multiply_rows` for this tile, from `lane` on."""
         size = c.dtype.bitwidth // 8
-        name = f"fastattn.register_tile.{c.dtype}.{rows}.{vectors}.{parts}"
+        name = f"fastattn.register_tile.{c.dtype}.{rows}.{vectors}"
 
         def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
             to, left, right = (
@@ -53,7 +52,7 @@ def _register_tile(rows: int, vectors: int, parts: int = 1) -> Any:
                 e.at(b_at, (start, b_row), (lane, size)), b_row,
                 n_rows, builder.sub(stop, start), builder.zext(adds, INTP),
             ]  # fmt: skip
-            builder.call(_function(builder.module, name, size, rows, vectors, parts), arguments)
+            builder.call(_function(builder.module, name, size, rows, vectors), arguments)
             return context.get_dummy_value()
 
         return types.void(c, a, b, *[types.intp] * 4, types.boolean), codegen
@@ -61,7 +60,7 @@ def _register_tile(rows: int, vectors: int, parts: int = 1) -> Any:
     return register_tile
 
 
-def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int, parts: int) -> Any:
+def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) -> Any:
     """A function of its own: inlined, its addresses would take the registers of its caller's loops."""
     if name in module.globals:
         return module.globals[name]
@@ -70,7 +69,7 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int, pa
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    e = Emitter(builder, itemsize, TARGET.vector_bytes // parts)
+    e = Emitter(builder, itemsize)
     c, c_row, a, a_row, a_step, b, b_row, n_rows, n_steps, adds = function.args
     last = builder.sub(n_rows, e.count(1))
     starts = [e.opaque(e.at(a, (e.least(e.count(r), last), a_row))) for r in range(rows)]
@@ -104,37 +103,22 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int, pa
 
 
 _whole, _pair, _single = (_register_tile(ROWS, vectors) for vectors in (VECTORS, 2, 1))
-_high, _half = _register_tile(HIGH_ROWS, 1), _register_tile(HIGH_ROWS, 1, 2)
 
 
 @njit(**OPTIONS)
-def height_of(n_vectors):
-    """Rows of the register tiles of a block of so many vectors."""
-    return HIGH_ROWS if n_vectors == 1 else ROWS
-
-
-@njit(**OPTIONS)
-def multiply_rows(c, a, b, row, n_vectors, is_half, start, stop, adds):
+def multiply_rows(c, a, b, row, n_vectors, start, stop, adds):
     """c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, added to what is there if `adds`,
-    for `height_of` rows i from `row` on. Past the last row of a, that one is repeated.
-
-    is_half: the second half of the only vector is of no use.
-    """
+    for ROWS rows i from `row` on. Past the last row of a, that one is repeated."""
     lanes, vector = TARGET.vector_bytes // c.itemsize, 0
-    if is_half:
-        _half(c, a, b, row, 0, start, stop, adds)
-    elif n_vectors == 1:
-        _high(c, a, b, row, 0, start, stop, adds)
-    else:
-        while vector < n_vectors:
-            lane, left = vector * lanes, n_vectors - vector
-            if left >= VECTORS:
-                _whole(c, a, b, row, lane, start, stop, adds)
-            elif VECTORS == 3 and left == 2:
-                _pair(c, a, b, row, lane, start, stop, adds)
-            elif BLOCK_VECTORS > VECTORS:
-                _single(c, a, b, row, lane, start, stop, adds)
-            vector += VECTORS
+    while vector < n_vectors:
+        lane, left = vector * lanes, n_vectors - vector
+        if left >= VECTORS:
+            _whole(c, a, b, row, lane, start, stop, adds)
+        elif left == 2:
+            _pair(c, a, b, row, lane, start, stop, adds)
+        else:
+            _single(c, a, b, row, lane, start, stop, adds)
+        vector += VECTORS
 
 
 @intrinsic
@@ -180,6 +164,12 @@ def prefetch(context: Any, array: Any, row: Any, byte: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen
+
+
+@njit(**OPTIONS)
+def prefetch_row(array, row):
+    for byte in range(0, array.shape[1] * array.itemsize, LINE_NBYTES):
+        prefetch(array, row, byte)
 
 
 @njit(**OPTIONS)

@@ -15,7 +15,6 @@ from fastattn.backends.numba.blocks import (
     acc_of,
     counts_of,
     find_block,
-    head_of,
     keys_of,
     lanes_of,
     pack_query,
@@ -39,9 +38,10 @@ from fastattn.backends.numba.kernels import (
     write_large,
     write_outputs,
 )
-from fastattn.backends.numba.layout import VALUE, WEIGHTS
+from fastattn.backends.numba.layout import WEIGHTS
 from fastattn.backends.numba.mask_tile import score_tile
-from fastattn.backends.numba.vectors import exp2, load, splat, store, tile_at, where
+from fastattn.backends.numba.row_kernels import accumulate_rows
+from fastattn.backends.numba.vectors import exp2, load, splat, store, where
 
 
 @stage
@@ -68,12 +68,11 @@ def attend(job, block, first, stop):
 @njit(**OPTIONS)
 def add_values(job, block, key0, n_keys, adds):
     """Weights times values of the keys."""
-    if not job.is_safe:
-        accumulate(job, block, head_of(job, block, VALUE)[key0 : key0 + n_keys], key0, n_keys, adds)
-        return
-    found = clean_values(job, block, key0, n_keys)
-    clean = tile_at(job.zero, block.clean, (job.block_k, job.value_dim))
-    accumulate(job, block, clean, key0, n_keys, adds)
+    found = clean_values(job, block, key0, n_keys) if job.is_safe else 0
+    if job.uses_rows:
+        accumulate_rows(job, block, key0, n_keys)
+    else:
+        accumulate(job, block, key0, n_keys, adds)
     if found != 0:
         add_nonfinite_values(job, block, key0, n_keys)
 

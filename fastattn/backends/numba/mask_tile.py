@@ -33,7 +33,7 @@ from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, w
 
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
-PREFETCHED_ROWS = 16  #: rows of keys, ahead of those that are read
+PREFETCHED_ROWS = 32  #: rows of keys, ahead of those that are read
 SCORE_COLUMNS = 32  #: over which one partial sum of a score runs: short chains round less
 
 

@@ -40,7 +40,7 @@ MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
 #: Query rows up to which the products of `row_kernels` are faster: 137 cycles for a key of one row, 57 more for
 #: each other, and 290 in register tiles of 128 columns (Zen 4, 2026-11-27).
-ROW_KERNELS = 3
+ROW_KERNELS = 4
 
 #: Stages that not every call reaches, by the property of a call that needs them.
 _CONDITIONS = {

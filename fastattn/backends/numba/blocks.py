@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from fastattn._constants import KEY_CHUNK
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.layout import (
     ADDRESS,
@@ -160,9 +159,9 @@ def keys_of(job, block, tile):
 
 
 @njit(**OPTIONS)
-def first_chunk(key0):
-    """Keys in the first of the chunks that sums over keys from key0 on are formed in."""
-    return KEY_CHUNK - key0 % KEY_CHUNK
+def first_chunk(key0, size):
+    """Keys in the first of the chunks of that size in which sums over keys from key0 on are formed."""
+    return size - key0 % size
 
 
 @njit(**OPTIONS)
@@ -187,9 +186,14 @@ def pack_query(job, block):
         copy_row(rows[lane], query[row_h[lane], row_i[lane]], job.head_dim)
     n_lines, line = job.head_dim, block.n_lanes
     if job.uses_rows:
-        n_lines, line, tile = block.n_lanes, job.head_dim, tile_at(job.zero, block.query, (block.n_lanes, job.head_dim))
+        n_lines, line, tile = (
+            block.n_lanes,
+            job.head_dim,
+            tile_at(job.zero, block.query, (block.n_lanes, job.head_dim)),
+        )
         for lane in range(block.n_lanes):
-            for column in range(job.head_dim): tile[lane, column] = rows[lane, column]
+            for column in range(job.head_dim):
+                tile[lane, column] = rows[lane, column]
     else:
         transpose(tile, rows, block.n_lanes, job.head_dim)
     high, low = splat(job.query_high), splat(job.query_low)

@@ -25,7 +25,9 @@ def _stamp() -> str:
     Numba compares itself."""
     contents = hashlib.sha256(repr((ISA, TARGET, llvmlite.__version__)).encode())
     package = Path(__file__).parents[2]
-    inside = (source for name in ("numba", "cpu", "jit") for source in (package / "backends" / name).rglob("*.py"))
+    inside = (
+        source for name in ("numba", "cpu", "jit") for source in (package / "backends" / name).rglob("*.py")
+    )
     for source in sorted([*inside, package / "_constants.py"]):
         contents.update(str(source.relative_to(package)).encode() + source.read_bytes())
     return contents.hexdigest()

@@ -86,9 +86,7 @@ def call_stage(context: Any, address: Any, job: Any, block: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(INTP, [INTP] * 4)
-        return builder.call(
-            builder.inttoptr(values[0], kind.as_pointer()), [*values[1:], INTP(0), INTP(0)]
-        )
+        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), [*values[1:], INTP(0), INTP(0)])
 
     return types.intp(address, job, block), codegen
 
@@ -171,7 +169,14 @@ class Table:
 def compile_stage(function: Function, signature: Any) -> CFunc:
     """The function with an address that C can call, kept on disk."""
     with compiling():
-        compiled = cached(CFunc(function, (signature.args, signature.return_type), {}, {k: v for k, v in OPTIONS.items() if k != "inline"}))
+        compiled = cached(
+            CFunc(
+                function,
+                (signature.args, signature.return_type),
+                {},
+                {k: v for k, v in OPTIONS.items() if k != "inline"},
+            )
+        )
         compiled.compile()
     return compiled
 

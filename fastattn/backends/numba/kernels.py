@@ -53,10 +53,19 @@ def fill(job, tile, n_rows, x):
 def start_rows(job, block):
     """The state of the rows before any key."""
     row_max, row_sum = lanes_of(job, block, block.row_max), lanes_of(job, block, block.row_sum)
+    kept = lanes_of(job, block, block.kept_max)
     for lane in range(block.n_lanes):
-        if not block.has_headroom:
-            row_max[lane] = -np.inf
+        row_max[lane] = kept[lane] if block.has_headroom else type(job.zero)(-np.inf)
         row_sum[lane] = job.zero
+
+
+@njit(**OPTIONS)
+def keep_largest(job, block):
+    """Gives the block headroom, with its row_max."""
+    block.has_headroom = 1
+    row_max, kept = lanes_of(job, block, block.row_max), lanes_of(job, block, block.kept_max)
+    for lane in range(block.n_lanes):
+        kept[lane] = row_max[lane]
 
 
 @njit(**OPTIONS)
@@ -77,7 +86,7 @@ def softmax(job, block, key0, n_keys):
             top = maximum(top, load(scores, (j, lane)))
         # -inf - 0 where the row is still empty: -inf - -inf would be NaN.
         base, total = where(top == empty, zero, top), zero
-        start, stop = 0, min(first_chunk(key0), n_keys)
+        start, stop = 0, min(first_chunk(key0, KEY_CHUNK), n_keys)
         while start < n_keys:
             some = zero
             for j in range(start, stop):
@@ -108,7 +117,7 @@ def accumulate(job, block, key0, n_keys, adds):
     """O^T = V^T P^T, added to what is there if `adds`, in sums over KEY_CHUNK keys at a time."""
     acc, scores = acc_of(job, block), scores_of(job, block)
     columns = values_of(job, block, key0, n_keys).T
-    start, stop = 0, min(first_chunk(key0), n_keys)
+    start, stop = 0, min(first_chunk(key0, KEY_CHUNK), n_keys)
     while start < n_keys:
         for row in range(0, job.value_dim, ROWS):
             multiply_rows(acc, columns, scores, row, block.n_vectors, start, stop, adds or start > 0)

@@ -35,7 +35,7 @@ COUNTS = (
     "lanes", "block_k", "n_vectors", "n_blocks", "n_tasks", "rows_ld",
     "uses_rows",  # products of `row_kernels`
     "uses_split_kv", "split_tiles", "n_splits", "n_key_tiles",
-    "partials", "partial_nbytes",  # split-KV: address and size of the partial result of each key tile
+    "partials", "partial_nbytes",  # split-KV: address and size of the partial result of each task
     "merges",  # split-KV: tasks are the merges of heads
     "next_task",
     "saw_nonfinite",  # set by a thread: an output is NaN or inf
@@ -51,15 +51,16 @@ REALS = (
 #: Tiles of a thread; the fields of a block have their addresses. `rows`: one row for each query row, between
 #: tiles of lanes and the caller's memory. `extra`, and the `flags` of a row of a mask: see `mask_tile`. `clean`: values without NaN and inf.
 TILES = (
-    "query", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale", "inverse",
-    "start", "stop", "row_i", "row_h", "stops", "tile_max",
+    "query", "columns", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale", "inverse",
+    "start", "stop", "row_i", "row_h", "stops", "tile_max", "kept_max", "stack",
 )  # fmt: skip
 
 #: A thread's query block: its rows, the keys that any of them may attend, and those that all may.
 BLOCK_COUNTS = (
     "item", "kv", "first_row", "n_rows", "n_lanes", "n_vectors", "low", "high", "all_start", "all_stop",
     "is_partial",  # the tile of scores has a tile `extra`
-    "has_headroom",  # row_max and inverse are those of all keys, and sums those of `kernels.write_large`
+    # The row_max of all keys is in kept_max, and sums are those of `kernels.write_large`.
+    "has_headroom",
 )  # fmt: skip
 
 _FIELDS = (*BLOCK_COUNTS, *TILES)

@@ -28,13 +28,11 @@ from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.kernels import fill
 from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX, VALUE
 from fastattn.backends.numba.register_tile import ROWS, multiply_rows, prefetch_row, transpose
-from fastattn.backends.numba.row_kernels import score_rows
+from fastattn.backends.numba.row_kernels import PREFETCHED_ROWS, SCORE_COLUMNS, score_rows
 from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
-PREFETCHED_ROWS = 32  #: rows of keys, ahead of those that are read
-SCORE_COLUMNS = 32  #: over which one partial sum of a score runs: short chains round less
 
 
 @stage

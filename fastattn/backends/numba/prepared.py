@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._constants import LOG2E
+from fastattn._constants import FEW_ROWS, LOG2E
 from fastattn._problem import Mod, Problem
 from fastattn._schedule import Schedule, make_schedule
 from fastattn._schedule import Target as DriverTarget
@@ -37,10 +37,6 @@ from fastattn.backends.numba.work import run_work
 #: Prepared calls whose scratch memory is kept for the next call, and its largest size each; not measured:
 #: they bound the memory kept to some 32 MB.
 MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
-
-#: Query rows up to which the products of `row_kernels` are faster: 137 cycles for a key of one row, 57 more for
-#: each other, and 290 in register tiles of 128 columns (Zen 4, 2026-11-27).
-ROW_KERNELS = 4
 
 #: Stages that not every call reaches, by the property of a call that needs them.
 _CONDITIONS = {
@@ -90,7 +86,7 @@ class Prepared:
         self.scratch_nbytes = sum(self.tiles.values())
         self.partials_nbytes = 0
         if schedule.uses_split_kv:
-            self.partials_nbytes = problem.sizes.heads * int(job["n_key_tiles"] * job["partial_nbytes"])
+            self.partials_nbytes = int(job["n_tasks"] * job["partial_nbytes"])
         self.nbytes = self._num_threads * self.scratch_nbytes + self.partials_nbytes + LINE_NBYTES
         self.n_blocks, self.uses_rows = self._num_threads, bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
@@ -274,7 +270,7 @@ def _set_schedule(job: Any, problem: Problem, schedule: Schedule, target: Driver
         job[name] = getattr(schedule, name)
     job["lanes"] = lanes
     dims = (problem.head_dim, problem.value_dim)
-    job["uses_rows"] = problem.sizes.rows <= ROW_KERNELS and all(dim and dim % lanes == 0 for dim in dims)
+    job["uses_rows"] = problem.sizes.rows <= FEW_ROWS and all(dim and dim % lanes == 0 for dim in dims)
     job["n_key_tiles"] = max(1, -(-problem.len_k // schedule.block_k))
     job["rows_ld"] = -(-max(problem.head_dim, problem.value_dim, schedule.block_k) // lanes) * lanes
     job["partial_nbytes"] = sum(_sums(problem, schedule).values())
@@ -297,14 +293,17 @@ def _sums(problem: Problem, schedule: Schedule) -> dict[str, int]:
 def _tiles(problem: Problem, schedule: Schedule, rows_ld: int) -> dict[str, int]:
     """Bytes of each tile of a thread, each aligned to a cache line."""
     line, block_k = lines(schedule.max_lanes * problem.dtype.itemsize), schedule.block_k
+    n_key_tiles, sums = -(-problem.len_k // block_k), _sums(problem, schedule)
     counts = lines(8 * schedule.max_lanes)
     rows = lines(rows_ld * schedule.max_lanes * problem.dtype.itemsize)
     nbytes = {
-        "query": rows, "scores": (block_k + PAD) * line, "extra": block_k * line, "rows": rows, "flags": lines(block_k),
+        "query": rows, "columns": rows, "scores": (block_k + PAD) * line, "extra": block_k * line,
+        "rows": 2 * rows, "flags": lines(block_k),
         "clean": lines(block_k * problem.value_dim * problem.dtype.itemsize), "rescale": line,
         "inverse": 2 * line, "start": counts, "stop": counts, "row_i": counts, "row_h": counts,
-        "stops": counts, "tile_max": line,
-    } | _sums(problem, schedule)  # fmt: skip
+        "stops": counts, "tile_max": line, "kept_max": line,
+        "stack": (1 + n_key_tiles.bit_length()) * sum(sums.values()) if schedule.uses_split_kv else 0,
+    } | sums  # fmt: skip
     return {name: nbytes[name] for name in TILES}
 
 

@@ -1,8 +1,8 @@
 """The register tile of both products, and the transposition of a tile, written as LLVM IR.
 
 Scores are S^T = K Q^T, with a key in each row and a query row in each lane. Outputs are O^T = V^T P^T, with a
-column of the values in each row. Both are `multiply_rows`: rows of the left factor lie in the caller's memory with
-any strides, and are broadcast from there; the right factor and the product are tiles of lanes.
+column of the values in each row. Both are `multiply_rows`: the left factor lies in the caller's memory with
+any strides, and is broadcast from there; the right factor and the product are tiles of lanes.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     starts = [e.opaque(e.at(a, (e.least(e.count(r), last), a_row))) for r in range(rows)]
     sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
     offset, right = e.variable(e.count(0)), e.variable(b)
-    align = e.lanes * itemsize
+    nbytes = e.lanes * itemsize
 
     def step() -> None:
         at, line = offset.get(), right.get()
-        x = [e.load(e.at(line, (v, align)), align) for v in range(vectors)]
+        x = [e.load(e.at(line, (v, nbytes)), itemsize) for v in range(vectors)]
         for r in range(rows):
             y = e.splat(e.load_scalar(builder.add(starts[r], at)))
             for v in range(vectors):
@@ -95,20 +95,23 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     is_new = builder.icmp_signed("==", adds, e.count(0))
     for r in range(rows):
         for v in range(vectors):
-            to = e.at(c, (c_row, r), (v, align))
-            before = builder.select(is_new, e.zero(), e.load(to, align))
-            e.store(to, e.add(sums[r][v].get(), before), align)
+            to = e.at(c, (c_row, r), (v, nbytes))
+            before = builder.select(is_new, e.zero(), e.load(to, itemsize))
+            e.store(to, e.add(sums[r][v].get(), before), itemsize)
     builder.ret_void()
     return function
 
 
 _whole, _pair, _single = (_register_tile(ROWS, vectors) for vectors in (VECTORS, 2, 1))
+_whole_4, _single_4, _whole_2, _single_2 = (
+    _register_tile(rows, vectors) for rows in (4, 2) for vectors in (VECTORS, 1)
+)
 
 
 @njit(**OPTIONS)
 def multiply_rows(c, a, b, row, n_vectors, start, stop, adds):
-    """c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, added to what is there if `adds`,
-    for ROWS rows i from `row` on. Past the last row of a, that one is repeated."""
+    """c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, added to what is there if
+    `adds`, for ROWS rows i from `row` on. Past the last row of a, that one is repeated."""
     lanes, vector = TARGET.vector_bytes // c.itemsize, 0
     while vector < n_vectors:
         lane, left = vector * lanes, n_vectors - vector
@@ -119,6 +122,29 @@ def multiply_rows(c, a, b, row, n_vectors, start, stop, adds):
         else:
             _single(c, a, b, row, lane, start, stop, adds)
         vector += VECTORS
+
+
+@njit(**OPTIONS)
+def multiply_few(c, a, b, n_vectors, start, stop, adds):
+    """The same for all rows of a, of which there are few."""
+    lanes, n_rows, vector = TARGET.vector_bytes // c.itemsize, a.shape[0], 0
+    while vector < n_vectors:
+        lane, is_whole = vector * lanes, n_vectors - vector >= VECTORS
+        if n_rows <= 2 and is_whole:
+            _whole_2(c, a, b, 0, lane, start, stop, adds)
+        elif n_rows <= 2:
+            _single_2(c, a, b, 0, lane, start, stop, adds)
+        elif n_rows <= 4 and is_whole:
+            _whole_4(c, a, b, 0, lane, start, stop, adds)
+        elif n_rows <= 4:
+            _single_4(c, a, b, 0, lane, start, stop, adds)
+        else:
+            for row in range(0, n_rows, ROWS):
+                if is_whole:
+                    _whole(c, a, b, row, lane, start, stop, adds)
+                else:
+                    _single(c, a, b, row, lane, start, stop, adds)
+        vector += VECTORS if is_whole else 1
 
 
 @intrinsic

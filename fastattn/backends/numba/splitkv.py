@@ -20,45 +20,56 @@ from fastattn.backends.numba.sweep import attend, finish
 
 
 @njit(**OPTIONS)
-def use_partial(job, block, number):
-    """Makes a partial result that of the block: its row_max, row_sum and acc."""
+def use_sums(job, block, address):
+    """Makes the partial result at an address that of the block: its row_max, row_sum and acc."""
     line = (block.n_lanes * job.itemsize + 63) // 64 * 64
-    block.row_max = job.partials + number * job.partial_nbytes
-    block.row_sum, block.acc = block.row_max + line, block.row_max + 2 * line
+    block.row_max, block.row_sum, block.acc = address, address + line, address + 2 * line
 
 
 @njit(**OPTIONS)
-def merge_tree(job, block, head, first, stop, step):
-    """Merges the partial results of every `step`-th of the key tiles first .. stop - 1 into that of the
-    first."""
-    base = head * job.n_key_tiles
-    while first + step < stop:
-        for tile in range(first, stop - step, 2 * step):
-            use_partial(job, block, base + tile + step)
-            other = (block.row_max, block.row_sum, block.acc)
-            use_partial(job, block, base + tile)
-            merge(job, block, other)
-        step *= 2
+def merge_at(job, block, one, two):
+    """Merges the partial result at the address `two` into that at `one`, which becomes the block's."""
+    use_sums(job, block, two)
+    other = (block.row_max, block.row_sum, block.acc)
+    use_sums(job, block, one)
+    merge(job, block, other)
 
 
 @njit(**OPTIONS)
-def attend_tiles(job, block, head, first, stop):
-    """The partial results of the key tiles first .. stop - 1, merged into that of the first."""
+def slot_of(job, block, task, depth):
+    """The address of an entry of the stack of partial results, the first of which is the task's result."""
+    return (
+        (job.partials + task * job.partial_nbytes) if depth == 0 else block.stack + depth * job.partial_nbytes
+    )
+
+
+@njit(**OPTIONS)
+def attend_tiles(job, block, task, first, stop):
+    """The partial results of the key tiles first .. stop - 1, merged into the task's.
+
+    Each entry of the stack is the root of a larger subtree than the next.
+    """
     low, high = tiles_of(job, block)
+    depth = 0
     for tile in range(first, stop):
-        use_partial(job, block, head * job.n_key_tiles + tile)
-        attend(job, block, tile, min(tile + 1, high) if tile >= low else tile)
-    merge_tree(job, block, head, first, stop, 1)
+        use_sums(job, block, slot_of(job, block, task, depth))
+        attend(job, block, tile, tile + 1 if low <= tile < high else tile)
+        depth += 1
+        left, is_last = tile - first, tile + 1 == stop
+        while depth > 1 and (left & 1 or is_last):
+            depth -= 1
+            merge_at(job, block, slot_of(job, block, task, depth - 1), slot_of(job, block, task, depth))
+            left >>= 1
 
 
 @stage
 def run_split_task(job, block, task, y):
-    """Some key tiles of one key/value head, or the merge of all of them."""
+    """Some key tiles of one key/value head."""
     head = task // job.n_splits
     first = task % job.n_splits * job.split_tiles
     find_block(job, block, head)
     pack_query(job, block)
-    attend_tiles(job, block, head, first, min(first + job.split_tiles, job.n_key_tiles))
+    attend_tiles(job, block, task, first, min(first + job.split_tiles, job.n_key_tiles))
     if job.n_splits == 1:
         finish_head(job, block, head)
     return 0
@@ -68,7 +79,11 @@ def run_split_task(job, block, task, y):
 def run_merge(job, block, head, y):
     """The outputs of one key/value head from the partial results of its tasks."""
     find_block(job, block, head)
-    merge_tree(job, block, head, 0, job.n_key_tiles, job.split_tiles)
+    step, first, nbytes = 1, job.partials + head * job.n_splits * job.partial_nbytes, job.partial_nbytes
+    while step < job.n_splits:
+        for task in range(0, job.n_splits - step, 2 * step):
+            merge_at(job, block, first + task * nbytes, first + (task + step) * nbytes)
+        step *= 2
     if job.is_safe or job.has_weights:
         pack_query(job, block)
     finish_head(job, block, head)
@@ -78,10 +93,7 @@ def run_merge(job, block, head, y):
 @njit(**OPTIONS)
 def finish_head(job, block, head):
     """Writes all outputs of one key/value head from its first partial result."""
-    use_partial(job, block, head * job.n_key_tiles)
+    use_sums(job, block, slot_of(job, block, head * job.n_splits, 0))
     if finish(job, block):
-        # Sums of finite values may have overflowed.
-        block.has_headroom = 1
-        attend_tiles(job, block, head, 0, job.n_key_tiles)
-        use_partial(job, block, head * job.n_key_tiles)
+        attend_tiles(job, block, head * job.n_splits, 0, job.n_key_tiles)
         write_large(job, block, 0, 0)

@@ -30,6 +30,7 @@ from fastattn.backends.numba.kernels import (
     clean_values,
     fill,
     is_hidden,
+    keep_largest,
     leave_headroom,
     multiply_lanes,
     scale_to_rows,
@@ -107,13 +108,17 @@ def write_weights(job, block, x, y):
 
 @njit(**OPTIONS)
 def finish(job, block):
-    """Writes all outputs of the block; whether they are to be written again, from sums with headroom."""
+    """Writes all outputs of the block; whether they are to be written again, from sums with headroom, as sums
+    of finite values may have overflowed."""
     nonfinite = write_outputs(job, block)
     if job.has_weights:
         write_weights(job, block, 0, 0)
-    if nonfinite:
-        job.saw_nonfinite = 1
-    return nonfinite and job.is_safe
+    if not nonfinite:
+        return False
+    job.saw_nonfinite = 1
+    if job.is_safe:
+        keep_largest(job, block)
+    return job.is_safe != 0
 
 
 @stage
@@ -124,8 +129,6 @@ def run_task(job, block, task, y):
     first, stop = tiles_of(job, block)
     attend(job, block, first, stop)
     if finish(job, block):
-        # Sums of finite values may have overflowed.
-        block.has_headroom = 1
         attend(job, block, first, stop)
         write_large(job, block, 0, 0)
     return 0

@@ -96,8 +96,8 @@ _declare(operator.mul, _arithmetic("fmul", "mul"))
 _declare(operator.truediv, _arithmetic("fdiv", "sdiv"))
 _declare(operator.and_, lambda builder, kind, a, b: builder.and_(a, b))
 _declare(operator.or_, lambda builder, kind, a, b: builder.or_(a, b))
-for _sign, _function in (("<", operator.lt), ("==", operator.eq), ("!=", operator.ne)):
-    _declare(_function, _comparison(_sign), compares=True)
+for _sign, _operator in (("<", operator.lt), ("==", operator.eq), ("!=", operator.ne)):
+    _declare(_operator, _comparison(_sign), compares=True)
 
 
 # Arrays.
@@ -219,7 +219,7 @@ def any_lane(context: Any, mask: Any) -> Any:
     return types.boolean(mask), codegen
 
 
-def _function(name: str, write: Any) -> Any:
+def _of_reals(name: str, write: Any) -> Any:
     """The function of vectors of reals that an `Emitter` writes."""
 
     def definition(context: Any, *arguments: Any) -> Any:
@@ -231,8 +231,8 @@ def _function(name: str, write: Any) -> Any:
     return intrinsic_of(definition, name, list(inspect.signature(write).parameters)[1:])
 
 
-maximum = _function("maximum", Emitter.maximum)  #: b where either is NaN
-fma = _function("fma", Emitter.fma)
-one_minus_product = _function("one_minus_product", Emitter.one_minus_product)
-tanh = _function("tanh", hyperbolic_tangent)
-exp2 = _function("exp2", exp2_of_difference)
+maximum = _of_reals("maximum", Emitter.maximum)  #: b where either is NaN
+fma = _of_reals("fma", Emitter.fma)
+one_minus_product = _of_reals("one_minus_product", Emitter.one_minus_product)
+tanh = _of_reals("tanh", hyperbolic_tangent)
+exp2 = _of_reals("exp2", exp2_of_difference)

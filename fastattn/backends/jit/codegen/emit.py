@@ -45,9 +45,7 @@ class Emitter:
     `builder` is at the place where instructions are to be written. Memory of the caller's has any alignment.
     """
 
-    def __init__(
-        self, builder: ir.IRBuilder, itemsize: int, vector_bytes: int = TARGET.vector_bytes
-    ) -> None:
+    def __init__(self, builder: ir.IRBuilder, itemsize: int, vector_bytes: int = TARGET.vector_bytes) -> None:
         self.builder = builder
         self.itemsize = itemsize
         self.real = ir.FloatType() if itemsize == 4 else ir.DoubleType()

@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from fastattn.backends.cpu.record import MARK_BITS, MARKS
-from fastattn.backends.jit.codegen.emit import INTP as WORD
+from fastattn.backends.jit.codegen.emit import INTP as COUNT
 from fastattn.backends.numba.blocks import (
     INTP,
     copy_row,
@@ -31,6 +31,7 @@ from fastattn.backends.numba.register_tile import ROWS, multiply_rows, prefetch_
 from fastattn.backends.numba.row_kernels import PREFETCHED_ROWS, SCORE_COLUMNS, score_rows
 from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
+WORD = 32  #: keys whose mask bits are in one word
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
 
@@ -105,6 +106,12 @@ def extra_tile(job, block, key0, n_keys):
     """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout; 0 where
     no row may attend any of the keys."""
     is_inside = block.all_start <= key0 and block.all_stop >= key0 + n_keys
+    if job.has_mask_map:
+        state = map_state(job, block, key0, n_keys)
+        if state == INDEX_EMPTY:
+            return 0
+        if state == INDEX_FULL and is_inside and not (job.has_bias or job.has_dense):
+            return 1
     if job.has_bias or job.has_dense or job.has_mask_map:
         n_allowed = extra_rows(job, block, key0, n_keys)
         if n_allowed == 0:
@@ -151,25 +158,35 @@ def extra_rows(job, block, key0, n_keys):
 
 
 @njit(**OPTIONS)
+def map_state(job, block, key0, n_keys):
+    """The entry that the mask map has for all rows and keys, or 0."""
+    row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
+    index, some, every = view_of(job, MASK_INDEX, block.item, np.int32(0)), False, True
+    for lane in range(block.n_lanes):
+        entries = index[row_h[lane], row_i[lane] // job.tile_q]
+        for tile in range(key0 // job.tile_k, (key0 + n_keys - 1) // job.tile_k + 1):
+            some |= entries[tile] != INDEX_EMPTY
+            every &= entries[tile] == INDEX_FULL
+    return INDEX_FULL if every else 0 if some else INDEX_EMPTY
+
+
+@njit(**OPTIONS)
 def mask_mapped(job, block, lane, to, key0, n_keys):
-    """Masks the keys of a lane that the mask map does not allow; how many."""
+    """Masks the keys of a lane that the mask map does not allow; how many were not masked before."""
     row, head, count = counts_of(block, block.row_i)[lane], counts_of(block, block.row_h)[lane], 0
     index = view_of(job, MASK_INDEX, block.item, np.int32(0))[head, row // job.tile_q]
-    j, masked = 0, type(job.zero)(-np.inf)
+    j, masked, n_words = 0, type(job.zero)(-np.inf), job.tile_k // WORD
     while j < n_keys:
         tile, first = (key0 + j) // job.tile_k, (key0 + j) % job.tile_k
         stop, entry = min(n_keys, j + job.tile_k - first), np.int64(index[tile])
-        if entry == INDEX_EMPTY:
-            to[j:stop] = masked
-            count += stop - j
-        elif entry != INDEX_FULL:
-            line = (entry * job.tile_q + row % job.tile_q) * (job.tile_k // 32)
-            words = tile_at(np.uint32(0), job.mask_bits + 4 * line, (job.tile_k // 32,))
-            for key in range(first, first + stop - j):
-                is_masked = words[key // 32] >> np.uint32(key % 32) & np.uint32(1) == 0
-                at = j + key - first
-                to[at] = masked if is_masked else to[at]
-                count += is_masked
+        if entry != INDEX_FULL:
+            line = max(entry, 0) * job.tile_q + row % job.tile_q
+            words = tile_at(np.uint32(0), job.mask_bits + 4 * n_words * line, (n_words,))
+            for at in range(j, stop):
+                key = first + at - j
+                if entry == INDEX_EMPTY or words[key // WORD] >> np.uint32(key % WORD) & np.uint32(1) == 0:
+                    count += to[at] != masked
+                    to[at] = masked
         j = stop
     return count
 
@@ -195,7 +212,7 @@ def call_modify(context, address, scores, top, ld, n_vectors, stops, key0, item,
     """Calls the loop at an address, see `jit.loops`."""
 
     def codegen(context, builder, signature, values):
-        function = ir.FunctionType(WORD, [WORD] * 10)
+        function = ir.FunctionType(COUNT, [COUNT] * 10)
         return builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
 
     return types.intp(*[types.intp] * 11), codegen

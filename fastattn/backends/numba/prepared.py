@@ -212,7 +212,8 @@ def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tupl
     for number in gaps:
         readable[number] = _converted(readable[number], np.ascontiguousarray)
     if bias is not None and bias.dtype != dtype:
-        readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
+        with np.errstate(over="ignore"):  # below the range of the dtype a bias masks
+            readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
     if dense is not None and dense.itemsize != 1:
         readable[DENSE] = _converted(dense, lambda x: x != 0)
     return tuple(readable)

@@ -28,9 +28,9 @@ from numba.core.registry import cpu_target
 from fastattn._mask_map import TILE_K, TILE_Q, WORDS
 from fastattn.backends.cpu.record import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
+from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
-from fastattn.backends.jit.codegen.target import TARGET
 
 #: The mask bits of one word.
 WORD_KEYS = 32

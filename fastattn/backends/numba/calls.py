@@ -1,8 +1,8 @@
 """Stages: functions that are compiled when a call first needs them, and that call each other by address.
 
 Numba compiles a function together with all that it calls, once more at each level of calls. A stage is
-compiled alone, once for each dtype, and only if a call needs it; `cache` keeps it on disk. There is a table of
-their addresses for each dtype, whose address is in the record of a call.
+compiled alone, once for each dtype, and only if a call needs it; `cache` keeps it on disk. The addresses of
+the stages of a dtype are a table, whose address is in the record of a call.
 
 Every stage takes ``(job, block, x, y)``: the records of `layout`, and two integers that it names. It returns
 an integer, most often 0 for nothing.
@@ -32,7 +32,8 @@ from fastattn.backends.numba.cache import cached
 from fastattn.backends.numba.layout import BLOCK, job_of
 
 #: Of all compiled functions. No fast-math: NaN and inf are valid data, and fused multiply-adds are written as
-#: such. They allocate nothing, and Python calls none of them but stages.
+#: such. They allocate nothing, Python calls none of them but stages, and others are inlined before they are
+#: typed: else each would be compiled by itself and again with every caller.
 OPTIONS: dict[str, Any] = {
     "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False,
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "inline": "always",
@@ -174,7 +175,7 @@ def compile_stage(function: Function, signature: Any) -> CFunc:
                 function,
                 (signature.args, signature.return_type),
                 {},
-                {k: v for k, v in OPTIONS.items() if k != "inline"},
+                {**OPTIONS, "inline": "never"},
             )
         )
         compiled.compile()

@@ -232,7 +232,7 @@ def write_outputs(job, block):
     return nonfinite
 
 
-# A call with a nonfinite output runs again: it may be 0 times the NaN or inf of a masked value, or an overflow.
+# A call with a nonfinite output runs again: it may be 0 times the NaN or inf of a masked value, or overflow.
 
 
 @stage
@@ -267,7 +267,8 @@ def add_nonfinite_values(job, block, key0, n_keys):
 @njit(**OPTIONS)
 def is_hidden(job, block, j, lane):
     """Whether a lane may not read key j of the tile."""
-    return block.is_partial and extra_of(job, block)[j, lane] == -np.inf
+    is_plain = block.plain <= j < block.plain_stop
+    return block.is_partial and not is_plain and extra_of(job, block)[j, lane] == -np.inf
 
 
 @njit(**OPTIONS)

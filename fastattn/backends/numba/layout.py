@@ -49,16 +49,18 @@ REALS = (
 )  # fmt: skip
 
 #: Tiles of a thread; the fields of a block have their addresses. `rows`: one row for each query row, between
-#: tiles of lanes and the caller's memory. `extra`, and the `flags` of a row of a mask: see `mask_tile`. `clean`: values without NaN and inf.
+#: tiles of lanes and the caller's memory. `columns`: keys as lanes. `extra`, and the `flags` of a row of a mask
+#: array: see `mask_tile`. `clean`: values without NaN and inf. `stack`: partial results of `splitkv`.
 TILES = (
-    "query", "columns", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale", "inverse",
-    "start", "stop", "row_i", "row_h", "stops", "tile_max", "kept_max", "stack",
+    "query", "columns", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale",
+    "inverse", "start", "stop", "row_i", "row_h", "stops", "tile_max", "kept_max", "stack",
 )  # fmt: skip
 
 #: A thread's query block: its rows, the keys that any of them may attend, and those that all may.
 BLOCK_COUNTS = (
     "item", "kv", "first_row", "n_rows", "n_lanes", "n_vectors", "low", "high", "all_start", "all_stop",
-    "is_partial",  # the tile of scores has a tile `extra`
+    "is_partial",  # the tile of scores has a tile `extra`, but for the keys plain .. plain_stop - 1
+    "plain", "plain_stop",
     # The row_max of all keys is in kept_max, and sums are those of `kernels.write_large`.
     "has_headroom",
 )  # fmt: skip

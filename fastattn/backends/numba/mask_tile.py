@@ -38,7 +38,7 @@ MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
 
 @stage
 def score_tile(job, block, key0, n_keys):
-    """Scores of the keys from key0 on, -inf where masked; 0 and nothing where no row may attend any of them."""
+    """Scores of the keys from key0 on, -inf where masked; 0, and no scores, where no row may attend any."""
     block.is_partial = 0
     if job.has_extra and extra_tile(job, block, key0, n_keys) == 0:
         return 0
@@ -95,6 +95,8 @@ def add_extra(job, block, n_keys, y):
     """s += extra, -inf where that is -inf."""
     scores, extra, masked = scores_of(job, block), extra_of(job, block), splat(type(job.zero)(-np.inf))
     for j in range(n_keys):
+        if block.plain <= j < block.plain_stop:
+            continue
         for lane in range(0, block.n_lanes, job.lanes):
             x = load(extra, (j, lane))
             store(scores, (j, lane), where(x == masked, masked, load(scores, (j, lane)) + x))
@@ -103,8 +105,9 @@ def add_extra(job, block, n_keys, y):
 
 @stage
 def extra_tile(job, block, key0, n_keys):
-    """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout; 0 where
+    """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout. 0 where
     no row may attend any of the keys."""
+    block.plain = block.plain_stop = 0
     is_inside = block.all_start <= key0 and block.all_stop >= key0 + n_keys
     if job.has_mask_map:
         state = map_state(job, block, key0, n_keys)
@@ -120,8 +123,9 @@ def extra_tile(job, block, key0, n_keys):
             return 1
     elif is_inside:
         return 1
-    else:
-        fill(job, extra_of(job, block), n_keys, job.zero)
+    elif not job.has_score_mod:
+        block.plain = min(max(block.all_start - key0, 0), n_keys)
+        block.plain_stop = max(min(block.all_stop - key0, n_keys), block.plain)
     block.is_partial = 1
     if not is_inside:
         mask_intervals(job, block, key0, n_keys)
@@ -196,11 +200,15 @@ def mask_intervals(job, block, key0, n_keys):
     """Makes `extra` -inf outside of each lane's interval."""
     start, stop = counts_of(block, block.start), counts_of(block, block.stop)
     extra, masked = extra_of(job, block), type(job.zero)(-np.inf)
+    has_rows = job.has_bias or job.has_dense or job.has_mask_map
     for j in range(n_keys):
+        if block.plain <= j < block.plain_stop:
+            continue
         row = extra[j]
         for lane in range(block.n_lanes):
+            x = row[lane] if has_rows else job.zero
             is_masked = (key0 + j < start[lane]) | (key0 + j >= stop[lane])
-            row[lane] = masked if is_masked else row[lane]
+            row[lane] = masked if is_masked else x
     return 0
 
 

@@ -49,8 +49,8 @@ REALS = (
 )  # fmt: skip
 
 #: Tiles of a thread; the fields of a block have their addresses. `rows`: one row for each query row, between
-#: tiles of lanes and the caller's memory. `columns`: keys as lanes. `extra`, and the `flags` of a row of a mask
-#: array: see `mask_tile`. `clean`: values without NaN and inf. `stack`: partial results of `splitkv`.
+#: tiles of lanes and the caller's memory. `columns`: keys as lanes. `extra`, and the `flags` of a row of a
+#: mask array: see `mask_tile`. `clean`: values without NaN and inf. `stack`: partial results of `splitkv`.
 TILES = (
     "query", "columns", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale",
     "inverse", "start", "stop", "row_i", "row_h", "stops", "tile_max", "kept_max", "stack",

@@ -105,8 +105,8 @@ def add_extra(job, block, n_keys, y):
 
 @stage
 def extra_tile(job, block, key0, n_keys):
-    """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout. 0 where
-    no row may attend any of the keys."""
+    """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout.
+    Returns 0 where no row may attend any of the keys."""
     block.plain = block.plain_stop = 0
     is_inside = block.all_start <= key0 and block.all_stop >= key0 + n_keys
     if job.has_mask_map:

@@ -1,8 +1,7 @@
 """Vectors of lanes as values of compiled code: `Vector`, with arithmetic, comparisons and a few functions.
 
-A vector fills a register of the host. It is of reals, or of integers of the same width; comparing two gives a
-`Mask`. Arrays are read and written at an index of their first lane. So a kernel is plain Python with a step
-of `lanes_of` elements.
+A vector of reals fills a register of the host; comparing two gives a `Mask`. Arrays are read and written at
+the index of the first lane. So a kernel is plain Python with a step of `job.lanes` elements.
 """
 
 from __future__ import annotations
@@ -54,50 +53,29 @@ class _MaskModel(models.PrimitiveModel):
         super().__init__(manager, kind, ir.VectorType(ir.IntType(1), kind.lanes))
 
 
-def _declare(function: Any, write: Any, compares: bool = False) -> None:
-    """Makes an operator work on two vectors of a type, or on two masks."""
+def _declare(function: Any, write: Any, returns: Any = None) -> None:
+    """Makes an operator work on two vectors, of which `returns` makes the type of the result."""
 
     @infer_global(function)
     class Operator(AbstractTemplate):
         def generic(self, arguments: Any, keywords: Any) -> Any:
-            a, b = (*arguments, None, None)[:2]
-            if not isinstance(a, Vector | Mask) or a != b:
+            kind = arguments[0]
+            if not isinstance(kind, Vector) or arguments != (kind, kind):
                 return None
-            return signature(Mask(a.lanes) if compares else a, a, b)
+            return signature(returns(kind.lanes) if returns else kind, kind, kind)
 
+    @lower_builtin(function, Vector, Vector)
     def lower(context: Any, builder: Any, call: Any, values: Any) -> Any:
-        return write(builder, call.args[0], *values)
-
-    for kind in (Vector, Mask):
-        lower_builtin(function, kind, kind)(lower)
+        return write(builder, *values)
 
 
-def _arithmetic(of_reals: str, of_integers: str) -> Any:
-    def write(builder: Any, kind: Any, a: Any, b: Any) -> Any:
-        name = of_reals if isinstance(kind.element, types.Float) else of_integers
-        return getattr(builder, name)(a, b)
-
-    return write
-
-
-def _comparison(sign: str) -> Any:
-    def write(builder: Any, kind: Any, a: Any, b: Any) -> Any:
-        if isinstance(kind.element, types.Float):
-            compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
-            return compare(sign, a, b)
-        return builder.icmp_signed(sign, a, b)
-
-    return write
-
-
-_declare(operator.add, _arithmetic("fadd", "add"))
-_declare(operator.sub, _arithmetic("fsub", "sub"))
-_declare(operator.mul, _arithmetic("fmul", "mul"))
-_declare(operator.truediv, _arithmetic("fdiv", "sdiv"))
-_declare(operator.and_, lambda builder, kind, a, b: builder.and_(a, b))
-_declare(operator.or_, lambda builder, kind, a, b: builder.or_(a, b))
-for _sign, _operator in (("<", operator.lt), ("==", operator.eq), ("!=", operator.ne)):
-    _declare(_operator, _comparison(_sign), compares=True)
+_declare(operator.add, lambda builder, a, b: builder.fadd(a, b))
+_declare(operator.sub, lambda builder, a, b: builder.fsub(a, b))
+_declare(operator.mul, lambda builder, a, b: builder.fmul(a, b))
+_declare(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
+_declare(operator.lt, lambda builder, a, b: builder.fcmp_ordered("<", a, b), Mask)
+_declare(operator.eq, lambda builder, a, b: builder.fcmp_ordered("==", a, b), Mask)
+_declare(operator.ne, lambda builder, a, b: builder.fcmp_unordered("!=", a, b), Mask)
 
 
 # Arrays.

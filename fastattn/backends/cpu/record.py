@@ -2,8 +2,8 @@
 
 Sizes, strides, options, the schedule, and the offsets of a thread's tiles in its scratch memory. It is
 written here and nowhere else, from a `Problem` and its `Schedule`; the Cython driver reads it as
-``struct Job`` of ``cython/record.pxi``, the Numba driver by the names of `FIELDS`, and a test compares the
-two. Addresses are 0: for each call a driver fills them into a copy of its own.
+``struct Job`` of ``cython/record.pxi``, and a test compares the two. Addresses are 0: for each call the
+driver fills them into a copy of its own.
 """
 
 from __future__ import annotations

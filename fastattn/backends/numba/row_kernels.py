@@ -36,24 +36,25 @@ def score_rows(job, block, key0, n_keys):
     """Scores of the keys, as `mask_tile.score_keys`: of as many keys at a time as a vector has lanes."""
     keys, scores, lanes = head_of(job, block, KEY)[key0 : key0 + n_keys], scores_of(job, block), job.lanes
     query = tile_at(job.zero, block.query, (block.n_lanes, job.head_dim))[: block.n_rows]
-    rows = tile_at(job.zero, block.rows, (2 * lanes, job.head_dim))  # scores, then the last keys
+    rows = tile_at(job.zero, block.rows, (block.n_lanes + lanes, job.head_dim))  # scores, then the last keys
     columns = tile_at(job.zero, block.columns, (job.head_dim, lanes))
     for start in range(0, n_keys, lanes):
         n = min(lanes, n_keys - start)
         if n < lanes:
             for i in range(n):
-                copy_row(rows[lanes + i], keys[start + i], job.head_dim)
+                copy_row(rows[block.n_lanes + i], keys[start + i], job.head_dim)
         for column in range(0, job.head_dim, lanes):
             for key in range(start, start + n):
                 prefetch(keys, key + PREFETCHED_ROWS, column * job.itemsize)
             if n < lanes:
-                transpose_block(columns, column, 0, rows, lanes, column)
+                transpose_block(columns, column, 0, rows, block.n_lanes, column)
             else:
                 transpose_block(columns, column, 0, keys, start, column)
         for column in range(0, job.head_dim, SCORE_COLUMNS):
             stop = min(column + SCORE_COLUMNS, job.head_dim)
             multiply_few(rows, query, columns, 1, column, stop, column > 0)
-        transpose_block(scores, start, 0, rows, 0, 0)
+        for lane in range(0, block.n_lanes, lanes):
+            transpose_block(scores, start, lane, rows, lane, 0)
     return 0
 
 
@@ -68,5 +69,5 @@ def accumulate_rows(job, block, key0, n_keys):
             prefetch_row(values, key + PREFETCHED_ROWS)
         multiply_few(rows, weights, values, job.value_dim // job.lanes, start, stop, start > 0)
         start, stop = stop, min(stop + STEP_KEYS, n_keys)
-    transpose(acc_of(job, block), rows, job.lanes, job.value_dim)
+    transpose(acc_of(job, block), rows, block.n_lanes, job.value_dim)
     return 0

@@ -1,7 +1,7 @@
 """Vectors of lanes as values of compiled code: `Vector`, with arithmetic, comparisons and a few functions.
 
-A vector of reals fills a register of the host; comparing two gives a `Mask`. Arrays are read and written at
-the index of the first lane. So a kernel is plain Python with a step of `job.lanes` elements.
+A vector of reals fills a register of the host; comparing two gives `LaneBits`. Arrays are read and written
+at the index of the first lane. So a kernel is plain Python with a step of `job.lanes` elements.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Vector(types.Type):
         super().__init__(f"vector({element})")
 
 
-class Mask(types.Type):
+class LaneBits(types.Type):
     """One bit for each lane."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
-        super().__init__(f"mask({lanes})")
+        super().__init__(f"bits({lanes})")
 
 
 @register_model(Vector)
@@ -47,9 +47,9 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, ir.VectorType(element, kind.lanes))
 
 
-@register_model(Mask)
-class _MaskModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Mask) -> None:
+@register_model(LaneBits)
+class _LaneBitsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: LaneBits) -> None:
         super().__init__(manager, kind, ir.VectorType(ir.IntType(1), kind.lanes))
 
 
@@ -73,9 +73,9 @@ _declare(operator.add, lambda builder, a, b: builder.fadd(a, b))
 _declare(operator.sub, lambda builder, a, b: builder.fsub(a, b))
 _declare(operator.mul, lambda builder, a, b: builder.fmul(a, b))
 _declare(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
-_declare(operator.lt, lambda builder, a, b: builder.fcmp_ordered("<", a, b), Mask)
-_declare(operator.eq, lambda builder, a, b: builder.fcmp_ordered("==", a, b), Mask)
-_declare(operator.ne, lambda builder, a, b: builder.fcmp_unordered("!=", a, b), Mask)
+_declare(operator.lt, lambda builder, a, b: builder.fcmp_ordered("<", a, b), LaneBits)
+_declare(operator.eq, lambda builder, a, b: builder.fcmp_ordered("==", a, b), LaneBits)
+_declare(operator.ne, lambda builder, a, b: builder.fcmp_unordered("!=", a, b), LaneBits)
 
 
 # Arrays.

@@ -11,7 +11,7 @@ The flow of a call. A call with a known signature skips lines 4 to 8. A small on
 5. ``masks.objects.lower`` turns masks into a band, key intervals per row, or a mask map;
 6. ``backends.registry.select`` takes the first backend that has no reason against the problem;
 7. ``_call.schedule.make_schedule`` decides path, blocks, splits, copies, prefetch, domain and threads;
-8. ``backends.cpu.record.write_record`` writes sizes, strides, options and schedule down for compiled code;
+8. ``backends.cpu.record.write_record`` writes all that down for the Cython driver; Numba's has its own;
 9. ``backends.numba.prepared.Prepared.run``, or the Cython driver's, fills in addresses and runs all tasks;
 10. ``_api.prepared.PreparedCall`` keeps what the signature decided, for the next call of that key.
 

@@ -56,11 +56,9 @@ LAYERS = [
     {"backends._base"},
     {"backends.cpu.fields"},
     {"backends.cpu.record", "backends.cpu.backward"},
-    {"backends.numba.codegen.target"},
-    {"backends.numba.codegen.emit"},
-    {"backends.numba.codegen.across_lanes", "backends.numba.codegen.exponential"},
-    {"backends.numba.codegen.intrinsics"},
-    {"backends.numba.codegen.register_tiles"},
+    {"backends.jit.codegen.target"},
+    {"backends.jit.codegen.emit"},
+    {"backends.jit.codegen.exponential", "backends.jit.codegen.intrinsics"},
     {"backends.jit.compiling", "backends.jit.literals", "backends.jit.identity", "backends.jit.memory"},
     {"backends.jit.lowering"},
     {"backends.jit.vector_math", "backends.jit.checks"},
@@ -68,13 +66,14 @@ LAYERS = [
     {"backends.jit.loops"},
     {"backends.jit.functions"},
     {"backends.jit.mask_map", "backends.cpu.functions"},
-    {"backends.numba.codegen.row_tiles"},
-    {"backends.numba.layout", "backends.numba.codegen.cache"},
-    {"backends.numba.codegen.calls"},
-    {"backends.numba.kernels", "backends.numba.row_kernels"},
+    {"backends.numba.layout", "backends.numba.cache", "backends.numba.vectors"},
+    {"backends.numba.calls"},
+    {"backends.numba.register_tile"},
     {"backends.numba.blocks"},
+    {"backends.numba.kernels", "backends.numba.row_kernels"},
     {"backends.numba.mask_tile"},
-    {"backends.numba.sweep", "backends.numba.splitkv", "backends.numba.spread"},
+    {"backends.numba.sweep"},
+    {"backends.numba.splitkv"},
     {"backends.numba.work", "backends.numba.threads"},
     {"backends.numba.prepared"},
     {"backends.cuda.form"},
@@ -88,7 +87,7 @@ LAYERS = [
         "backends.cython",
         "backends.cpu",
         "backends.jit",
-        "backends.numba.codegen",
+        "backends.jit.codegen",
         "backends.numba",
         "backends.cuda",
     },
@@ -241,7 +240,8 @@ def test_a_call_flows_as_the_docstring_says(backend):
         return list(seen)
 
     x = np.ones((3, 2, 7, 5))
-    lines = [name for name in names.values() if backend == "numba" or ".numba." not in name]
+    other = {"cython": ".numba.", "numba": ".cpu."}[backend]
+    lines = [name for name in names.values() if other not in name]
     prepared._calls.clear()
     prepared._tokens.clear()
     assert flow() == lines
@@ -391,7 +391,7 @@ RAISES_ELSEWHERE = {
     "_machine/host.py: forced_isa": "FASTATTN_ISA",
     "backends/cython/signature.pxi: install_options": "more options than there is room for",
     "backends/cython/driver.pyx: choose_isa": "a name that FASTATTN_ISA or a test gives, not a call",
-    "backends/numba/codegen/target.py: choose": "the same, at import",
+    "backends/jit/codegen/target.py: choose": "the same, at import",
     # Which backend: known when the problem is whole.
     "backends/registry.py: requested": "a name that is none",
     "backends/registry.py: select": "no backend can take the problem",

@@ -6,12 +6,12 @@ import pytest
 
 from tests.process import python
 
-target = pytest.importorskip("fastattn.backends.numba.codegen.target")
+target = pytest.importorskip("fastattn.backends.jit.codegen.target")
 
 CODE = """
 import numpy as np
 import fastattn
-from fastattn.backends.numba.codegen.target import ISA
+from fastattn.backends.jit.codegen.target import ISA
 from tests.tolerances import assert_attention
 
 rng = np.random.default_rng(0)

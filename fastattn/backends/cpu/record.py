@@ -2,8 +2,7 @@
 
 Sizes, strides, options, the schedule, and the offsets of a thread's tiles in its scratch memory: the fields
 of `fields`, written here and nowhere else, from a `Problem` and its `Schedule`. The Cython driver reads them
-as ``struct Job``, the Numba driver by their names. Addresses are 0: for each call a driver fills them into a
-copy of its own.
+as ``struct Job``. Addresses are 0: for each call the driver fills them into a copy of its own.
 """
 
 from __future__ import annotations

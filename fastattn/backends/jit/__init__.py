@@ -1,5 +1,6 @@
 """The caller's functions, `score_mod` and `mask_mod`, for every backend.
 
+`codegen`      LLVM IR: the host's registers, vectors of them, and functions on these, also for the backend
 `functions`    the interface: a function, its `aux` and a dtype give a compiled loop, which is cached
 `identity`     what makes two functions equal, and which arrays they capture
 `frontend`     the function compiled by Numba, with all that it calls inlined and every index checked
@@ -15,5 +16,5 @@
 Numba is only the compiler here: any driver calls the loop through its address, once per tile. What does not
 change is compiled in (the function, its numbers); what may change is read at each call (`aux`, captured
 arrays, sizes). The loops are kept in a bounded cache; one that is evicted is freed when no call uses it any
-more. Nothing here knows a backend; from ``numba.codegen`` it takes the registers of the host.
+more. Nothing here knows a backend.
 """

@@ -15,8 +15,8 @@ from numba.core import cgutils
 from numba.np.arrayobj import load_item, make_array, make_array_flat_cls
 
 from fastattn.backends.cpu.fields import MARK_BITS
+from fastattn.backends.jit.codegen.intrinsics import intrinsic_of
 from fastattn.backends.jit.literals import fallback
-from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
 
 #: The bit of all other errors: of arrays without a bit of their own, and of Numba's own checks.
 OTHER = MARK_BITS - 1

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numba.core import ir
 
-from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
+from fastattn.backends.jit.codegen.intrinsics import intrinsic_of
 
 
 def fallback(typing: Any, function: Any, arguments: Any) -> tuple[Any, Any]:

@@ -27,9 +27,9 @@ from numba.core.registry import cpu_target
 
 from fastattn.backends.cpu.fields import MARKS
 from fastattn.backends.jit.checks import BITS, OTHER
+from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.jit.frontend import Typed
 from fastattn.backends.jit.memory import WORD, read_words
-from fastattn.backends.numba.codegen.target import TARGET
 from fastattn.masks.map import TILE_K, TILE_Q, WORDS
 
 #: The mask bits of one word.

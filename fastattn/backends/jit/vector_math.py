@@ -14,11 +14,10 @@ from llvmlite import ir
 from numba import types
 
 from fastattn._machine.constants import MANTISSA_BITS
+from fastattn.backends.jit.codegen.emit import Emitter
+from fastattn.backends.jit.codegen.exponential import hyperbolic_tangent, twice_exp2m1_over_f
+from fastattn.backends.jit.codegen.intrinsics import intrinsic_of
 from fastattn.backends.jit.literals import fallback
-from fastattn.backends.numba.codegen.emit import Emitter
-from fastattn.backends.numba.codegen.exponential import twice_exp2m1_over_f
-from fastattn.backends.numba.codegen.intrinsics import intrinsic_of
-from fastattn.backends.numba.codegen.register_tiles import hyperbolic_tangent
 
 #: log2(e) as the sum of two numbers of each dtype, by itemsize: the rounded value and the remainder.
 _LOG2E = {4: (1.44269502162933349609375, 1.92596299e-8), 8: (1.4426950408889634074, 2.0355273740931033e-17)}
@@ -37,7 +36,7 @@ class ScalarEmitter(Emitter):
     def constant(self, x: float) -> ir.Constant:
         return ir.Constant(self.real, x)
 
-    def integer_constant(self, n: int, vector: Any = None) -> ir.Constant:
+    def integer_constant(self, n: int) -> ir.Constant:
         return ir.Constant(self.integer, n)
 
     def vector_name(self) -> str:

@@ -1,72 +1,82 @@
-"""The records that compiled code works on: a call's arrays, sizes and options, a query block, a partial
-result.
+"""The records that compiled code works on: those of a call and of a thread's query block.
 
 Compiled code is the same for any number of axes and any strides: it is specialised on the dtype alone.
-`prepared` fills in the record of a call.
+`prepared` fills in both records; addresses are those of memory that outlives the call.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
-from fastattn._call.schedule import WORD
-from fastattn.backends.cpu.record import ADDRESS, COL, COUNTS, HEAD, LEAD, REALS, ROW, SCRATCH
+#: Rows of the table of views. Each has an address, the sizes of head, row and column, and the strides of
+#: these and of the leading axes, innermost first; the last row of the table has the sizes of the latter.
+VIEWS = (
+    QUERY, KEY, VALUE, OUT, LSE, WEIGHTS, BIAS, DENSE, KEY_START, KEY_STOP, MASK_INDEX, KEY_LENGTHS,
+) = range(12)  # fmt: skip
+ADDRESS, SHAPE, STRIDES, LEAD = 0, 1, 4, 7
 
-__all__ = ["ADDRESS", "COL", "HEAD", "LEAD", "ROW", "WORD"]
-
-KEY_STEP = 4  #: a block's keys start at a multiple of this
-
-#: Rows of the table of views; the others are of keys in int8 or in pages, which this driver refuses.
-(QUERY, KEY, VALUE, OUT, LSE, WEIGHTS, BIAS, DENSE, KEY_START, KEY_STOP, MASK_INDEX, KEY_LENGTHS) = range(12)
-
-#: This driver's fields after those that both drivers have: addresses of the table of views and of the leading
-#: axes, of the scratch memory of all threads, and for `spread` of the region's record and of the CPUs' cores;
-#: whether a result is nonfinite, whether the call runs again as one was, and whether it keeps nonfinite
-#: values from rows that may not read them; more tiles of a thread; the factor of the query as high + low.
-OWN_TILES = ("spare", "block", "stack", "allowed", "chosen")
-_OWN = (
-    "views",
-    "lead_shape",
-    "scratch",
-    "spread",
-    "cores",
-    "n_cpus",
-    "saw_nonfinite",
-    "runs_again",
-    "is_nonfinite_safe",
-)
-
-#: One call. Addresses are those of arrays that outlive it.
-JOB = np.dtype(
-    [(name, np.int64) for name in (*COUNTS, *(f"to_{name}" for name in SCRATCH))]
-    + [(name, np.float64) for name in REALS]
-    + [(name, np.int64) for name in (*_OWN, *(f"to_{name}" for name in OWN_TILES))]
-    + [(name, np.float64) for name in ("query_high", "query_low")]
-)
-
-#: The query rows of one task, where the head's keys and values start in the caller's memory (`key`, `value`)
-#: and where the kernels read them (`keys`, `values`), and the rows that the thread has seen (`seen_*`).
-#: `depth` is that of the stack of partial results of `splitkv`; `has_headroom` says that row_max and
-#: `inverse` are those of all keys, and that the sums are those of `kernels.write_large`.
-BLOCK = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "item", "kv", "first_row", "n_rows", "ld", "n_vectors", "low", "high", "all_start", "all_stop",
-            "key", "value", "plain", "plain_stop", "depth", "keys", "key_row", "values", "value_row", "panel",
-            "seen_key", "seen_value", "seen_start", "seen_stop", "new_start", "new_stop",
-            "n_prefetch", "prefetch_nbytes", "has_headroom",
-        )
-    ]
+#: One call. Reals of the dtype follow, the last of which is 0: it stands for the dtype in compiled code.
+COUNTS = (
+    "stages",  # address of the table of stages, see `calls`
+    "views", "n_lead",  # address of the table of views, and its leading axes
+    "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
+    "has_lse", "has_weights", "has_sinks", "has_bias", "has_dense", "has_intervals", "has_mask_map",
+    "has_band", "has_lengths", "has_score_mod",
+    "has_extra",  # bias or mask: scores have a tile `extra`, see `mask_tile`
+    "is_adjusted",  # by soft-cap or factor
+    "is_natural",  # scores are in natural units, not times log2(e)
+    "band_left", "band_right", "band_at_end",  # see `Band`
+    "tile_q", "tile_k",  # of the mask map
+    "sinks", "mask_bits", "score_mod", "aux",  # addresses; the last two: a loop and what it reads, see `jit`
+    "read_outside",  # set by a thread to the bits of a mark, unless the score is masked
+    "outside_at",  # 1 + the place of that score among B, H, L and S, the least of those seen
+    "lanes", "block_k", "n_vectors", "n_blocks", "n_tasks", "rows_ld",
+    "uses_rows",  # products of `row_kernels`
+    "uses_split_kv", "split_tiles", "n_splits", "n_key_tiles",
+    "partials", "partial_nbytes",  # split-KV: address and size of the partial result of each task
+    "merges",  # split-KV: tasks are the merges of heads
+    "next_task",
+    "saw_nonfinite",  # set by a thread: an output is NaN or inf
+    "is_safe",  # the call runs again as one was, and keeps nonfinite values from rows that may not read them
+)  # fmt: skip
+#: The factor of the query as high + low, factors of `Schedule`, and numbers of the dtype: the largest one,
+#: that before 1, and a factor to which a product with 1 added does not round.
+REALS = (
+    "query_high", "query_low", "score_root", "softcap", "exponent_factor", "largest", "below_one", "no_low",
+    "zero",
 )  # fmt: skip
 
-#: The softmax and the values of some key tiles, see `splitkv`.
-PARTIAL = np.dtype(
-    [
-        ("data", np.int64),  # address of row_max, row_sum and acc, each aligned to a cache line
-        ("key_tile", np.int64),  # one of those key tiles; -1 where no row may attend any of their keys
-    ]
+#: Tiles of a thread; the fields of a block have their addresses. `rows`: one row for each query row, between
+#: tiles of lanes and the caller's memory. `columns`: keys as lanes. `extra`, and the `flags` of a row of a
+#: mask array: see `mask_tile`. `clean`: values without NaN and inf. `stack`: partial results of `splitkv`.
+TILES = (
+    "query", "columns", "scores", "extra", "rows", "flags", "clean", "row_max", "row_sum", "acc", "rescale",
+    "inverse", "start", "stop", "row_i", "row_h", "stops", "tile_max", "kept_max", "stack",
+)  # fmt: skip
+
+#: A thread's query block: its rows, the keys that any of them may attend, and those that all may.
+BLOCK_COUNTS = (
+    "item", "kv", "first_row", "n_rows", "n_lanes", "n_vectors", "low", "high", "all_start", "all_stop",
+    "is_partial",  # the tile of scores has a tile `extra`, but for the keys plain .. plain_stop - 1
+    "plain", "plain_stop",
+    # The row_max of all keys is in kept_max, and sums are those of `kernels.write_large`.
+    "has_headroom",
+)  # fmt: skip
+
+_FIELDS = (*BLOCK_COUNTS, *TILES)
+#: Whole cache lines, against false sharing.
+BLOCK = np.dtype(
+    {
+        "names": list(_FIELDS),
+        "formats": [np.int64] * len(_FIELDS),
+        "itemsize": -(-8 * len(_FIELDS) // 64) * 64,
+    }
 )
 
-#: The share of one thread: its next task, and the end. A cache line each, against false sharing.
-SHARE = np.dtype({"names": ["next", "stop"], "formats": [np.int64, np.int64], "itemsize": 64})
+
+@cache
+def job_of(dtype: np.dtype) -> np.dtype:
+    """The record of a call for one dtype."""
+    return np.dtype([(name, np.int64) for name in COUNTS] + [(name, dtype) for name in REALS], align=True)

@@ -1,340 +1,271 @@
-"""One key tile: which of its keys each lane may attend, and their scores. The only file of the driver that
-knows masks and bias.
+"""One key tile: its scores, with all that is done to them. The only file of the driver that knows masks and
+bias.
 
-`job` and `block` are the records of `layout`, `w` is the address of the thread's scratch memory.
+What is added to scores is a tile of its own, `extra`: the bias, or 0, and -inf where the key is masked or the
+bias is -inf. Scores become -inf there, whatever they were.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from fastattn.backends.cpu.record import MARK_BITS, MARKS
-from fastattn.backends.numba import kernels
+from fastattn.backends.jit.codegen.emit import INTP as COUNT
 from fastattn.backends.numba.blocks import (
-    at_item,
-    column_stride,
-    find_rows,
-    job_entry,
-    row_stride,
-    stride_of,
+    INTP,
+    copy_row,
+    counts_of,
+    extra_of,
+    head_of,
+    rows_of,
+    scores_of,
+    view_of,
 )
-from fastattn.backends.numba.codegen.calls import OPTIONS, routine
-from fastattn.backends.numba.codegen.emit import INTP
-from fastattn.backends.numba.codegen.intrinsics import call_modify, int32s, int64s, uint32s
-from fastattn.backends.numba.layout import BIAS, COL, DENSE, HEAD, KEY, MASK_INDEX, ROW, VALUE, WORD
+from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.kernels import fill
+from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX, VALUE
+from fastattn.backends.numba.register_tile import ROWS, multiply_rows, prefetch_row, transpose
+from fastattn.backends.numba.row_kernels import PREFETCHED_ROWS, SCORE_COLUMNS, score_rows
+from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
-TILE_EMPTY, TILE_FULL, TILE_PARTIAL = 0, 1, 2
+WORD = 32  #: keys whose mask bits are in one word
 INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
-ALL_BITS = np.uint32(0xFFFFFFFF)
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
 
 
-@njit(**OPTIONS)
-def span_word(start, stop):
-    """Bits start .. stop - 1 of a word; bounds outside 0..32 are clipped."""
-    start, stop = max(start, 0), min(stop, WORD)
-    if start >= stop:
-        return np.uint32(0)
-    return (ALL_BITS >> np.uint32(WORD - (stop - start))) << np.uint32(start)
+@stage
+def score_tile(job, block, key0, n_keys):
+    """Scores of the keys from key0 on, -inf where masked; 0, and no scores, where no row may attend any."""
+    block.is_partial = 0
+    if job.has_extra and extra_tile(job, block, key0, n_keys) == 0:
+        return 0
+    if job.uses_rows:
+        score_rows(job, block, key0, n_keys)
+    else:
+        score_keys(job, block, key0, n_keys)
+    if job.is_adjusted:
+        adjust(job, block, n_keys, 0)
+    marks = 0
+    if job.has_score_mod:
+        marks = modify_scores(job, block, key0, n_keys)
+    if block.is_partial:
+        add_extra(job, block, n_keys, 0)
+    if marks != 0:
+        note_outside(job, block, key0, n_keys)
+    if job.has_score_mod and (job.is_safe or job.has_weights):
+        note_hidden(job, block, n_keys, 0)
+    return 1
 
 
-@routine
-def span_words(job, w, block, key0, n_words, first, last):
-    """Writes the mask words of the intervals, except the words first .. last - 1."""
-    words, start, stop = uint32s(w + job.to_words), int64s(w + job.to_start), int64s(w + job.to_stop)
-    for j in range(n_words):
-        if first <= j < last:
+@stage
+def score_keys(job, block, key0, n_keys):
+    """S^T = K Q^T in register tiles."""
+    keys = head_of(job, block, KEY)[key0 : key0 + n_keys]
+    values = head_of(job, block, VALUE)[key0 : key0 + n_keys]
+    scores, query = scores_of(job, block), tile_at(job.zero, block.query, (job.head_dim, block.n_lanes))
+    if job.head_dim == 0:
+        fill(job, scores, n_keys, job.zero)
+    for row in range(0, n_keys, ROWS):
+        # Rows are read column by column, which no prefetcher follows.
+        for ahead in range(row, min(row + ROWS, n_keys)):
+            prefetch_row(keys, ahead + PREFETCHED_ROWS)
+            prefetch_row(values, ahead)
+        for column in range(0, job.head_dim, SCORE_COLUMNS):
+            stop = min(column + SCORE_COLUMNS, job.head_dim)
+            multiply_rows(scores, keys, query, row, block.n_vectors, column, stop, column > 0)
+    return 0
+
+
+@stage
+def adjust(job, block, n_keys, y):
+    """s = root * (root * s), in two steps as root * root may not be a number; then softcap * tanh(s)."""
+    scores, root, cap = scores_of(job, block), splat(job.score_root), splat(job.softcap)
+    for j in range(n_keys):
+        for lane in range(0, block.n_lanes, job.lanes):
+            x = root * (root * load(scores, (j, lane)))
+            store(scores, (j, lane), cap * tanh(x) if job.softcap > 0 else x)
+    return 0
+
+
+@stage
+def add_extra(job, block, n_keys, y):
+    """s += extra, -inf where that is -inf."""
+    scores, extra, masked = scores_of(job, block), extra_of(job, block), splat(type(job.zero)(-np.inf))
+    for j in range(n_keys):
+        if block.plain <= j < block.plain_stop:
             continue
-        key = key0 + j * WORD
-        for lane in range(block.ld):
-            words[j * block.ld + lane] = span_word(start[lane] - key, stop[lane] - key)
+        for lane in range(0, block.n_lanes, job.lanes):
+            x = load(extra, (j, lane))
+            store(scores, (j, lane), where(x == masked, masked, load(scores, (j, lane)) + x))
     return 0
 
 
-@routine
-def read_dense(job, w, block, key0, n_keys):
-    """Clears the bits of the mask words where the mask array is 0."""
-    col = column_stride(job, DENSE)
-    find_rows(job, DENSE, block, key0 * col, block.ld, w + job.to_rows)
-    kernels.mask_words(job, w + job.to_words, block.ld, w + job.to_rows, col, job.dense_nbytes, n_keys)
-    return 0
-
-
-@routine
-def read_mask_map(job, w, block, key0, n_keys):
-    """Clears the bits of the mask words that are 0 in the mask map; key0 is a multiple of 32."""
-    words, bits = uint32s(w + job.to_words), uint32s(job.mask_bits)
-    row_i, row_h = int64s(w + job.to_row_i), int64s(w + job.to_row_h)
-    head, row, col = (
-        stride_of(job, MASK_INDEX, HEAD),
-        stride_of(job, MASK_INDEX, ROW),
-        stride_of(job, MASK_INDEX, COL),
-    )
-    item, tile_words = at_item(job, MASK_INDEX, block.item), job.tile_k // WORD
-    for lane in range(block.ld):
-        at = item + row_h[lane] * head + row_i[lane] // job.tile_q * row
-        for j in range(0, n_keys, WORD):
-            key, word = key0 + j, j // WORD * block.ld + lane
-            entry = np.int64(int32s(at + key // job.tile_k * col)[0])
-            if entry == INDEX_EMPTY:
-                words[word] = np.uint32(0)
-            elif entry != INDEX_FULL:
-                line = (entry * job.tile_q + row_i[lane] % job.tile_q) * tile_words
-                words[word] &= bits[line + key % job.tile_k // WORD]
-    return 0
-
-
-@routine
-def words_state(job, w, block, n_keys):
-    """Whether the mask words allow none of the keys, all of them, or some."""
-    words, ld = uint32s(w + job.to_words), block.ld
-    every, some = ALL_BITS, np.uint32(0)
-    for j in range((n_keys + WORD - 1) // WORD):
-        valid = span_word(0, n_keys - j * WORD)
-        for lane in range(ld):
-            word = words[j * ld + lane] & valid
-            some |= word
-            every &= word | ~valid
-    if some == 0:
-        return TILE_EMPTY
-    return TILE_FULL if every == ALL_BITS else TILE_PARTIAL
-
-
-@routine
-def mask_tile(job, w, block, key0, n_keys, whole):
-    """The state of the n_keys keys from key0 on; where that is TILE_PARTIAL, the mask words hold each lane's
-    allowed keys.
-
-    The scores block.plain .. block.plain_stop - 1 need no mask, and have no words. The stops are set to where
-    each vector's keys end; whole: every vector has all keys of the tile. With a mask map key0 is a multiple
-    of 32, so that no word covers two of its tiles.
-    """
-    stops, stop = int64s(w + job.to_stops), int64s(w + job.to_stop)
-    intervals_only = not job.has_dense and not job.has_mask_map
-    first = last = 0  # words of the plain scores
-    if intervals_only:
-        if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
-            return TILE_FULL
-        if not job.adjusts_all and not whole:
-            first = (max(block.all_start - key0, 0) + WORD - 1) // WORD
-            last = min(block.all_stop - key0, n_keys) // WORD
-            if first >= last:
-                first = last = 0
-
-    span_words(job, w, block, key0, (n_keys + WORD - 1) // WORD, first, last)
-    if job.has_dense:
-        read_dense(job, w, block, key0, n_keys)
+@stage
+def extra_tile(job, block, key0, n_keys):
+    """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout.
+    Returns 0 where no row may attend any of the keys."""
+    block.plain = block.plain_stop = 0
+    is_inside = block.all_start <= key0 and block.all_stop >= key0 + n_keys
     if job.has_mask_map:
-        read_mask_map(job, w, block, key0, n_keys)
-    if first == last:
-        state = words_state(job, w, block, n_keys)
-        if state != TILE_PARTIAL:
-            return state
-    block.plain, block.plain_stop = first * WORD, last * WORD
-    if not whole:
-        # Stops do not decrease from one vector to the next.
-        most = 0
-        for lane in range(block.ld):
-            most = max(most, stop[lane] - key0)
-            stops[lane // job.lanes] = min(most, n_keys)
-    return TILE_PARTIAL
+        state = map_state(job, block, key0, n_keys)
+        if state == INDEX_EMPTY:
+            return 0
+        if state == INDEX_FULL and is_inside and not (job.has_bias or job.has_dense):
+            return 1
+    if job.has_bias or job.has_dense or job.has_mask_map:
+        n_allowed = extra_rows(job, block, key0, n_keys)
+        if n_allowed == 0:
+            return 0
+        if is_inside and not job.has_bias and n_allowed == n_keys * block.n_lanes:
+            return 1
+    elif is_inside:
+        return 1
+    elif not job.has_score_mod:
+        block.plain = min(max(block.all_start - key0, 0), n_keys)
+        block.plain_stop = max(min(block.all_stop - key0, n_keys), block.plain)
+    block.is_partial = 1
+    if not is_inside:
+        mask_intervals(job, block, key0, n_keys)
+    return 1
+
+
+@stage
+def extra_rows(job, block, key0, n_keys):
+    """The tile `extra` of bias, mask array and mask map; how many of its elements the latter allow."""
+    rows, n_allowed = rows_of(job, block), n_keys * block.n_lanes
+    row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
+    bias = view_of(job, BIAS, block.item, job.zero)
+    dense = view_of(job, DENSE, block.item, np.uint8(0))
+    flags, masked = tile_at(np.uint8(0), block.flags, (job.block_k,)), type(job.zero)(-np.inf)
+    for lane in range(block.n_lanes):
+        to = rows[lane]
+        if job.has_bias:
+            copy_row(to, bias[row_h[lane], row_i[lane], key0 : key0 + n_keys], n_keys)
+        else:
+            for j in range(n_keys):
+                to[j] = 0
+        if job.has_dense:
+            copy_row(flags, dense[row_h[lane], row_i[lane], key0 : key0 + n_keys], n_keys)
+            n_masked = np.int32(0)
+            for j in range(n_keys):
+                to[j] = to[j] if flags[j] else masked
+                n_masked += np.int32(flags[j] == 0)
+            n_allowed -= n_masked
+        if job.has_mask_map:
+            n_allowed -= mask_mapped(job, block, lane, to, key0, n_keys)
+    if n_allowed > 0:
+        transpose(extra_of(job, block), rows, block.n_lanes, n_keys)
+    return n_allowed
 
 
 @njit(**OPTIONS)
-def tile_state(job, w, block, key0, n_keys, whole):
-    """`mask_tile`, where there is a mask."""
-    stops = int64s(w + job.to_stops)
-    block.plain = 0
-    block.plain_stop = 0 if job.adjusts_all else n_keys
+def map_state(job, block, key0, n_keys):
+    """The entry that the mask map has for all rows and keys, or 0."""
+    row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
+    index, some, every = view_of(job, MASK_INDEX, block.item, np.int32(0)), False, True
+    for lane in range(block.n_lanes):
+        entries = index[row_h[lane], row_i[lane] // job.tile_q]
+        for tile in range(key0 // job.tile_k, (key0 + n_keys - 1) // job.tile_k + 1):
+            some |= entries[tile] != INDEX_EMPTY
+            every &= entries[tile] == INDEX_FULL
+    return INDEX_FULL if every else 0 if some else INDEX_EMPTY
+
+
+@njit(**OPTIONS)
+def mask_mapped(job, block, lane, to, key0, n_keys):
+    """Masks the keys of a lane that the mask map does not allow; how many were not masked before."""
+    row, head, count = counts_of(block, block.row_i)[lane], counts_of(block, block.row_h)[lane], 0
+    index = view_of(job, MASK_INDEX, block.item, np.int32(0))[head, row // job.tile_q]
+    j, masked, n_words = 0, type(job.zero)(-np.inf), job.tile_k // WORD
+    while j < n_keys:
+        tile, first = (key0 + j) // job.tile_k, (key0 + j) % job.tile_k
+        stop, entry = min(n_keys, j + job.tile_k - first), np.int64(index[tile])
+        if entry != INDEX_FULL:
+            line = max(entry, 0) * job.tile_q + row % job.tile_q
+            words = tile_at(np.uint32(0), job.mask_bits + 4 * n_words * line, (n_words,))
+            for at in range(j, stop):
+                key = first + at - j
+                if entry == INDEX_EMPTY or words[key // WORD] >> np.uint32(key % WORD) & np.uint32(1) == 0:
+                    count += to[at] != masked
+                    to[at] = masked
+        j = stop
+    return count
+
+
+@stage
+def mask_intervals(job, block, key0, n_keys):
+    """Makes `extra` -inf outside of each lane's interval."""
+    start, stop = counts_of(block, block.start), counts_of(block, block.stop)
+    extra, masked = extra_of(job, block), type(job.zero)(-np.inf)
+    has_rows = job.has_bias or job.has_dense or job.has_mask_map
+    for j in range(n_keys):
+        if block.plain <= j < block.plain_stop:
+            continue
+        row = extra[j]
+        for lane in range(block.n_lanes):
+            x = row[lane] if has_rows else job.zero
+            is_masked = (key0 + j < start[lane]) | (key0 + j >= stop[lane])
+            row[lane] = masked if is_masked else x
+    return 0
+
+
+# The caller's function.
+
+
+@intrinsic
+def call_modify(context, address, scores, top, ld, n_vectors, stops, key0, item, row_h, row_i, aux):
+    """Calls the loop at an address, see `jit.loops`."""
+
+    def codegen(context, builder, signature, values):
+        function = ir.FunctionType(COUNT, [COUNT] * 10)
+        return builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
+
+    return types.intp(*[types.intp] * 11), codegen
+
+
+@stage
+def modify_scores(job, block, key0, n_keys):
+    """Applies the score_mod to the scores; not 0 if it left marks."""
+    stops = counts_of(block, block.stops)
     for vector in range(block.n_vectors):
         stops[vector] = n_keys
-    if job.is_masked:
-        return mask_tile(job, w, block, key0, n_keys, whole)
-    return TILE_FULL
+    return call_modify(job.score_mod, block.scores, block.tile_max, block.n_lanes, block.n_vectors,
+                       block.stops, key0, block.item, block.row_h, block.row_i, job.aux)  # fmt: skip
 
 
-@routine
-def find_bias_rows(job, w, block, key0, n_keys):
-    """The bias of each lane at the tile's keys, in the compute type without gaps: in place, or converted."""
-    col = column_stride(job, BIAS)
-    find_rows(job, BIAS, block, key0 * col, block.ld, w + job.to_bias_rows)
-    if job.convert_bias:
-        rows = int64s(w + job.to_bias_rows)
-        for lane in range(block.ld):
-            to = w + job.to_converted + lane * n_keys * job.itemsize
-            kernels.convert_row(job, to, rows[lane], col, n_keys, job.bias_nbytes, job.bias_swapped)
-            rows[lane] = to
+@stage
+def note_outside(job, block, key0, n_keys):
+    """Sets job.read_outside where a score, masked by now, is still the mark of a score_mod that read out of
+    bounds."""
+    shape = (job.block_k, block.n_lanes)
+    wide, narrow = tile_at(INTP, block.scores, shape), tile_at(np.uint32(0), block.scores, shape)
+    row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
+    for lane in range(block.n_rows):
+        head = block.item * job.num_kv_heads * job.group_size + row_h[lane]
+        for j in range(n_keys):
+            bits = wide[j, lane] if job.itemsize == 8 else np.int64(narrow[j, lane])
+            if bits & ~ARRAY_BITS != (MARK_64 if job.itemsize == 8 else MARK_32):
+                continue
+            place = (head * job.len_q + row_i[lane]) * job.len_k + key0 + j + 1
+            if job.outside_at == 0 or place < job.outside_at:
+                job.outside_at = place
+                job.read_outside = bits & ARRAY_BITS
+            break
     return 0
 
 
-@intrinsic
-def bias_rows_of(context, job, w):
-    """The address of the list of the bias's rows; 0 without bias."""
-
-    def codegen(context, builder, signature, values):
-        to, has_bias = (job_entry(builder, job, values[0], name) for name in ("to_bias_rows", "has_bias"))
-        return builder.select(
-            builder.icmp_signed("!=", has_bias, INTP(0)), builder.add(values[1], to), INTP(0)
-        )
-
-    return types.intp(job, types.intp), codegen
-
-
-@intrinsic
-def words_of(context, job, w, state):
-    """The address of the mask words; 0 where the tile is not partial."""
-
-    def codegen(context, builder, signature, values):
-        is_partial = builder.icmp_signed("==", values[2], INTP(TILE_PARTIAL))
-        words = builder.add(values[1], job_entry(builder, job, values[0], "to_words"))
-        return builder.select(is_partial, words, INTP(0))
-
-    return types.intp(job, types.intp, types.intp), codegen
-
-
-@routine
-def find_new(job, w, block, start, stop):
-    """Sets block.new_start and block.new_stop to the range of the head's rows start .. stop - 1 that are new
-    to this thread, extended to adjoin the rows seen before; marks them as seen."""
-    if block.seen_key != block.key or block.seen_value != block.value:
-        block.seen_key, block.seen_value = block.key, block.value
-        block.seen_start, block.seen_stop = start, stop
-    else:
-        if block.seen_start <= start:
-            start = block.seen_stop
-        elif stop <= block.seen_stop:
-            stop = block.seen_start
-        block.seen_start = min(block.seen_start, start)
-        block.seen_stop = max(block.seen_stop, stop)
-    block.new_start, block.new_stop = start, stop
-    return 0
-
-
-@routine
-def copy_new(job, w, block):
-    """Copies the head's new rows for this thread, if the call has copies of keys or packed values."""
-    start, n_keys = block.new_start, block.new_stop - block.new_start
-    if job.copies_keys:
-        kernels.copy_rows(job, block.keys + start * block.key_row, block.key + start * row_stride(job, KEY),
-                          row_stride(job, KEY), column_stride(job, KEY), n_keys, job.head_dim)  # fmt: skip
-    if job.packs_values:
-        kernels.pack_values(job, block.values + start * block.value_row, block.panel,
-                            block.value + start * row_stride(job, VALUE), row_stride(job, VALUE),
-                            column_stride(job, VALUE), n_keys, job.value_dim)  # fmt: skip
-    return 0
-
-
-@routine
-def score_keys(job, w, block, top, key0, first, n_keys):
-    """Raw scores of the keys first .. first + n_keys - 1 of the tile at key0, as far as each vector has them.
-
-    Sets part_stops to the vectors' stops within these keys. Keys and values that are new to the thread are
-    copied first, if the call has copies. Values that are not packed are prefetched: `accumulate` reads them
-    column by column, faster than memory delivers them.
-    """
-    stops, part_stops = int64s(w + job.to_stops), int64s(w + job.to_part_stops)
-    for vector in range(block.n_vectors):
-        part_stops[vector] = min(max(stops[vector] - first, 0), n_keys)
-    if part_stops[block.n_vectors - 1] <= 0:
-        return 0
-    start, prefetch_nbytes = key0 + first, 0
-    find_new(job, w, block, start, start + n_keys)
-    if block.new_start < block.new_stop:
-        if job.copies_keys or job.packs_values:
-            copy_new(job, w, block)
-        if not job.packs_values:
-            prefetch_nbytes = job.value_dim * job.itemsize
-    keys, key_row, value_row = block.keys + start * block.key_row, block.key_row, row_stride(job, VALUE)
-    if not job.copies_keys and column_stride(job, KEY) != job.itemsize:
-        kernels.copy_rows(
-            job, w + job.to_key_copy, keys, key_row, column_stride(job, KEY), n_keys, job.head_dim
-        )
-        keys, key_row = w + job.to_key_copy, job.head_dim * job.itemsize
-    kernels.score(job, w + job.to_scores + first * block.ld * job.itemsize, top, w + job.to_spare,
-                  w + job.to_query, block.ld, block.n_vectors, keys, w + job.to_part_stops, job.head_dim,
-                  key_row, block.value + start * value_row, value_row, prefetch_nbytes)  # fmt: skip
-    return 0
-
-
-@routine
-def note_outside(job, w, block, lane, scores, key_nbytes, key0, n_keys):
-    """Sets job.read_outside where a score of one lane, masked by now, is still the mark of a score_mod that
-    read out of bounds."""
+@stage
+def note_hidden(job, block, n_keys, y):
+    """Marks in `extra` the scores that a score_mod made -inf."""
+    scores, extra = scores_of(job, block), extra_of(job, block)
+    if not block.is_partial:
+        fill(job, extra, n_keys, job.zero)
+    block.is_partial = 1
     for j in range(n_keys):
-        at = scores + j * key_nbytes
-        bits = int64s(at)[0] if job.itemsize == 8 else np.int64(uint32s(at)[0])
-        if bits & ~ARRAY_BITS != (MARK_64 if job.itemsize == 8 else MARK_32):
-            continue
-        head = block.item * job.num_kv_heads * job.group_size + int64s(w + job.to_row_h)[lane]
-        place = (head * job.len_q + int64s(w + job.to_row_i)[lane]) * job.len_k + key0 + j + 1
-        if job.outside_at == 0 or place < job.outside_at:
-            job.outside_at = place
-            job.read_outside = bits & ARRAY_BITS
-        return 0
+        for lane in range(block.n_lanes):
+            if scores[j, lane] == -np.inf:
+                extra[j, lane] = -np.inf
     return 0
-
-
-@routine
-def modify_scores(job, w, block, top, key0):
-    """Applies the score_mod to the scores, after the soft-cap, and updates `top`; not 0 if it left marks. See
-    `jit`."""
-    scores = w + job.to_scores
-    if job.softcap > 0 or job.score_root != 1:
-        kernels.adjust(job, scores, w + job.to_spare, w + job.to_spare, block.ld, block.n_vectors,
-                       w + job.to_part_stops, job.score_root, job.softcap, 0, 0)  # fmt: skip
-    return call_modify(job.score_mod, scores, top, block.ld, block.n_vectors, w + job.to_part_stops, key0,
-                       block.item, w + job.to_row_h, w + job.to_row_i, job.aux)  # fmt: skip
-
-
-@routine
-def adjusted_scores(job, w, block, state, key0, first, n_keys):
-    """`score_keys`, then the adjustments of raw scores; first is 0 where there is a bias or a score_mod."""
-    score_keys(job, w, block, w + job.to_spare, key0, first, n_keys)
-    words, root, softcap, marks = words_of(job, w, state), job.score_root, job.softcap, 0
-    if job.has_score_mod:
-        is_last = words == 0 and not job.has_bias
-        marks = modify_scores(job, w, block, w + job.to_tile_max if is_last else w + job.to_spare, key0)
-        root, softcap = 1.0, 0.0
-    if words != 0:
-        words += first // WORD * block.ld * 4
-    kernels.adjust(job, w + job.to_scores + first * block.ld * job.itemsize, w + job.to_tile_max,
-                   w + job.to_spare, block.ld, block.n_vectors, w + job.to_part_stops, root, softcap,
-                   bias_rows_of(job, w), words)  # fmt: skip
-    if marks != 0:
-        part_stops = int64s(w + job.to_part_stops)
-        for lane in range(block.n_rows):
-            note_outside(job, w, block, lane, w + job.to_scores + lane * job.itemsize,
-                         block.ld * job.itemsize, key0, part_stops[lane // job.lanes])  # fmt: skip
-    return 0
-
-
-@routine
-def note_masked(job, w, n_rows, row_nbytes, key_nbytes, n_keys, state):
-    """Clears the mask bits of scores that a score_mod made -inf; the new state of the tile."""
-    if state != TILE_PARTIAL:
-        kernels.fill_words(job, w + job.to_words, (n_keys + WORD - 1) // WORD * n_rows)
-    kernels.clear_words(job, w + job.to_words, n_rows, w + job.to_scores, row_nbytes, key_nbytes, n_keys)
-    return TILE_PARTIAL
-
-
-@routine
-def score_tile(job, w, block, key0, n_keys, whole):
-    """Scores of one key tile, masked; nothing where the tile is empty. whole: see `mask_tile`."""
-    state = tile_state(job, w, block, key0, n_keys, whole)
-    if state == TILE_EMPTY:
-        return state
-    kernels.fill(job, w + job.to_tile_max, block.ld, -np.inf)
-    if job.has_bias:
-        find_bias_rows(job, w, block, key0, n_keys)
-    plain, plain_stop = block.plain, block.plain_stop
-    if plain > 0:
-        adjusted_scores(job, w, block, state, key0, 0, plain)
-    if plain_stop > plain:
-        score_keys(job, w, block, w + job.to_tile_max, key0, plain, plain_stop - plain)
-    if n_keys > plain_stop:
-        adjusted_scores(job, w, block, state, key0, plain_stop, n_keys - plain_stop)
-    if job.has_score_mod and job.is_nonfinite_safe:
-        return note_masked(job, w, block.ld, job.itemsize, block.ld * job.itemsize, n_keys, state)
-    return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import Any
 
@@ -11,45 +10,54 @@ import numpy as np
 from fastattn._call.problem import Mod, Problem
 from fastattn._call.schedule import Schedule, make_schedule
 from fastattn._call.schedule import Target as DriverTarget
+from fastattn._machine.constants import FEW_ROWS, LOG2E
 from fastattn.backends.cpu.functions import loop_of
-from fastattn.backends.cpu.record import LINE_NBYTES, MAX_PARTIALS, VIEWS, address_of, lines, write_record
-from fastattn.backends.numba.codegen.calls import reached, table
-from fastattn.backends.numba.codegen.target import TARGET
-from fastattn.backends.numba.layout import BLOCK, JOB, LEAD, OWN_TILES, PARTIAL, SHARE
-from fastattn.backends.numba.spread import CORES, CPU_SET_NBYTES, IS_LINUX, SPREAD_WORDS
-from fastattn.backends.numba.threads import caller_takes_part, on_pool
+from fastattn.backends.cpu.record import LINE_NBYTES, address_of, lines
+from fastattn.backends.jit.codegen.target import TARGET
+from fastattn.backends.numba.blocks import PAD
+from fastattn.backends.numba.calls import reached, table
+from fastattn.backends.numba.layout import (
+    ADDRESS,
+    BIAS,
+    BLOCK,
+    COUNTS,
+    DENSE,
+    KEY,
+    LEAD,
+    SHAPE,
+    STRIDES,
+    TILES,
+    VALUE,
+    VIEWS,
+    job_of,
+)
+from fastattn.backends.numba.threads import on_pool
 from fastattn.backends.numba.work import run_work
 
 #: Prepared calls whose scratch memory is kept for the next call, and its largest size each; not measured:
 #: they bound the memory kept to some 32 MB.
 MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
-#: Functions that not every call reaches, by the property of a call that needs them.
+#: Stages that not every call reaches, by the property of a call that needs them.
 _CONDITIONS = {
     "uses_split_kv": ("run_split_task",),
     "sweeps": ("run_task",),
-    "is_masked": ("find_intervals", "mask_tile"),
-    "is_adjusted": ("adjusted_scores", "adjust_rows"),
-    "has_score_mod": ("modify_scores", "note_masked", "note_outside"),
-    "has_dense": ("read_dense",),
-    "has_mask_map": ("read_mask_map",),
-    "has_bias": ("find_bias_rows",),
-    "prefetches_rows": ("prefetch_rows",),
-    "convert_bias": ("convert_row",),
-    "has_lse": ("scatter",),
-    "has_weights": ("write_weights", "write_row_weights"),
-    "has_copies": ("copy_new",),
-    "has_last": ("accumulate_last",),
-    "has_sinks": ("end_rows",),
-    "is_spread": ("spread_start", "spread_enter", "spread_leave"),
-    "runs_again": ("leave_headroom", "write_large"),
-    "is_nonfinite_safe": ("clean_values", "add_nonfinite_values", "clear_masked"),
+    "uses_tiles": ("score_keys",),
+    "uses_rows": ("score_rows", "accumulate_rows"),
+    "has_splits": ("run_merge",),
+    "has_starts": ("find_intervals", "mask_intervals"),
+    "has_extra": ("extra_tile",),
+    "has_rows": ("extra_rows",),
+    "adds_extra": ("add_extra",),
+    "is_adjusted": ("adjust",),
+    "has_score_mod": ("modify_scores", "note_outside", "note_hidden"),
+    "has_weights": ("write_weights",),
+    "has_sinks": ("add_sinks",),
+    "is_safe": ("clean_values", "add_nonfinite_values", "leave_headroom", "write_large"),
 }
 
-#: The index of each field of the record of a call among its words of 8 bytes.
-_INDEX = {name: number for number, name in enumerate(JOB.names or ())}
-
-_START = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+#: The index of each count of the record of a call among its words of 8 bytes.
+_INDEX = {name: number for number, name in enumerate(COUNTS)}
 
 
 class Prepared:
@@ -60,47 +68,45 @@ class Prepared:
         target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
         schedule = make_schedule(problem, target, num_threads)
         self.is_small = schedule.is_small
-        self._has_sinks = problem.sinks is not None
         self._table = table(problem.dtype.name)
-        fields, views = write_record(problem, schedule, target, **_larger_tiles(problem, schedule))
-        record = np.zeros(1, JOB)
-        record.view(np.uint8)[: len(fields)] = np.frombuffer(fields, np.uint8)
-        job = record[0]
-        self.n_tasks = int(job["n_tasks"]) if problem.num_heads and problem.len_q else 0
-        self._num_threads = max(1, min(schedule.num_threads, self.n_tasks))
         self.sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-        self.loop = loop_of(problem, schedule)
+        self.loop = loop_of(problem, schedule._replace(uses_split_kv=False))
+        record = np.zeros(1, job_of(problem.dtype))
+        job = record[0]
+        _set_problem(job, problem)
+        _set_schedule(job, problem, schedule, target)
+        job["stages"] = self._table.address
         if self.loop is not None:
             job["score_mod"] = self.loop.address
-        _set_own(problem, schedule, job)
-        job["kernels"], job["cores"], job["n_cpus"] = self._table.address, CORES.ctypes.data, len(CORES)
+        self.n_tasks = int(job["n_tasks"]) if problem.num_heads and problem.len_q else 0
+        self.n_heads = self.n_tasks // schedule.n_splits if schedule.n_splits > 1 else 0
+        self._num_threads = max(1, min(schedule.num_threads, self.n_tasks))
 
-        self.n_splits, self.partial_nbytes = int(job["n_splits"]), int(job["partial_nbytes"])
-        self.scratch_nbytes = self._num_threads * int(job["scratch_nbytes"]) + LINE_NBYTES
-        #: Whether a NaN or inf may be hidden from some rows that share a tile with others.
-        self.may_hide = bool(job["is_masked"] or job["may_mask"])
-        self._needed = self._functions(job, runs_again=False)
-        self.needed_again = self._functions(job, runs_again=True)
-
-        # The words of a call: its record, the table of views and the leading axes, the threads' shares, and
-        # the record of `spread`.
-        words = [record.view(np.int64), np.frombuffer(views, np.int64)]
-        self.views = len(words[0])
-        self.shares = self.views + len(words[1])
-        self.lead_shape = self.shares - len(problem.lead)
-        self.spread = self.shares + self._num_threads * SHARE.itemsize // 8
-        self.words = np.concatenate([*words, np.zeros(self.spread + SPREAD_WORDS - self.shares, np.int64)])
+        self.tiles = _tiles(problem, schedule, int(job["rows_ld"]))
+        self.scratch_nbytes = sum(self.tiles.values())
+        self.partials_nbytes = 0
+        if schedule.uses_split_kv:
+            self.partials_nbytes = int(job["n_tasks"] * job["partial_nbytes"])
+        self.nbytes = self._num_threads * self.scratch_nbytes + self.partials_nbytes + LINE_NBYTES
+        self.n_blocks, self.uses_rows = self._num_threads, bool(job["uses_rows"])
+        self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
+        arrays = _readable(problem.arrays(), problem.dtype, self.uses_rows)
+        #: The words of a call: its record, and the table of views.
+        views = _views(problem, arrays)
+        self.views = record.nbytes // 8
+        self.words = np.concatenate([record.view(np.int64), views.ravel()])
         #: Of each array that is not None: its number in `Problem.arrays`, and the index of its address.
         self.addresses = [
-            (
-                number,
-                self.views + number * (LEAD + len(problem.lead)) if number < len(VIEWS) else _INDEX[name],
-            )
-            for number, (name, array) in enumerate(
-                zip((*VIEWS, "sinks", "mask_bits"), problem.arrays(), strict=True)
-            )
-            if array is not None
+            (number, self.views + number * views.shape[1] + ADDRESS)
+            for number in VIEWS
+            if arrays[number] is not None
         ]
+        self.addresses += [
+            (number, _INDEX[name])
+            for number, name in ((-2, "sinks"), (-1, "mask_bits"))
+            if arrays[number] is not None
+        ]
+        self.dtype = problem.dtype
 
     def run(self, arrays: tuple[Any, ...], score_mod: Mod | None = None) -> None:
         """Fill the outputs among the arrays, which are those of `Problem.arrays`."""
@@ -112,32 +118,20 @@ class Prepared:
             job = idle.pop()
         except IndexError:
             job = _Job(self, self._table)
-        job.run(arrays, score_mod, self._num_threads)
-        if not idle and self.scratch_nbytes <= MAX_IDLE_NBYTES:
+        job.run(_readable(arrays, self.dtype, self.uses_rows), score_mod, self._num_threads)
+        if not idle and self.nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
-    def set_shares(self, words: np.ndarray, num_threads: int) -> None:
-        """Sets each thread's share of the tasks, a range of consecutive ones: round-robin would bring every
-        head's keys and values into every thread's cache. Clears the record of `spread`."""
-        step = SHARE.itemsize // 8
-        for thread in range(num_threads):
-            at = self.shares + thread * step
-            words[at] = self.n_tasks * thread // num_threads
-            words[at + 1] = self.n_tasks * (thread + 1) // num_threads
-        words[self.spread :] = 0
-
-    def _functions(self, job: Any, runs_again: bool) -> frozenset[str]:
-        """The functions that the call reaches; only these are compiled."""
-        holds: dict[str, Any] = {
+    def _stages(self, job: Any, is_safe: bool) -> frozenset[str]:
+        """The stages that the call reaches; only these are compiled."""
+        holds = {
             "sweeps": not job["uses_split_kv"],
-            "is_adjusted": job["is_masked"] or job["adjusts_all"],
-            "has_copies": job["copies_keys"] or job["packs_values"],
-            "has_last": job["value_dim"] % TARGET.tile_rows != 0,
-            "has_sinks": self._has_sinks,
-            "prefetches_rows": job["has_bias"] or job["has_dense"],
-            "runs_again": runs_again,
-            "is_nonfinite_safe": runs_again and self.may_hide,
-            "is_spread": IS_LINUX and self._num_threads > 1,
+            "uses_tiles": not job["uses_rows"],
+            "has_splits": job["n_splits"] > 1,
+            "has_starts": job["has_band"] or job["has_intervals"],
+            "has_rows": job["has_bias"] or job["has_dense"] or job["has_mask_map"],
+            "adds_extra": job["has_extra"],
+            "is_safe": is_safe,
         }
         without = [
             name
@@ -145,8 +139,7 @@ class Prepared:
             if not (holds[flag] if flag in holds else job[flag])
             for name in names
         ]
-        roots = ("spread_start", "work")  # that Python calls
-        return frozenset().union(*(reached(root, frozenset(without)) for root in roots))
+        return reached("work", frozenset(without))
 
 
 @lru_cache(maxsize=MAX_IDLE)
@@ -158,26 +151,24 @@ def _idle_jobs(prepared: Prepared) -> list[_Job]:
 class _Job:
     """The words of a running call, with its addresses, and every thread's scratch memory."""
 
-    def __init__(self, prepared: Prepared, table: Any) -> None:
-        self._prepared, self._table = prepared, table
-        self._work = table.address_of("work")
-        self._start_spread = _START(table.address_of("spread_start"))
+    def __init__(self, prepared: Prepared, stages: Any) -> None:
+        self._prepared, self._table = prepared, stages
+        self._work = stages.address_of("work")
         self.words = words = prepared.words.copy()
-        self._scratch = np.empty(prepared.scratch_nbytes, np.uint8)
         self._address = address_of(words)
-        self._shares = self._address + 8 * prepared.shares
-        for name in ("views", "lead_shape", "spread"):
-            words[_INDEX[name]] = self._address + 8 * getattr(prepared, name)
-        words[_INDEX["scratch"]] = lines(address_of(self._scratch))
-        self._left: np.ndarray | None = None
-        if prepared.n_splits > 1:
-            n_tasks, nbytes = prepared.n_tasks, prepared.partial_nbytes
-            self._partials = np.zeros(n_tasks, PARTIAL)
-            self._partial_data = np.empty(n_tasks * nbytes + LINE_NBYTES, np.uint8)
-            self._left = np.empty(n_tasks // prepared.n_splits, np.int64)
-            self._partials["data"] = np.arange(n_tasks) * nbytes + lines(address_of(self._partial_data))
-            words[_INDEX["partials"]] = address_of(self._partials)
-            words[_INDEX["left"]] = address_of(self._left)
+        words[_INDEX["views"]] = self._address + 8 * prepared.views
+        self._scratch = np.zeros(prepared.nbytes, np.uint8)  # lanes of no use hold numbers
+        at = lines(address_of(self._scratch))
+        words[_INDEX["partials"]] = at
+        at += prepared.partials_nbytes
+        self._block_words = np.zeros(prepared.n_blocks * BLOCK.itemsize + LINE_NBYTES, np.uint8)
+        self._blocks = lines(address_of(self._block_words))
+        start = self._blocks - address_of(self._block_words)
+        blocks = self._block_words[start : start + prepared.n_blocks * BLOCK.itemsize].view(BLOCK)
+        for block in blocks:
+            for name, nbytes in prepared.tiles.items():
+                block[name] = at
+                at += nbytes
 
     def run(self, arrays: tuple[Any, ...], score_mod: Mod | None, num_threads: int) -> None:
         """Every task, on so many threads, or fewer where the pool has no room."""
@@ -191,52 +182,134 @@ class _Job:
         if words[_INDEX["saw_nonfinite"]]:
             # It may be 0 times the NaN or inf of a masked value, or an overflow: once more, without either.
             self._table.need(self._prepared.needed_again)
-            words[_INDEX["runs_again"]], words[_INDEX["is_nonfinite_safe"]] = 1, self._prepared.may_hide
+            words[_INDEX["is_safe"]] = 1
             on_pool(num_threads, self._run)
-            for name in ("saw_nonfinite", "runs_again", "is_nonfinite_safe"):
-                words[_INDEX[name]] = 0
+            words[_INDEX["saw_nonfinite"]] = words[_INDEX["is_safe"]] = 0
         if loop is not None:
             outside, at = (int(words[_INDEX[name]]) for name in ("read_outside", "outside_at"))
             words[_INDEX["read_outside"]] = words[_INDEX["outside_at"]] = 0
             loop.check(outside, self._prepared.sizes, score_mod, at - 1)
 
     def _run(self, num_threads: int) -> None:
-        if self._left is not None:
-            self._left[:] = self._prepared.n_splits
-        self._prepared.set_shares(self.words, num_threads)
-        if IS_LINUX and num_threads > 1 and caller_takes_part():
-            self._start_spread(self._address)
-        run_work(self._work, self._address, self._shares, num_threads)
+        words, prepared = self.words, self._prepared
+        words[_INDEX["merges"]], words[_INDEX["n_tasks"]] = 0, prepared.n_tasks
+        words[_INDEX["next_task"]] = 0
+        run_work(self._work, self._address, self._blocks, num_threads)
+        if prepared.n_heads:
+            words[_INDEX["merges"]], words[_INDEX["n_tasks"]] = 1, prepared.n_heads
+            words[_INDEX["next_task"]] = 0
+            run_work(self._work, self._address, self._blocks, num_threads)
 
 
-def _larger_tiles(problem: Problem, schedule: Schedule) -> dict[str, int]:
-    """Sizes of tiles that are larger in this driver: whole register tiles of keys, and contiguous rows in the
-    sweep."""
-    itemsize, tile = problem.dtype.itemsize, schedule.block_k * problem.dtype.itemsize
-    larger = {"scores": (schedule.block_k + 2 * TARGET.score_rows) * schedule.max_lanes * itemsize}
-    if problem.key.strides[-1] != itemsize and not schedule.copies_keys:
-        larger["key_copy"] = tile * problem.head_dim
-    if problem.value.strides[-1] != itemsize and not schedule.packs_values:
-        larger["value_copy"] = tile * problem.value_dim
-    return larger
+def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tuple[Any, ...]:
+    """The arrays, of which those are converted that compiled code cannot read in place."""
+    bias, dense, gaps = arrays[BIAS], arrays[DENSE], []
+    if uses_rows:
+        gaps = [number for number in (KEY, VALUE) if arrays[number].strides[-1] != dtype.itemsize]
+    if (bias is None or bias.dtype == dtype) and (dense is None or dense.itemsize == 1) and not gaps:
+        return arrays
+    readable = list(arrays)
+    for number in gaps:
+        readable[number] = _converted(readable[number], np.ascontiguousarray)
+    if bias is not None and bias.dtype != dtype:
+        with np.errstate(over="ignore"):  # below the range of the dtype a bias masks
+            readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
+    if dense is not None and dense.itemsize != 1:
+        readable[DENSE] = _converted(dense, lambda x: x != 0)
+    return tuple(readable)
 
 
-def _set_own(problem: Problem, schedule: Schedule, job: Any) -> None:
-    """Sets this driver's own fields: offsets of its own tiles, after the others, and the factor of the
-    query."""
-    nbytes = {
-        "spare": schedule.max_lanes * problem.dtype.itemsize,
-        "block": BLOCK.itemsize,
-        "stack": MAX_PARTIALS * PARTIAL.itemsize if schedule.uses_split_kv else 0,
-        "allowed": CPU_SET_NBYTES,
-        "chosen": CPU_SET_NBYTES,
-    }
-    at = int(job["scratch_nbytes"])
-    for name in OWN_TILES:
-        job[f"to_{name}"] = at
-        at += lines(nbytes[name])
-    job["scratch_nbytes"] = at
+def _converted(array: np.ndarray, convert: Any) -> np.ndarray:
+    """The array converted, each element once where axes are broadcast."""
+    once = array[tuple(slice(None if stride else 1) for stride in array.strides)]
+    return np.broadcast_to(convert(once), array.shape)
+
+
+def _views(problem: Problem, arrays: tuple[Any, ...]) -> np.ndarray:
+    """The table of views, without addresses."""
+    n_lead = problem.query.ndim - 3
+    views = np.zeros((len(VIEWS) + 1, LEAD + n_lead), np.int64)
+    views[-1, LEAD:] = problem.lead[::-1]
+    for view, array in zip(views, arrays, strict=False):
+        if array is None:
+            continue
+        # Those of (head, row), of (row,) and of a number have axes of size 1 for what they lack.
+        n_own = array.ndim - n_lead
+        own = {3: (0, 1, 2), 2: (0, 1), 1: (1,), 0: ()}[n_own]
+        view[SHAPE:STRIDES] = 1
+        for axis, place in zip(range(n_lead, array.ndim), own, strict=True):
+            view[SHAPE + place], view[STRIDES + place] = array.shape[axis], array.strides[axis]
+        view[LEAD:] = array.strides[:n_lead][::-1]
+    return views
+
+
+def _set_problem(job: Any, problem: Problem) -> None:
+    """Sets sizes, options, and which arrays there are."""
+    for name in ("batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim"):
+        job[name] = getattr(problem.sizes, name)
+    job["n_lead"], job["itemsize"] = problem.query.ndim - 3, problem.dtype.itemsize
+    present = {
+        "lse": problem.lse, "weights": problem.weights, "sinks": problem.sinks, "bias": problem.bias,
+        "dense": problem.dense, "intervals": problem.key_start, "mask_map": problem.mask_map,
+        "band": problem.band, "score_mod": problem.score_mod,
+    }  # fmt: skip
+    for name, array in present.items():
+        job[f"has_{name}"] = array is not None
+    job["has_extra"] = any(job[f"has_{name}"] for name in ("bias", "dense", "intervals", "mask_map", "band"))
+    if (band := problem.band) is not None:
+        job["band_left"], job["band_right"], job["band_at_end"] = band.left, band.right, band.at_end
+        job["has_lengths"] = band.lengths is not None
+    if problem.mask_map is not None:
+        _, job["tile_q"], words = problem.mask_map.bits.shape
+        job["tile_k"] = words * 32
+
+
+def _set_schedule(job: Any, problem: Problem, schedule: Schedule, target: DriverTarget) -> None:
+    """Sets the fields of the schedule, and numbers of the dtype."""
+    lanes = target.lanes
+    for name in ("block_k", "n_vectors", "n_blocks", "n_tasks", "uses_split_kv", "split_tiles", "n_splits"):
+        job[name] = getattr(schedule, name)
+    job["lanes"] = lanes
+    dims = (problem.head_dim, problem.value_dim)
+    job["uses_rows"] = problem.sizes.rows <= FEW_ROWS and all(dim and dim % lanes == 0 for dim in dims)
+    job["n_key_tiles"] = max(1, -(-problem.len_k // schedule.block_k))
+    job["rows_ld"] = -(-max(problem.head_dim, problem.value_dim, schedule.block_k) // lanes) * lanes
+    job["partial_nbytes"] = sum(_sums(problem, schedule).values())
+    for name in ("score_root", "softcap", "exponent_factor"):
+        job[name] = getattr(schedule, name)
+    job["is_adjusted"] = schedule.softcap > 0 or schedule.score_root != 1
+    job["is_natural"] = schedule.exponent_factor == LOG2E
     job["query_high"], job["query_low"] = _high_and_low(schedule.query_factor, problem.dtype)
+    number = problem.dtype.type
+    job["largest"], job["below_one"] = np.finfo(number).max, np.nextafter(number(1), number(0))
+    job["no_low"] = _no_low(problem.dtype)
+
+
+def _sums(problem: Problem, schedule: Schedule) -> dict[str, int]:
+    """Bytes of the running state of a block, each aligned to a cache line."""
+    line = lines(schedule.max_lanes * problem.dtype.itemsize)
+    return {"row_max": line, "row_sum": line, "acc": (problem.value_dim + PAD) * line}
+
+
+def _tiles(problem: Problem, schedule: Schedule, rows_ld: int) -> dict[str, int]:
+    """Bytes of each tile of a thread, each aligned to a cache line."""
+    line, block_k = lines(schedule.max_lanes * problem.dtype.itemsize), schedule.block_k
+    n_key_tiles, sums = -(-problem.len_k // block_k), _sums(problem, schedule)
+    counts = lines(8 * schedule.max_lanes)
+    rows = lines(rows_ld * schedule.max_lanes * problem.dtype.itemsize)
+    nbytes = {
+        "query": rows, "columns": rows, "scores": (block_k + PAD) * line, "extra": block_k * line,
+        "rows": 2 * rows, "flags": lines(block_k),
+        "clean": lines(block_k * problem.value_dim * problem.dtype.itemsize), "rescale": line,
+        "inverse": 2 * line, "start": counts, "stop": counts, "row_i": counts, "row_h": counts,
+        "stops": counts, "tile_max": line, "kept_max": line,
+        "stack": (1 + n_key_tiles.bit_length()) * sum(sums.values()) if schedule.uses_split_kv else 0,
+    } | sums  # fmt: skip
+    return {name: nbytes[name] for name in TILES}
+
+
+def _no_low(dtype: np.dtype) -> float:
+    return 2.0**-60 if dtype.itemsize == 4 else 2.0**-118
 
 
 def _high_and_low(factor: float, dtype: np.dtype) -> tuple[float, float]:
@@ -247,5 +320,5 @@ def _high_and_low(factor: float, dtype: np.dtype) -> tuple[float, float]:
             high = np.nextafter(high, dtype.type(0))
         low = dtype.type(factor - float(high)) if np.isfinite(high) else high
         if low == 0:
-            low = high * dtype.type(2.0**-60 if dtype.itemsize == 4 else 2.0**-118)
+            low = high * dtype.type(_no_low(dtype))
     return float(high), float(low)

@@ -88,11 +88,6 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
             numba.set_num_threads(before)
 
 
-def caller_takes_part() -> bool:
-    """Whether the thread that uses the pool does part of the work."""
-    return not _is_exclusive()
-
-
 @cache
 def _is_exclusive() -> bool:
     """Whether the pool aborts the process when two threads use it at once; its user does none of the work."""

@@ -1,8 +1,8 @@
-"""The disk cache of compiled kernels.
+"""The disk cache of compiled stages.
 
-Numba's own compares only the file that defines a function; a kernel depends on several. This one compares the
+Numba's own compares only the file that defines a function; a stage depends on several. This one compares the
 contents of all of them, and never fails a call: where a folder cannot be written, or a file is damaged, the
-kernel is compiled again.
+stage is compiled again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,25 @@ from typing import Any, ClassVar
 import llvmlite
 from numba.core import caching
 
-from fastattn.backends.numba.codegen.target import ISA, TARGET
+from fastattn.backends.jit.codegen.target import ISA, TARGET
 
 
 @cache
 def _stamp() -> str:
     """A hash of all that compiled code depends on, but its signature, the CPU and the Numba version, which
     Numba compares itself."""
-    contents = hashlib.sha256()
-    package = Path(__file__).parents[3]
-    folders = ("backends/numba", "backends/cpu", "backends/jit")
-    inside = (source for folder in folders for source in (package / folder).rglob("*.py"))
-    for source in sorted(
-        [*inside, package / "_constants.py", package / "_schedule.py", package / "_mask_map.py"]
-    ):
-        contents.update(str(source.relative_to(package)).encode())
-        contents.update(source.read_bytes())
-    contents.update(repr((ISA, TARGET, llvmlite.__version__)).encode())
+    contents = hashlib.sha256(repr((ISA, TARGET, llvmlite.__version__)).encode())
+    package = Path(__file__).parents[2]
+    inside = (
+        source for name in ("numba", "cpu", "jit") for source in (package / "backends" / name).rglob("*.py")
+    )
+    for source in sorted([*inside, package / "_constants.py"]):
+        contents.update(str(source.relative_to(package)).encode() + source.read_bytes())
     return contents.hexdigest()
 
 
 def _locator(base: type) -> type:
-    class Locator(base):
-        def get_source_stamp(self) -> str:
-            return _stamp()
-
-    return Locator
+    return type("Locator", (base,), {"get_source_stamp": lambda self: _stamp()})
 
 
 class _Impl(caching.CompileResultCacheImpl):
@@ -62,10 +55,8 @@ class _Cache(caching.FunctionCache):
     _impl_class = _Impl
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        try:
+        with suppress(Exception):  # whatever loading a damaged file raises
             return super().load_overload(signature, target)
-        except Exception:  # whatever loading a damaged file raises
-            return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
         try:

@@ -1,14 +1,15 @@
-"""Powers of two of vectors of reals, written with an `Emitter`, as in ``cython/kernels/vec.h``."""
+"""Powers of two and tanh of vectors of reals, written with an `Emitter`, as in ``cython/kernels/vec.h``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llvmlite import ir
 
-from fastattn._machine.constants import EXP2_COEFFICIENTS, EXPONENT_MIN, MANTISSA_BITS
-from fastattn.backends.numba.codegen.emit import Emitter
-from fastattn.backends.numba.codegen.target import TARGET
+from fastattn._machine.constants import EXP2_COEFFICIENTS, EXPONENT_MIN, LOG2E, MANTISSA_BITS
+from fastattn.backends.jit.codegen.emit import Emitter
+from fastattn.backends.jit.codegen.target import TARGET
 
 
 def exp2(e: Emitter, xs: Sequence[ir.Value], factor: ir.Value, lowest: ir.Value) -> list[ir.Value]:
@@ -23,6 +24,12 @@ def exp2(e: Emitter, xs: Sequence[ir.Value], factor: ir.Value, lowest: ir.Value)
     return [e.mul(y, power) for y, power in zip(ys, powers, strict=True)]
 
 
+def exp2_of_difference(e: Emitter, x: ir.Value, largest: ir.Value, factor: ir.Value) -> ir.Value:
+    """`exp2` of factor * (x - largest), all vectors."""
+    lowest = e.builder.fdiv(e.constant(float(EXPONENT_MIN[e.itemsize])), factor)
+    return exp2(e, [e.builder.fsub(x, largest)], factor, lowest)[0]
+
+
 def exp2m1(e: Emitter, x: ir.Value) -> ir.Value:
     """2^x - 1 for x <= 0, a few ULP relative."""
     lowest = e.constant(float(EXPONENT_MIN[e.itemsize]))
@@ -30,6 +37,20 @@ def exp2m1(e: Emitter, x: ir.Value) -> ir.Value:
     (y,) = twice_exp2m1_over_f(e, [f])
     rest = e.fma(e.constant(2.0), power, e.constant(-1.0))
     return e.fma(power, e.mul(f, y), rest)
+
+
+def hyperbolic_tangent(e: Emitter, x: Any) -> Any:
+    """A few ULP relative for small x too: with e = exp(-2|x|) - 1, tanh|x| = -e / (2 + e)."""
+    builder = e.builder
+    sign_bit = e.integer_constant(1 << (8 * e.itemsize - 1))
+    x = builder.bitcast(x, e.integers)
+    sign = builder.and_(x, sign_bit)
+    magnitude = builder.bitcast(builder.xor(x, sign), e.vector)
+    grown = exp2m1(e, e.mul(magnitude, e.constant(-2 * LOG2E)))
+    ratio = builder.fdiv(grown, e.add(e.constant(2.0), grown))
+    # -e / (2 + e) with the sign of x
+    negative = builder.xor(builder.bitcast(ratio, e.integers), sign_bit)
+    return builder.bitcast(builder.xor(negative, sign), e.vector)
 
 
 def twice_exp2m1_over_f(e: Emitter, fs: Sequence[ir.Value]) -> list[ir.Value]:

@@ -28,7 +28,8 @@ def _stamp() -> str:
     inside = (
         source for name in ("numba", "cpu", "jit") for source in (package / "backends" / name).rglob("*.py")
     )
-    for source in sorted([*inside, package / "_constants.py"]):
+    read = [package / "_machine" / "constants.py", package / "masks" / "map.py"]
+    for source in sorted([*inside, *read]):
         contents.update(str(source.relative_to(package)).encode() + source.read_bytes())
     return contents.hexdigest()
 

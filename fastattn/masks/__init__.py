@@ -1,7 +1,7 @@
 """Mask objects: which key each query may attend to.
 
 Small frozen objects that say what they mean, combine with ``&``, ``|`` and ``~``, and know no backend.
-`objects.lower` turns one into the two forms that kernels understand:
+``objects.lower`` turns one into the two forms that kernels understand:
 
 - **intervals**: one ``[key_start, key_stop)`` per query row. Causal, window, lengths, contiguous
   documents, prefixes and every ``&`` of them need nothing else.

@@ -76,10 +76,11 @@ if TYPE_CHECKING:
     from fastattn._api.flex import create_block_mask, flex_attention
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
-    from fastattn._api.linear import LinearState, RandomFeatures, linear_attention, random_features
+    from fastattn._api.linear import linear_attention, random_features
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._call.gradients import Gradients
+    from fastattn._call.linear import LinearState, RandomFeatures
 
 __all__ = [
     "BackendError",
@@ -118,8 +119,8 @@ __all__ = [
 _ON_FIRST_USE = {
     "Gradients": "fastattn._call.gradients",
     "KVCache": "fastattn._cache.cache",
-    "LinearState": "fastattn._api.linear",
-    "RandomFeatures": "fastattn._api.linear",
+    "LinearState": "fastattn._call.linear",
+    "RandomFeatures": "fastattn._call.linear",
     "_capi": "fastattn._capi",
     "attention_backward": "fastattn._api.backward",
     "create_block_mask": "fastattn._api.flex",

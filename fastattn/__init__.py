@@ -8,7 +8,7 @@ The flow of a call. A call with a known signature skips lines 4 to 8. A small on
 3. ``_api.prepared.reuse`` runs the prepared call of that key, if there is one;
 4. ``_call.normalize.normalize`` turns array_likes into a `Problem`; it and ``arguments`` alone raise on
    them;
-5. ``masks.objects.lower`` turns masks into a band, key intervals per row, or a mask map;
+5. ``masks.base.lower`` turns masks into a band, key intervals per row, or a mask map;
 6. ``backends.registry.select`` takes the first backend that has no reason against the problem;
 7. ``_call.schedule.make_schedule`` decides path, blocks, splits, copies, prefetch, domain and threads;
 8. ``backends.cpu.record.write_record`` writes sizes, strides, options and schedule down for compiled code;

@@ -41,6 +41,8 @@ LAYERS = [
     {"_machine.threads"},
     # Mask objects
     {"masks.map"},
+    {"masks.arguments"},
+    {"masks.base"},
     {"masks.objects"},
     {"masks"},
     # One call as data
@@ -378,7 +380,8 @@ def test_backends_name_no_mask():
 EDGE = {
     "_api/c_entry.py", "_api/kernel_methods.py", "_api/linear.py", "_api/rope.py", "_cache/cache.py",
     "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
-    "_call/options.py", "_call/storage.py", "layers.py", "masks/objects.py",
+    "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",
+    "masks/objects.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

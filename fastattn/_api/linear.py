@@ -27,7 +27,7 @@ from fastattn._call.problem import FLOAT64, MAX_DIM
 from fastattn._machine.device import host_array, in_library_of
 from fastattn.backends.reference.linear import attend_again
 from fastattn.backends.registry import function
-from fastattn.masks.objects import broadcasts
+from fastattn.masks.arguments import broadcasts
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -26,7 +26,7 @@ from fastattn._call.storage import REAL, storage_of
 from fastattn._machine import host
 from fastattn._machine.device import host_array, in_library_of
 from fastattn.backends.registry import function, load
-from fastattn.masks.objects import as_integer, broadcasts, integers
+from fastattn.masks.arguments import as_integer, broadcasts, integers
 
 if TYPE_CHECKING:
     from typing import Never

@@ -8,7 +8,7 @@ The flow of a call. A call with a known signature skips lines 4 to 8. A small on
 3. ``_api.prepared.reuse`` runs the prepared call of that key, if there is one;
 4. ``_call.normalize.normalize`` turns array_likes into a `Problem`; it and ``arguments`` alone raise on
    them;
-5. ``masks.objects.lower`` turns masks into a band, key intervals per row, or a mask map;
+5. ``masks.base.lower`` turns masks into a band, key intervals per row, or a mask map;
 6. ``backends.registry.select`` takes the first backend that has no reason against the problem;
 7. ``_call.schedule.make_schedule`` decides path, blocks, splits, copies, prefetch, domain and threads;
 8. ``backends.cpu.record.write_record`` writes all that down for the Cython driver; Numba's has its own;
@@ -76,10 +76,11 @@ if TYPE_CHECKING:
     from fastattn._api.flex import create_block_mask, flex_attention
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
-    from fastattn._api.linear import LinearState, RandomFeatures, linear_attention, random_features
+    from fastattn._api.linear import linear_attention, random_features
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._call.gradients import Gradients
+    from fastattn._call.linear import LinearState, RandomFeatures
 
 __all__ = [
     "BackendError",
@@ -118,8 +119,8 @@ __all__ = [
 _ON_FIRST_USE = {
     "Gradients": "fastattn._call.gradients",
     "KVCache": "fastattn._cache.cache",
-    "LinearState": "fastattn._api.linear",
-    "RandomFeatures": "fastattn._api.linear",
+    "LinearState": "fastattn._call.linear",
+    "RandomFeatures": "fastattn._call.linear",
     "_capi": "fastattn._capi",
     "attention_backward": "fastattn._api.backward",
     "create_block_mask": "fastattn._api.flex",

@@ -31,8 +31,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import fastattn
-from fastattn._api import linear, rope
+from fastattn._api import rope
 from fastattn._call import schedule
+from fastattn.backends import registry
 from tests.process import python
 
 settings.register_profile(
@@ -311,12 +312,17 @@ def fixture_of(engines: Iterable[Engine]) -> Any:
 engine = fixture_of(ENGINES)
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions beside `attention` are those of NumPy."""
+    monkeypatch.setattr(registry, "PREFERRED", ("reference",))
+    monkeypatch.setattr(rope, "_rope_at_once", None)
+
+
 @pytest.fixture(params=[*ISAS, "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of functions beside `attention`: each instruction set, and the way without the compiled extension."""
     if request.param == "numpy":
-        for module in (rope, linear):
-            monkeypatch.setattr(module, "driver", None)
+        without_kernels(monkeypatch)
         context: Any = nullcontext()
     else:
         from fastattn.backends.cython import backend as cython_backend

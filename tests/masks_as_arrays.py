@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from fastattn.masks import BlockMask, Dense, objects
+from fastattn.masks import BlockMask, Dense, base
 from fastattn.masks.map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q, Part
 
 #: Sizes of a whole problem, and of blocks of it: its first query and key, and its own sizes.
@@ -32,12 +32,12 @@ def part_of(allowed: np.ndarray, block: tuple[int, int, int, int]) -> np.ndarray
 def block_mask(allowed: np.ndarray) -> BlockMask:
     """The same as a map of tiles, as `create_block_mask` makes it."""
     batch, heads, len_q, len_k = allowed.shape
-    lowered = objects.lower(Dense(allowed) | Dense(allowed), (batch,), heads, len_q, len_k)
+    lowered = base.lower(Dense(allowed) | Dense(allowed), (batch,), heads, len_q, len_k)
     return BlockMask(lowered.mask_map, batch, heads, len_q, len_k)
 
 
-def as_array(lowered: objects.Lowered, shape: tuple[int, ...]) -> np.ndarray:
-    """What `objects.lower` gives as an array ``(B, H, L, S)``, from its documented format alone."""
+def as_array(lowered: base.Lowered, shape: tuple[int, ...]) -> np.ndarray:
+    """What `base.lower` gives as an array ``(B, H, L, S)``, from its documented format alone."""
     allowed, key = np.ones(shape, bool), np.arange(shape[-1])
     if lowered.key_start is not None:
         inside = (lowered.key_start[..., None] <= key) & (key < lowered.key_stop[..., None])

@@ -41,6 +41,8 @@ LAYERS = [
     {"_machine.threads"},
     # Mask objects
     {"masks.map"},
+    {"masks.arguments"},
+    {"masks.base"},
     {"masks.objects"},
     {"masks"},
     # One call as data
@@ -50,11 +52,12 @@ LAYERS = [
     {"_call.gradients"},
     {"_call.options"},
     {"_call.arguments"},
-    {"_call.normalize"},
+    {"_call.normalize", "_call.linear", "_call.rope"},
     {"_call.schedule"},
     # Those that compute
     {"backends._base"},
     {"backends.cpu.fields"},
+    {"backends.reference.attention", "backends.reference.linear", "backends.reference.rope"},
     {"backends.cpu.record", "backends.cpu.backward"},
     {"backends.jit.codegen.target"},
     {"backends.jit.codegen.emit"},
@@ -143,7 +146,7 @@ def wing_of(module: str) -> str:
 
 
 def module_name(path: Path) -> str:
-    """``fastattn/backends/reference.py`` -> ``backends.reference``; the package itself is ``""``."""
+    """``fastattn/backends/registry.py`` -> ``backends.registry``; the package itself is ``""``."""
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -376,8 +379,9 @@ def test_backends_name_no_mask():
 #: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
     "_api/c_entry.py", "_api/kernel_methods.py", "_api/linear.py", "_api/rope.py", "_cache/cache.py",
-    "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/normalize.py", "_call/options.py",
-    "_call/storage.py", "layers.py", "masks/objects.py",
+    "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
+    "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",
+    "masks/objects.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}
@@ -434,6 +438,7 @@ RAISES_ELSEWHERE = {
     "_api/flex.py: _check_function": "what is given as a function",
     "_api/flex.py: _aux": "what functions read",
     "_api/flex.py: _evaluate": "there is no compiler",
+    "backends/reference/linear.py: of": "what a feature map gives",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
     "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",
     "backends/jit/functions.py: check": "the function read outside of an array",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastattn.integrations._mask_parts import states_of_keys
-from fastattn.masks import objects
+from fastattn.masks import base
 from fastattn.masks.map import EMPTY, FULL
 from tests import test_backward_rules, test_rules_nan
 from tests.cases import MASK_NAMES, MASK_SIZES, mask_pair, mask_pairs, random_arrays
@@ -43,7 +43,7 @@ def test_materialize_and_lower_are_the_definition(sizes):
             assert got.dtype == bool
             assert got.shape[-3:] == (3, *sizes)
             np.testing.assert_array_equal(np.broadcast_to(got, pair.allowed.shape), pair.allowed, name)
-            lowered = objects.lower(pair.mask, (2,), 3, *sizes)
+            lowered = base.lower(pair.mask, (2,), 3, *sizes)
             np.testing.assert_array_equal(as_array(lowered, pair.allowed.shape), pair.allowed, name)
 
 
@@ -79,7 +79,7 @@ def test_parts(name, whole):
     for part, blocks in parts_of(whole):
         for keys, state in zip(blocks, states_of_keys(mask, part, blocks), strict=True):
             wanted = pair.allowed[part.items[0], part.heads, part.queries, keys]
-            own = objects.lower(mask._cut(part.of_keys(keys)), wanted.shape[:1], *wanted.shape[1:])
+            own = base.lower(mask._cut(part.of_keys(keys)), wanted.shape[:1], *wanted.shape[1:])
             np.testing.assert_array_equal(as_array(own, wanted.shape), wanted)
             assert (state == EMPTY) == (not wanted.any())
             assert state != FULL or wanted.all()

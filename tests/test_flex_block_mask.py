@@ -9,7 +9,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn.masks import objects
+from fastattn.masks import base
 from tests.flex_gallery import GALLERY, B, H, L, S, arrays, aux_of, in_python
 from tests.tolerances import assert_same_bits
 
@@ -92,7 +92,7 @@ class TestBlockMask:
             "by_item": (lambda b, h, i, j, ids: j <= i + 3 * b, masks.Causal(offset=[0, 3])),
         }[name]
         block_mask = fastattn.create_block_mask(function, 2, 3, *shape, aux=(ids,))
-        lowered = objects.lower(block_mask, (2,), 3, *shape)
+        lowered = base.lower(block_mask, (2,), 3, *shape)
         assert lowered.mask_map is None
         rng = np.random.default_rng(0)
         query, key = rng.standard_normal((2, 3, len_q, 8)), rng.standard_normal((2, 3, len_k, 8))
@@ -106,7 +106,7 @@ class TestBlockMask:
             lambda b, h, i, j: j <= i + h,
         ):
             block_mask = fastattn.create_block_mask(function, None, 2, 400, 400)
-            assert objects.lower(block_mask, (), 2, 400, 400).mask_map is not None
+            assert base.lower(block_mask, (), 2, 400, 400).mask_map is not None
 
     def test_same_for_any_number_of_threads(self):
         options = {"aux": aux_of("big_bird")}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
-from fastattn.masks import objects
+from fastattn.masks import base
 from tests.cases import mask_pair, random_arrays
 from tests.tolerances import assert_all_same, assert_attention, assert_gradients
 
@@ -108,9 +108,7 @@ class TestParity:
         arrays = random_arrays(lead=(2,), heads=2, len_q=150, len_k=290, head_dim=4)
         pair = mask_pair(name, 2, 2, 150, 290)
         expected = fastattn.attention(*arrays, mask=pair.allowed)
-        tiles = objects.lower(
-            masks.Dense(pair.allowed) | masks.Dense(pair.allowed), (2,), 2, 150, 290
-        ).mask_map
+        tiles = base.lower(masks.Dense(pair.allowed) | masks.Dense(pair.allowed), (2,), 2, 150, 290).mask_map
         for mask in (pair.mask, masks.BlockMask(tiles, 2, 2, 150, 290)):
             out = attention(*divided(*arrays, chunks=(1, 1, 70, -1)), mask=mask)
             np.testing.assert_allclose(out.compute(scheduler="synchronous"), expected, atol=2e-6)

@@ -13,7 +13,8 @@ import pytest
 
 import fastattn
 from fastattn import LinearState, linear_attention, random_features
-from fastattn._api import linear
+from fastattn._machine import host
+from fastattn.backends import registry
 from tests.cases import MEMORY_LAYOUTS, random_arrays
 from tests.conftest import without
 from tests.refusals import assert_named
@@ -260,11 +261,11 @@ def test_long_sequences_are_divided(way, dtype, causal, kv_heads, shared):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [1, 9, 40])
 def test_threads_change_no_bit(monkeypatch, causal, heads):
-    monkeypatch.setattr(linear, "_run_in_blocks", None)  # the kernels, and no way beside them
+    monkeypatch.setattr(registry, "PREFERRED", ("cython",))  # the kernels, and no way beside them
     given = arrays(heads=heads, kv_heads=heads, len_q=1200, len_k=1200, head_dim=24)
     counts, results = [1, 2, 3, 7], []
     for num_threads in counts:
-        monkeypatch.setattr(linear, "thread_limit", lambda n=num_threads: n)
+        monkeypatch.setattr(host, "get_num_threads", lambda n=num_threads: n)
         results.append(linear_attention(*given, causal=causal, return_state=True))
     for out, state in results[1:]:
         assert_same_bits(out, results[0][0])

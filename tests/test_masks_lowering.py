@@ -16,7 +16,7 @@ from fastattn.masks import (
     PrefixLM,
     Segments,
     Window,
-    objects,
+    base,
 )
 from fastattn.masks.map import INDEX_EMPTY, INDEX_FULL, TILE_K, TILE_Q
 from tests.cases import mask_pair
@@ -54,7 +54,7 @@ class TestLowering:
     @pytest.mark.parametrize("sizes", [(5, 9), (300, 200), (200, 300)], ids=str)
     def test_these_are_intervals_alone(self, name, sizes):
         pair = mask_pair(name, 2, 3, *sizes)
-        lowered = objects.lower(pair.mask, (2,), 3, *sizes)
+        lowered = base.lower(pair.mask, (2,), 3, *sizes)
         assert lowered.mask_map is None
         assert lowered.dense is None
         start, stop = lowered.key_start, lowered.key_stop
@@ -86,7 +86,7 @@ class TestLowering:
     def test_tiles_are_classed_exactly(self, name, sizes):
         """Empty where nothing is allowed, full where everything is, and bits for nothing else."""
         pair = mask_pair(name, 2, 3, *sizes)
-        tiles = objects.lower(pair.mask, (2,), 3, *sizes).mask_map
+        tiles = base.lower(pair.mask, (2,), 3, *sizes).mask_map
         for (b, h, t, u), index in np.ndenumerate(tiles.index):
             tile = pair.allowed[b, h, t * TILE_Q : (t + 1) * TILE_Q, u * TILE_K : (u + 1) * TILE_K]
             expected = INDEX_FULL if tile.all() else "bits" if tile.any() else INDEX_EMPTY
@@ -94,17 +94,17 @@ class TestLowering:
 
     def test_planes_that_are_alike_share_their_bits(self):
         mask = Window(3, 2) | GlobalTokens([0])
-        alone = objects.lower(mask, (), 1, 300, 300).mask_map
-        many = objects.lower(mask, (7,), 5, 300, 300).mask_map
+        alone = base.lower(mask, (), 1, 300, 300).mask_map
+        many = base.lower(mask, (7,), 5, 300, 300).mask_map
         assert many.index.shape[:2] == (7, 5)
         assert many.bits.shape == alone.bits.shape
         assert many.index.strides[:2] == (0, 0)
 
     def test_bits_past_the_end_are_zero(self):
-        tiles = objects.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).mask_map
+        tiles = base.lower(Window(None, None) | Causal("top_left"), (), 1, 65, 129).mask_map
         assert (tiles.index == INDEX_FULL).all()
         # Two queries and one key reach into the last tile, and only the second of them sees the key.
-        tiles = objects.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).mask_map
+        tiles = base.lower(Window(0, 0) | GlobalTokens([0]), (), 1, TILE_Q + 2, TILE_K + 1).mask_map
         assert tiles.index[0, 1, 1] >= 0
         corner = np.unpackbits(tiles.bits[tiles.index[0, 1, 1]].view(np.uint8))
         assert corner.sum() == 1
@@ -112,14 +112,14 @@ class TestLowering:
     def test_parts_of_a_complement_keep_their_forms(self):
         """Not (not array, or causal) is the array and an interval, as kernels stream them without a copy."""
         array = np.ones((300, 200), bool)
-        lowered = objects.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
+        lowered = base.lower(~(~Dense(array) | Causal("top_left")), (), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
         assert lowered.mask_map is None
         np.testing.assert_array_equal(lowered.key_start, np.minimum(np.arange(300) + 1, 200))
 
     def test_a_lone_array_is_not_copied(self):
         array = np.ones((300, 200), bool)
-        lowered = objects.lower(Dense(array), (2,), 3, 300, 200)
+        lowered = base.lower(Dense(array), (2,), 3, 300, 200)
         assert np.shares_memory(lowered.dense, array)
         assert lowered.mask_map is None
 
@@ -131,7 +131,7 @@ class TestMemory:
 
     def peak(self, mask):
         tracemalloc.start()
-        lowered = objects.lower(mask, (), 1, self.LENGTH, self.LENGTH)
+        lowered = base.lower(mask, (), 1, self.LENGTH, self.LENGTH)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak, lowered

@@ -20,7 +20,7 @@ from fastattn.masks import (
     PrefixLM,
     Segments,
     Window,
-    objects,
+    base,
 )
 from fastattn.masks.map import FULL, TILE_K, TILE_Q, UNBOUNDED, Band
 from tests.cases import mask_pair, random_arrays
@@ -55,7 +55,7 @@ def test_tiles_of_a_map_that_agree_need_no_bits():
     allowed[..., 2 * TILE_K :] = True
     allowed[..., :TILE_K, 0] = True  # two intervals in some rows, so that there are tiles
     part = block_mask(allowed).shifted(5, TILE_K + 7)
-    lowered = objects.lower(part, (BATCH,), HEADS, 2 * TILE_Q, 2 * TILE_K)
+    lowered = base.lower(part, (BATCH,), HEADS, 2 * TILE_Q, 2 * TILE_K)
     assert lowered.mask_map.index[0, 0].tolist() == [[0, -1], [1, -1]]
 
 
@@ -126,13 +126,13 @@ class TestCost:
     @pytest.mark.parametrize("name", INTERVAL_MASKS)
     def test_intervals_stay_intervals(self, name):
         pair = mask_pair(name, BATCH, HEADS, 200, 300)
-        lowered = objects.lower(pair.mask.shifted(30, 40, size=(200, 300)), (BATCH,), HEADS, 100, 150)
+        lowered = base.lower(pair.mask.shifted(30, 40, size=(200, 300)), (BATCH,), HEADS, 100, 150)
         assert lowered.mask_map is None
         assert lowered.dense is None
 
     def test_an_array_is_a_view(self):
         array = np.ones((300, 200), bool)
-        lowered = objects.lower(Dense(array).shifted(10, 20), (2,), 3, 100, 150)
+        lowered = base.lower(Dense(array).shifted(10, 20), (2,), 3, 100, 150)
         assert np.shares_memory(lowered.dense, array)
 
     def test_what_is_written_into_an_array_is_seen(self):
@@ -145,7 +145,7 @@ class TestCost:
     def test_an_array_on_a_gpu_stays_there(self):
         array = np.random.default_rng(0).random((2, 30, 20)) < 0.5
         fake = FakeArray(array)
-        lowered = objects.lower(Dense(fake).shifted(10, 5), (), 2, 7, 11)
+        lowered = base.lower(Dense(fake).shifted(10, 5), (), 2, 7, 11)
         expected = array[:, 10:17, 5:16]
         assert lowered.dense.shape == expected.shape
         assert lowered.dense.strides == expected.strides
@@ -226,7 +226,7 @@ class TestRefused:
             (of_map, None, "28 28"),
         ]:
             with pytest.raises(ValueError) as caught:
-                objects.lower(mask.shifted(10, 20, size=whole), (), 1, 7, 9)
+                base.lower(mask.shifted(10, 20, size=whole), (), 1, 7, 9)
             said = str(caught.value)
             assert said.startswith((f"mask {mask!r}", "mask of shape ")), said
             assert all(re.search(rf"\b{n}\b", said) for n in sizes.split()), said

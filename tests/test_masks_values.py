@@ -20,7 +20,7 @@ from fastattn.masks import (
     PrefixLM,
     Segments,
     Window,
-    objects,
+    base,
 )
 from tests.fake_gpu import FakeArray
 
@@ -125,9 +125,9 @@ DENSE_ON_GPU = np.ones((4, 4), bool)
 
 
 def block_mask(mask):
-    tiles = objects.lower(mask, (1,), 1, 70, 70).mask_map
+    tiles = base.lower(mask, (1,), 1, 70, 70).mask_map
     return BlockMask(
-        objects.lower(mask | mask, (1,), 1, 70, 70).mask_map if tiles is None else tiles, 1, 1, 70, 70
+        base.lower(mask | mask, (1,), 1, 70, 70).mask_map if tiles is None else tiles, 1, 1, 70, 70
     )
 
 

@@ -391,7 +391,7 @@ class TestBackendChoice:
     def test_environment_variable_sets_the_default(self):
         code = """
 import numpy as np, fastattn
-from fastattn.backends import reference
+from fastattn.backends.reference import backend as reference
 ran = []
 run = type(reference.backend).run
 type(reference.backend).run = lambda self, *a: (ran.append(1), run(self, *a))[1]

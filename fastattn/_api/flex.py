@@ -24,8 +24,9 @@ from fastattn._machine.threads import no_fork
 from fastattn.backends.cpu.functions import reasons_no_compiler
 from fastattn.backends.registry import BackendError
 from fastattn.masks import BlockMask, Dense, Mask
+from fastattn.masks.arguments import whole_number
+from fastattn.masks.base import describe
 from fastattn.masks.map import Block, MaskMap, Node
-from fastattn.masks.objects import describe, whole_number
 
 if TYPE_CHECKING:
     from typing import Unpack

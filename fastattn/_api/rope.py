@@ -21,10 +21,12 @@ from fastattn._call.arguments import (
 )
 from fastattn._call.options import public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT32, FLOAT64
+from fastattn._call.rope import Rotation
 from fastattn._call.storage import REAL, storage_of
+from fastattn._machine import host
 from fastattn._machine.device import host_array, in_library_of
-from fastattn.backends.registry import load, thread_limit
-from fastattn.masks.objects import as_integer, broadcasts, integers
+from fastattn.backends.registry import function, load
+from fastattn.masks.arguments import as_integer, broadcasts, integers
 
 if TYPE_CHECKING:
     from typing import Never
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
     from fastattn._call.options import LayoutName
 
 try:
-    import fastattn.backends.cython.driver as driver
+    #: For plain arrays: checks and rotation in one, None where it takes another way.
+    from fastattn.backends.cython.driver import rope as _rope_at_once
 except ImportError:
-    driver = None
+    _rope_at_once = None
 
 _CHUNK = 1024  # positions whose angles are in memory at once
 _SCALINGS = {
@@ -168,8 +171,8 @@ def rope(
     kind: Any = type(positions)
     if kind is list or kind is tuple:
         positions = counts(positions)
-    if driver is not None:
-        done = driver.rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit)
+    if _rope_at_once is not None:
+        done = _rope_at_once(x, cos, sin, positions, interleaved, inverse, layout, out, _thread_limit)
         if done is not None:
             return done
     try:
@@ -178,48 +181,19 @@ def rope(
         raised = TypeError if isinstance(error, TypeError) else ValueError
         shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
         raise raised(f"{error}; {shapes}") from None
-    if driver is None:
-        rotate(*call.arrays, interleaved=interleaved, inverse=inverse)
-    else:
-        load("cython")  # which chooses the instruction set
-        driver.rotate(*call.arrays, interleaved, inverse, storage_of(call.result.dtype), thread_limit)
+    function("rope", call.rotation)(call.rotation)
     result = call.finish()
     return in_library_of(x, result) if out is None else out
 
 
-def rotate(
-    out: np.ndarray,
-    x: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    positions: np.ndarray,
-    interleaved: bool,
-    inverse: bool,
-) -> None:
-    """The rotation as its definition, and the way without the compiled extension, which gives the same bits.
-
-    `out` and `x` are ``(*lead, H, L, D)``, the same memory or apart; the tables are of the type that is
-    computed in; `positions` broadcast to ``(*lead, L)``.
-    """
-    half = cos.shape[1]
-    first, second = slice(0, half), slice(half, 2 * half)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    c, s = cos[positions][..., None, :, :], sin[positions][..., None, :, :]
-    if inverse:
-        s = -s
-    a, b = x[..., first].astype(cos.dtype), x[..., second].astype(cos.dtype)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # NaN and inf pass through
-        out[..., first] = a * c - b * s
-        out[..., second] = b * c + a * s
-    out[..., 2 * half :] = x[..., 2 * half :]
+def _thread_limit() -> int:
+    return load("cython").thread_limit(host.get_num_threads())
 
 
 class _Call(NamedTuple):
     """A call of `rope`, checked."""
 
-    #: out, x, cos, sin and positions, as `rotate` takes them
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    rotation: Rotation
     result: np.ndarray  #: what the caller gets
     staged: np.ndarray | None  #: in what is filled instead of it, where its rows are not contiguous
 
@@ -268,7 +242,7 @@ def _normalize(
         filled[...] = x
         x = filled
     filled, x = (_with_heads(array, swapped) for array in (filled, x))
-    return _Call((filled, x, cos, sin, positions), result, staged)
+    return _Call(Rotation(filled, x, cos, sin, positions, interleaved, inverse), result, staged)
 
 
 def _on_host(value: Any, name: str) -> np.ndarray:

@@ -29,7 +29,7 @@ from fastattn._call.storage import Rows
 from fastattn._machine.device import host_array, in_library_of
 from fastattn._machine.host import default_backend
 from fastattn.backends.registry import load as load_backend
-from fastattn.masks import objects
+from fastattn.masks import arguments as mask_arguments
 
 if TYPE_CHECKING:
     import os
@@ -736,7 +736,7 @@ class KVCache:
         TypeError, ValueError
             `items` that are not integers, not one-dimensional, or out of range.
         """
-        chosen = objects.integers(as_array(items, "items"), "items")
+        chosen = mask_arguments.integers(as_array(items, "items"), "items")
         if chosen.ndim != 1:
             raise ValueError(f"items must have shape (n,), got {chosen.shape}")
         if (wrong := chosen[(chosen < 0) | (chosen >= self._settings.batch)]).size:
@@ -831,8 +831,8 @@ class KVCache:
         return view
 
     def _per_item(self, numbers: Any, name: str) -> np.ndarray:
-        array = objects.integers(as_array(numbers, name), name)
-        if not objects.broadcasts(array.shape, (self._settings.batch,)):
+        array = mask_arguments.integers(as_array(numbers, name), name)
+        if not mask_arguments.broadcasts(array.shape, (self._settings.batch,)):
             raise ValueError(f"{name} must broadcast to ({self._settings.batch},), got shape {array.shape}")
         return np.broadcast_to(array, (self._settings.batch,)).astype(np.int64)
 

@@ -17,7 +17,8 @@ from fastattn._call.problem import FLOAT32, FLOAT64
 from fastattn._call.storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, from_dlpack, on_host, place
 from fastattn._machine.threads import no_fork
-from fastattn.masks import objects
+from fastattn.masks import arguments as mask_arguments
+from fastattn.masks.base import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -151,7 +152,7 @@ def as_mask(mask: Any, flat: bool) -> masks.Mask:
         return mask
     is_flag = isinstance(mask, bool)  # which NumPy would broadcast
     if callable(mask) or is_flag:
-        got = f"{mask!r}; for causal attention say causal=True" if is_flag else objects.describe(mask)
+        got = f"{mask!r}; for causal attention say causal=True" if is_flag else describe(mask)
         raise TypeError(f"mask must be a fastattn.masks object or a bool or integer array, got {got}")
     dense = masks.Dense(as_array(mask, "mask"))
     if flat and dense.array.ndim > 2:
@@ -176,12 +177,14 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
         raise TypeError(f"window must be a pair (left, right), got {window!r}") from None
     except ValueError:
         raise ValueError(f"window must be a pair (left, right), got {window!r}") from None
-    return objects.window_bound(left, "window: left"), objects.window_bound(right, "window: right")
+    return mask_arguments.window_bound(left, "window: left"), mask_arguments.window_bound(
+        right, "window: right"
+    )
 
 
 def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
-    lengths = objects.integers(as_array(key_lengths, "key_lengths"), "key_lengths")
-    if not objects.broadcasts(lengths.shape, lead):
+    lengths = mask_arguments.integers(as_array(key_lengths, "key_lengths"), "key_lengths")
+    if not mask_arguments.broadcasts(lengths.shape, lead):
         raise ValueError(
             f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}"
         )
@@ -192,7 +195,7 @@ def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int)
 
 
 def check_cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
-    starts = objects.integers(as_array(value, name), name)
+    starts = mask_arguments.integers(as_array(value, name), name)
     if starts.ndim != 1 or not starts.size:
         raise ValueError(f"{name} must have shape (documents + 1,), got {starts.shape}")
     if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
@@ -218,11 +221,11 @@ def is_bias_dtype(dtype: np.dtype) -> bool:
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:
     if array.shape == shape:
         return array
-    if not objects.broadcasts(array.shape, shape[-2:] if flat else shape):
+    if not mask_arguments.broadcasts(array.shape, shape[-2:] if flat else shape):
         expected = f"(L, S) = {shape[-2:]}" if flat else f"(..., H, L, S) = {shape}"
         raise ValueError(
             f"{name} of shape {array.shape} does not broadcast to {expected}"
-            f"{objects.axes_hint(array.shape, shape, name)}"
+            f"{mask_arguments.axes_hint(array.shape, shape, name)}"
         )
     return broadcast_to(array, shape, name)
 
@@ -238,7 +241,7 @@ def is_swapped(layout: str) -> bool:
 
 def count(value: Any, name: str, least: int, most: int) -> int:
     """An integer in least..most; raises where it is not one."""
-    number = objects.as_integer(value, name)
+    number = mask_arguments.as_integer(value, name)
     if not least <= number <= most:
         raise ValueError(f"{name} must be in {least}..{most}, got {number}")
     return number

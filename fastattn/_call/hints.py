@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastattn.masks import Mask
-from fastattn.masks.objects import has_zeros_and_ones
+from fastattn.masks.arguments import has_zeros_and_ones
 
 _SIZES = ("query", "leave it out: it is read from the arrays' shapes, (..., H, L, D)")
 _ROTATED = ("query key", "rotate query and key before, by fastattn.rope")

@@ -49,7 +49,7 @@ from fastattn._call.options import DEFAULTS
 from fastattn._call.problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
-from fastattn.masks import objects
+from fastattn.masks import base
 from fastattn.masks.map import UNBOUNDED, Band, Block, Size, make_intervals
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def normalize(
     mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
-    lowered = _NO_MASK if mask is None else objects.lower(mask, *inputs.sizes, _without_lengths(band))
+    lowered = _NO_MASK if mask is None else base.lower(mask, *inputs.sizes, _without_lengths(band))
     bias = _bias_of_scores(options["bias"], inputs)
     return _assemble(inputs, band, lowered, bias, options, may_fail)
 
@@ -254,7 +254,7 @@ def normalize_backward(
     band = _band(inputs, options)
     lowered = _NO_MASK
     if options["mask"] is not None:
-        lowered = objects.lower(as_mask(options["mask"], inputs.flat), *inputs.sizes, _without_lengths(band))
+        lowered = base.lower(as_mask(options["mask"], inputs.flat), *inputs.sizes, _without_lengths(band))
     grad_lse = options["grad_lse"]
     given = None if options["bias"] is None else as_array(options["bias"], "bias")
     bias = _bias_of_scores(options["bias"], inputs)
@@ -356,7 +356,7 @@ def normalize_varlen(
         position = position + (lengths_k - lengths_q)[document]
     start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
     bounds = make_intervals(start, stop, S)
-    lowered = objects.Lowered(bounds.start, bounds.stop, None, None)
+    lowered = base.Lowered(bounds.start, bounds.stop, None, None)
     return _assemble(inputs, None, lowered, None, DEFAULTS | options)
 
 
@@ -400,7 +400,7 @@ def normalize_sdpa(
             mask = masks.Dense(array)
         else:
             bias = array
-    lowered = _NO_MASK if mask is None else objects.lower(mask, *inputs.sizes, _without_lengths(band))
+    lowered = _NO_MASK if mask is None else base.lower(mask, *inputs.sizes, _without_lengths(band))
     return _assemble(inputs, band, lowered, bias, options)
 
 
@@ -562,7 +562,7 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 
 # Masks and bias ------------------------------------------------------------------------------------
 
-_NO_MASK = objects.Lowered(None, None, None, None)
+_NO_MASK = base.Lowered(None, None, None, None)
 
 
 def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
@@ -607,7 +607,7 @@ def _bias_of_scores(bias: ArrayLike | None, inputs: _Inputs) -> np.ndarray | Non
 def _assemble(
     inputs: _Inputs,
     band: Band | None,
-    lowered: objects.Lowered,
+    lowered: base.Lowered,
     bias: np.ndarray | None,
     options: dict[str, Any],
     may_fail: bool = False,

@@ -63,6 +63,14 @@ class Backend(Protocol):
         reason = f"backend {self.name!r}: {'; '.join(self.gradient_reasons())}"
         raise NotImplementedError(reason)
 
+    def function_reasons(self, name: str, call: Any) -> list[str]:
+        """Why this backend cannot run `call` of a function beside attention; empty when it can.
+
+        The functions are methods: ``rope(rotation)`` fills ``rotation.out``, ``linear_attention(call)`` fills
+        ``call.out`` and ``call.lost`` and returns the `LinearState`, if that is asked for.
+        """
+        return [f"it has no {name}"]
+
     def combine(
         self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
     ) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MODULES = {
     "cython": "fastattn.backends.cython.backend",
     "numba": "fastattn.backends.numba.backend",
-    "reference": "fastattn.backends.reference",
+    "reference": "fastattn.backends.reference.backend",
     "cuda": "fastattn.backends.cuda.backend",
 }
 
@@ -99,9 +99,13 @@ def warn_without_kernels(what: str, stacklevel: int) -> None:
         )
 
 
-def thread_limit() -> int:
-    """How many threads a pass of the compiled kernels may have now."""
-    return load("cython").thread_limit(host.get_num_threads())
+def function(name: str, call: Any) -> Any:
+    """ "rope" or "linear_attention" of the first backend that can run the call; "reference" can run each."""
+    for candidate in PREFERRED:
+        backend = load(candidate)
+        if not backend.function_reasons(name, call) and not backend.unavailable_reasons():
+            break
+    return getattr(backend, name)
 
 
 def usable(name: str, purpose: str) -> Any:

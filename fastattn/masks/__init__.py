@@ -1,7 +1,7 @@
 """Mask objects: which key each query may attend to.
 
 Small frozen objects that say what they mean, combine with ``&``, ``|`` and ``~``, and know no backend.
-``objects.lower`` turns one into the two forms that kernels understand:
+``base.lower`` turns one into the two forms that kernels understand:
 
 - **intervals**: one ``[key_start, key_stop)`` per query row. Causal, window, lengths, contiguous
   documents, prefixes and every ``&`` of them need nothing else.
@@ -14,21 +14,17 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 ``i`` a query row, ``j`` a key.
 """
 
-from fastattn.masks.objects import (  # noqa: F401  # where pickles look for them
+from fastattn.masks.base import Mask, _And, _Not, _Or, _Shifted
+from fastattn.masks.objects import (
     BlockMask,
     Causal,
     Dense,
     GlobalTokens,
     KeyLengths,
-    Mask,
     NotSelf,
     PrefixLM,
     Segments,
     Window,
-    _And,
-    _Not,
-    _Or,
-    _Shifted,
 )
 
 __all__ = [
@@ -44,8 +40,8 @@ __all__ = [
     "Window",
 ]
 
-for _name in __all__:
-    globals()[_name].__module__ = __name__
+for _kind in (*(globals()[name] for name in __all__), _And, _Not, _Or, _Shifted):
+    _kind.__module__ = __name__  # where pickles look for it
 
 
 def __dir__() -> list[str]:

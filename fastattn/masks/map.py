@@ -618,3 +618,13 @@ def pack_words(allowed: np.ndarray) -> np.ndarray:
 
 def states_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:
     return every.astype(np.int8) - none.astype(np.int8) + np.int8(PARTIAL)
+
+
+def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:
+    """``start, stop`` of the keys from ``position - left`` to ``position + right``, both included.
+
+    No key is further than `far` from any position, so bounds are cut there and no sum overflows.
+    """
+    start = 0 if left is None else position - min(left, far)
+    stop = far if right is None else position + (min(right, far) + 1)
+    return start, stop

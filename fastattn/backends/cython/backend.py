@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from fastattn._call.gradients import Backward, Gradients
+from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, broadcast, elu_plus_one, shared
 from fastattn._call.problem import Problem
+from fastattn._call.rope import Rotation
 from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
+from fastattn._call.storage import SWAPPED, storage_of
 from fastattn._machine import host, threads
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
@@ -34,6 +41,9 @@ else:
     is_unbuilt_tree = False
     driver.choose_isa(host.forced_isa() or driver.available_isas()[0])
     driver.set_cores(host.cores_of_cpus())
+
+#: Lanes to which the kernels pad features, of any instruction set.
+_FEATURE_LANES = 16
 
 
 class CythonBackend(Backend):
@@ -86,8 +96,63 @@ class CythonBackend(Backend):
                 break
         return gradients_of(backward, room)
 
+    def function_reasons(self, name: str, call: Any) -> list[str]:
+        if name == "linear_attention" and call.feature_map is not elu_plus_one:
+            return ["it has no features but elu(x) + 1"]
+        if name == "linear_attention" and not all((call.out.size, *call.key.shape[-2:])):
+            return ["a size is 0"]
+        return []
+
+    def rope(self, rotation: Rotation) -> None:
+        driver.rotate(*rotation, storage_of(rotation.out.dtype), self._limit)
+
+    def linear_attention(self, call: LinearCall) -> LinearState | None:
+        lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
+        key, value, key_lead = call.key, call.value, lead
+        if call.lengths is None and call.earlier is None:  # sums of keys that items share are computed once
+            key, value = shared(key), shared(value)
+            key_lead = np.broadcast_shapes(key.shape[:-3], value.shape[:-3])
+        sums: Any = None
+        if call.return_state or call.earlier is not None:
+            sums = np.zeros((*key_lead, K, E + 1, -(-M // _FEATURE_LANES) * _FEATURE_LANES))
+        if call.earlier is not None:
+            sums[..., :E, :M] = call.earlier.key_value_sum.swapaxes(-1, -2)
+            sums[..., E, :M] = call.earlier.key_sum
+        item_of_keys = np.arange(prod(key_lead)).reshape(key_lead)
+        arrays = call.query, key, value, call.out
+        driver.linear_attention(
+            arrays,
+            tuple(map(_item_offsets, arrays, (lead, key_lead, key_lead, lead))),
+            tuple(storage_of(x.dtype) | (0 if x.dtype.isnative else SWAPPED) for x in arrays),
+            np.broadcast_to(item_of_keys, lead).flatten(),
+            np.full(item_of_keys.size, S) if call.lengths is None else call.lengths.flatten(),
+            sums,
+            call.lost,
+            LEAST,
+            MOST,
+            call.causal,
+            call.dtype.itemsize,
+            self._limit,
+        )
+        if not call.return_state:
+            return None
+        return broadcast(LinearState(sums[..., :E, :M].swapaxes(-1, -2), sums[..., E, :M]), lead)
+
+    def _limit(self) -> int:
+        """How many threads a call of these functions may have now: they take no `num_threads`."""
+        return self.thread_limit(host.get_num_threads())
+
 
 backend = CythonBackend()
+
+
+def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+    """The bytes from the start of an array to each item, all of `lead` in C order."""
+    offsets = np.zeros(1, np.int64)
+    for n, own, stride in zip(lead, array.shape, array.strides, strict=False):
+        if n > 1:
+            offsets = np.add.outer(offsets, np.arange(n) * (stride if own > 1 else 0)).ravel()
+    return offsets
 
 
 def available_isas() -> list[str]:

@@ -16,7 +16,6 @@ from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradien
 from fastattn._call.problem import Problem
 from fastattn._call.storage import HeadRows, Rows
 from fastattn._machine.constants import SCORE_COLUMNS
-from fastattn.backends._base import Backend
 from fastattn.masks.map import UNBOUNDED
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
@@ -24,69 +23,41 @@ _CHUNK_BYTES = 2**19  # keys or values that are copied at once
 _SMALL = 2.0**-64  # by which norms are multiplied: no such product overflows
 
 
-class ReferenceBackend(Backend):
-    """The `Backend` of plain NumPy."""
-
-    name = "reference"
-
-    def unavailable_reasons(self) -> list[str]:
-        return []
-
-    def unsupported_reasons(self, problem: Problem) -> list[str]:
-        return [] if problem.score_mod is None else ["it runs no score_mod"]
-
-    def thread_limit(self, num_threads: int) -> int:
-        return 1
-
-    def prepare(self, problem: Problem, num_threads: int) -> None:
-        return None
-
-    def run(self, problem: Problem, num_threads: int) -> None:
-        problem, window = _without_band(problem)
-        row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
-        block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
-        # inf - inf, 0 * inf and overflow are data here, not surprises.
-        with np.errstate(all="ignore"):
-            for item in np.ndindex(problem.lead):
-                span = _key_range(problem, item, slice(0, problem.len_q))
-                for kv_head in range(problem.num_kv_heads):
-                    source = _Source(
-                        _head(problem.key, item, kv_head),
-                        _head(problem.value, item, kv_head),
-                        problem.dtype,
-                        span,
-                    )
-                    for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
-                        for first in range(0, problem.len_q, block_q):
-                            rows = slice(first, min(first + block_q, problem.len_q))
-                            _attend(problem, window, item, head, rows, source)
-
-    def gradient_reasons(self) -> list[str]:
-        return []
-
-    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
-        problem, _ = _without_band(backward.problem)
-        backward = backward._replace(problem=problem)
-        gradients = backward.zeros()
-        block_q = max(1, min(_BLOCK_BYTES // (max(1, problem.len_k) * problem.dtype.itemsize), problem.len_q))
-        with np.errstate(all="ignore"):
-            for item in np.ndindex(problem.lead):
-                span = _key_range(problem, item, slice(0, problem.len_q))
-                for head in range(problem.num_heads):
-                    kv_head = head // problem.group_size
-                    source = _Source(
-                        _head(problem.key, item, kv_head),
-                        _head(problem.value, item, kv_head),
-                        problem.dtype,
-                        span,
-                    )
-                    for first in range(0, problem.len_q, block_q):
-                        rows = slice(first, min(first + block_q, problem.len_q))
-                        _differentiate(backward, gradients, item, head, rows, source)
-        return gradients
+def attend(problem: Problem) -> None:
+    """Fills ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
+    problem, window = _without_band(problem)
+    # inf - inf, 0 * inf and overflow are data here, not surprises.
+    with np.errstate(all="ignore"):
+        for item in np.ndindex(problem.lead):
+            span = _key_range(problem, item, slice(0, problem.len_q))
+            for kv_head in range(problem.num_kv_heads):
+                source = _source(problem, item, kv_head, span)
+                for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
+                    for rows in _blocks(problem):
+                        _attend(problem, window, item, head, rows, source)
 
 
-backend = ReferenceBackend()
+def differentiate(backward: Backward) -> Gradients:
+    """The gradients that are asked for."""
+    problem, _ = _without_band(backward.problem)
+    backward = backward._replace(problem=problem)
+    gradients = backward.zeros()
+    with np.errstate(all="ignore"):
+        for item in np.ndindex(problem.lead):
+            span = _key_range(problem, item, slice(0, problem.len_q))
+            for head in range(problem.num_heads):
+                source = _source(problem, item, head // problem.group_size, span)
+                for rows in _blocks(problem):
+                    _differentiate(backward, gradients, item, head, rows, source)
+    return gradients
+
+
+def _blocks(problem: Problem) -> Iterator[slice]:
+    """Query rows, some at a time."""
+    row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
+    block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
+    for first in range(0, problem.len_q, block_q):
+        yield slice(first, min(first + block_q, problem.len_q))
 
 
 class _Window(NamedTuple):
@@ -107,8 +78,12 @@ def _without_band(problem: Problem) -> tuple[Problem, _Window | None]:
     return problem._replace(band=None, key_start=start, key_stop=stop), window
 
 
-def _head(array: np.ndarray | Rows, item: tuple[int, ...], kv_head: int) -> np.ndarray | HeadRows:
-    return array.head(item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
+def _source(problem: Problem, item: tuple[int, ...], kv_head: int, span: slice) -> _Source:
+    key, value = (
+        array.head(item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
+        for array in (problem.key, problem.value)
+    )
+    return _Source(key, value, problem.dtype, span)
 
 
 class _Source:
@@ -147,7 +122,7 @@ class _Source:
         return values
 
 
-def allowed_block(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
+def _allowed(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
     """Bool: which of `keys` the query `rows` of one head may read, as far as the masks say."""
     allowed = np.ones((rows.stop - rows.start, keys.stop - keys.start), dtype=bool)
     if problem.key_start is not None and problem.key_stop is not None:
@@ -166,7 +141,7 @@ def _attend(
     """softmax(scores) V for some query rows of one head."""
     dtype = problem.dtype.type
     keys = _key_range(problem, item, rows)
-    allowed = allowed_block(problem, item, head, rows, keys)
+    allowed = _allowed(problem, item, head, rows, keys)
     if window is not None:
         j = np.arange(keys.start, keys.stop)
         allowed &= (j < window.keep_first) | (j >= window.start[item][rows, None])
@@ -302,7 +277,7 @@ def _differentiate(
     problem = backward.problem
     dtype, kv_head = problem.dtype.type, head // problem.group_size
     keys = _key_range(problem, item, rows)
-    allowed = allowed_block(problem, item, head, rows, keys)
+    allowed = _allowed(problem, item, head, rows, keys)
     query = np.array(problem.query[item][head, rows], dtype, order="C")
     grad_out = np.array(backward.grad_out[item][head, rows], dtype, order="C")
     out = np.array(problem.out[item][head, rows], dtype, order="C")

@@ -1,0 +1,53 @@
+"""The `Backend` of plain NumPy, which has all functions and takes all calls but those with a score_mod."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastattn.backends._base import Backend
+from fastattn.backends.reference import attention, linear, rope
+
+if TYPE_CHECKING:
+    from fastattn._call.gradients import Backward, Gradients
+    from fastattn._call.linear import LinearCall, LinearState
+    from fastattn._call.problem import Problem
+    from fastattn._call.rope import Rotation
+
+
+class ReferenceBackend(Backend):
+    """One thread, some rows at a time, so that memory stays a few MB for any length."""
+
+    name = "reference"
+
+    def unavailable_reasons(self) -> list[str]:
+        return []
+
+    def unsupported_reasons(self, problem: Problem) -> list[str]:
+        return [] if problem.score_mod is None else ["it runs no score_mod"]
+
+    def thread_limit(self, num_threads: int) -> int:
+        return 1
+
+    def prepare(self, problem: Problem, num_threads: int) -> None:
+        return None
+
+    def run(self, problem: Problem, num_threads: int) -> None:
+        attention.attend(problem)
+
+    def gradient_reasons(self) -> list[str]:
+        return []
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        return attention.differentiate(backward)
+
+    def function_reasons(self, name: str, call: Any) -> list[str]:
+        return []
+
+    def rope(self, rotation: Rotation) -> None:
+        rope.rotate(rotation)
+
+    def linear_attention(self, call: LinearCall) -> LinearState | None:
+        return linear.attend(call)
+
+
+backend = ReferenceBackend()

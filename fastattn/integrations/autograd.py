@@ -7,8 +7,7 @@ from typing import Any
 import fastattn
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import check_options
+from fastattn.integrations._common import check_options, extra
 
 with extra("autograd"):
     from autograd.extend import defvjp_argnums, primitive

@@ -16,7 +16,7 @@ from fastattn._call.arguments import as_mask, check_window
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 from fastattn.masks import Mask
 
 with extra("jax"):

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
     import keras

@@ -13,7 +13,7 @@ import numpy as np
 import fastattn
 from fastattn._api import c_entry
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 
 with extra("numba"):
     from llvmlite import binding, ir

@@ -25,8 +25,7 @@ import numpy as np
 
 import fastattn
 from fastattn import masks
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("onnx"):
     from onnx.reference.op_run import OpRun

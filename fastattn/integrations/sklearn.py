@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 import fastattn
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 from fastattn.masks import NotSelf
 
 with extra("sklearn"):

@@ -9,8 +9,7 @@ import numpy as np
 
 import fastattn
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import check_options
+from fastattn.integrations._common import check_options, extra
 from fastattn.masks import Mask
 
 with extra("torch"):

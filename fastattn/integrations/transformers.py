@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("transformers"):
     import torch

@@ -41,7 +41,7 @@ def attention(
 def _attention(
     query: Any, key: Any, value: Any, bias: Any, sinks: Any, options: dict[str, Any], kept: dict[str, Any]
 ) -> Any:
-    """The outputs; `kept` gets the lse, which the gradients need besides."""
+    """The outputs. `kept` receives the lse for the gradients."""
     out, kept["lse"] = fastattn.attention(
         query, key, value, bias=bias, sinks=sinks, return_lse=True, **options
     )

@@ -385,7 +385,7 @@ class _Call:
         if band is not None and is_late:
             # The lengths are at most S: no row reads further than it would with length S.
             band = band._replace(lengths=None, left=UNBOUNDED if band.at_end else band.left)
-        parts = [mask, None if band is None else of_band(band, L, S)]
+        parts = [mask, None if band is None else _of_band(band, L, S)]
         present = [part for part in parts if part is not None]
         self._mask = reduce(and_, present) if present else None
         self._found: dict[Index, list[_Block]] = {}
@@ -451,7 +451,7 @@ class _Call:
         present = [n for n, size in enumerate(self.keys) if size]
         slices = [self._key_slices[n] for n in present]
         blocks = []
-        for n, keys, state in zip(present, slices, states_of_keys(mask, part, slices), strict=True):
+        for n, keys, state in zip(present, slices, _states_of_keys(mask, part, slices), strict=True):
             if state == EMPTY:
                 continue
             allowed: Any = None if state == FULL else mask._cut(part.of_keys(keys))
@@ -526,7 +526,7 @@ def _array(
 # Which keys a mask allows ---------------------------------------------------------------------------
 
 
-def of_band(band: Band, L: int, S: int) -> Mask | None:
+def _of_band(band: Band, L: int, S: int) -> Mask | None:
     """A mask of what `causal`, `window` and `key_lengths` allow; None where they allow every key."""
     offset = (S if band.lengths is None else band.lengths) - L if band.at_end else 0
     parts: list[Mask] = []
@@ -539,7 +539,7 @@ def of_band(band: Band, L: int, S: int) -> Mask | None:
     return reduce(and_, parts) if parts else None
 
 
-def states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
+def _states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
     """EMPTY, PARTIAL or FULL for each chunk of keys, over all items, heads and queries of a part.
 
     EMPTY is exact. FULL is exact for masks that lower to intervals; others may have PARTIAL in its place.
@@ -611,7 +611,7 @@ def _shared_options(
         masks.append(Dense(array))
     if options.band is not None and starts is not None and key_lengths is not None:
         lengths = check_key_lengths(key_lengths, lead, options.whole[1])
-        known = of_band(options.band._replace(lengths=lengths), *options.whole)
+        known = _of_band(options.band._replace(lengths=lengths), *options.whole)
         if known is not None:
             masks.append(known.shifted(*starts))
     return {

@@ -16,20 +16,18 @@ from fastattn._api.attention import attention
 from fastattn._api.rope import rope as rotate
 from fastattn._cache.cache import KVCache, causal_rule
 from fastattn._call.arguments import (
-    as_array,
     as_mask,
     check_causal,
     check_finite,
     check_key_lengths,
-    check_number_dtype,
     check_out,
+    computed_in,
     count,
+    host_numbers,
     promote,
 )
 from fastattn._call.options import complete, public, refusing
-from fastattn._call.problem import FLOAT32, MAX_DIM
-from fastattn._call.storage import REAL, storage_of
-from fastattn._machine.device import host_array
+from fastattn._call.problem import MAX_DIM
 from fastattn.masks import Causal
 
 if TYPE_CHECKING:
@@ -53,8 +51,8 @@ class MultiHeadAttention:
     Parameters
     ----------
     w_q : array_like, shape (query_dim, H * D)
-        Weights are ``(in, out)``, as in ``x @ w``; head ``h`` has the columns from ``h * D`` on. float32 or
-        float64; integers count as float64, and float16 and bfloat16 are storage, see Notes.
+        Weights are ``(in, out)``, as in ``x @ w``; head ``h`` has the columns from ``h * D`` on. The dtypes
+        are those of `attention`.
     w_k : array_like, shape (key_dim, K * D)
     w_v : array_like, shape (value_dim, K * E)
     w_o : array_like, shape (H * E, out_dim)
@@ -65,25 +63,24 @@ class MultiHeadAttention:
     num_kv_heads : int, optional
         ``K``, of which ``H`` is a multiple (grouped-query and multi-query attention); ``H`` when not given.
     rope : (array_like, array_like), optional
-        ``(cos, sin)`` as of `fastattn.rope_tables`, each ``(positions, r / 2)``: queries and keys are rotated
-        by their positions, in pairs ``(i, i + r / 2)``. `fastattn.rope` says how weights for interleaved
-        pairs are permuted.
+        ``(cos, sin)`` as `fastattn.rope_tables` gives them, each ``(positions, r / 2)``. Queries and keys are
+        rotated by their positions, in pairs ``(i, i + r / 2)``. `fastattn.rope` says how to permute weights
+        for interleaved pairs.
 
     Attributes
     ----------
     w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o : ndarray or None
-        What was given, in the type that is computed in. An array that is of it already is kept as it is, so
-        what is changed in it in place is seen by the next call.
+        What was given, in the dtype of the computation. An array that has it already is not copied: the next
+        call sees changes made in place.
     num_heads, num_kv_heads : int
     rope : (ndarray, ndarray) or None
 
     Raises
     ------
     TypeError
-        A dtype that is not supported, float16 together with bfloat16, a size that is not an integer, arrays
-        on a GPU.
+        An unsupported dtype, float16 together with bfloat16, a size that is not an integer, arrays on a GPU.
     ValueError
-        Shapes that do not fit each other and the numbers of heads.
+        Shapes that do not fit each other, or the numbers of heads.
 
     See Also
     --------
@@ -101,23 +98,15 @@ class MultiHeadAttention:
         heads = fastattn.attention(q, k, v, layout="bshd")
         out = heads.reshape(*query.shape[:-1], -1) @ w_o + b_o
 
-    A projection is one product of BLAS over all items and rows, whose result is ``(..., length, heads, dim)``
-    as it stands: nothing is transposed and nothing copied. In self-attention with weights that lie side by
-    side in memory, as those of `from_torch` do, all three are one product. Biases are added, and queries and
-    keys rotated, in place.
+    A projection is one BLAS product over all items and rows. Its result is ``(..., length, heads, dim)`` as
+    it stands: nothing is transposed or copied. In self-attention, weights side by side in memory, as
+    `from_torch` has them, are one product. Biases and rotations are applied in place.
 
-    Types: all is computed in the type that the arguments and the weights promote to, as in `attention`;
-    arrays in 16 bits are widened to float32, weights once, and the result is rounded once at the end. Weights
-    in float32 with an argument in float64 are converted at each call.
+    Dtypes: as in `attention`, of the arguments and the weights. 16-bit weights are widened to float32 once;
+    the result is rounded once. float32 weights are converted at each call with float64 arguments.
 
-    Masks: a masked key is never seen, so rows of padding may hold anything, NaN too. They make no row of the
-    result NaN but their own.
-
-    Determinism: attention has the bits that `attention` promises. NumPy's BLAS may round a product of other
-    sizes, or on another number of threads, differently.
-
-    Memory: queries, keys, values and the result of attention; nothing of size ``L * S`` unless weights are
-    asked for.
+    Masks, determinism, memory: docs/promises.md. Rows of padding may hold NaN, which reaches no other row.
+    NumPy's BLAS may round a product differently with other sizes or another number of threads.
 
     References
     ----------
@@ -146,8 +135,8 @@ class MultiHeadAttention:
     >>> weights[:, 0].shape
     (2, 7)
 
-    A decoder, as in GPT or LLaMA: grouped heads, rotary positions, and a cache to which each call appends
-    what it is given. A prompt, and then one token at a time:
+    A decoder, as in GPT or LLaMA: grouped heads, rotary positions, and a cache to which each call appends.
+    First a prompt, then one token at a time:
 
     >>> shapes = [(32, 32), (32, 16), (32, 16), (32, 32)]
     >>> weights = [rng.standard_normal(shape, dtype=np.float32) / 6 for shape in shapes]
@@ -184,7 +173,7 @@ class MultiHeadAttention:
     rope: tuple[np.ndarray, np.ndarray] | None
     _head_dim: int
     _value_dim: int
-    _like: np.ndarray  # without elements, of the type that the weights as given promote to
+    _like: np.ndarray  # empty, of the dtype that the weights as given promote to
 
     @refusing
     def __init__(
@@ -208,7 +197,7 @@ class MultiHeadAttention:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {H} and {K}")
         named = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o,
                  "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}  # fmt: skip
-        given = {name: _on_host(x, name) for name, x in named.items() if x is not None or name[0] == "w"}
+        given = {name: host_numbers(x, name) for name, x in named.items() if x is not None or name[0] == "w"}
         for name, array in given.items():
             if name.startswith("w") and array.ndim != 2:
                 raise ValueError(f"{name} must have shape (in, out), got {array.shape}")
@@ -225,7 +214,7 @@ class MultiHeadAttention:
                         f"got {array.shape}"
                     )
         self._like = np.empty(0, promote(**given))
-        dtype = _computed_in(self._like.dtype)
+        dtype = computed_in(self._like.dtype)
         for name in named:
             setattr(self, name, _for_blas(given[name], dtype) if name in given else None)
         self.rope = None if rope is None else _tables(rope, self._head_dim, dtype)
@@ -249,13 +238,13 @@ class MultiHeadAttention:
         TypeError
             A module in the place of its ``state_dict()``.
         ValueError
-            A name that is missing or that there is not, ``bias_k`` and ``bias_v`` (``add_bias_kv=True``),
-            which add a key that is no row of `key`, shapes that do not fit.
+            A missing or an unknown name; ``bias_k`` and ``bias_v`` (``add_bias_kv=True``), which add a key
+            that is no row of `key`; shapes that do not fit.
 
         Notes
         -----
-        The calls differ in conventions. Arrays are ``(batch, length, dim)``, as with ``batch_first=True``. A
-        bool mask is the opposite of torch's: True = may attend. So with its arguments::
+        Arrays are ``(batch, length, dim)``, as with ``batch_first=True``. A bool mask is the opposite of
+        torch's: True = may attend. With torch's arguments::
 
             layer(query, key, value, mask=~attn_mask)  # bool, (L, S)
             layer(query, key, value, bias=attn_mask)  # float, (L, S)
@@ -266,8 +255,7 @@ class MultiHeadAttention:
             layer(query, key, value, return_weights=True)  # and average_attn_weights=False
             layer(query, key, value, sinks=np.zeros(num_heads))  # of a module with add_zero_attn=True
 
-        A query without any allowed key is NaN there; here attention gives 0 for it, so that the result is the
-        output's bias.
+        A query without any allowed key is NaN there. Here attention gives 0 for it, and the result is `b_o`.
 
         Examples
         --------
@@ -344,19 +332,19 @@ class MultiHeadAttention:
         value : array_like, shape (..., S, value_dim), optional
             `key` when not given.
         cache : KVCache, optional
-            The keys and values of `key` and `value` are appended to it, and the queries read all that it then
-            holds, the last query at the last position. The arrays are ``(batch, length, dim)``. One of the
-            layout "bshd" is read and written without a transpose.
+            The projected `key` and `value` are appended to it. The queries then read all that it holds, the
+            last query at the last position. Arrays are ``(batch, length, dim)``. A cache of layout "bshd"
+            needs no transpose.
         mask, bias, window, scale, softcap, sinks, num_threads, backend
             As in `fastattn.attention`: a mask and a bias broadcast to ``(..., H, L, S)``, True = may attend.
             With a cache, ``S`` is its longest length.
         causal : {None, False, True, "top_left", "bottom_right"}, optional
-            As in `attention`. Not given: False without a cache, and ``"bottom_right"`` with one, where False
-            says that all is to be seen, as in cross attention, and ``"top_left"`` is not possible.
+            As in `attention`. Not given: False without a cache, ``"bottom_right"`` with one. With a cache
+            False means that every query sees all keys, as in cross attention; ``"top_left"`` is an error.
         key_lengths : array_like of int, optional
-            So many of the S keys of each item are read; the others are padding. With a cache: so many of the
-            new rows of each item are appended, for prompts of different lengths. In self-attention the rows
-            of queries are then padded like those of keys, at the end, and not together with a window.
+            How many of the S keys of each item are read; the others are padding. With a cache: how many of
+            the new rows of each item are appended, for prompts of different lengths. In self-attention
+            queries are then padded as keys are, at the end, and no window is possible.
         dropout, seed
             As in `attention`; not with a cache.
         out : ndarray, shape (..., L, out_dim), optional
@@ -376,16 +364,16 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError, ValueError, BackendError
-            As `attention` and `fastattn.KVCache` do; arrays whose last axis is not that of the weights,
-            positions beyond the tables of `rope`. Where anything is raised, nothing is appended to the cache.
+            As in `attention` and `fastattn.KVCache`; for arrays whose last axis does not fit the weights; for
+            positions beyond the tables of `rope`. After an error nothing was appended to the cache.
 
         Notes
         -----
-        Positions for `rope`: keys stand at ``0 .. S - 1``, or after what the cache holds. Queries stand at
-        ``0 .. L - 1``, or with a cache or ``causal="bottom_right"`` before the end of the keys of their item:
-        at ``S_b - L .. S_b - 1``.
+        Positions for `rope`: keys are at ``0 .. S - 1``, or follow those of the cache. Queries are at
+        ``0 .. L - 1``; with a cache or ``causal="bottom_right"`` they are the last positions of their item,
+        ``S_b - L .. S_b - 1``.
 
-        A cache of cross attention is filled by the first call and read by the others, whose keys are none::
+        In cross attention the first call fills the cache. The others read it, and give no keys::
 
             layer(query, memory, cache=cache, causal=False)
             layer(query, memory[:, :0], cache=cache, causal=False)
@@ -404,7 +392,7 @@ class MultiHeadAttention:
         if x_k.shape[-2] != x_v.shape[-2]:
             raise ValueError(f"key and value must have the same length, got {x_k.shape} and {x_v.shape}")
         result = promote(query=x_q, key=x_k, value=x_v, weights=self._like)
-        dtype = _computed_in(result)
+        dtype = computed_in(result)
         lead = _common_lead(x_q, x_k, x_v)
         if out is not None:
             out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
@@ -455,7 +443,7 @@ class MultiHeadAttention:
         ]
 
     def _positions(self, lead: tuple[int, ...], L: int, S: int, options: dict[str, Any]) -> tuple[Any, None]:
-        """Where queries and keys stand without a cache; None: from 0 on."""
+        """Where queries and keys are without a cache; None: from 0 on."""
         if self.rope is None or options["causal"] != "bottom_right":
             return None, None
         lengths = options["key_lengths"]
@@ -464,12 +452,6 @@ class MultiHeadAttention:
 
 
 # The edge ------------------------------------------------------------------------------------------
-
-
-def _on_host(value: Any, name: str) -> np.ndarray:
-    array = host_array(as_array(value, name), name)
-    check_number_dtype(array, name)
-    return array
 
 
 def _divided(size: int, parts: int, name: str, what: str) -> int:
@@ -485,24 +467,24 @@ def _check_size(array: np.ndarray, axis: int, name: str, size: int, what: str) -
 
 
 def _from_tensor(value: Any, name: str) -> np.ndarray:
-    """A tensor of the CPU, or an array, as an array; bfloat16 ones of torch, which NumPy has not, widened."""
+    """An array, or a tensor on the CPU as an array. torch's bfloat16, which NumPy lacks, becomes float32."""
     if hasattr(value, "detach"):
         value = value.detach()
         if str(value.dtype) == "torch.bfloat16":
             value = value.float()
-    return _on_host(value, name)
+    return host_numbers(value, name)
 
 
 def _tables(rope: Any, head_dim: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         raise ValueError(f"rope must be a pair (cos, sin), got {type(rope).__name__}")
-    rotate(np.empty((0, head_dim), dtype), *rope)  # which raises on what are no tables
+    rotate(np.empty((0, head_dim), dtype), *rope)  # raises unless these are tables
     cos, sin = (np.ascontiguousarray(table, dtype) for table in rope)
     return cos, sin
 
 
 def _rows(value: Any, name: str, weights: np.ndarray, of: str) -> np.ndarray:
-    array = _on_host(value, name)
+    array = host_numbers(value, name)
     if array.ndim < 2 or array.shape[-1] != weights.shape[0]:
         raise ValueError(
             f"{name} must have shape (..., length, {weights.shape[0]}), as {of} is {weights.shape}, "
@@ -530,7 +512,7 @@ def _common_lead(*arrays: np.ndarray) -> tuple[int, ...]:
 def _positions_in(
     cache: Any, x_q: np.ndarray, x_k: np.ndarray, x_v: np.ndarray, key_lengths: Any, options: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where queries and new keys stand in a cache. Puts into `options` what `KVCache.step` takes."""
+    """Positions of queries and new keys in a cache. Adds to `options` what `KVCache.step` takes."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     starts = cache.lengths
@@ -548,7 +530,7 @@ def _positions_in(
     at_k = starts[:, None] + np.minimum(np.arange(T), np.maximum(counts - 1, 0)[:, None])
     if options["causal"] is False or np.all(counts == T):
         return _last(L, starts + counts), at_k
-    # Query i stands beside key i, which is not where `KVCache.attend` has the last L positions.
+    # Query i is at the position of key i. `KVCache.attend` would put the queries at the last L positions.
     if L != T or options["window"] is not None or cache._settings.window is not None:
         raise ValueError(
             f"key_lengths less than the length of key go with a cache only in self-attention without a "
@@ -561,7 +543,7 @@ def _positions_in(
 
 
 def _last(count: int, ends: np.ndarray) -> np.ndarray:
-    """The last positions before the end of each item; 0 for what would stand before it, and reads nothing."""
+    """The last `count` positions of each item. Before its first: 0, for queries that read nothing."""
     return np.maximum(ends[..., None] + np.arange(-count, 0), 0)
 
 
@@ -578,12 +560,8 @@ def _step(cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, options: 
 # Products ------------------------------------------------------------------------------------------
 
 
-def _computed_in(dtype: np.dtype) -> np.dtype:
-    return dtype if storage_of(dtype) == REAL else FLOAT32
-
-
 def _for_blas(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array of this dtype, copied only where BLAS would not read it as it is."""
+    """The array in this dtype, copied only where BLAS could not read it in place."""
     array = array.astype(dtype, copy=False)
     if array.ndim == 2:
         rows = array if array.strides[1] == array.itemsize else array.T
@@ -613,9 +591,9 @@ def _added(rows: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
 
 
 def _side_by_side(weights: tuple[np.ndarray, ...]) -> np.ndarray | None:
-    """Matrices whose columns follow each other in memory, as those of PyTorch's ``in_proj_weight``, as one.
+    """One matrix of all columns where they follow each other in memory, as in PyTorch's ``in_proj_weight``.
 
-    Its product is faster than three of a third of the columns.
+    One product is faster than three with a third of the columns each.
     """
     first, columns = weights[0], 0
     for w in weights:

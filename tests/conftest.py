@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, settings
 
 import fastattn
 from fastattn._api import rope
-from fastattn._call import schedule
+from fastattn._machine import constants
 from fastattn.backends import registry
 from tests.process import python
 
@@ -102,7 +102,7 @@ def _isas() -> list[str]:
 
 #: Tests are about small problems: the fused sweep computes all that its kernels can, also where the other is
 #: faster. Other processes decide as users' do.
-schedule.FUSED_LEAST_GAIN = 0.0
+constants.FUSED_LEAST_GAIN = 0.0
 
 USABLE = tuple(name for name in BACKENDS if _usable(name))
 ISAS = tuple(_isas())

@@ -116,7 +116,7 @@ LAYERS = [
     # Where others look for what has moved
     {"_mask_map", "_capi"},
     # What is built on them
-    {"integrations._options", "integrations._extras", "integrations._xla", "integrations._mask_parts"},
+    {"integrations._common", "integrations._xla"},
     {"integrations.torch"},
     {"integrations"},
     {"bench.probes"},
@@ -411,9 +411,9 @@ RAISES_ELSEWHERE = {
     "masks/map.py: __delattr__": "the same",
     "masks/map.py: states": "a mask array on a GPU is not made tiles of",
     # Beside other libraries: what the edge never sees, or would drop without a word.
-    "integrations/_extras.py: extra": "the library is not installed",
-    "integrations/_options.py: check_options": "outputs that are not differentiated",
-    "integrations/_options.py: caller_names": "what the edge raised, with other names",
+    "integrations/_common.py: extra": "the library is not installed",
+    "integrations/_common.py: check_options": "outputs that are not differentiated",
+    "integrations/_common.py: caller_names": "what the edge raised, with other names",
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
     "integrations/jax.py: attention": "an option that is traced",
     "integrations/keras.py: install": "Keras computes elsewhere",

@@ -11,7 +11,6 @@ import pickle
 import numpy as np
 import pytest
 
-from fastattn.integrations._mask_parts import states_of_keys
 from fastattn.masks import base
 from fastattn.masks.map import EMPTY, FULL
 from tests import test_backward_rules, test_rules_nan
@@ -74,6 +73,7 @@ def test_a_block_and_a_block_of_a_block(name, whole):
 @pytest.mark.parametrize("name", [*MASK_NAMES, "map_of_tiles"])
 @pytest.mark.parametrize("whole", BLOCKS, ids=str)
 def test_parts(name, whole):
+    states_of_keys = pytest.importorskip("fastattn.integrations.dask")._states_of_keys
     pair = mask_pair("and_of_or" if name == "map_of_tiles" else name, 2, 2, *whole)
     mask = block_mask(pair.allowed) if name == "map_of_tiles" else pair.mask
     for part, blocks in parts_of(whole):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.integrations._mask_parts import of_band, states_of_keys
 from fastattn.masks import (
     Causal,
     Dense,
@@ -88,6 +87,7 @@ class TestParts:
 
     @pytest.mark.parametrize("name", INTERVAL_MASKS)
     def test_intervals_are_known_to_be_full(self, name):
+        states_of_keys = pytest.importorskip("fastattn.integrations.dask")._states_of_keys
         pair = mask_pair(name, BATCH, HEADS, 200, 300)
         for part, blocks in parts_of((200, 300), 30):
             for keys, state in zip(blocks, states_of_keys(pair.mask, part, blocks), strict=True):
@@ -97,6 +97,7 @@ class TestParts:
     @pytest.mark.parametrize("at_end", [False, True])
     @pytest.mark.parametrize("lengths", [None, [3, 9], [0, 1]])
     def test_bands(self, lengths, at_end):
+        of_band = pytest.importorskip("fastattn.integrations.dask")._of_band
         lengths = None if lengths is None else np.array(lengths)
         for left, right in product([0, 1, 4, UNBOUNDED], repeat=2):
             band = Band(left, right, at_end, lengths)

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fastattn._call import schedule as _schedule
 from fastattn._call.schedule import (
     Target,
     exact_factors,
@@ -17,6 +16,7 @@ from fastattn._call.schedule import (
     make_schedule,
     score_factors,
 )
+from fastattn._machine import constants
 from fastattn._machine.constants import FUSED_ROWS, LOG2E
 from tests.cases import problem_of, random_arrays
 
@@ -137,7 +137,7 @@ class TestFused:
 
     @pytest.fixture(autouse=True)
     def as_users_have_it(self, monkeypatch):
-        monkeypatch.setattr(_schedule, "FUSED_LEAST_GAIN", 1.0)
+        monkeypatch.setattr(constants, "FUSED_LEAST_GAIN", 1.0)
 
     @staticmethod
     def uses_fused(len_q, len_k, head_dim, heads=2, lead=(), kv_heads=None, **options):

@@ -35,13 +35,12 @@ def attention_backward(
 ) -> Gradients:
     """The gradients of a scalar that depends on `attention`, from its gradient with respect to the outputs.
 
-    Letters: ``...`` leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
-    key length, ``D`` head_dim, ``E`` value head_dim; ``i`` a query, ``j`` a key.
+    Letters as in `attention`.
 
     Parameters
     ----------
     grad_out : array_like, shape (..., H, L, E)
-        The gradient with respect to `out`, in the layout of the call. Any strides, 0 among them.
+        The gradient with respect to `out`, in the layout of the call. Any strides, also 0.
     query, key, value : array_like
         As in the forward call.
     out : array_like, shape (..., H, L, E)
@@ -49,28 +48,26 @@ def attention_backward(
     lse : array_like, shape (..., H, L)
         What it returned with ``return_lse=True``.
     grad_lse : array_like, shape (..., H, L), optional
-        The gradient with respect to `lse`, where that is used as well.
+        The gradient with respect to `lse`, if the scalar depends on it.
     mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, dropout, seed
         As in the forward call.
     wrt : iterable of str, default ("query", "key", "value")
         Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.
-    num_threads : int, optional
-        Threads for this call; see `set_num_threads`.
-    backend : {"cython", "reference"}, optional
-        When not given, FASTATTN_BACKEND if it is set, else the first of them that can take the problem.
+    num_threads, backend
+        As in `attention`; "cython" and "reference" compute gradients.
 
     Returns
     -------
     Gradients
         A named tuple ``(query, key, value, bias, sinks)``. Each gradient has the shape and dtype of its
-        argument (float64 for one of integers) and is C-contiguous; what `wrt` does not name is None. Axes
-        along which an argument was broadcast, and the query heads of a group, are added up.
+        argument (float64 for integers) and is C-contiguous; those that `wrt` does not name are None. A
+        gradient is summed over the axes along which its argument was broadcast, and over a group's heads.
 
     Raises
     ------
     TypeError, ValueError
-        As `attention`; a `grad_out`, `out`, `lse` or `grad_lse` of another shape; a name in `wrt` that there
-        is not, or of an argument that is not given.
+        As in `attention`; for a `grad_out`, `out`, `lse` or `grad_lse` of another shape; for a name in `wrt`
+        that is unknown, or of an argument that is not given.
     BackendError
         No backend, or not the one named, computes these gradients.
 
@@ -90,23 +87,21 @@ def attention_backward(
     `grad_value` and ``grad_out @ value.swapaxes(-1, -2)`` are multiplied by ``keep / (1 - dropout)``.
 
     Masks: a query without any allowed key contributes 0, whatever its row of `grad_out` or `grad_lse` holds.
-    The gradients of a masked key are exactly 0, and NaN or inf in it, or in a row of `query` or `grad_out`,
+    The gradients of a masked key are exactly 0. NaN or inf in it, or in a row of `query` or `grad_out`,
     reaches only what the mask lets read it.
 
-    Accuracy: products and sums are in the dtype of the forward computation, float32 for 16-bit arrays, whose
-    gradients are rounded once.
+    Accuracy: products and sums are in the dtype of the forward computation. 16-bit gradients are rounded
+    once.
 
-    Scores of any size: with the `lse` of the forward call the weights of a row add up to 1, whatever scores
-    and `lse` were rounded to. A row for which that rounding may matter gets the lse of its scores as they are
-    computed here, if the two agree but for rounding: where the `lse` is 256 or more, which takes the product
-    of queries and keys once more, or where the norm of the query times that of the largest key times the
-    scale is 4096 or more, which takes all of it once more. Any other `lse`, as of a row that reads more keys
-    than these, is taken as it is: a weight is what ``np.exp`` gives, inf and 0 included. Where it is large,
-    other keys whose share of the row is within that rounding, some 1e-6 times the `lse` in float32, are not
-    told from it.
+    Large scores: with the `lse` of the forward call the weights of a row add up to 1, whatever scores and
+    `lse` were rounded to. Where this rounding may matter, the lse is computed again, and replaces one that
+    agrees with it up to rounding. That is where the `lse` is 256 or more, at the cost of one more product of
+    queries and keys; or where the norm of the query times that of the largest key times the scale is 4096
+    or more, at the cost of doing all twice. Any other `lse`, as of a row that reads further keys, is taken as
+    given: a weight is what ``np.exp`` gives, also inf and 0. Further keys whose share is below the rounding
+    of a large `lse`, some 1e-6 times its size in float32, are taken for rounding.
 
-    Determinism: the bits do not depend on the number of threads, on other items of the batch, on layout or
-    strides. They may depend on the instruction set, with ``amx`` as those of `attention` do.
+    Determinism: as in `attention`.
 
     Memory: nothing of size ``L * S``, unless the bias has it.
 

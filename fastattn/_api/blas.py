@@ -1,5 +1,4 @@
-"""NumPy's BLAS: which one it is, and how to run its products on fastattn's threads, where it supports
-that."""
+"""NumPy's BLAS: which one it is, and how its products run on fastattn's threads."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _FUNCTIONS = frozenset({"get_config", "get_num_threads", "get_parallel", "set_nu
 #: OpenBLAS's numbers for its threading; 0: none.
 _PTHREADS, _OPENMP = 1, 2
 
-#: After a product its threads spin for 2 to the power of this in ticks of the CPU's clock by default, some 20
-#: to 30 ms, as NumPy's wheels are built.
+#: In NumPy's wheels its idle threads spin for ``2**_TIMEOUT`` ticks of the CPU's clock, some 20 to 30 ms.
 _TIMEOUT = 26
 
 
@@ -63,8 +61,8 @@ class Blas(NamedTuple):
 
     @property
     def timeout(self) -> int | None:
-        """After a product its threads spin for 2 to the power of this in ticks of the CPU's clock; None where
-        this BLAS is another, or runs on OpenMP's threads."""
+        """Its idle threads spin for ``2**timeout`` ticks of the CPU's clock after a product. None for another
+        BLAS, or on OpenMP's threads."""
         if not self.functions or self.functions["get_parallel"]() != _PTHREADS:
             return None
         return host.blas_timeout() or _TIMEOUT
@@ -88,9 +86,9 @@ def numpy_blas() -> Blas:
 
 
 def _openblas_functions() -> dict[str, Any]:
-    """The functions of the OpenBLAS that NumPy is linked with, even if the process has several."""
+    """The functions of the OpenBLAS that NumPy is linked with; the process may have others."""
     try:
-        # Symbols of the libraries that a library is linked with are found through its handle.
+        # A library's handle also finds the symbols of the libraries that it is linked with.
         numpy = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]
     except (AttributeError, OSError, TypeError):
         return {}
@@ -109,9 +107,9 @@ def _openblas_functions() -> dict[str, Any]:
 def share_threads_with_blas(enable: bool = True) -> bool:
     """Run NumPy's matrix products on fastattn's threads, or on its BLAS's own again.
 
-    OpenBLAS's idle threads spin for tens of milliseconds after a product, in case another one follows. A call
-    of `attention` right after it finds no free core, and shares one with a spinning thread. With one pool for
-    both no thread spins, and calls between products take as long as they take alone.
+    OpenBLAS's idle threads spin for tens of milliseconds after a product. A call of `attention` right after
+    it shares a core with a spinning thread. With one pool for both no thread spins, and calls between
+    products take as long as alone.
 
     Parameters
     ----------
@@ -121,9 +119,8 @@ def share_threads_with_blas(enable: bool = True) -> bool:
     Returns
     -------
     bool
-        Whether NumPy's products now run where `enable` wants them. False where that is not possible:
-        `show_config` says why. NumPy's BLAS must be an OpenBLAS, 0.3.28 or later, with threads of its own,
-        as in NumPy's wheels; and fastattn's compiled backend must be available.
+        Whether NumPy's products now run where `enable` wants them. If not, `show_config` says why. It takes
+        OpenBLAS 0.3.28 or later with its own threads, as in NumPy's wheels, and the compiled backend.
 
     Raises
     ------
@@ -132,20 +129,19 @@ def share_threads_with_blas(enable: bool = True) -> bool:
 
     Notes
     -----
-    It applies to the whole process, and to OpenBLAS's routines of level 1 to 3; factorisations in
-    `numpy.linalg` may use OpenBLAS's own threads. The number of threads of a product is still OpenBLAS's
-    (OPENBLAS_NUM_THREADS, threadpoolctl), and so are its bits. Products of several Python threads run one
-    after another, as OpenBLAS's do anyway.
+    It applies to the whole process, and to OpenBLAS's routines of level 1 to 3. Factorisations in
+    `numpy.linalg` may use OpenBLAS's own threads. A product keeps OpenBLAS's number of threads
+    (OPENBLAS_NUM_THREADS, threadpoolctl) and its bits. Products of several Python threads run one after
+    another, as without sharing.
 
-    A forked child uses OpenBLAS's own threads, and only one of them if another Python thread than the one
-    that forked has run products: with more the child might wait for a lock that only that thread could
-    release.
+    A forked child uses OpenBLAS's own threads. It uses a single one if a Python thread other than the forking
+    one has run products: that thread could hold a lock which the child would wait for.
 
-    Within another parallel region, and where OpenMP's threads are limited, a product creates threads for its
+    Inside another parallel region, or with a limit on OpenMP's threads, a product creates threads for its
     duration.
 
-    Do not set OpenBLAS's number of threads during a product of another Python thread: OpenBLAS may then reuse
-    the buffers of that product.
+    Do not set OpenBLAS's number of threads during a product of another Python thread: OpenBLAS may reuse the
+    product's buffers.
 
     Examples
     --------

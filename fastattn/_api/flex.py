@@ -91,39 +91,37 @@ def flex_attention(
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("F")
 def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
-    """Attention whose scores a Python function changes, and whose mask a Python function says.
+    """Attention with Python functions that change its scores and make its mask.
 
-    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+    Letters as in `attention`.
 
     Parameters
     ----------
     query : array_like, shape (..., H, L, D)
     key : array_like, shape (..., K, S, D)
     value : array_like, shape (..., K, S, E)
-        As in `attention`.
     score_mod : function, optional
         A Python function, one of `numba.njit`, or a `functools.partial` of either.
-        ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` gives what takes the place of a scaled (and
-        soft-capped) score, one number for one number: `score` is of the dtype of the computation, `b` counts
-        the flattened leading axes, `h` the query heads, `q_idx` the queries and `kv_idx` the keys, all from
-        0. ``-inf`` masks. Numba compiles it into the loop over a tile of scores.
+        ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` replaces one scaled (and soft-capped) score: `score`
+        is of the dtype of the computation, `b` counts the flattened leading axes, `h` the query heads,
+        `q_idx` the queries and `kv_idx` the keys, all from 0. ``-inf`` masks. Numba compiles it into the
+        loop over a tile of scores.
     mask_mod : function, optional
-        ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key. It is
-        evaluated for all of them at each call; where it reads no arrays, a result of up to 64 KB is kept for
-        the next call of the same sizes. `create_block_mask` evaluates once for many calls.
+        ``mask_mod(b, h, q_idx, kv_idx, *aux)``: a bool, whether the query may attend to the key. Each call
+        evaluates it for all pairs. If it reads no arrays, a result of up to 64 KB is kept for the next call
+        of the same sizes. `create_block_mask` evaluates it once for many calls.
     block_mask : fastattn.masks.Mask, optional
         A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
     aux : sequence of array_like, optional
-        What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
-        They are read when called: others of the same dtypes and numbers of axes need no compilation. For a
-        query on a GPU arrays are there, too, and numbers are Python's.
+        Further arguments of both functions: arrays and numbers of bool, integer or float dtypes. They are
+        read at each call: others of the same dtypes and numbers of axes need no compilation. With a query on
+        a GPU arrays must be there, too, and numbers must be Python's.
     bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
-        As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
+        As in `attention`. `bias` is added after `score_mod`. All masks hold together (AND).
     num_threads : int, optional
-        Threads for this call; see `set_num_threads`.
+        As in `attention`.
     backend : {"numba", "cython", "reference", "cuda"}, optional
-        The first two take a `score_mod`, and need Numba as its compiler; without one any will do.
+        A `score_mod` on the CPU needs one of the first two, and Numba as its compiler.
 
     Returns
     -------
@@ -135,15 +133,14 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
     Raises
     ------
     TypeError, ValueError
-        As in `attention`; and where a function takes other arguments, cannot be compiled, does not return a
-        number or a bool, raises, takes the GIL (as ``print`` does), or calls what reads memory without a
-        check (as ``as_strided`` does): the message names the function and the line, and Numba's is chained to
-        it.
+        As in `attention`. A function that takes other arguments, cannot be compiled, does not return a number
+        or a bool, raises, takes the GIL (as ``print`` does), or reads memory unchecked (as ``as_strided``
+        does): the message names the function and the line, and is chained to Numba's.
     IndexError
-        A function reads outside of an array, in `aux` or from elsewhere: the message names both. This is
-        found at work; `out` is untouched. What `score_mod` reads for a masked key is no error.
+        A function reads outside of an array: the message names both. This is found during the work; `out` is
+        untouched. What `score_mod` reads for a masked key is no error.
     BackendError
-        Numba is not installed, or no backend, or not the one named, can take the problem.
+        As in `attention`, or Numba is not installed.
 
     See Also
     --------
@@ -151,27 +148,23 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
 
     Notes
     -----
-    Compilation takes a quarter of a second for each new function, and a second more for the first of a
+    Compilation takes a quarter of a second for each new function, and a second more for the first in a
     process. Floats written in a function, or read from its closure or its globals, take the dtype of the
-    scores, as Python's numbers do beside an array of NumPy's. Such floats and arrays, those in tuples too,
-    are read at each call, as `aux` is; integers and all else from outside are compiled in, and the function
-    is compiled again when they change. Some hundreds of such loops are kept, the last used. ``exp``, ``exp2``
-    and ``tanh`` of `math` and `numpy` run on many scores at once, other functions of the C library on one at
-    a time.
+    scores, as Python's numbers do beside a NumPy array. Such floats and arrays, also those in tuples, are
+    read at each call, as `aux` is. Integers and all else from outside are compiled in: the function is
+    compiled again when they change. The last few hundred loops are kept. ``exp``, ``exp2`` and ``tanh`` of
+    `math` and `numpy` run on many scores at once, other functions of the C library on one at a time.
 
-    Negative indices count from the end. No index reads other memory: each is checked, which costs nothing
-    that can be measured where a score reads one or two elements, and up to half in a function that loops over
-    many. The environment variable ``FASTATTN_CHECK_INDICES=0`` leaves the checks out. On a GPU only the first
-    and the last of each index are tried, before the kernel starts.
+    Negative indices count from the end. Each index is checked. This costs nothing measurable where a score
+    reads one or two elements, and up to half of the time in a function that loops over many.
+    ``FASTATTN_CHECK_INDICES=0`` in the environment removes the checks. On a GPU only the first and the last
+    of each index are tried, before the kernel starts.
 
-    On a GPU both functions are called inside the kernel, `mask_mod` ahead of each tile's scores, and tiles
-    that it leaves empty are passed over. Beside integers they compute in float64 there.
+    On a GPU both functions are called inside the kernel: `mask_mod` before each tile's scores, and tiles
+    that it leaves empty are skipped. Beside integers they compute in float64 there.
 
-    A masked key is never seen, whatever masks it and whatever `score_mod` makes of it or reads for it; a NaN
-    that it gives makes the row NaN. A `mask_mod` is evaluated for all pairs, also for those that are masked
-    otherwise.
-
-    Determinism: as in `attention`.
+    A masked key is never seen, whatever `score_mod` reads or returns for it; a NaN for another key makes the
+    row NaN. A `mask_mod` is evaluated for all pairs, also for those that are masked otherwise.
 
     References
     ----------
@@ -249,16 +242,16 @@ def create_block_mask(
     mask_mod : function
         ``mask_mod(b, h, q_idx, kv_idx, *aux)`` says as a bool whether the query may attend to the key.
     B : int or None
-        Batch items, the product of the leading batch axes. None: the function does not depend on `b`, and the
-        mask is the same for all. 1: the mask of ``b = 0`` is that of all.
+        Batch items, the product of the leading batch axes. None: the function does not depend on `b`. 1: all
+        items have the mask of ``b = 0``.
     H : int or None
         Query heads; None and 1 as for B.
     L, S : int
         Query length and key length.
     aux : sequence of array_like, optional
-        What the function reads beside its indices, as in `flex_attention`.
+        As in `flex_attention`.
     num_threads : int, optional
-        Threads for this call; see `set_num_threads`.
+        As in `attention`.
 
     Returns
     -------
@@ -269,8 +262,8 @@ def create_block_mask(
     Raises
     ------
     TypeError, ValueError
-        Sizes that are not numbers, or negative; B or H of None and a function that depends on `b` or `h`; and
-        for the function as in `flex_attention`.
+        Sizes that are not numbers, or negative; B or H of None for a function that depends on `b` or `h`; for
+        the function as in `flex_attention`.
     IndexError
         The function reads outside of an array.
     BackendError
@@ -278,8 +271,8 @@ def create_block_mask(
 
     Notes
     -----
-    Tiles of 64 queries and 128 keys are EMPTY, which no call then touches, FULL, which run unmasked, or
-    PARTIAL, which alone have bits. Memory grows with the PARTIAL tiles, time with ``L * S``.
+    Each tile of 64 queries and 128 keys is EMPTY (skipped), FULL (runs unmasked) or PARTIAL (has bits).
+    Memory grows with the PARTIAL tiles, time with ``L * S``.
 
     Examples
     --------
@@ -335,7 +328,7 @@ def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMa
 
 @cache
 def _compiler() -> Any:
-    """The module that compiles functions of the caller's, None where Numba is not there to do it."""
+    """The module that compiles functions of the caller's; None without Numba."""
     if reasons_no_compiler():
         return None
     with no_fork:
@@ -343,17 +336,15 @@ def _compiler() -> Any:
 
 
 def _mod(function: Any, aux: Sequence[Any]) -> Any:
-    """A function of the caller's, None for none, with what it reads and what tells it apart from others."""
+    """A function of the caller's, with what it reads and what tells it apart from others; None for none."""
     if function is None:
         return None
-    compiler = _compiler()
-    if compiler is None:
-        return Mod(function, tuple(aux))  # which a backend refuses
-    return compiler.as_mod(function, aux)
+    compiler = _compiler()  # without one each backend refuses the function
+    return Mod(function, tuple(aux)) if compiler is None else compiler.as_mod(function, aux)
 
 
 def _constant_key(mod: Mod) -> Any:
-    """Equal for functions that give the same for the same indices; for those that read no array."""
+    """Equal for functions with equal results at the same indices. Only for functions that read no array."""
     numbers = (
         value.tobytes() if isinstance(value, np.generic) else value.hex()
         for value in (*mod.aux, *mod.captured)
@@ -362,7 +353,7 @@ def _constant_key(mod: Mod) -> Any:
 
 
 def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Sequence[Any]) -> None:
-    """Raises where it is no function, or cannot be called with its arguments."""
+    """TypeError unless it is a function that takes these arguments."""
     plain = function
     while isinstance(plain, partial):
         plain = plain.func

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def show_config() -> None:
 def _shortcoming() -> str:
     if reasons := registry.load("cython").unavailable_reasons():
         return f"NO COMPILED KERNELS: {'; '.join(reasons)}"
-    if not _has_openmp():
+    if not _cython_backend().has_openmp():
         return "ONE THREAD: the compiled kernels were built without OpenMP; more threads need a build with it"
     return ""
 
@@ -60,18 +61,17 @@ def _num_threads() -> str:
 
 
 def _isa() -> str:
-    from fastattn.backends.cython import backend as cython_backend
-
+    cython_backend = _cython_backend()
     forced = " (FASTATTN_ISA)" if host.forced_isa() else ""
     if not (available := cython_backend.available_isas()):
         return "none: no kernels were built"
     return f"{cython_backend.isa()}{forced}, of {', '.join(available)}"
 
 
-def _has_openmp() -> bool:
-    from fastattn.backends.cython import backend as cython_backend
+def _cython_backend() -> Any:
+    from fastattn.backends.cython import backend  # an import of fastattn does without it
 
-    return cython_backend.has_openmp()
+    return backend
 
 
 def _blas_line() -> str:

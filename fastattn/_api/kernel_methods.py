@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._api.attention import attention
-from fastattn._call.arguments import as_array, as_dtype, check_bool, check_number_dtype, promote
+from fastattn._call.arguments import as_dtype, check_bool, computed_in, host_numbers, promote
 from fastattn._call.options import refusing
-from fastattn._call.problem import FLOAT32, FLOAT64
-from fastattn._call.storage import REAL, storage_of
+from fastattn._call.problem import FLOAT64
 from fastattn._machine.constants import SCORE_COLUMNS
-from fastattn._machine.device import host_array
 from fastattn.masks import Dense, Mask, NotSelf
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _ROWS = 8192  # points worked on at once, which bounds the memory for their columns
-_PLAIN_REACH = 32.0  # bandwidths from the centre up to which plain products round to some 1e-13
-_CUT_REACH = 256.0  # the same of products of coordinates cut in two
-_GRID_BITS = 25  # with which products of two coordinates, and all their sums, are exact in float64
-_CHAIN = 16  # columns of a partial sum of the kernels: no sum holds exact and rounded terms but the whole
-_FEW_ROWS = 32  # below, the kernels for few rows may sum the columns in another order
+_PLAIN_REACH = 32.0  # plain products round to some 1e-13 up to this distance from the centre, in bandwidths
+_CUT_REACH = 256.0  # the same for products of coordinates cut in two
+_GRID_BITS = 25  # of a coordinate: products of two, and all their sums, are exact in float64
+_CHAIN = 16  # columns of a kernel's partial sum: only the whole sum mixes exact and rounded terms
+_FEW_ROWS = 32  # for fewer rows the kernels may sum the columns in another order
 _EPS = float(np.finfo(np.float64).eps)
-_PRODUCT = 1 << 18  # multiply-adds of a product: the most that OpenBLAS does not share out among threads
-_RANGE = 45.0  # how far below the largest score, and log(S), a score changes no bit of a sum
+_PRODUCT = 1 << 18  # multiply-adds of a product: OpenBLAS computes no larger one on a single thread
+_RANGE = 45.0  # a score so far below the largest one plus log(S) changes no bit of a sum
 _LARGEST = 400  # exponent of the largest coordinate of an observation, in bandwidths
-_FAR = 500  # and of a point: squares do not overflow, and a point scaled to it is far from all observations
+_FAR = 500  # the same of a point: squares do not overflow, and it is still far from all observations
 
 
 @refusing
@@ -60,7 +58,7 @@ def kernel_regression(
     bandwidth : float or array_like, shape (D,)
         The standard deviation of the Gaussian, of all features or of each; positive.
     weights : array_like, shape (..., S), optional
-        Not negative. An observation of weight 0 is never seen, be it NaN.
+        Not negative. An observation of weight 0 is never seen, even if it is NaN.
     leave_one_out : bool, default False
         Predict each observation from all others; `points` must then be `x`.
     return_log_density : bool, default False
@@ -71,18 +69,18 @@ def kernel_regression(
     out : ndarray, shape (..., L) or (..., L, E)
         In the dtype that points, x and y promote to. 0 where no observation has a weight.
     log_density : ndarray, shape (..., L)
-        When asked for: the natural log of the mixture of Gaussians around the observations, weights summing
-        to 1, which is what scikit-learn's `KernelDensity.score_samples` gives. ``-inf`` where no
-        observation has a weight, or where it is below the range of its dtype: some 1e19 bandwidths from all
-        observations in float32, 1e154 in float64. float32 where `out` is of 16 bits.
+        When asked for: the natural log of the mixture of Gaussians around the observations, with weights that
+        sum to 1, as scikit-learn's `KernelDensity.score_samples` gives it. float32 where `out` has 16 bits.
+        ``-inf`` where no observation has a weight, or below the range of the dtype: some 1e19 bandwidths from
+        all observations in float32, 1e154 in float64.
 
     Raises
     ------
     TypeError
         A dtype that is not supported, an array on a GPU, a flag that is no bool.
     ValueError
-        Shapes that do not fit, D = 0, a bandwidth that is not positive or so small that squares of distances
-        overflow, negative or infinite weights, `leave_one_out` with points other than `x`.
+        Shapes that do not fit; D = 0; a bandwidth that is not positive, or so small that squared distances
+        overflow; negative or infinite weights; `leave_one_out` with points other than `x`.
 
     See Also
     --------
@@ -97,36 +95,34 @@ def kernel_regression(
         out = kernels @ y / kernels.sum(-1, keepdims=True)
         log_density = np.log(kernels.sum(-1) / weights.sum()) - np.log(bandwidth * np.sqrt(2 * np.pi)).sum()
 
-    Far from all observations the nearest decide: the formula above is then 0 / 0, and this is not.
+    Far from all observations the nearest ones decide, where this formula gives 0 / 0.
 
     It is attention with points as queries, observations as keys and scores
     ``p @ x - p @ p / 2 - x @ x / 2``, in bandwidths and centred. The sums cancel where distances are small
     beside the coordinates. With R the largest distance of an observation from the centre, in bandwidths:
 
-    * R up to 32: the rounding of these sums, in float64, is some 1e-13.
-    * R up to 256: each coordinate is cut in two, a multiple of a power of two such that its products and
-      their sums are exact, and a rest, whose products are small [3]_.
-    * R above 256: the products only say which observations may matter to a point. Their scores are computed
-      again, from differences of the coordinates as they are given.
+    * R up to 32: these sums are rounded in float64, by some 1e-13.
+    * R up to 256: each coordinate is cut in two. The first part is a multiple of a power of two whose
+      products and sums are exact; the second is small [3]_.
+    * R above 256: the products only tell which observations may matter to a point. Their scores are computed
+      again, from differences of the given coordinates.
 
-    Accuracy: everything is computed in float64, whatever the dtypes, and rounded once. With d the distance of
-    the observations that matter, in bandwidths, the log density has an error of the order
-    ``eps * (1 + d**2)``, and in addition ``eps * R * (d + R)`` where R is up to 32 and ``eps * R * d`` where
-    it is up to 256; and so have the weights of `out`, relatively. (On the reference backend the order in
-    which BLAS sums is not known, and the error may be ``eps * R * (d + R)`` for R up to 256.) The mean of `x`
-    is subtracted first, so that a shift common to points and x changes nothing but the rounding of the
-    arguments themselves.
+    Accuracy: all is computed in float64 and rounded once. Let d be the distance of the observations that
+    matter, in bandwidths. The log density, and the weights of `out` relatively, have an error of the order
+    ``eps * (1 + d**2)``. R up to 32 adds ``eps * R * (d + R)``, R from there to 256 ``eps * R * d``; on the
+    reference backend, where BLAS chooses the order of sums, both add ``eps * R * (d + R)``. The mean of `x`
+    is subtracted first, so a shift of both points and x only rounds the arguments.
 
-    Time: products of every point with every observation, and differences of few pairs, unless R is above 256
-    because of a few observations far from the others.
+    Time: a product of each point with each observation. A few observations far from the others, with R above
+    256, can add many differences.
 
-    NaN in a point makes its row NaN, NaN in an observation all rows.
+    NaN in a point makes its row NaN; NaN in an observation makes all rows NaN.
 
-    Determinism: the bits of a row do not depend on the other points, on other items of the batch, on strides
-    or the number of threads, except that few points (up to 32) may be computed in another order than many.
+    Determinism: the bits of a row do not depend on other points or items, strides or threads. Up to 32 points
+    may be summed in another order than more points are.
 
-    Memory: some copies of the observations and of 8192 points, never of size ``L * S``; and a few megabytes
-    where R is above 256.
+    Memory: copies of the observations and of 8192 points, and a few megabytes where R is above 256; never
+    ``L * S``.
 
     References
     ----------
@@ -145,7 +141,7 @@ def kernel_regression(
     >>> np.round(out, 3)
     array([0.996, 0.141])
 
-    The error of leaving one out, by which a bandwidth is chosen:
+    Choose a bandwidth by the leave-one-out error:
 
     >>> noisy = y + 0.1 * np.random.default_rng(0).standard_normal(200)
     >>> errors = [
@@ -157,7 +153,7 @@ def kernel_regression(
     """
     check_bool(leave_one_out, "leave_one_out")
     check_bool(return_log_density, "return_log_density")
-    points, x, y = _numbers(points, "points"), _numbers(x, "x"), _numbers(y, "y")
+    points, x, y = host_numbers(points, "points"), host_numbers(x, "x"), host_numbers(y, "y")
     try:
         h = _check_points(points, x, bandwidth)
         has_targets = y.ndim >= x.ndim
@@ -185,7 +181,7 @@ def kernel_regression(
         return out
     log_density = np.subtract(lse, _log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
     with np.errstate(over="ignore"):
-        return out, log_density.astype(_wide(result), copy=False)
+        return out, log_density.astype(computed_in(result), copy=False)
 
 
 @refusing
@@ -198,17 +194,17 @@ def kernel_logsumexp(
 ) -> np.ndarray:
     """The log of a weighted sum of Gaussian kernels: a smooth minimum of the squared distances from `x`.
 
-    Letters: ``...`` leading batch axes, which broadcast; ``L`` points, ``S`` observations, ``D`` features.
+    Letters as in `kernel_regression`.
 
     Parameters
     ----------
     points : array_like, shape (..., L, D)
     x : array_like, shape (..., S, D)
     bandwidth : float or array_like, shape (D,)
-        The standard deviation of the Gaussian, of all features or of each; positive.
+        As in `kernel_regression`.
     log_weights : array_like, shape (..., S), optional
-        Added to each observation's exponent; not NaN or ``inf``. An observation of ``-inf`` is never seen, be
-        it NaN.
+        Added to each observation's exponent; not NaN or ``inf``. With ``-inf`` an observation is never seen,
+        even if it is NaN.
 
     Returns
     -------
@@ -219,11 +215,11 @@ def kernel_logsumexp(
     Raises
     ------
     TypeError, ValueError
-        As `kernel_regression`.
+        As in `kernel_regression`.
 
     See Also
     --------
-    kernel_regression : which also gives the log of the normalised density.
+    kernel_regression : gives the log of the normalised density.
 
     Notes
     -----
@@ -232,9 +228,9 @@ def kernel_logsumexp(
         distances = (points[:, None, :] - x) / bandwidth
         out = scipy.special.logsumexp(log_weights - 0.5 * (distances**2).sum(-1), axis=-1)
 
-    No constant is added. With ``bandwidth = sqrt(epsilon / 2)`` and ``log_weights`` the other potential over
-    epsilon plus the log of the masses, ``-epsilon * out`` is a step of Sinkhorn's algorithm for the squared
-    distance. Accuracy, determinism and memory are those of `kernel_regression`.
+    No constant is added. A step of Sinkhorn's algorithm for the squared distance is ``-epsilon * out``, with
+    ``bandwidth = sqrt(epsilon / 2)``, and as `log_weights` the other potential over epsilon plus the log of
+    the masses. Accuracy, determinism and memory are those of `kernel_regression`.
 
     References
     ----------
@@ -248,7 +244,7 @@ def kernel_logsumexp(
     >>> np.round(fastattn.kernel_logsumexp([[0.0], [100.0]], x, bandwidth=0.5), 3)
     array([ 1.2700e-01, -1.9602e+04])
     """
-    points, x = _numbers(points, "points"), _numbers(x, "x")
+    points, x = host_numbers(points, "points"), host_numbers(x, "x")
     try:
         h = _check_points(points, x, bandwidth)
         added = None if log_weights is None else _check_log_weights(log_weights, x.shape[-2])
@@ -259,7 +255,7 @@ def kernel_logsumexp(
     nothing = np.zeros((x.shape[-2], 0))
     _, lse = _attend(points, keys, nothing, lead, False)
     with np.errstate(over="ignore"):
-        return lse.astype(_wide(promote(points=points, x=x)), copy=False)
+        return lse.astype(computed_in(promote(points=points, x=x)), copy=False)
 
 
 # Scores as products ---------------------------------------------------------------------------------
@@ -275,7 +271,7 @@ class _Keys(NamedTuple):
     x: np.ndarray  #: ``(..., S, D)``: the observations, 0 for what is excluded
     at: np.ndarray  #: the same, centred and in bandwidths
     log_weights: np.ndarray | None  #: ``(..., S)``, 0 for what is excluded
-    seen: np.ndarray | None  #: ``(..., S)``: what is not excluded, where something is
+    seen: np.ndarray | None  #: ``(..., S)``: which are not excluded; None if all are
 
     @classmethod
     def of(cls, x: np.ndarray, bandwidth: np.ndarray, log_weights: np.ndarray | None) -> _Keys:
@@ -288,8 +284,8 @@ class _Keys(NamedTuple):
         with np.errstate(all="ignore"):
             count = np.count_nonzero(np.broadcast_to(is_seen, (*x.shape[:-1], 1)), axis=-2, keepdims=True)
             centre = x.sum(axis=-2, keepdims=True) / np.maximum(count, 1)
-            # Rounded to few bits of the spread, so that differences from it are exact more often, and the
-            # same for data that is shifted.
+            # Rounded to few bits of the spread: differences from it are then exact more often, and the same
+            # for shifted data.
             spread = np.abs(np.where(is_seen, x - centre, 0.0)).max(axis=-2, keepdims=True, initial=0)
             step = np.frexp(spread)[1] - 4
             rounded = np.ldexp(np.rint(np.ldexp(centre, -step)), step)
@@ -314,7 +310,7 @@ class _Keys(NamedTuple):
         return columns, None
 
     def cut(self) -> tuple[np.ndarray, np.ndarray]:
-        """Columns, exact and rounded, and a bias: with one, the kernels multiply the columns as they are."""
+        """Columns, exact and rounded, and a bias. With a bias the kernels do not scale the columns."""
         high = np.rint(self.at / self.grid) * self.grid
         low = self.at - high
         exact, dim = _exact_columns(self.at.shape[-1]), self.at.shape[-1]
@@ -348,13 +344,13 @@ class _Points(NamedTuple):
 
     at: np.ndarray  #: ``(..., L, D)``, times ``2**-exponent``
     exponent: np.ndarray  #: ``(..., L)``: 0, but for points whose squares would overflow
-    own: np.ndarray  #: ``(..., L)``: half their squares, the same for every key
-    is_near: np.ndarray  #: which of them have that among the products, where it cancels
+    own: np.ndarray  #: ``(..., L)``: half of each square, the same for every key
+    is_near: np.ndarray  #: whether `own` goes into the products, where it cancels
 
     @classmethod
     def of(cls, points: np.ndarray, keys: _Keys) -> _Points:
         at = _as_float64(points) - keys.centre
-        # So far away that squares overflow, the direction alone says which observation is the nearest.
+        # Where squares would overflow, the direction alone tells the nearest observation.
         exponent = np.frexp(at)[1] - np.frexp(keys.bandwidth)[1]
         exponent = np.where(at == 0, 0, exponent - _FAR).max(axis=-1, initial=0)
         at = np.ldexp(at, -exponent[..., None]) / keys.bandwidth
@@ -362,7 +358,7 @@ class _Points(NamedTuple):
         return cls(at, exponent, np.ldexp(0.5 * own, 2 * exponent), np.sqrt(own) <= 2 * keys.reach)
 
     def plain(self) -> tuple[np.ndarray, np.ndarray]:
-        """Columns, and what is to be added to each row's lse."""
+        """Columns, and the number to add to each row's lse."""
         columns = np.empty((*self.at.shape[:-1], self.at.shape[-1] + 2))
         columns[..., :-2], columns[..., -1] = self.at, 1.0
         columns[..., -2] = np.where(self.is_near, -self.own, 0.0)
@@ -383,9 +379,9 @@ class _Points(NamedTuple):
 def _exact_columns(dim: int) -> int:
     """How many columns the exact products of cut coordinates take; the last ones are 0.
 
-    The kernels sum chains of columns into the sum of SCORE_COLUMNS of them, and those into the whole. Chains
-    that follow exact ones may hold rounded terms, as those cancel first; but what is exact in a later sum
-    cancels in the whole only, and there must be nothing else in that sum.
+    The kernels sum chains of columns into sums of SCORE_COLUMNS, and those into the whole. In the first of
+    these sums rounded chains may follow the exact ones, which have cancelled by then. Exact terms of later
+    sums cancel only in the whole, so these sums must hold nothing else.
     """
     run = _CHAIN if dim + 2 <= SCORE_COLUMNS else SCORE_COLUMNS
     return -(-(dim + 2) // run) * run
@@ -397,7 +393,7 @@ def _attend(
     """The means of `value`, and the logs of the sums of the kernels."""
     num_points = points.shape[-2]
     out, lse = np.empty((*lead, num_points, value.shape[-1])), np.empty((*lead, num_points))
-    # Items of a batch may differ in this: each has the bits that it has alone.
+    # Each item of a batch is computed as it would be alone.
     way = 0 + (keys.reach > _PLAIN_REACH) + (keys.reach > _CUT_REACH)
     n_parts = max(1, -(-num_points // _ROWS))
     bounds = [num_points * n // n_parts for n in range(n_parts + 1)]
@@ -417,7 +413,7 @@ def _attend(
 def _by_products(
     points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of some points, of which each leaves out an observation where `first_own` says that of the first."""
+    """The results of some points. Point n leaves out observation ``first_own + n``."""
     return _by_attention(_Points.of(points, keys).plain(), keys.plain(), keys.seen, value, first_own)
 
 
@@ -474,13 +470,13 @@ def _by_differences(
 def _item_by_differences(
     points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One item, from differences of those pairs alone whose products say that they may matter."""
+    """One item, from the differences of the pairs whose products say that they may matter."""
     n, (num_keys, dim) = len(points), keys.x.shape
     queries, (columns, _) = _Points.of(points, keys), keys.plain()
     query, _ = queries.plain()
     out, lse = np.full((n, value.shape[-1]), np.nan), np.full(n, np.nan)
     added = np.zeros(num_keys) if keys.log_weights is None else keys.log_weights
-    # How far a product may be from the score, some roundings of all of its terms; and what is out of range.
+    # How far a product may be from the score: some roundings of all its terms.
     far = np.sqrt(_squares(queries.at)) + keys.reach
     terms = far * np.where(queries.is_near, far, keys.reach) + np.abs(added).max()
     wrong = 4 * (dim + 4) * _EPS * terms
@@ -509,7 +505,7 @@ def _item_by_differences(
         is_best = score == np.maximum.reduceat(score, first)[pair_of]
         best = np.minimum.reduceat(np.where(is_best, np.arange(len(row)), len(row)), first)
         other = best[pair_of]
-        # d_j**2 - d_best**2 = (d_j - d_best) (d_j + d_best), of which the first does not depend on the point.
+        # d_j**2 - d_best**2 = (d_j - d_best) (d_j + d_best); the first factor does not depend on the point.
         both = (away + away[other]) + (rounded + rounded[other])
         apart = np.einsum("pd,pd->p", (x[other] - x) / keys.bandwidth, both / keys.bandwidth)
         change = np.ldexp(w - w[other], -exponent) - 0.5 * apart
@@ -517,7 +513,7 @@ def _item_by_differences(
         least_square = squares[best] - 2 * np.ldexp(most, -exponent[best])
         top = w[best] - np.ldexp(0.5 * least_square, 2 * exponent[best])
         change = np.ldexp(change - most[pair_of], exponent)
-        # No bit depends on how many more pairs were found.
+        # So no bit depends on how many pairs were found.
         kept = change >= -range_
         row, j, kernels = row[kept], j[kept], np.exp(change[kept])
         first, pair_of = _segments(row)
@@ -527,13 +523,13 @@ def _item_by_differences(
         terms_of_mean = share[:, None] * value[j]
         mean = np.add.reduceat(terms_of_mean, first, axis=0)
         if not np.isfinite(mean).all():
-            # Shares may add up to more than 1 by rounding: sums of halves are finite where the targets are.
+            # Rounded shares may add up to more than 1. Sums of halves are finite where the targets are.
             half = np.add.reduceat(0.5 * terms_of_mean, first, axis=0)
             limit = np.finfo(FLOAT64).max
             has_passed = np.isfinite(half) & ~np.isfinite(mean)
             mean = np.where(has_passed, np.clip(2 * half, -limit, limit), mean)
         out[row[first]] = mean
-    # Targets that are NaN or inf are read by all points, as by products.
+    # All points read targets that are NaN or inf, as products do.
     wild = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
     if wild.any():
         others = wild.sum(axis=0) - (0 if first_own is None else wild[first_own : first_own + n])
@@ -542,14 +538,14 @@ def _item_by_differences(
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``a - b``, rounded, and what the rounding took [Knuth, The Art of Computer Programming 2, 4.2.2]."""
+    """``a - b`` rounded, and its rounding error [Knuth, The Art of Computer Programming 2, 4.2.2]."""
     rounded = a - b
     of_b = rounded - a
     return rounded, (a - (rounded - of_b)) - (b + of_b)
 
 
 def _segments(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row begins among pairs that are sorted by it, and which of these rows each pair has."""
+    """For pairs sorted by row: where each row begins, and the number of each pair's row among them."""
     begins = np.diff(row, prepend=-1) > 0
     return np.flatnonzero(begins), np.cumsum(begins) - 1
 
@@ -566,12 +562,12 @@ def _squares(array: np.ndarray) -> np.ndarray:
 def _log_norm(
     weights: np.ndarray | None, num_keys: int, bandwidth: np.ndarray, leave_one_out: bool
 ) -> np.ndarray | float:
-    """The log of what the sum of the kernels is divided by, for it to be a density; ``(..., L)`` or less."""
+    """The log of the divisor that makes the sum of the kernels a density; ``(..., L)`` or less."""
     constant = float(np.log(bandwidth).sum()) + 0.5 * len(bandwidth) * log(2 * pi)
     with np.errstate(divide="ignore"):
         if weights is None:
             return float(np.log(np.float64(max(num_keys - leave_one_out, 0)))) + constant
-        # So large that no weight underflows, and that their sum does not overflow.
+        # Scaled up: no weight underflows, and their sum does not overflow.
         exponent = 900 - np.frexp(weights.max(axis=-1, initial=0, keepdims=True))[1]
         weights = np.ldexp(weights, exponent)
         total = weights.sum(axis=-1, keepdims=True)
@@ -589,12 +585,6 @@ def _log_norm(
 # Checks ---------------------------------------------------------------------------------------------
 
 
-def _numbers(value: Any, name: str) -> np.ndarray:
-    array = host_array(as_array(value, name), name)
-    check_number_dtype(array, name)
-    return array
-
-
 def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarray:
     """The bandwidth of each feature."""
     for name, array in (("points", points), ("x", x)):
@@ -603,7 +593,7 @@ def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarr
     dim = x.shape[-1]
     if points.shape[-1] != dim or not dim:
         raise ValueError("points and x must have the same number of features, and at least one")
-    h = _numbers(bandwidth, "bandwidth").astype(FLOAT64)
+    h = host_numbers(bandwidth, "bandwidth").astype(FLOAT64)
     if h.shape not in ((), (dim,)):
         raise ValueError(f"bandwidth must be a number, or have shape (D,) = ({dim},), got {h.shape}")
     if not ((h > 0) & (h < np.inf)).all():
@@ -612,7 +602,7 @@ def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarr
 
 
 def _per_observation(value: Any, num_keys: int, name: str) -> np.ndarray:
-    array = _numbers(value, name)
+    array = host_numbers(value, name)
     if not array.ndim or array.shape[-1] != num_keys:
         raise ValueError(f"{name} must have shape (..., S) with S={num_keys}, got {array.shape}")
     return array.astype(FLOAT64)
@@ -652,11 +642,6 @@ def _equal(points: np.ndarray, x: np.ndarray) -> bool:
     if points.shape[-2:] != x.shape[-2:]:
         return False
     return points is x or bool(np.all((points == x) | ((points != points) & (x != x))))
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype of a log density beside results of this one."""
-    return dtype if storage_of(dtype) == REAL else FLOAT32
 
 
 def _with_shapes(error: Exception, **arrays: np.ndarray) -> Exception:

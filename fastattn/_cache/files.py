@@ -1,8 +1,8 @@
-"""A `KVCache` as a file, in the safetensors layout: how long the header is, the header in JSON, the numbers.
+"""A `KVCache` as a file, in the safetensors layout: the header's length, the header in JSON, the numbers.
 
-The header holds the settings, the lengths, and checksums of each tensor and of itself. A file is taken only
-if its header is byte for byte what `write` gives such a cache, and if it is as long as that says: so each
-field is checked before memory is taken by it.
+The header holds the settings, the lengths, and checksums of each tensor and of itself. `read` takes a file
+only if its header is byte for byte what `write` gives such a cache, and its length is what the header says.
+So each field is checked before it decides how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,11 @@ from fastattn._cache.state import Settings, State, rounded_length
 from fastattn._call.problem import MAX_ROWS
 
 _FORMAT = "fastattn.KVCache 1"
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int8": "I8",
-}
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
 _CHECKSUM = 32  # bytes
 _ALIGNMENT = 64  # of the first tensor
 _MAX_HEADER = 10**8  # bytes, as the package safetensors has it
-_SPARSE = 2**24  # entries of the tables of a loaded cache that may name no page: 256 MB at most
+_SPARSE = 2**24  # most entries without a page in the tables of a loaded cache: 256 MB
 
 _NUMBERS = ("batch", "num_kv_heads", "head_dim", "value_dim", "window", "keep_first", "rollback", "page_size")
 
@@ -130,27 +124,22 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
     pool = PagePool(settings.page_shape())
     slab: list[np.ndarray | None] = [None] * len(PART_NAMES)
     if mmap:
-        # All of the file, since nothing can be mapped where no bytes are.
+        # The whole file: a tensor without bytes cannot be mapped.
         memory = np.memmap(file, np.uint8, "r")
         for tensor in tensors:
             part = memory[start + tensor.start : start + tensor.stop]
             slab[tensor.part] = np.asarray(part).view(tensor.dtype).reshape(tensor.shape)
-        _add(pool.map, slab, pages)
-        return settings, state, pool, ids
-    for tensor in tensors:
-        part = np.empty(tensor.stop - tensor.start, np.uint8)
-        if file.readinto(part.data) != len(part):  # type: ignore[attr-defined]  # a buffered reader has it
-            raise _Damaged("it ends early")
-        if blake2b(part.data, digest_size=_CHECKSUM).hexdigest() != checksums[tensor.name]:
-            raise _Damaged(f"{tensor.name} do not have the checksum in its header")
-        slab[tensor.part] = part.view(tensor.dtype).reshape(tensor.shape)
-    _add(pool.adopt, slab, pages)
-    return settings, state, pool, ids
-
-
-def _add(add: Any, slab: list[np.ndarray | None], pages: int) -> None:
+    else:
+        for tensor in tensors:
+            part = np.empty(tensor.stop - tensor.start, np.uint8)
+            if file.readinto(part.data) != len(part):  # type: ignore[attr-defined]  # a buffered reader has it
+                raise _Damaged("it ends early")
+            if blake2b(part.data, digest_size=_CHECKSUM).hexdigest() != checksums[tensor.name]:
+                raise _Damaged(f"{tensor.name} do not have the checksum in its header")
+            slab[tensor.part] = part.view(tensor.dtype).reshape(tensor.shape)
     if pages:
-        add(tuple(slab))
+        (pool.map if mmap else pool.adopt)(tuple(slab))
+    return settings, state, pool, ids
 
 
 def _bytes(file: IO[bytes], n: int) -> bytes:
@@ -182,7 +171,7 @@ def _empty_entries(settings: Settings, state: State, pages: int) -> int:
 
 
 def _tensors(shape: PageShape, pages: int) -> list[_Tensor]:
-    """What a file of so many pages holds, in order: the widest numbers first, so that all are aligned."""
+    """The tensors of a file with so many pages: the widest numbers first, so that all are aligned."""
     parts = [(number, *part) for number, part in enumerate(shape.parts()) if part is not None]
     tensors, at = [], 0
     for number, page, dtype in sorted(parts, key=lambda part: (-part[2].itemsize, part[0])):
@@ -287,18 +276,17 @@ def _object(text: Any) -> dict[str, Any]:
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    names, dtype, layout = {*_NUMBERS, "dtype", "layout"}, given.get("dtype"), given.get("layout")
+    dtype = given.get("dtype")
     if (
-        set(given) != names
+        set(given) != {*_NUMBERS, "dtype", "layout"}
+        or given["value_dim"] is None
+        or given["page_size"] is None
         or not isinstance(dtype, list)
         or not all(isinstance(name, str) and name in _DTYPES for name in dtype)
     ):
         raise _Damaged("its settings are not those of a cache")
-    numbers = {name: given[name] for name in _NUMBERS}
-    if numbers["value_dim"] is None or numbers["page_size"] is None:
-        raise _Damaged("its settings are not those of a cache")
     try:
-        return Settings.checked(**numbers, dtype=dtype, layout=layout)
+        return Settings.checked(**given)
     except (TypeError, ValueError) as error:
         raise _Damaged(str(error)) from None
 

@@ -15,7 +15,15 @@ import numpy as np
 from fastattn import masks
 from fastattn._call.problem import FLOAT32, FLOAT64
 from fastattn._call.storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
-from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, from_dlpack, on_host, place
+from fastattn._machine.device import (
+    DeviceArray,
+    as_device_array,
+    broadcast_to,
+    from_dlpack,
+    host_array,
+    on_host,
+    place,
+)
 from fastattn._machine.threads import no_fork
 from fastattn.masks import arguments as mask_arguments
 from fastattn.masks.base import describe
@@ -63,6 +71,13 @@ def as_array(value: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name} does not convert to an array: {error}") from error
 
 
+def host_numbers(value: Any, name: str) -> np.ndarray:
+    """`value` as an ndarray of numbers on the host."""
+    array = host_array(as_array(value, name), name)
+    check_number_dtype(array, name)
+    return array
+
+
 def as_rows(value: Any, name: str) -> np.ndarray | Rows:
     """Keys or values as an ndarray, or as `Rows` where they are in int8 or in pages."""
     if isinstance(value, (Paged, Quantized, Rows)):
@@ -93,7 +108,12 @@ def computation_dtypes(
     for name, array in counting.items():
         check_number_dtype(array, name)
     result = promote(**counting)
-    return (result if storage_of(result) == REAL else FLOAT32), result
+    return computed_in(result), result
+
+
+def computed_in(dtype: np.dtype) -> np.dtype:
+    """What arrays that promote to `dtype` are computed in: float32 for 16-bit types."""
+    return dtype if storage_of(dtype) == REAL else FLOAT32
 
 
 def promote(**arrays: np.ndarray | Rows) -> np.dtype:
@@ -133,7 +153,7 @@ def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
 
 
 def as_dtype(array: np.ndarray | Rows, dtype: np.dtype, name: str) -> np.ndarray | Rows:
-    """A copy in another dtype that is as large as the array's memory, not as its broadcast shape."""
+    """The array in another dtype. A copy is as large as the array's memory, not as its broadcast shape."""
     if array.dtype == dtype:
         return array
     if isinstance(array, Rows):

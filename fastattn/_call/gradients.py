@@ -1,6 +1,6 @@
 """A call for gradients on its way from validation to a backend, and what comes back.
 
-Letters as in `fastattn._call.problem`. Not a part of an import of the package.
+Letters as in `fastattn._call.problem`. `import fastattn` does not import this.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from fastattn._machine.constants import SCORE_COLUMNS
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
-#: Where a row's lse is as large, it is replaced by that of the scores that its weights are computed from, if
-#: the two agree: half a unit of a float32 score of this size moves a weight by 1.5e-5.
+#: A row's lse of this size is replaced by that of the scores its weights are computed from, if the two agree:
+#: half a unit of such a float32 score moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
-#: So it is where the product of the scale and the norms of its query and its largest key is as large: scores
-#: that cancel down to a small lse have the roundings of their products. Normal numbers have 10 to 20 of it;
-#: as all is computed twice then, it is far above that of `LARGE_SCORE`.
+#: The same where the scale times the norms of the query and its largest key is of this size: scores that
+#: cancel to a small lse have the roundings of their products. Normally it is 10 to 20. The limit is far above
+#: `LARGE_SCORE`, as all is then computed twice.
 LARGE_NORMS = 4096.0
 
 
 def score_roundings(problem: Problem) -> tuple[float, float]:
-    """By how much two ways to compute an lse may differ, relative to its size and to the product of the norms
-    of query and key: at most, and usually.
+    """By how much two ways to compute an lse may differ: at most, and usually.
 
-    In half units: four for the scale, products and last sums, eight for a soft-cap's tanh; and for a chain of
-    n sums of numbers of one sign, of which kernels have at most SCORE_COLUMNS, n / 4 or, where roundings are
-    independent, less than sqrt(n).
+    Relative to the lse, and to the product of the norms of query and key.
+    In half units: four for the scale, products and last sums; eight for a soft-cap's tanh; for a chain of n
+    sums of numbers of one sign n / 4, or less than sqrt(n) where roundings are independent. The chains of
+    kernels have at most SCORE_COLUMNS sums.
     """
     half_unit, chain = float(np.finfo(problem.dtype).eps) / 2, min(problem.head_dim, SCORE_COLUMNS)
     few = 4 if problem.softcap is None else 12
@@ -61,7 +61,7 @@ class Backward(NamedTuple):
 
 
 def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The sums of an array over the axes along which one of this shape is broadcast to it, in float64."""
+    """An array summed in float64 over the axes along which `shape` broadcasts to its own."""
     extra = array.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(
         extra + axis for axis, (n, m) in enumerate(zip(array.shape[extra:], shape, strict=True)) if n != m

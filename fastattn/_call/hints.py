@@ -1,4 +1,4 @@
-"""What a message says to those who know another library: its arguments, and what takes their place here."""
+"""What messages say to users of other libraries: which argument here takes the place of theirs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ _HEADS = (
     ("query", "leave it out: the number of heads is read from the arrays' shapes, (..., H, L, D)"),
     ("KVCache.append", "leave it out: the number of heads is read from the arrays' shapes"),
 )  # fmt: skip
+_FLOATS_ARE_ADDED = ("attn_mask", "say attn_mask=, as a float one is added to the scores")
+_PACKED = ("cu_seqlens_q", "leave the padding out of the packed arrays")
+_IGNORED = "where True means ignore, as in torch.nn.MultiheadAttention, and without ~ where it means keep"
 _FIRST_KEYS = ("keep_first", "say keep_first=, how many of the first keys stay visible")
 _LENGTHS = (
     ("KVCache.append", "leave it out where it counts what the cache has, which knows that, and say lengths= "
@@ -37,10 +40,10 @@ _LENGTHS = (
     ("attn_mask", "say attn_mask=np.arange(S) < NAME[:, None, None, None]"),
 )  # fmt: skip
 
-#: What to say for an argument of another library, or of another function here. Each answer stands behind the
-#: parameters that a function must have for it, or behind the function's name. The first that fits is given.
-#: Each ``name=`` in an answer is a parameter of the function, and NAME is the argument itself. Where
-#: libraries differ, as in what True means in a mask, it says whose name it speaks of.
+#: Arguments of other libraries, or of other functions here, and the answers. Each answer follows the
+#: parameters that a function must have for it, or the function's name. The first that fits is given. Each
+#: ``name=`` in an answer is a parameter of the function; NAME is the argument itself. Where libraries differ,
+#: as in what True means in a mask, the answer names the library.
 _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     # Masks and what is added to scores
     ("attn_mask", (
@@ -67,24 +70,20 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     )),
     ("key_padding_mask value_mask key_mask padding_mask", (
         ("key_lengths mask", "say key_lengths= where the padding stands at the end, or "
-            "mask=~NAME[:, None, None, :] where True means ignore, as in torch.nn.MultiheadAttention, and "
-            "without ~ where it means keep"),
+            f"mask=~NAME[:, None, None, :] {_IGNORED}"),
         ("key_lengths block_mask", "say key_lengths= where the padding stands at the end, or "
-            "block_mask=fastattn.masks.Dense(~NAME[:, None, None, :]) where True means ignore, as in "
-            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
-        ("mask", "say mask=~NAME[:, None, None, :] where True means ignore, as in "
-            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
-        ("attn_mask", "say attn_mask=~NAME[:, None, None, :] where True means ignore, as in "
-            "torch.nn.MultiheadAttention, and without ~ where it means keep"),
+            f"block_mask=fastattn.masks.Dense(~NAME[:, None, None, :]) {_IGNORED}"),
+        ("mask", f"say mask=~NAME[:, None, None, :] {_IGNORED}"),
+        ("attn_mask", f"say attn_mask=~NAME[:, None, None, :] {_IGNORED}"),
     )),
     ("attention_mask key_padding_mask value_mask key_mask padding_mask", (
         ("KVCache.append", "say lengths=, how many of the new rows are tokens, as the padding has to stand "
             "at the end"),
         ("key_lengths", "say key_lengths=, as the padding has to stand at the end"),
-        ("cu_seqlens_q", "leave the padding out of the packed arrays"),
+        _PACKED,
     )),
     ("query_mask query_seq_lengths query_lengths q_lengths seqused_q", (
-        ("cu_seqlens_q", "leave the padding out of the packed arrays"),
+        _PACKED,
         ("causal window", "leave it out: rows of padding among the queries change no other row; with "
             'causal="bottom_right" they have to stand at the beginning'),
         ("query", "leave it out: rows of padding among the queries change no other row"),
@@ -107,23 +106,17 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("attn_bias attention_bias", (
         ("bias causal", "say bias= for an array (added to the scores), and causal=True for a "
             "LowerTriangularMask"),
-        ("attn_mask", "say attn_mask=, as a float one is added to the scores"),
+        _FLOATS_ARE_ADDED,
     )),
-    ("position_bias relative_position_bias rel_pos_bias", (
-        ("bias", "say bias="),
-        ("attn_mask", "say attn_mask=, as a float one is added to the scores"),
-    )),
+    ("position_bias relative_position_bias rel_pos_bias", (("bias", "say bias="), _FLOATS_ARE_ADDED)),
     ("alibi_slopes", (
         ("score_mod", "say score_mod=, a function that gives score - slopes[h] * abs(q_idx + S - L - "
             "kv_idx)"),
         ("bias", "say bias=-alibi_slopes[..., None, None] * abs(np.arange(L)[:, None] + S - L - "
             "np.arange(S))"),
     )),
-    ("bias", (
-        ("attn_mask", "say attn_mask=, as a float one is added to the scores"),
-        ("MultiHeadAttention", "say b_q=, b_k=, b_v= and b_o=, the arrays"),
-    )),
-    ("use_bias", (("MultiHeadAttention", "say b_q=, b_k=, b_v= and b_o=, the arrays"),)),
+    ("bias", (_FLOATS_ARE_ADDED,)),
+    ("bias use_bias", (("MultiHeadAttention", "say b_q=, b_k=, b_v= and b_o=, the arrays"),)),
     ("mask_filter_value", (("query", "leave it out: a masked key is never seen"),)),
     ("head_mask layer_head_mask", (
         ("MultiHeadAttention.__call__", "leave it out, and multiply each head's rows of w_o by it"),
@@ -433,7 +426,7 @@ def _table() -> dict[str, list[tuple[str, str]]]:
     return table
 
 
-#: What is known of each name, from the first to the last resort.
+#: The answers for each name, in order.
 ANSWERS = _table()
 
 
@@ -475,7 +468,7 @@ def _place_of(value: Any, parameters: list[str]) -> str:
 
 
 def _has_zeros_and_ones(value: Any) -> bool | None:
-    """None where its numbers are not here: in a graph that is yet to run, on a GPU, or one of autograd's."""
+    """None where its numbers cannot be read: in a graph that has not run, on a GPU, or in an autograd box."""
     if hasattr(value, "__dask_graph__"):
         return None
     try:
@@ -493,8 +486,10 @@ def _instead(argument: str, here: set[str], parameters: list[str]) -> str:
 
 
 def _is_slip(word: str, meant: str) -> bool:
-    """Whether a word is another but for a letter that is missing or too many, or two neighbours that changed
-    places. Short words, other first letters and other letters in the place of one may be another word."""
+    """Whether two words differ by one letter that is missing or too many, or by two swapped neighbours.
+
+    Not for short words, another first letter or a replaced letter: these may mean something else.
+    """
     if len(meant) < 4 or word[:1] != meant[0]:
         return False
     short, long = sorted((word, meant), key=len)

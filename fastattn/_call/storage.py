@@ -68,8 +68,8 @@ class Quantized:
     Notes
     -----
     `fastattn.attention` takes it as key or value, or as the pages of a `Paged`. Kernels convert rows where
-    they read them, and the bits of a result are those of the call on what `decode` gives. The dtype of a
-    result depends on the other arrays alone.
+    they read them. Results have the bits of the call on `decode()`, and the dtype that the other arrays
+    decide.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class Quantized:
         """Quantises rows of floats ``(..., n, D)``.
 
         Each group of 64 elements has ``scale = float32(max|x| / 127)`` and ``rint(x / scale)``, within +-127.
-        A scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN, and all that it stands for.
+        A scale of 0 gives zeros. A NaN or inf makes the scale of its group NaN, and so all of the group.
         """
         array = host_array(rows, "Quantized.encode: rows")
         if not array.ndim:
@@ -150,8 +150,8 @@ class Paged:
     Notes
     -----
     It stands for an array ``(..., K, n * page, D)``: ``pages[table]`` with the rows of an item one after
-    another, of which no copy is made. The bits of a result are those of the call on that array. Pages of a
-    multiple of 64 rows are read in place; others tile by tile.
+    another. No copy is made. Results have the bits of the call on that array. Pages of a multiple of 64 rows
+    are read in place, others are copied tile by tile.
 
     Examples
     --------
@@ -278,11 +278,9 @@ class Rows:
 
     def arrays(self) -> tuple[np.ndarray | None, ...]:
         """Data, scale, and the tables of both."""
-        return (
-            (None, None, self.table, self.scale_table)
-            if self.page_size
-            else (self.data, self.scale, None, None)
-        )
+        if self.page_size:
+            return None, None, self.table, self.scale_table
+        return self.data, self.scale, None, None
 
     def memory(self) -> list[np.ndarray]:
         """The caller's arrays that are read, to tell whether a result overlaps them."""
@@ -326,8 +324,8 @@ class Rows:
         )
 
     def located(self, lengths: np.ndarray | None) -> Rows:
-        """With the addresses of the pages that hold the first `lengths` keys ``(*lead,)`` of each item, all
-        if None; ValueError where a number in the table is not that of a page."""
+        """With the addresses of pages. Those of the first `lengths` keys ``(*lead,)`` of each item, of all if
+        None, must be numbers of pages: else ValueError."""
         if self.index is None:
             return self
         tables = locate_pages(self.index, self.data, self.scale, self.page_size, lengths)

@@ -43,8 +43,8 @@ def available_cores() -> int:
 
 
 def cores_of_cpus() -> list[int]:
-    """The core that each CPU belongs to, as the lowest number among the core's CPUs: hyper-threads share one.
-    Empty where the system does not tell."""
+    """The core of each CPU, named by the core's lowest CPU: hyper-threads share one. Empty where the system
+    does not tell."""
     try:
         last = int(re.split("[,-]", _read(f"{_CPUS}/possible"))[-1])
     except (OSError, ValueError):
@@ -88,8 +88,8 @@ def set_num_threads(num_threads: int) -> None:
     Parameters
     ----------
     num_threads : int
-        At least 1. The default is FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS, or else the cores that this
-        process may use; ``num_threads=`` of a call overrides all of them. No result depends on it.
+        At least 1. `get_num_threads` says what the default is; ``num_threads=`` of a call overrides both. No
+        result depends on it.
 
     Raises
     ------
@@ -100,8 +100,8 @@ def set_num_threads(num_threads: int) -> None:
 
     Notes
     -----
-    A call starts no more threads than it has tasks, nor more than twice the machine's CPUs (or 64, if that is
-    more), nor more than the process can start: where that fails it runs on fewer.
+    A call uses no more threads than it has tasks, than twice the machine's CPUs (or 64, if that is more), or
+    than the process can start.
 
     Examples
     --------
@@ -129,9 +129,9 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        The number set by `set_num_threads`, or else FASTATTN_NUM_THREADS, or else OMP_NUM_THREADS (of a list
-        the first number; a value that OpenMP cannot parse is ignored), or else the number of cores that this
-        process may use (its affinity, and the CPU quota of its cgroup).
+        The first of these that is set: `set_num_threads`; FASTATTN_NUM_THREADS; OMP_NUM_THREADS (of a list
+        the first number; a value that OpenMP cannot parse is ignored); the cores that this process may use
+        (its affinity, and the CPU quota of its cgroup).
 
     Raises
     ------
@@ -164,8 +164,8 @@ def num_threads_and_source() -> tuple[int, str]:
 
 
 def _omp_num_threads() -> int | None:
-    """OMP_NUM_THREADS; the first of a list, which has one number for each level of nested regions. None where
-    it is not set, or not a list of positive integers: OpenMP's runtimes ignore such a value, too."""
+    """OMP_NUM_THREADS; of a list, with a number for each level of nested regions, the first. None where it is
+    not set, or no list of positive integers: OpenMP's runtimes ignore such a value, too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     if not re.fullmatch(_OMP_LIST, text, re.ASCII):
         return None
@@ -186,7 +186,7 @@ def check_num_threads(value: object, name: str) -> int:
     return count
 
 
-# The bytes that `os.environ` decodes at each access, which takes as long as the arithmetic of a small call.
+# `os.environ` decodes these bytes at each access, which takes as long as the arithmetic of a small call.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _BACKEND: Any = (
     os.environ.encodekey("FASTATTN_BACKEND") if _environment is not os.environ else "FASTATTN_BACKEND"
@@ -201,8 +201,8 @@ def default_backend() -> str | None:
 
 @cache
 def checks_indices() -> bool:
-    """Whether reads of the caller's functions are bounds-checked: unless FASTATTN_CHECK_INDICES is 0 at the
-    first call of this function."""
+    """Whether reads of the caller's functions are bounds-checked. FASTATTN_CHECK_INDICES=0 at the first call
+    of this function says no."""
     return os.environ.get("FASTATTN_CHECK_INDICES") != "0"
 
 
@@ -231,13 +231,12 @@ def forced_isa() -> str | None:
 
 @contextmanager
 def brief_openmp_spin() -> Iterator[None]:
-    """An OpenMP runtime that is loaded within this context lets its idle threads sleep after some 30 us.
+    """An OpenMP runtime loaded within this context lets its idle threads sleep after some 30 us.
 
-    By default libgomp's threads spin for about a millisecond in case of more work, on a core that NumPy's
-    BLAS needs for its own threads; asleep, they are also woken before a BLAS thread that spins in the same
-    way. With the default a call between matrix products took four times as long; consecutive calls take the
-    same time. (2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn demo`.) A setting of the user's is
-    kept, and the environment is restored.
+    By default libgomp's threads spin for about a millisecond, on cores that the threads of NumPy's BLAS need.
+    Sleeping threads are also woken before a BLAS thread that spins. With the default a call between matrix
+    products took four times as long; consecutive calls take the same time. (2 cores of Zen 4 EPYC,
+    2026-11-20, `python -m fastattn demo`.) A setting of the user's is kept. The environment is restored.
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         yield
@@ -285,8 +284,8 @@ def cache_sizes() -> dict[str, str]:
 def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
     """Quotas of the cgroup `path` and of all its ancestors.
 
-    In a container the path may be the host's, of which only the root is mounted: a file that is missing, or
-    cannot be read, is skipped.
+    In a container the path may be the host's, with only its root mounted. A file that cannot be read is
+    skipped.
     """
     parts = [part for part in path.split("/") if part]
     quotas = []

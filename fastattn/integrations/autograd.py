@@ -7,8 +7,7 @@ from typing import Any
 import fastattn
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import check_options
+from fastattn.integrations._common import check_options, extra
 
 with extra("autograd"):
     from autograd.extend import defvjp_argnums, primitive
@@ -42,7 +41,7 @@ def attention(
 def _attention(
     query: Any, key: Any, value: Any, bias: Any, sinks: Any, options: dict[str, Any], kept: dict[str, Any]
 ) -> Any:
-    """The outputs; `kept` gets the lse, which the gradients need besides."""
+    """The outputs. `kept` receives the lse for the gradients."""
     out, kept["lse"] = fastattn.attention(
         query, key, value, bias=bias, sinks=sinks, return_lse=True, **options
     )

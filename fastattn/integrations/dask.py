@@ -1,7 +1,6 @@
-"""`attention` on Dask arrays: lazy, one task for each block of queries and keys that the mask leaves.
+"""`attention` on Dask arrays: lazy, with one task for each block of queries and keys that the mask allows.
 
-Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
-key length, ``D`` head_dim, ``E`` value head_dim.
+Letters as in `fastattn.attention`; ``*lead`` are the leading batch axes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,22 @@ from fastattn._call.arguments import as_array, check_key_lengths, check_wrt
 from fastattn._call.gradients import Gradients
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
-from fastattn.integrations._mask_parts import of_band, states_of_keys
-from fastattn.masks import Dense, Mask
-from fastattn.masks.map import EMPTY, FULL, UNBOUNDED, Band, Block, Part
+from fastattn.integrations._common import extra
+from fastattn.masks import Causal, Dense, KeyLengths, Mask
+from fastattn.masks.map import (
+    EMPTY,
+    FULL,
+    TILE_K,
+    UNBOUNDED,
+    Band,
+    Block,
+    Grid,
+    Intervals,
+    Node,
+    Part,
+    interval_state,
+    plane_state,
+)
 
 with extra("dask"):
     import dask.array as da
@@ -59,26 +70,20 @@ def attention(
 ) -> Any:
     """`fastattn.attention` of Dask arrays, block by block and lazy.
 
-    Letters: ``...`` leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length, ``S``
-    key length, ``D`` head_dim, ``E`` value head_dim.
+    Letters, shapes and dtypes as in `fastattn.attention`.
 
     Parameters
     ----------
     query : dask.array.Array, shape (..., H, L, D)
-        Shapes, dtypes and `layout` as in `fastattn.attention`. Its chunks are those of the result.
+        The result has its chunks.
     key : dask.array.Array, shape (..., K, S, D)
     value : dask.array.Array, shape (..., K, S, E)
-    mask, bias : optional
-        As in `fastattn.attention`, or Dask arrays. Chunks of keys that a mask object or an array of NumPy
-        leaves to no query of a chunk get no task; a Dask array is not read for that.
-    causal, window, scale, softcap
+    mask, bias, key_lengths, sinks : optional
+        As in `fastattn.attention`, or Dask arrays. Mask objects and NumPy arrays are read when the graph is
+        built: a chunk of keys that they hide from a whole chunk of queries gets no task. Dask arrays are read
+        in the tasks alone.
+    causal, window, scale, softcap, layout, return_lse
         As in `fastattn.attention`.
-    key_lengths : array_like of int or dask.array.Array, optional
-        NumPy's are read when the graph is built, so that there is no task for padding; Dask's in the tasks.
-    sinks : array_like or dask.array.Array, shape (H,), optional
-    layout : {"bhsd", "bshd"}, default "bhsd"
-    return_lse : bool, default False
-        Also return the log-sum-exp.
 
     Returns
     -------
@@ -89,23 +94,23 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As in `fastattn.attention`, when it is called; query, key or value that is no Dask array, and chunks
-        of unknown size. Dask `key_lengths` outside ``0..S`` are a ValueError when they are computed.
+        As in `fastattn.attention`, when this is called; for a query, key or value that is no Dask array; for
+        chunks of unknown size. Dask `key_lengths` outside ``0..S`` are a ValueError when they are computed.
 
     Notes
     -----
-    Chunks: query, key and value get the chunks that they have in common along batch axes and lengths. Heads
-    are divided where those of key and value are and where whole groups of query heads are; D and E are in
-    one chunk. What has other chunks is rechunked. A task is `fastattn.attention` of one chunk of queries with
-    one of keys; the partial results, in float32 or float64, are merged two by two in the order of the keys by
-    `fastattn.merge_attention`. Results in 16 bits are rounded once, at the end.
+    Chunks: along batch axes and lengths, query, key and value get the chunks that they have in common. Heads
+    are divided where key and value divide them, and where query does so between whole groups. D and E are in
+    one chunk. Arrays with other chunks are rechunked. A task is `fastattn.attention` of one chunk of queries
+    with one of keys. `fastattn.merge_attention` merges the partial results, in float32 or float64, two by two
+    in the order of the keys. Results in 16 bits are rounded once, at the end.
 
     Determinism: the bits of a result depend on the chunks, not on the scheduler, its workers or threads.
 
     Memory: a task holds its chunks and one partial result. Nothing of size ``L * S``.
 
-    Dropout is not offered: the place of a weight among all decides whether it is dropped, and a chunk does
-    not know it.
+    There is no dropout: whether a weight is dropped depends on its place in the whole, which a chunk does not
+    know.
 
     Examples
     --------
@@ -180,16 +185,8 @@ def attention_backward(
 
     Parameters
     ----------
-    grad_out : dask.array.Array, shape (..., H, L, E)
-        The gradient with respect to `out`.
-    query, key, value : dask.array.Array
-        As in the forward call.
-    out : dask.array.Array, shape (..., H, L, E)
-        What `attention` returned.
-    lse : dask.array.Array, shape (..., H, L)
-        What it returned with ``return_lse=True``.
-    grad_lse : dask.array.Array, shape (..., H, L), optional
-        The gradient with respect to `lse`, where that is used as well.
+    grad_out, query, key, value, out, lse, grad_lse : dask.array.Array
+        As in `fastattn.attention_backward`.
     mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout
         As in the forward call.
     wrt : iterable of str, default ("query", "key", "value")
@@ -198,22 +195,21 @@ def attention_backward(
     Returns
     -------
     Gradients
-        A named tuple ``(query, key, value, bias, sinks)`` of Dask arrays, each of its argument's shape and
-        dtype, float64 for one of integers; None for what `wrt` does not name, and for bias and sinks.
+        As in `fastattn.attention_backward`, of Dask arrays; bias and sinks are None.
 
     Raises
     ------
     TypeError, ValueError
-        As `attention`; a `grad_out`, `out`, `lse` or `grad_lse` of another shape; a name in `wrt` that is
-        none of the three.
+        As in `attention`; for a `grad_out`, `out`, `lse` or `grad_lse` of another shape; for a name in `wrt`
+        that is none of the three.
 
     Notes
     -----
-    As `out` and `lse` are those over all keys, each chunk of queries and keys gives its share of the
-    gradients by itself. Shares are in float32 or float64 and are added two by two in the order of the
-    chunks, over items along which an argument is broadcast as well; 16-bit gradients are rounded once.
+    `out` and `lse` are those over all keys, so each chunk of queries and keys gives its share of the
+    gradients by itself. Shares are in float32 or float64. They are added two by two in the order of the
+    chunks, also over items along which an argument is broadcast. 16-bit gradients are rounded once.
 
-    Determinism: as of `attention`.
+    Determinism: as in `attention`.
 
     Examples
     --------
@@ -387,9 +383,9 @@ class _Call:
         """All that is known of the mask before the tasks run, and along which axes it varies."""
         lead, H, L, S = self.size
         if band is not None and is_late:
-            # The lengths are at most S: to the right of where S would end a row there is nothing.
+            # The lengths are at most S: no row reads further than it would with length S.
             band = band._replace(lengths=None, left=UNBOUNDED if band.at_end else band.left)
-        parts = [mask, None if band is None else of_band(band, L, S)]
+        parts = [mask, None if band is None else _of_band(band, L, S)]
         present = [part for part in parts if part is not None]
         self._mask = reduce(and_, present) if present else None
         self._found: dict[Index, list[_Block]] = {}
@@ -416,7 +412,7 @@ class _Call:
         else:
             index = {"key_lengths": tuple(items), "sinks": (heads,)}.get(name, rows)
         n_blocks = self.arrays[name].numblocks
-        # Where there is one chunk it is that of all, or of one item that stands for all.
+        # A single chunk holds all, or one item that is broadcast.
         own = zip(index[len(index) - len(n_blocks) :], n_blocks, strict=True)
         return tuple(0 if n == 1 else place for place, n in own)
 
@@ -443,7 +439,7 @@ class _Call:
             return []
         if self._mask is None:
             return [_Block(n, None) for n, size in enumerate(self.keys) if size]
-        # Rows which the mask does not tell apart are looked at once.
+        # Rows that the mask does not tell apart share one answer.
         place = (*(n if varies else 0 for n, varies in zip(rows, self._varies, strict=False)), rows[-1])
         if place not in self._found:
             self._found[place] = self._allowed_blocks(self._mask, rows, place)
@@ -455,7 +451,7 @@ class _Call:
         present = [n for n, size in enumerate(self.keys) if size]
         slices = [self._key_slices[n] for n in present]
         blocks = []
-        for n, keys, state in zip(present, slices, states_of_keys(mask, part, slices), strict=True):
+        for n, keys, state in zip(present, slices, _states_of_keys(mask, part, slices), strict=True):
             if state == EMPTY:
                 continue
             allowed: Any = None if state == FULL else mask._cut(part.of_keys(keys))
@@ -468,7 +464,7 @@ class _Call:
 
 
 def _stand_in(x: Any) -> Any:
-    """An array of the same shape and dtype in the place of a Dask array."""
+    """Zeros of the shape and dtype of a Dask array; other values as they are."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape) if isinstance(x, da.Array) else x
 
 
@@ -480,7 +476,7 @@ def _slices(sizes: tuple[int, ...]) -> list[slice]:
 def _whole_groups(
     heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Chunks of key/value heads and of query heads, divided where either are and no group is."""
+    """Chunks of key/value heads and of query heads: divided where either is, but never inside a group."""
     ends = {*accumulate(kv_heads), *(end // group for end in accumulate(heads) if group and end % group == 0)}
     sizes = tuple(np.diff(sorted({0, *ends})).tolist()) or (0,)
     return sizes, tuple(n * group for n in sizes)
@@ -527,17 +523,62 @@ def _array(
     return da.Array(HighLevelGraph(layers, dependencies), name, chunks, dtype=dtype)
 
 
+# Which keys a mask allows ---------------------------------------------------------------------------
+
+
+def _of_band(band: Band, L: int, S: int) -> Mask | None:
+    """A mask of what `causal`, `window` and `key_lengths` allow; None where they allow every key."""
+    offset = (S if band.lengths is None else band.lengths) - L if band.at_end else 0
+    parts: list[Mask] = []
+    if band.right != UNBOUNDED:
+        parts.append(Causal(offset=offset + band.right))
+    if band.left != UNBOUNDED:
+        parts.append(~Causal(offset=offset - band.left - 1))
+    if band.lengths is not None:
+        parts.append(KeyLengths(band.lengths))
+    return reduce(and_, parts) if parts else None
+
+
+def _states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
+    """EMPTY, PARTIAL or FULL for each chunk of keys, over all items, heads and queries of a part.
+
+    EMPTY is exact. FULL is exact for masks that lower to intervals; others may have PARTIAL in its place.
+    """
+    *lead, H, L = (cut.stop - cut.start for cut in (*part.items, part.heads, part.queries))
+
+    def bound(cut: slice) -> Node:
+        return mask._cut(part.of_keys(cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
+
+    if not keys:
+        return []
+    first, last = keys[0].start, keys[-1].stop
+    node = bound(slice(first, last))
+    if isinstance(node, Intervals):
+        start, stop = node.start + first, node.stop + first
+        return [interval_state(start, stop, cut.start, cut.stop) for cut in keys]
+    states = node.states(Grid(L, last - first))
+
+    def state_of(cut: slice) -> int:
+        """By the tiles that the chunk touches where they agree, else by its own."""
+        touched = states[..., (cut.start - first) // TILE_K : -((first - cut.stop) // TILE_K)]
+        for state in (EMPTY, FULL):
+            if (touched == state).all():
+                return state
+        return plane_state(bound(cut), L, cut.stop - cut.start)
+
+    return [state_of(cut) for cut in keys]
+
+
 # Tasks ---------------------------------------------------------------------------------------------
 
 
 def _attend(options: _Options, query: Any, key: Any, value: Any, *others: Any) -> Any:
     """Out and lse of one chunk of queries over one of keys."""
     *shared_inputs, sinks = others
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     out = None
     if options.is_stored:
-        lead = np.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         out = np.empty((*lead, *query.shape[-3:-1], value.shape[-1]), options.dtype)
-    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     shared = _shared_options(options, lead, *shared_inputs)
     return fastattn.attention(query, key, value, sinks=sinks, out=out, return_lse=True, **shared)
 
@@ -570,7 +611,7 @@ def _shared_options(
         masks.append(Dense(array))
     if options.band is not None and starts is not None and key_lengths is not None:
         lengths = check_key_lengths(key_lengths, lead, options.whole[1])
-        known = of_band(options.band._replace(lengths=lengths), *options.whole)
+        known = _of_band(options.band._replace(lengths=lengths), *options.whole)
         if known is not None:
             masks.append(known.shifted(*starts))
     return {

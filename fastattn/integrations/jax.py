@@ -1,7 +1,7 @@
 """`attention` on JAX arrays of the CPU, under ``jit``, ``grad`` and ``vmap``.
 
-The forward pass is a custom call of XLA's, by the C entry. Gradients and mask objects are callbacks into
-NumPy, and so is all where JAX's interface is one that this package does not know.
+The forward pass is a custom call of XLA, by the C entry. Gradients and calls with mask objects are callbacks
+into NumPy. So are all calls where JAX has an interface that this package does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastattn._call.arguments import as_mask, check_window
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 from fastattn.masks import Mask
 
 with extra("jax"):
@@ -29,7 +29,7 @@ try:
 
     jax.ffi.register_ffi_target("fastattn_attention", xla.handler, platform="cpu")
     _has_custom_call = True
-except (ImportError, RuntimeError):  # no kernels, or a JAX of which the interface is another
+except (ImportError, RuntimeError):  # no kernels, or a JAX with another interface
     _has_custom_call = False
 
 
@@ -50,12 +50,12 @@ def attention(
 ) -> jax.Array:
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
-    Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend;
-    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``, and a TypeError where
-    they are traced. Integers count as JAX's default float. What is wrong with shapes, dtypes and options is
-    raised when the call is traced; what only numbers show, as key lengths out of range, is raised by JAX when
-    it runs. A second derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``, which
-    needs ``jax.export.DisabledSafetyCheck.custom_call("fastattn_attention")`` among its `disabled_checks`.
+    Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend.
+    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``: it is a TypeError to
+    trace them. Integers count as JAX's default float. Wrong shapes, dtypes and options are raised when the
+    call is traced. JAX raises what only numbers show, as key lengths out of range, when it runs. A second
+    derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``. That function needs
+    ``jax.export.DisabledSafetyCheck.custom_call("fastattn_attention")`` among its `disabled_checks`.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def attention(
             )
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     if isinstance(mask, bool):
-        as_mask(mask, flat=False)  # which refuses it
+        as_mask(mask, flat=False)  # raises
     of_mask = mask if isinstance(mask, Mask) else None
     given |= {"mask": None if of_mask is not None else mask, "key_lengths": key_lengths}
     arrays: dict[str, Any] = {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
@@ -85,14 +85,14 @@ def attention(
     is_one_head = query.ndim == 2
     if is_one_head:
         query, key, value = query[None], key[None], value[None]
-    # With an axis for each one of the scores, so that what `vmap` puts in front is one more batch axis.
+    # With all axes of the scores, so that an axis which `vmap` adds in front is one more batch axis.
     bias, mask = (_with_axes(x, query.ndim) for x in (bias, mask))
     out = _attention(static, query, key, value, bias, sinks, mask, _with_axes(key_lengths, query.ndim - 3))
     return out[0] if is_one_head else out
 
 
 class _Static(NamedTuple):
-    """What is known when a function is traced."""
+    """The options that are known when a function is traced."""
 
     causal: bool | str
     window: tuple[int | None, int | None] | None
@@ -102,7 +102,7 @@ class _Static(NamedTuple):
 
 
 def _checked(static: _Static, arrays: dict[str, Any]) -> _Static:
-    """The options as numbers, after all checks that need no numbers of arrays."""
+    """The options as numbers, after all checks that do not read arrays."""
     for name, x in arrays.items():
         if x is not None and not all(isinstance(n, int) for n in x.shape):
             raise NotImplementedError(f"attention needs sizes that are numbers, got {name} {x.shape}")
@@ -119,7 +119,7 @@ def _floating(array: jax.Array) -> jax.Array:
 
 
 def _with_axes(array: Any, ndim: int) -> Any:
-    """An array with axes of 1 in front, as many as make it `ndim`."""
+    """An array with axes of 1 in front, `ndim` in all."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -131,7 +131,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 
 def _not_differentiable(function: Any) -> Any:
-    """A callback whose derivative, where one is asked for, is refused in our words."""
+    """A callback whose derivative is refused in our words."""
     wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
     wrapped.defjvp(_refuse)
     return wrapped
@@ -145,7 +145,7 @@ def _attention(static: _Static, *arrays: Any) -> jax.Array:
 
 @_not_differentiable
 def _forward(static: _Static, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """The output, and lse as the integers of its bits: -inf, without keys, is nothing for jax_debug_infs."""
+    """The output, and lse as integers of its bits, so that jax_debug_infs ignores the -inf of empty rows."""
     query, key, value = arrays[:3]
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     rows = (*lead, *query.shape[-3:-1])
@@ -187,7 +187,7 @@ def _custom_call(static: _Static, results: Any, *arrays: Any) -> Any:
 
 
 def _lengths(key_lengths: Any) -> Any:
-    """As the custom call takes them: it reads signed integers of 4 and 8 bytes."""
+    """In a dtype that the custom call reads: signed integers of 4 and 8 bytes."""
     if key_lengths is None or key_lengths.dtype in (jnp.int32, jnp.int64):
         return key_lengths
     return key_lengths.astype(int)
@@ -198,7 +198,7 @@ def _bound(bound: int | None) -> np.int64:
 
 
 def _forward_saving(static: _Static, *primals: Any) -> tuple[jax.Array, Any]:
-    """The output, and what the gradients need; keys of a dict, which no transformation changes, name them."""
+    """The output, and what the gradients need; keys of a dict name it, as no transformation changes them."""
     arrays = tuple(None if it is None else it.value for it in primals)
     wanted = [
         name for name, it in zip(DIFFERENTIABLE, primals, strict=False) if it is not None and it.perturbed
@@ -218,7 +218,7 @@ _attention.defvjp(_forward_saving, _backward, symbolic_zeros=True)
 
 @_not_differentiable
 def _gradients(static: tuple[_Static, tuple[str, ...]], *arrays: Any) -> tuple[jax.Array | None, ...]:
-    """Those by what the second of `static` names."""
+    """The gradients that the second of `static` names."""
     results = tuple(
         jax.ShapeDtypeStruct(x.shape, x.dtype) if name in static[1] else None
         for name, x in zip(DIFFERENTIABLE, arrays, strict=False)
@@ -250,10 +250,8 @@ def _call_backward(static: _Static, wrt: tuple[str, ...], *arrays: Any) -> Any:
 
 
 def _each(arrays: tuple[Any, ...]) -> Any:
-    """The arrays of each element of an axis that `vmap` added, where it gave the sinks one; else None.
-
-    A call takes sinks of one axis alone.
-    """
+    """The arrays of each element of an axis that `vmap` added to the sinks, which have one axis in a call;
+    None where it added none."""
     sinks = arrays[4]
     if sinks is None or sinks.ndim == 1:
         return None

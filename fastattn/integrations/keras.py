@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
     import keras
@@ -22,14 +21,14 @@ _keras_attention = nn.dot_product_attention
 def install() -> Callable[..., Any]:
     """Let ``keras.ops.dot_product_attention`` of the NumPy backend call `fastattn.attention`.
 
-    With it ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` and every model of them. It holds
-    for the process, until `uninstall`. Results are Keras's up to rounding, also for a query without a key to
-    attend to, which gets the mean of all values there.
+    ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` use it, and so does every model of them.
+    It holds for the process, until `uninstall`. Results are Keras's up to rounding. So a query without any
+    allowed key gets the mean of all values.
 
     Returns
     -------
     callable
-        What it replaced: Keras's own function, or whatever stood in its place.
+        The function that it replaced.
 
     Raises
     ------
@@ -68,7 +67,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` for the length of a ``with``, in all threads; afterwards all is as it was before."""
+    """`install` for the length of a ``with``, in all threads. The previous function is restored after it."""
     before = install()
     try:
         yield
@@ -90,7 +89,7 @@ def _dot_product_attention(
     """What Keras's function of this name returns, for (B, T, N, H) arrays."""
     query, key, value = map(nn.convert_to_tensor, (query, key, value))
     if flash_attention or query.ndim != 4 or not nn.backend.is_float_dtype(query.dtype):
-        # Its errors, and what it makes of integers.
+        # Keras's own errors, and its results for integers.
         return _keras_attention(query, key, value, bias, mask, scale, is_causal, flash_attention)
     dtype = nn.backend.result_type(query.dtype, key.dtype, value.dtype)
     with caller_names({"softcap": "attn_logits_soft_cap"}):

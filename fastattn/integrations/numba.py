@@ -13,7 +13,7 @@ import numpy as np
 import fastattn
 from fastattn._api import c_entry
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 
 with extra("numba"):
     from llvmlite import binding, ir
@@ -27,7 +27,7 @@ with extra("numba"):
 if TYPE_CHECKING:
     from fastattn._call.options import CausalRule
 
-#: What compiled code calls, found by name when it is loaded: an address would be wrong in the next process.
+#: Compiled code finds the C entry by this name when it is loaded. Cached code could not hold an address.
 _SYMBOL = "fastattn_attention_of_numba"
 
 _ARRAYS = ("query", "key", "value", "out", "lse", "mask", "bias", "key_lengths", "sinks")
@@ -77,10 +77,10 @@ def attention(
 
     Notes
     -----
-    A call of new sizes or strides takes the GIL for a moment. So code with ``prange`` needs ``nogil=True``:
-    else the thread that waits for the loop would hold the GIL for ever. That is noticed where the function
-    that calls has ``parallel=True``, and not where one further out has it. In ``prange`` each call may use
-    several threads; that does not change its bits.
+    A call with new sizes or strides takes the GIL for a moment. So code with ``prange`` needs ``nogil=True``:
+    else the thread that waits for the loop would hold the GIL for ever. This is checked for the function that
+    calls `attention`, not for those that call that one. In ``prange`` each call may use several threads, with
+    the same bits.
 
     Compiled code may be cached on disk. Outside of compiled code this is `fastattn.attention`.
 
@@ -100,12 +100,12 @@ def attention(
 
 
 def _init() -> None:
-    """What Numba calls by the entry point ``numba_extensions``: importing this module does the work."""
+    """The entry point ``numba_extensions``. Importing this module does the work."""
 
 
 @intrinsic
 def _attend(typing_context: Any, call: Any) -> Any:
-    """The return code of the C entry for a struct in an array, which lives until then."""
+    """The return code of the C entry for a struct in an array, which stays alive during the call."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         words = make_array(signature.args[0])(context, builder, arguments[0])

@@ -25,8 +25,7 @@ import numpy as np
 
 import fastattn
 from fastattn import masks
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("onnx"):
     from onnx.reference.op_run import OpRun
@@ -36,9 +35,9 @@ with extra("onnx"):
 class Attention(OpRun):
     """``Attention`` of opsets 23 to 25, with all four outputs.
 
-    Y is computed without an L by S matrix, in float32 where inputs are of 16 bits, whatever
-    ``softmax_precision`` says: at least as exact as ONNX's own. ``qk_matmul_output`` is such a matrix: a
-    graph that asks for it makes it be computed.
+    Y is computed without an L by S matrix, in float32 for 16-bit inputs. That is at least as exact as ONNX's
+    own, whatever ``softmax_precision`` says. Only for a graph with ``qk_matmul_output`` that matrix is
+    computed.
     """
 
     def _run(
@@ -104,7 +103,7 @@ class Attention(OpRun):
             return out.astype(Q.dtype, copy=False), K, V, scores.astype(Q.dtype, copy=False)
 
 
-#: What the operators call arguments of fastattn's functions. ONNX hides what a TypeError says.
+#: The operators' names of fastattn's arguments. A ValueError, as ONNX hides the text of a TypeError.
 _names_of_attention = partial(
     caller_names,
     {
@@ -119,7 +118,7 @@ _names_of_rope = partial(
 
 
 def _heads(x: np.ndarray, num_heads: int | None, name: str, attribute: str) -> np.ndarray:
-    """(B, H, L, D), which may come as (B, L, H * D): then as a view, by an attribute that says H."""
+    """(B, H, L, D) as it is, or a view of (B, L, H * D), with H from an attribute."""
     if x.ndim == 4:
         if num_heads and num_heads != x.shape[1]:
             raise ValueError(
@@ -164,7 +163,7 @@ def _masks(
     left: int | None,
     right: int | None,
 ) -> dict[str, Any]:
-    """What fastattn calls them. Query i stands at key ``i + past``, or else at the end of its item's keys."""
+    """fastattn's options. Query i is at key ``i + past``, or with `lengths` at the end of its item's keys."""
     options: dict[str, Any] = {}
     has_window = left is not None or right is not None
     if attn_mask is not None:
@@ -290,8 +289,7 @@ class TensorScatter(OpRun):
 
 
 class FlexAttention(_FlexAttention):
-    """The preview of ``FlexAttention``. A graph that changes scores or weights gets matrices of them, by
-    ONNX's own code."""
+    """The preview of ``FlexAttention``. ONNX's own code runs graphs that change scores or weights."""
 
     def _run(
         self,
@@ -316,8 +314,8 @@ class FlexAttention(_FlexAttention):
 #: Which inputs each update rule of `LinearAttention` needs beside query, key and value.
 _GATES = {"linear": set(), "gated": {"decay"}, "delta": {"beta"}, "gated_delta": {"decay", "beta"}}
 _CHUNK = 64  #: tokens
-_CHUNK_OF_COLUMNS = 16  #: where each column has its own decay, and each pair of tokens a row of them
-_NO_TRACE = -200.0  #: a decay that leaves nothing of any float32
+_CHUNK_OF_COLUMNS = 16  #: tokens where each column has its own decay
+_NO_TRACE = -200.0  #: a log decay that turns any float32 into 0
 
 
 class LinearAttention(OpRun):
@@ -376,7 +374,7 @@ class LinearAttention(OpRun):
             state = past_state.astype(np.float32)[:, :, None]
         chunk = _CHUNK if decay is None or decay.shape[-1] == 1 else _CHUNK_OF_COLUMNS
         if not all(np.isfinite(x).all() for x in (k, v, decay, beta) if x is not None):
-            chunk = 1  # the recurrence itself: what is nonfinite is not seen by earlier tokens
+            chunk = 1  # the recurrence itself, so that nonfinite numbers do not reach earlier tokens
         out = np.empty((*q.shape[:-1], E), query.dtype)
         for start in range(0, T, chunk):
             rows = np.s_[..., start : start + chunk, :]
@@ -395,10 +393,10 @@ def _advance(
     decay: np.ndarray | None,
     beta: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the queries of a chunk read, without the scale, and the state ``(..., D, E)`` after it.
+    """The outputs of a chunk, without the scale, and the state ``(..., D, E)`` after it.
 
-    The state at token t is ``kept(0, t) * state + sum_{s <= t} kept(s, t) * k_s v_s^T``; by a delta rule, v
-    is what is written after the state's own answer is taken off, which depends on the tokens before.
+    The state at token t is ``kept(0, t) * state + sum_{s <= t} kept(s, t) * k_s v_s^T``. By the delta rule
+    the state's own answer, which depends on the tokens before, is first subtracted from v.
     """
     if decay is None:
         from_start = to_end = np.ones((1, 1), np.float32)

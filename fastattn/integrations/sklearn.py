@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 import fastattn
-from fastattn.integrations._extras import extra
+from fastattn.integrations._common import extra
 from fastattn.masks import NotSelf
 
 with extra("sklearn"):
@@ -28,29 +28,29 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
     ----------
     bandwidth : float, array_like of shape (n_features,) or "leave_one_out", default 1.0
         The standard deviation of the Gaussian, of all features or of each. ``"leave_one_out"`` minimises the
-        weighted mean of the squared errors of predicting each sample from all others.
+        weighted mean squared error of predicting each sample from all others.
     per_feature : bool, default True
         Whether ``"leave_one_out"`` chooses a bandwidth for each feature, or one for all.
     max_steps : int, default 100
-        Of its search, L-BFGS-B on the logarithms of the bandwidths.
+        Of that search: L-BFGS-B on the logarithms of the bandwidths.
 
     Attributes
     ----------
     bandwidth_ : float or ndarray of shape (n_features,)
         The bandwidth that is used.
     leave_one_out_error_ : float
-        The least error, where that chose the bandwidth.
+        The least error, with ``"leave_one_out"``.
     n_features_in_, feature_names_in_
         As scikit-learn's.
 
     Notes
     -----
-    The gradients of the error are those of `fastattn.attention_backward`, so that a step of the search takes
-    no memory of the square of the number of samples either. The error may have several minima: the search
-    starts from the best of nine multiples of Scott's rule.
+    `fastattn.attention_backward` gives the gradients of the error, so no step of the search needs memory for
+    all pairs of samples. The error may have several minima: the search starts from the best of nine multiples
+    of Scott's rule.
 
-    Samples of weight 0 are as if they were not there. Two equal samples are not one of twice the weight to
-    ``"leave_one_out"``: each predicts the other.
+    Samples of weight 0 are ignored. For ``"leave_one_out"`` two equal samples differ from one of twice the
+    weight: each predicts the other.
 
     References
     ----------
@@ -253,7 +253,7 @@ def _shares(weights: np.ndarray) -> np.ndarray:
 
 
 def _in_units(array: np.ndarray, axis: int | None = None) -> tuple[np.ndarray, Any]:
-    """The array over a power of two near its largest magnitude, of all or along an axis; and that power."""
+    """The array divided by a power of two near its largest magnitude, of all or along an axis; that power."""
     unit = np.ldexp(1.0, np.frexp(np.abs(array).max(axis=axis))[1])
     return array / unit, unit
 
@@ -265,7 +265,7 @@ def _search(
     n, dim = X.shape
     if n < 2:
         raise ValueError(f"leave_one_out needs at least 2 samples with a weight, got n_samples = {n}")
-    # In units in which no square overflows, or is lost.
+    # In units in which no square overflows or underflows.
     X, unit_of_x = _in_units(X - X.mean(axis=0), axis=0)
     weights = _shares(weights)
     y, unit_of_y = _in_units(y - weights @ y)
@@ -276,7 +276,7 @@ def _search(
     unit = float(weights @ (y * y).sum(axis=1)) or 1.0
 
     def error(change: np.ndarray) -> tuple[float, np.ndarray]:
-        """Beside Scott's rule in logarithms, of one or of each; in units of the variance."""
+        """In units of the variance; `change` is the log of the bandwidths over Scott's rule."""
         value, slope = _leave_one_out(X, np.exp(log_scott - np.log(unit_of_x) + change), y, weights)
         return value / unit, (slope if per_feature else slope.sum(keepdims=True)) / unit
 
@@ -297,7 +297,7 @@ def _leave_one_out(
 ) -> tuple[float, np.ndarray]:
     """The error, and its gradient with respect to the logarithm of each bandwidth.
 
-    The gradient is made of products, whose rounding is ``eps * R**2`` for samples R bandwidths from the mean.
+    Products round the gradient by ``eps * R**2`` for samples R bandwidths from the mean.
     """
     predicted: Any = fastattn.kernel_regression(
         X, X, y, bandwidth=bandwidth, weights=weights, leave_one_out=True

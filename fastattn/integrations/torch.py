@@ -1,4 +1,4 @@
-"""`attention` on PyTorch tensors of the CPU, whose memory it reads as it is, with gradients by autograd."""
+"""`attention` on PyTorch tensors of the CPU, read in place, with gradients by autograd."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 
 import fastattn
 from fastattn._call.options import refusing
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import check_options
+from fastattn.integrations._common import check_options, extra
 from fastattn.masks import Mask
 
 with extra("torch"):
@@ -48,10 +47,10 @@ def attention(
     Raises
     ------
     TypeError
-        What is differentiable is no tensor, a tensor is not on the CPU, or an option requires a gradient.
+        One of the five is no tensor, a tensor is not on the CPU, or an option requires a gradient.
         `fastattn.attention` itself takes tensors of a GPU, without gradients.
     NotImplementedError
-        A derivative as above, or tensors without memory, as ``torch.export`` traces with.
+        A derivative as above, or tensors without memory, as in ``torch.export``.
 
     Examples
     --------
@@ -68,7 +67,7 @@ def attention(
     for name, x in options.items():
         if isinstance(x, torch.Tensor) and (x.requires_grad or unpack_dual(x).tangent is not None):
             raise TypeError(f"attention is not differentiable in {name}, which requires a gradient")
-    # A mask that is a tensor is saved with them: PyTorch notices when it is changed before the gradients.
+    # Saved with the others: PyTorch then notices if the mask is changed before the gradients are computed.
     given |= {"mask": mask, "key_lengths": key_lengths}
     options |= {name: x for name, x in given.items() if x is not None and not isinstance(x, torch.Tensor)}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -85,8 +84,7 @@ def attention(
 
 
 def _is_transformed(given: Iterable[Any]) -> bool:
-    """Whether autograd or torch.func is to see a function of the tensors among them, also in forward mode,
-    which is refused."""
+    """Whether autograd or torch.func follows one of the tensors, also in forward mode, which is refused."""
     return any(
         (x.requires_grad and torch.is_grad_enabled())
         or is_batchedtensor(x)
@@ -100,7 +98,7 @@ def _is_transformed(given: Iterable[Any]) -> bool:
 def _each(
     function: Any, info: Any, in_dims: Any, names: tuple[str, ...], options: dict[str, Any], *tensors: Any
 ) -> Any:
-    """The rule of vmap: `function` of one item after another, so that options mean what they mean alone."""
+    """The rule of vmap: `function` of one item after another, so that options keep their meaning."""
     _, of_options, *of_tensors = in_dims
 
     def item(x: Any, dim: Any, number: int) -> Any:
@@ -157,7 +155,7 @@ class _Attention(_WithoutForwardMode):
 
 
 class _AttentionBackward(_WithoutForwardMode):
-    """The gradients in a graph of their own, so that a second derivative is refused and never taken for 0."""
+    """The gradients as a function of their own: a second derivative is refused, not taken for 0."""
 
     @staticmethod
     def vmap(*given: Any) -> Any:
@@ -184,7 +182,7 @@ def _array(name: str, tensor: torch.Tensor) -> Any:
     try:
         tensor = tensor.detach().resolve_neg()
         array = tensor.view(torch.int16).numpy() if is_bfloat16 else tensor.numpy()
-    except RuntimeError as error:  # of a tensor that stands for others, as where PyTorch traces
+    except RuntimeError as error:  # a tensor without memory, as in a trace of PyTorch
         raise NotImplementedError(
             f"attention reads the memory of tensors, and here is none: {error}"
         ) from None

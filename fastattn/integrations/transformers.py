@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fastattn.integrations._extras import extra
-from fastattn.integrations._options import caller_names
+from fastattn.integrations._common import caller_names, extra
 
 with extra("transformers"):
     import torch
@@ -23,17 +22,17 @@ def register(name: str = "fastattn") -> None:
     """Let models of transformers take ``attn_implementation=name``, for tensors of the CPU.
 
     Results are those of ``"sdpa"`` up to rounding, with gradients, for every model that calls transformers'
-    ``AttentionInterface``: causal or not, with padding, grouped heads, caches, sliding windows and biases of
-    positions. Beside that, soft-caps (Gemma 2) and sinks of heads (gpt-oss), which ``"sdpa"`` has not.
-    Keys and values of grouped heads are read as they are, never repeated.
+    ``AttentionInterface``: causal or not, with padding, grouped heads, caches, sliding windows and position
+    biases. Unlike ``"sdpa"`` it has soft-caps (Gemma 2) and sinks of heads (gpt-oss). Keys and values of
+    grouped heads are never repeated.
 
     Notes
     -----
-    The masks are those of ``"sdpa"``: none where causality or nothing says it all, else bool; of models that
-    change masks themselves, floats. Dropout in training takes its seed from ``torch.manual_seed``. Attention
-    weights (``output_attentions=True``) are a ValueError, and so is attention over chosen keys or with sinks
-    of each query, which a few models have; tensors of a GPU are a TypeError. Models whose attention is their
-    own code (MPNet, Falcon, BLOOM) keep it, without a word. Under ``torch.compile`` the graph is broken here.
+    Masks are those of ``"sdpa"``: bool, or none where causality suffices or all keys are allowed. Models that
+    change masks themselves get floats. Dropout in training takes its seed from ``torch.manual_seed``. These
+    are a ValueError: attention weights (``output_attentions=True``), and what a few models have, attention
+    over chosen keys and sinks of each query. Tensors of a GPU are a TypeError. Models with attention code of
+    their own (MPNet, Falcon, BLOOM) keep it silently. ``torch.compile`` breaks its graph here.
 
     Examples
     --------
@@ -61,8 +60,8 @@ def _attention_mask(
 ) -> torch.Tensor | None:
     """The (B, 1, L, S) mask of a model: bool, or floats where the model itself may add it to scores.
 
-    None stands for no mask, and in a causal layer for ``"bottom_right"``: a model may drop all but the last
-    queries once the mask is made. So a static cache with keys yet to come needs a mask.
+    None means no mask, and in a causal layer ``"bottom_right"``, as a model may drop all but the last queries
+    after the mask is made. So a static cache, whose last keys are not filled yet, needs a mask.
     """
     given |= {"q_length": q_length, "kv_length": kv_length, "config": config}
     if not _leaves_masks_alone(config):
@@ -73,7 +72,7 @@ def _attention_mask(
 def _leaves_masks_alone(config: Any) -> bool:
     """Whether a model only hands masks on to `AttentionInterface`, as flash attention and sdpa demand.
 
-    Others take all that is neither for ``"eager"``, whose masks are added.
+    Other models add masks to scores, unless the implementation is one of these two.
     """
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     names = vars(sys.modules.get(name, torch))
@@ -111,7 +110,7 @@ def _attention_forward(
         mask = None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    # A mask says all, and one query sees the whole cache.
+    # A mask includes causality. A single query sees the whole cache.
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     names = {"mask": "attention_mask", "scale": "scaling", "sinks": "s_aux"}
     names["bias"] = "attention_mask" if position_bias is None else "position_bias"

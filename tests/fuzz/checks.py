@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import fastattn
-from fastattn._call import schedule
+from fastattn._machine import constants
 from fastattn.backends.cython import backend as cython_backend
 from tests.fuzz import oracle
 from tests.fuzz.build import _NORMAL, BFLOAT16, Array, Case, GuardedOut, integers, numbers
@@ -22,7 +22,7 @@ from tests.naive import allowed_keys, formula
 from tests.tolerances import ROUNDINGS, assert_gradients, computes_as_upcast
 
 NAMES = ("out", "lse", "weights")
-_SMALL_WORK = schedule.SMALL_WORK
+_SMALL_WORK = constants.SMALL_WORK
 SHIFT = 40  #: by this power of two are values near the largest number divided, where they have to be
 #: What a call that is refused may raise.
 REFUSALS = (ValueError, TypeError, fastattn.BackendError)
@@ -64,7 +64,7 @@ def check(record: Record) -> None:
     """Raises `Failure` where the package does not do as it must; anything else that is raised is one, too."""
     with np.errstate(all="ignore"):
         try:
-            schedule.SMALL_WORK = 0 if record.get("threaded") else _SMALL_WORK
+            constants.SMALL_WORK = 0 if record.get("threaded") else _SMALL_WORK
             _KINDS[record["kind"]](record, Engine(record["engine"]))
         except Failure:
             raise

@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from fastattn._call import schedule
+from fastattn._machine import constants
 from tests.fuzz import checks
 from tests.fuzz.records import Record, draw
 from tests.fuzz.shrink import shrink
@@ -48,7 +48,7 @@ def _origin(failure: BaseException) -> str:
 def prepare() -> None:
     """What every process does first that runs cases."""
     # As in tests/conftest.py: the fused sweep computes all that its kernels can, also where it is not faster.
-    schedule.FUSED_LEAST_GAIN = 0.0
+    constants.FUSED_LEAST_GAIN = 0.0
     warnings.simplefilter("ignore")
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)  # cases leave little behind, and a search for it takes as long as a few

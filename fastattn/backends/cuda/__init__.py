@@ -9,16 +9,17 @@ A block of threads takes a tile of query rows of one key/value head and walks ov
 - *accumulate*: values go through shared memory a few keys at a time, and each thread adds up its rows and
   columns.
 
-Tiles that no row may read are skipped: by the rows' intervals, by the mask map, and where neither says so by
-asking the mask, array or function, ahead of the scores.
+Tiles that no row may read are skipped. The rows' intervals or the mask map tell, or else the mask array or
+function, which is read before the scores.
 
 Few query rows leave most of a GPU idle, so several blocks share their keys (Flash-Decoding).
 `kernel.merge_kernel` merges the partial results and divides by the sums of the weights.
 
-`form` says how a kernel is cut for a problem. `blocks` finds the rows and keys of a block, `mask_tile` which
-keys each row may attend to, `stages` has the three stages, `tiles` what they do with registers and shared
-memory, and `functions` makes device functions of the caller's. `engine` starts the kernels on a `stream`,
-which has the memory; `combine` is `merge_attention`.
+`form` chooses a specialisation of the kernels and its tiles for a problem. `blocks` finds the rows and keys
+of a block, `mask_tile` the keys that each row may attend to. `stages` has the three stages, `tiles` what they
+do with registers and shared memory, `epilogue` what changes scores. `functions` turns the caller's functions
+into device functions. `engine` starts the kernels on a `stream`, which owns the memory. `combine` is
+`merge_attention`.
 
 Multiply-adds are those of the dtype: no tensor core, no TF32.
 """

@@ -1,4 +1,4 @@
-"""Where a block of threads finds everything: its query rows, and which keys they may attend to.
+"""What a block of threads works on: its query rows, and the keys that they may attend to.
 
 Each function makes the device function of its name, for a specialisation or its shape; its docstring is that
 of the device function. sizes, cut, masks and q_view are as in `kernel.attend_kernel`; mask_views are those of
@@ -16,20 +16,17 @@ from fastattn.backends.cuda.tiles import Thread, U
 
 
 class Block(NamedTuple):
-    """What a block of threads is to do.
-
-    It takes a tile of the query rows that read one key/value head, and a tile of the value's columns, over a
-    split of the keys.
-    """
+    """The task of a block of threads: a tile of the query rows that read one key/value head, and a tile of
+    the value's columns, over a split of the keys."""
 
     item: int
-    named_item: int  #: the number that the caller's functions know the item by
+    named_item: int  #: the item's number for the caller's functions
     kv_head: int
     group: int  #: query heads that read the key/value head
     split: int
     column_tile: int
     row0: int  #: first row of the tile, among those of all query heads that read the key/value head
-    n_rows: int  #: of these
+    n_rows: int  #: how many these are
     column0: int  #: first column of the values
 
 
@@ -44,10 +41,8 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """No row of a block may attend to a key outside of low .. high - 1.
-
-    As far as intervals say, all rows may attend to all of all_start .. all_stop - 1.
-    """
+    """No row of a block may attend to a key outside of low .. high - 1. The intervals of all its rows contain
+    all_start .. all_stop - 1."""
 
     low: int
     high: int
@@ -80,7 +75,7 @@ def find_block(shape: Shape) -> Any:
         column_tile, rest = rest % n_column_tiles, rest // n_column_tiles
         split, rest = rest % n_splits, rest // n_splits
         item, rest = rest % batch, rest // batch
-        row0 = (n_tiles - 1 - rest) * TILE_ROWS  # the last first: under a causal mask they have most to do
+        row0 = (n_tiles - 1 - rest) * TILE_ROWS  # the last first: a causal mask leaves them the most keys
         group = num_heads // num_kv_heads
         return Block(
             item, first_item + item, kv_head, group, split, column_tile, row0, group * len_q,

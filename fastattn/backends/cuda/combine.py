@@ -1,4 +1,4 @@
-"""`merge_attention` of arrays on a GPU: pieces are combined one after another, in float64."""
+"""`merge_attention` of arrays on a GPU: pieces are merged one after another, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ U = np.uint64
 
 
 def combine(pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray) -> None:
-    """Makes `out` and `lse`: what the pieces, each an out and its lse, are together."""
+    """Makes `out` and `lse`, the merged pieces; each piece is an out and its lse."""
     with caller_stream(pieces[0][0]) as stream:
         stream.make(out.memory)
         stream.make(lse.memory)
@@ -47,7 +47,7 @@ def _fold(stream: Stream, pieces: list[tuple[DeviceArray, DeviceArray]], results
 
 
 def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int) -> None:
-    """Launches for an out and lse, another out and lse, and what they are together."""
+    """Launches the merge of two pieces; `views` are their out and lse, and those of the result."""
     views = [view.with_axes(max(0, 3 - len(rows))) for view in views]
     rows = (1,) * (3 - len(rows)) + rows
     inner = rows[-3:]
@@ -62,7 +62,7 @@ def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int)
 @cache
 def combine_kernel() -> Any:
     """``combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns)``: a thread for each column
-    of three axes of rows. What has been combined already is a, and a piece b."""
+    of three axes of rows. a: what is merged already; b: a piece."""
     EMPTY = -math.inf
 
     def combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns):
@@ -87,7 +87,7 @@ def combine_kernel() -> Any:
         total = weight_a + weight_b
         if columns > 0:
             acc = weight_a * out_a[U(at_a + column * views[0][4])]
-            # A piece without keys has nothing to say, whatever its out holds; what comes of it is 0.
+            # A piece without keys is ignored, whatever its out holds.
             if b != EMPTY:
                 acc += weight_b * out_b[U(at_b + column * views[2][4])]
             out[U(at_out + column * views[4][4])] = acc if total == 0.0 else acc / total

@@ -1,4 +1,4 @@
-"""From a problem to launches: arrays to the device, the forms of the kernels, and results back."""
+"""From a problem to launches: arrays to the device, the specialisation of the kernels, results back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
         return stream.view(array) if isinstance(array, DeviceArray) else stream.upload(array, kind)
 
     def result(array: Any, shape: tuple[int, ...]) -> View:
-        """Where it is written: in its place, or where the host fetches it from."""
+        """Where kernels write it: in place, or where the host copies it from."""
         return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
 
     mask_map = problem.mask_map
@@ -75,7 +75,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
-    # Times log2(e), a large scale or soft-cap would make infinite what is not.
+    # A large scale or soft-cap times log2(e) could overflow.
     is_natural = (
         needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
     )

@@ -1,4 +1,4 @@
-"""The epilogues of a tile of scores: what is done to raw scores before the softmax, in the order of
+"""The epilogues of a tile of scores: what changes raw scores before the softmax, in the order of
 `fastattn.backends.cpu.fields.EPILOGUES`.
 
 Each function makes the device function of its name for a specialisation; its docstring is that of the device
@@ -19,7 +19,7 @@ from fastattn.backends.cuda.tiles import U, place
 
 
 def modify_scores(form: Form, score_mod: Any) -> Any:
-    """s = scale * s, then softcap * tanh(s / softcap), then what the caller's function makes of it."""
+    """s = scale * s, then softcap * tanh(s / softcap), then the caller's function of it."""
     real, shape = form.real, form.shape
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     HAS_SOFTCAP, HAS_SCORE_MOD = form.has_softcap, form.has_score_mod
@@ -37,7 +37,7 @@ def modify_scores(form: Form, score_mod: Any) -> Any:
                 row = in_tile(i, thread.y, THREADS_Q)
                 head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
                 for c in range(KEYS):
-                    # Past the last key it is given that one: `aux` may have nothing beyond.
+                    # Past the last key it gets that one's index: `aux` may be no longer.
                     key = min(key0 + in_tile(c, thread.x, THREADS_K), len_k - 1)
                     s[i, c] = real(score_mod(s[i, c], block.named_item, head, query, key, *aux))
 
@@ -45,7 +45,7 @@ def modify_scores(form: Form, score_mod: Any) -> Any:
 
 
 def mask_scores(form: Form) -> Any:
-    """s += bias, then -inf where that is -inf, or where the score's bit of `allowed` is 0."""
+    """s += bias, and -inf where the bias is -inf or the score's bit of `allowed` is 0."""
     real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     MASKED = real(-math.inf)

@@ -1,4 +1,4 @@
-"""How a kernel is cut: its tiles, its threads, and its parts. One is compiled for each form."""
+"""The specialisation of a kernel (`Form`), and the shape of its tiles. Each is compiled once."""
 
 from __future__ import annotations
 
@@ -62,14 +62,13 @@ class Form(NamedTuple):
         return np.float32 if self.dtype == "float32" else np.float64
 
 
-# A multiply-add needs its operands from shared memory, which gives a warp 32 elements in the time of one: 8
-# x 8 sums of a thread take 16 elements for 64 multiply-adds. Those and the sums of the output are all
-# that fits into 255 registers, and so two blocks of 128 threads are on a processor. Static shared memory is
-# 48 KB: the weights of a tile take most of it, and queries and keys, which are dead by then, share its place;
-# 8 keys of 128 columns are what is left for values. In machine code for sm_90 (ptxas 13.0) four lines of
-# products are 288 instructions for 256 multiply-adds, and of all instructions of a plain float32 call about
-# 74 % are multiply-adds: no more than that share of the peak can come of it. Nothing was measured, as no
-# GPU was at hand.
+# Shared memory gives a warp 32 elements in the time of one multiply-add: 8 x 8 sums of a thread take 16
+# elements for 64 multiply-adds. These sums and those of the output fill the 255 registers, so a processor
+# holds two blocks of 128 threads. Static shared memory is 48 KB. The weights of a tile take most of it, in
+# the place of queries and keys, which are no longer needed; 8 keys of 128 columns fit into the rest. In
+# machine code for sm_90 (ptxas 13.0) four lines of products are 288 instructions for 256 multiply-adds. About
+# 74 % of all instructions of a plain float32 call are multiply-adds, which bounds its share of the peak.
+# Nothing was measured, as no GPU was at hand.
 SHAPES = {
     ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 2),
     ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 2),
@@ -77,15 +76,15 @@ SHAPES = {
     ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2),
 }
 
-# With few rows memory is the limit: each thread has one key, and the threads stand in a row.
+# With few rows memory is the limit: each thread has one key, and a block is one row of threads.
 FEW_ROWS = 8
 FEW_SHAPES = {
     "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 1),
     "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 1),
 }
 
-# Keys of few rows that one block takes, whole tiles of every shape. A constant, so that bits depend on
-# nothing else of the problem; not measured either.
+# Keys of a block for few rows, whole tiles of every shape. A constant, so that no other size of the problem
+# changes bits. Not measured either.
 SPLIT_KEYS = 1024
 
 # In the simulator a thread is one of Python's.
@@ -108,7 +107,7 @@ def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) ->
 
 
 def keys_of_a_split(head_rows: int, len_k: int, simulated: bool) -> int:
-    """How many keys a block takes: all, but where the rows alone would leave most of a GPU idle."""
+    """How many keys a block takes: all, unless the rows alone would leave most of a GPU idle."""
     if head_rows > FEW_ROWS:
         return max(len_k, 1)
     return SIMULATED_SPLIT_KEYS if simulated else SPLIT_KEYS

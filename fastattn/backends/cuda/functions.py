@@ -21,10 +21,10 @@ _compiled = Kept(MAX_LOOPS)
 
 
 def device_function(kind: str, mod: Mod, dtype: np.dtype) -> Any:
-    """A score_mod or mask_mod for kernels to call, the same one for functions that do the same.
+    """A score_mod or mask_mod for kernels to call; one for all functions that do the same.
 
-    In a score_mod of float32 numbers with a point that stand in the code are float32. Beside integers Numba
-    computes in float64, as NumPy does with arrays of them. What is captured is compiled in.
+    Floats in the code of a score_mod of float32 are float32. Beside integers Numba computes in float64, as
+    NumPy does with arrays. Captured values are compiled in.
 
     Raises
     ------
@@ -53,8 +53,7 @@ def _token(captured: Any) -> Any:
 def check_indices(kind: str, mod: Mod, dtype: np.dtype, sizes: tuple[int, ...]) -> None:
     """IndexError where the function reads outside of `aux` for the first or the last of each index.
 
-    That is all that is checked: in a kernel there is nobody to raise to. It sees zeros in the place of what
-    arrays hold.
+    Nothing else is checked, as a kernel cannot raise. The function reads arrays of zeros.
     """
     if not mod.aux or 0 in sizes:
         return
@@ -74,7 +73,7 @@ def _on_device(function: Any, dtype: np.dtype) -> Any:
     code = plain.__code__
 
     def found(value: Any) -> Any:
-        """What it calls must be on the device, too."""
+        """Functions that it calls become device functions, too."""
         is_called = as_function(value) is not None and value is not function
         return _on_device(value, dtype) if is_called else value
 

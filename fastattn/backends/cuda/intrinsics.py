@@ -1,7 +1,7 @@
-"""What Numba has no word for: loads of 16 bytes, the hardware's power of two and maximum.
+"""What Numba cannot express: loads of 16 bytes, the hardware's power of two and maximum.
 
-In the simulator each is a function of Python's that does the same. What only numba-cuda has is imported where
-it is used, as Numba's own CUDA target stands in its place where that is not installed.
+In the simulator each is a Python function with the same result. What only numba-cuda has is imported inside
+functions: without it, Numba's own CUDA target takes its place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from numba import config, cuda
 
 @cache
 def vector_fetch(count: int) -> Any:
-    """``fetch(array, at, staged, to)``: so many elements that lie together, at a multiple of 16 bytes, in one
-    load."""
+    """``fetch(array, at, staged, to)``: `count` adjacent elements, at a multiple of 16 bytes, in one load."""
     if config.ENABLE_CUDASIM:
 
         @cuda.jit(device=True)
@@ -52,8 +51,8 @@ def vector_fetch(count: int) -> Any:
 
 @cache
 def power_of_two(dtype: str) -> Any:
-    """``exp2(x)``. In float32 it is the hardware's own, to 2 ULP, with 0 for what is below the normal
-    numbers: of a weight beside one of 1 that is nothing."""
+    """``exp2(x)``. In float32 it is the hardware's, to 2 ULP, and 0 below the normal numbers: nothing, beside
+    the weight 1 that each row has."""
     real = np.dtype(dtype).type
     if config.ENABLE_CUDASIM or dtype == "float64":
 
@@ -67,7 +66,7 @@ def power_of_two(dtype: str) -> Any:
 
 @cache
 def larger(dtype: str) -> Any:
-    """``larger(x, y)``, where a NaN is passed over."""
+    """``larger(x, y)``, which ignores a NaN."""
     if config.ENABLE_CUDASIM:
 
         @cuda.jit(device=True)

@@ -1,8 +1,8 @@
 """The kernels: `attend`, which is score, softmax and accumulate over tiles of keys, and `merge`. See the
 package's docstring.
 
-Arrays come as all their memory in a row, with where they begin and their strides in elements: an index is
-then a sum.
+Each array is passed as its flat memory, its first element's place and its strides in elements: an index is a
+sum.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
 
     masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. aux: what the functions read. sizes: B,
     H, K, L, S, D, E. cut: query tiles, tiles of the value's columns, splits of the keys, keys of a split,
-    and which number the functions give the first item. views: where the array begins and its four strides,
-    of q, k, v, start, stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L, E)`` and lse ``(B, H,
-    L)``. scale: times log2(e) unless the scores are natural. What a specialisation has not is never read;
-    other dtypes than its own are converted as they are read.
+    and the functions' number of the first item. views: the beginning and four strides of q, k, v, start,
+    stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L, E)`` and lse ``(B, H, L)``. scale: times
+    log2(e) unless the scores are natural. Arguments absent from this specialisation are ignored. Other dtypes
+    are converted as they are read.
 
     There is a block of threads for each query tile, tile of columns, key/value head, split and batch item.
-    row_max and row_sum, without gaps, take what the weights are relative to, and their sums. For partial
-    results they are ``(splits, B, H, L)``, without sinks, and `out`, ``(splits, B, H, L, E)`` without gaps,
-    takes sums of weights times values. A specialisation for weights reads them instead, and writes the
-    softmax to `out`, which is ``(B, H, L, S)`` and holds zeros.
+    row_max and row_sum, contiguous, receive the maxima that weights are relative to, and the sums of weights.
+    For partial results these are ``(splits, B, H, L)``, without sinks, and `out`, contiguous ``(splits, B, H,
+    L, E)``, receives sums of weights times values. A specialisation for weights reads row_max and row_sum,
+    and writes the softmax to `out`, which is ``(B, H, L, S)`` and holds zeros.
     """
     real, shape = form.real, form.shape
     ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
@@ -90,7 +90,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         to_v = v_view[0] + block.item * v_view[1] + block.kv_head * v_view[2]
         for key0 in range(keys.low // TILE_KEYS * TILE_KEYS, keys.high, TILE_KEYS):
             n_keys = min(TILE_KEYS, keys.high - key0)
-            # Whether all rows may attend to all keys, as far as intervals say, and as far as all else says.
+            # Whether all rows may attend to all keys: by intervals alone, and by all masks.
             is_inside = n_keys == TILE_KEYS and keys.all_start <= key0 and key0 + TILE_KEYS <= keys.all_stop
             is_full = is_inside
             if HAS_BIAS or HAS_BITS:
@@ -180,7 +180,7 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
                 acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
         if value_dim > 0:
             line = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
-            # With + 0 for a zero of either sign, as in `attend`.
+            # + 0 turns -0 into 0, as in `attend`.
             out[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
         if column == 0:
             row_max[U(row)], row_sum[U(row)] = base, whole_sum

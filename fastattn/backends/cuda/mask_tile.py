@@ -1,4 +1,4 @@
-"""One tile of keys: which of them each row may attend to. The only part of the kernel that knows masks.
+"""One tile of keys: which of them each row may attend to. No other part of the kernel knows masks.
 
 Each function makes the device function of its name for a specialisation; its docstring is that of the device
 function. The tile begins at key0. masks and aux are as in `kernel.attend_kernel`; mask_views, rows, block,
@@ -62,9 +62,9 @@ def is_allowed(form: Form) -> Any:
 
 
 def allowed_bits(form: Form, mask_mod: Any) -> Any:
-    """Which of a thread's scores count, a bit for each, row by row.
+    """Which of a thread's scores are allowed: a bit for each, row by row.
 
-    Bits, as a loop that is not unrolled cannot touch what is in registers.
+    Bits, because this loop is not unrolled and so cannot index registers.
     """
     shape, HAS_MASK_MOD = form.shape, form.has_mask_mod
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k

@@ -36,16 +36,14 @@ def power(dtype: str, is_natural: bool) -> Any:
 
 
 def natural_unit(dtype: str, is_natural: bool) -> Any:
-    """What turns scores into natural logarithms; sinks always are."""
+    """The factor that turns scores into natural units, which sinks always have."""
     return np.dtype(dtype).type(1 if is_natural else math.log(2))
 
 
 @cache
 def softmax_base(dtype: str) -> Any:
-    """What weights are relative to in a row with the maximum `top`.
-
-    That is 0 for an empty row, as -inf less -inf would be NaN.
-    """
+    """The score that the weights of a row with the maximum `top` are relative to: 0 for an empty row, as
+    -inf less -inf would be NaN."""
     real = np.dtype(dtype).type
     ZERO, MASKED = real(0), real(-math.inf)
 
@@ -116,17 +114,14 @@ def score(form: Form) -> Any:
 def softmax(form: Form) -> Any:
     """One step of the online softmax.
 
-    row_max takes in the scores, s becomes the weights power(s - row_max), acc and row_sum are rescaled to the
-    new row_max, and row_sum takes in the weights of the thread's own keys. Scores of -inf give exactly 0,
-    also while row_max is -inf. tile_max has room for a maximum per row.
+    row_max is updated with the scores. s becomes the weights power(s - row_max). acc and row_sum are rescaled
+    to the new row_max; the weights of the thread's own keys are added to row_sum. Scores of -inf give exactly
+    0, also while row_max is -inf. tile_max has room for a maximum per row.
     """
     shape, ZERO, MASKED = form.shape, form.real(0), form.real(-math.inf)
     ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
-    weigh, larger_one, base_of = (
-        power(form.dtype, form.is_natural),
-        larger(form.dtype),
-        softmax_base(form.dtype),
-    )
+    weigh, base_of = power(form.dtype, form.is_natural), softmax_base(form.dtype)
+    larger_one = larger(form.dtype)
     largest = tiles.reduce_rows(shape, larger_one)
 
     @cuda.jit(device=True)
@@ -155,7 +150,7 @@ def softmax(form: Form) -> Any:
 def put_weights(form: Form) -> Any:
     """Puts the weights into shared memory, transposed.
 
-    In a partial tile those with a bit in `masked` become -0, which no other weight is.
+    In a partial tile, weights with a bit in `masked` become -0. No other weight is -0.
     """
     shape, Q_LINE, MINUS_ZERO = form.shape, layout(form.shape).q_line, form.real(-0.0)
     ROWS, KEYS, VECTOR = shape.rows, shape.keys, shape.vector
@@ -180,7 +175,7 @@ def put_weights(form: Form) -> Any:
 def add_nonfinite_values(form: Form) -> Any:
     """`add_values` for a piece of a partial tile with nonfinite values: masked weights add nothing.
 
-    So rows that may not read a nonfinite value do not see it. A thread's weights begin at own_rows, its
+    A nonfinite value thus reaches no row that may not read it. A thread's weights begin at own_rows, its
     values at own_columns.
     """
     shape, Q_LINE, ZERO = form.shape, layout(form.shape).q_line, form.real(0)
@@ -204,8 +199,8 @@ def add_nonfinite_values(form: Form) -> Any:
 def accumulate(form: Form) -> Any:
     """O += P V, `value_keys` keys at a time.
 
-    The first of the tile's n_keys keys begins at at_v, and the first piece of values has been fetched;
-    `nonfinite` is 1 if any of that is, else 0. v and v_view are as in `kernel.attend_kernel`.
+    The first of the tile's n_keys keys begins at at_v. The first piece of values is fetched already;
+    `nonfinite` is 1 if it holds a nonfinite value, else 0. v and v_view are as in `kernel.attend_kernel`.
     """
     shape, where = form.shape, layout(form.shape)
     TILE_KEYS, VALUE_KEYS, VECTOR, BUFFERS = shape.tile_k, shape.value_keys, shape.vector, shape.buffers

@@ -25,7 +25,7 @@ LEGACY_DEFAULT, PER_THREAD_DEFAULT = 1, 2
 
 
 class View(NamedTuple):
-    """An array on the device: all its memory in a row, and where its elements are in that."""
+    """An array on the device: its flat memory, and the places of its elements in that."""
 
     flat: Any
     start: int
@@ -38,8 +38,8 @@ class View(NamedTuple):
         return View(self.flat, start, self.shape[len(outer) :], self.strides[len(outer) :])
 
     def is_packed(self, dtype: np.dtype, span: int) -> bool:
-        """Whether it is of this dtype, and all its lines lie in whole spans, at addresses that a load of one
-        needs."""
+        """Whether it has this dtype, and each row consists of whole spans at addresses that are multiples of
+        a span."""
         rows = (self.start, *self.strides[:-1])
         return (
             self.flat.dtype == dtype
@@ -49,7 +49,7 @@ class View(NamedTuple):
         )
 
     def with_axes(self, count: int) -> View:
-        """With as many more axes of one element in front."""
+        """With `count` more axes of length 1 in front."""
         return View(self.flat, self.start, (1,) * count + self.shape, (0,) * count + self.strides)
 
     def words(self) -> tuple[int, int, int, int, int]:
@@ -82,14 +82,14 @@ class Stream:
         return View(self.empty(math.prod(shape), dtype, filled_with_zeros), 0, shape, strides)
 
     def nothing(self, dtype: Any, axes: int) -> View:
-        """In the place of an array that is not there; never read."""
+        """Stands for an absent array; never read."""
         dtype = _kept(np.dtype(dtype))
         if dtype not in self._nothing:
             self._nothing[dtype] = self.empty(1, dtype)
         return View(self._nothing[dtype], 0, (1,) * axes, (0,) * axes)
 
     def upload(self, array: np.ndarray, dtype: Any) -> View:
-        """A copy that is as large as the array's memory, not as its broadcast shape."""
+        """A copy, as large as the array's memory rather than its broadcast shape."""
         stored = array[tuple(slice(None) if stride else slice(0, 1) for stride in array.strides)]
         stored = np.asarray(stored, dtype, order="C")
         stored = stored.view(_kept(stored.dtype))
@@ -103,7 +103,7 @@ class Stream:
         return View(flat, 0, array.shape, strides)
 
     def download(self, flat: Any, out: np.ndarray) -> None:
-        """Fills `out` from the beginning of a flat array, when all that is on the stream is done."""
+        """Fills `out` from the beginning of a flat array, after all work on the stream."""
         host = flat.copy_to_host(stream=self.launch)
         self._synchronize()
         out[...] = host[: out.size].reshape(out.shape)
@@ -122,7 +122,7 @@ class Stream:
         return View(flat, before, array.shape, tuple(steps))
 
     def argument(self, value: Any) -> Any:
-        """What a caller's function reads, with its axes: an array on the device, or a number as it is."""
+        """What a caller's function reads: an array on the device with its axes, or a number as it is."""
         if isinstance(value, DeviceArray):
             memory = value.memory
             return self._array(memory.address or 0, value.shape, value.stored, memory.owner, value.strides)
@@ -137,9 +137,9 @@ class Stream:
         memory.address, memory.owner = self._allocate(nbytes, filled_with_zeros)
 
     def hand_over(self, memory: Memory) -> None:
-        """Makes of the memory what the caller gets: an array of the library that ``memory.like`` belongs to,
-        where that takes DLPack, or else Numba's. All that fills it must be on the stream: the library's own
-        stream is made to wait for that."""
+        """Turns the memory into the caller's result: an array of the library of ``memory.like`` if that takes
+        DLPack, else Numba's. The work that fills it must be on the stream already: the library's own stream
+        waits for it."""
         shape, dtype, from_dlpack = memory.shape, np.dtype(memory.dtype), from_dlpack_of(memory.like)
         if from_dlpack is None:
             bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
@@ -148,7 +148,7 @@ class Stream:
             memory.owner = from_dlpack(self._exported(memory.owner, shape, dtype))
 
     def wait_for(self, memory: Memory) -> None:
-        """Lets the stream go on when the memory's library has filled it; the host does not wait."""
+        """Makes the stream wait until the memory's library has filled it. The host does not wait."""
         if memory.stream is not None:
             if memory.stream != self.number:
                 self._core_stream.wait(_core_stream(memory.stream))
@@ -159,7 +159,7 @@ class Stream:
         self.launch.synchronize()
 
     def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
-        """The address of memory, and what it lives as long as."""
+        """The address of new memory, and its owner, which must live as long."""
         buffer = self._pool.allocate(nbytes, stream=self._core_stream)
         if filled_with_zeros:
             buffer.fill(0, stream=self._core_stream)
@@ -174,15 +174,11 @@ class Stream:
         strides: tuple[int, ...] | None = None,
         bound: int | None = None,
     ) -> Any:
-        """Numba's array of memory that is there, perhaps bound to a stream."""
+        """Numba's array of existing memory, perhaps bound to a stream."""
         description = {
-            "shape": shape,
-            "strides": strides,
-            "typestr": dtype.str,
-            "data": (address, False),
-            "stream": bound,
-            "version": 3,
-        }
+            "shape": shape, "strides": strides, "typestr": dtype.str, "data": (address, False),
+            "stream": bound, "version": 3,
+        }  # fmt: skip
         return self._adopted(description, owner)
 
     def _adopted(self, description: dict[str, Any], owner: Any) -> Any:
@@ -195,7 +191,7 @@ class Stream:
 
 
 class _Exported:
-    """A new array as DLPack takes it; the stream of whoever takes it waits until it is filled."""
+    """A new array for DLPack. The consumer's stream waits until it is filled."""
 
     def __init__(self, view: Any, filled_on: Any) -> None:
         self._view, self._filled_on = view, filled_on
@@ -237,8 +233,8 @@ class SimulatedStream(Stream):
 
 @contextmanager
 def caller_stream(array: Any) -> Iterator[Stream]:
-    """The stream that the caller of an array on a GPU works on, whose device is current meanwhile; for one on
-    the host, one of the calling thread's own."""
+    """The stream of an array's library, with its GPU made current; for an array on the host a stream of the
+    calling thread."""
     if SIMULATED:
         yield SimulatedStream()
     elif isinstance(array, DeviceArray):
@@ -249,17 +245,15 @@ def caller_stream(array: Any) -> Iterator[Stream]:
 
 
 def _number(memory: Memory) -> int:
-    """What the library says is its current stream, or the default stream of Numba."""
-    of_torch = _torch_stream(memory)
-    if of_torch is not None:
-        return of_torch
-    if memory.stream is not None:
-        return memory.stream
+    """The current stream of the array's library, or else Numba's default stream."""
+    for stream in (_torch_stream(memory), memory.stream):
+        if stream is not None:
+            return stream
     return PER_THREAD_DEFAULT if config.CUDA_PER_THREAD_DEFAULT_STREAM else LEGACY_DEFAULT
 
 
 def _torch_stream(memory: Memory) -> int | None:
-    """PyTorch's current stream if it is a tensor's memory: a tensor does not say it itself."""
+    """PyTorch's current stream for the memory of a tensor, which does not name it; None for other memory."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(memory.owner, torch.Tensor):
         return None
@@ -267,7 +261,7 @@ def _torch_stream(memory: Memory) -> int | None:
 
 
 def _kept(dtype: np.dtype) -> np.dtype:
-    """What kernels read elements as: bools as bytes."""
+    """The dtype that kernels read: bools as bytes."""
     return np.dtype(np.uint8) if dtype.kind == "b" else dtype
 
 

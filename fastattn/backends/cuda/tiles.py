@@ -1,14 +1,14 @@
 """What a block of threads does with tiles: fetch a piece of the arrays, put it into shared memory, multiply.
 
-A piece is fetched into registers while the one before it is multiplied, and put into the other half of its
-place in shared memory: so loads are on the way during the arithmetic, and a piece takes one barrier.
+A piece is fetched into registers while the one before it is multiplied, then put into the other half of its
+place in shared memory. So loads overlap the arithmetic, and a piece takes one barrier.
 
-Shared memory is one array, cut by hand: queries and keys share their place with the weights. Lines of its
-tiles have `vector` elements more than they need, so that a column of them lies in different banks.
+Shared memory is one array, cut by hand: the weights take the place of queries and keys. Lines of a tile are
+padded by `vector` elements, so that a column of it lies in different banks.
 
-Elements of a thread lie `vector` together, and the next of them past those of all other threads, so that
-threads side by side read shared memory side by side. An index into it is not signed, as else Numba looks at
-each whether it counts from the end.
+A thread's elements lie in groups of `vector`; between two groups lie those of all other threads. So
+neighbouring threads read neighbouring memory. Indices are unsigned: Numba would test signed ones for
+counting from the end.
 
 Each function from `place` on makes the device function of its name, for a specialisation or its shape; its
 docstring is that of the device function. `shared` is the shared memory, `staged` the registers of a thread
@@ -28,12 +28,12 @@ from fastattn.backends.cuda.intrinsics import vector_fetch
 
 U = np.uint64
 
-#: Threads whose registers the hardware exchanges. In the simulator none does: all goes by shared memory.
+#: Threads that exchange registers. In the simulator none do: they use shared memory.
 LANES = 1 if config.ENABLE_CUDASIM else 32
 
 
 class Layout(NamedTuple):
-    """Where what is in shared memory, in elements. Queries and the weights begin at 0."""
+    """The places in shared memory, in elements. Queries and the weights begin at 0."""
 
     q_line: int
     k_line: int
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     half: int  #: of queries and keys
     to_values: int
     values_half: int
-    to_sums: int  #: of what is reduced over threads
+    to_sums: int  #: of reductions over threads
     size: int
 
 
@@ -57,7 +57,7 @@ def layout(shape: Shape) -> Layout:
 
 
 class Turns(NamedTuple):
-    """How often all threads of a block fetch `span` elements each until a piece is there."""
+    """How often all threads of a block fetch `span` elements each for one piece."""
 
     queries: int
     keys: int
@@ -94,7 +94,7 @@ class Thread(NamedTuple):
 
 @cache
 def place(shape: Shape) -> Any:
-    """Where the i-th element of a thread is in a tile, which so many threads share."""
+    """Where the i-th element of a thread is in a tile that `threads` threads share."""
     VECTOR = shape.vector
 
     @cuda.jit(device=True)
@@ -106,7 +106,7 @@ def place(shape: Shape) -> Any:
 
 @cache
 def apart(shape: Shape) -> Any:
-    """How far the i-th element of a thread is from its first, in a tile which so many threads share."""
+    """How far the i-th element of a thread is from its first, in a tile that `threads` threads share."""
     VECTOR = shape.vector
 
     @cuda.jit(device=True)
@@ -120,7 +120,7 @@ def apart(shape: Shape) -> Any:
 def fetch(form: Form) -> Any:
     """Fetches `span` elements of an array, from element `at` on and `step` apart, into staged[to] and on.
 
-    `count` of them are there; zeros stand for the others.
+    Those past the first `count` are 0.
     """
     real, SPAN = form.real, form.shape.span
     IS_PACKED, ZERO = form.is_packed, form.real(0)
@@ -251,8 +251,8 @@ def put_values(shape: Shape) -> Any:
 def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
     """The register tile of a thread: adds products of ROWS rows with WIDTH columns to its sums.
 
-    In each of LINES lines a thread's rows begin at `left`, where lines are as long as those of queries, and
-    its columns at `right`, where they have LINE elements.
+    In each of LINES lines a thread's rows begin at `left`, in lines as long as those of queries, and its
+    columns at `right`, in lines of LINE elements.
     """
     real, shape = form.real, form.shape
     ROWS, THREADS_Q, THREADS_K, Q_LINE = shape.rows, shape.threads_q, shape.threads_k, layout(shape).q_line
@@ -273,7 +273,7 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
     @cuda.jit(device=True)
     def add_products(shared, left, right, sums):
         if LINES % 4 == 0:
-            # LLVM does not unroll a loop of this size.
+            # By hand, as LLVM does not unroll a loop of this size.
             for line in range(0, LINES, 4):
                 add_line(shared, left, right, U(line), sums)
                 add_line(shared, left, right, U(line + 1), sums)
@@ -289,7 +289,7 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
 def reduce_rows(shape: Shape, operate: Any) -> Any:
     """Reduces each of a thread's `values`, one per row, by `operate` over the threads of the row.
 
-    All of these get the same bits.
+    All of them get the same bits.
     """
     ROWS, THREADS_K, TO_SUMS = shape.rows, shape.threads_k, layout(shape).to_sums
     WIDTH, GROUP = min(THREADS_K, LANES), THREADS_K // min(THREADS_K, LANES)

@@ -1,4 +1,4 @@
-"""What a differentiable `attention` refuses, and errors that name arguments as the caller does."""
+"""What the integrations share: missing packages, refused options, the caller's names in errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def extra(name: str, hint: str = "") -> Iterator[None]:
+    """Around imports of other packages: an ImportError names the extra of fastattn that installs them.
+
+    It replaces every kind of error: packages that do not fit each other, or NumPy, may raise any.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(
+            f"fastattn.integrations.{name} needs packages that are missing, too old or broken ({error}): "
+            f"pip install 'fastattn[{name}]'{hint}",
+            name=getattr(error, "name", None),
+        ) from error
 
 
 def check_options(options: Mapping[str, Any], *refused: str) -> None:
@@ -17,9 +34,9 @@ def check_options(options: Mapping[str, Any], *refused: str) -> None:
 
 @contextmanager
 def caller_names(names: Mapping[str, str], kind: type[Exception] | None = None) -> Iterator[None]:
-    """Errors from within name arguments by what `names` has for them, and are of `kind`, or as they were.
+    """Errors raised within name arguments as `names` says, and are of `kind` if it is given.
 
-    Without hints at `layout`, which these callers do not have.
+    Hints at `layout` are left out: these callers do not have it.
     """
     try:
         yield

@@ -347,7 +347,7 @@ class MultiHeadAttention:
             The keys and values of `key` and `value` are appended to it, and the queries read all that it then
             holds, the last query at the last position. The arrays are ``(batch, length, dim)``. One of the
             layout "bshd" is read and written without a transpose.
-        mask, bias, window, scale, softcap, sinks, num_threads, backend
+        other options
             As in `fastattn.attention`: a mask and a bias broadcast to ``(..., H, L, S)``, True = may attend.
             With a cache, ``S`` is its longest length.
         causal : {None, False, True, "top_left", "bottom_right"}, optional

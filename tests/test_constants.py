@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastattn._call import storage
 from fastattn._machine import constants
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,13 @@ def test_block_sizes():
     shared = defines(source(KERNELS / "kernels.h"))
     assert int(shared["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
     assert int(shared["FASTATTN_GRADIENT_ROW"]) == constants.BACKWARD_ROW_NBYTES
+
+
+def test_storages():
+    code = source(KERNELS / "kernels.h")
+    (names,) = re.findall(r"enum \{ (FASTATTN_REAL, .*), FASTATTN_STORAGES \};", code)
+    for number, name in enumerate(names.split(", ")):
+        assert getattr(storage, name.removeprefix("FASTATTN_")) == number
 
 
 def test_polynomials_and_logarithms():

@@ -117,12 +117,10 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
         What both functions read beside their indices: arrays and numbers of bool, integer or float dtypes.
         They are read when called: others of the same dtypes and numbers of axes need no compilation. For a
         query on a GPU arrays are there, too, and numbers are Python's.
-    bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
-        As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND).
-    num_threads : int, optional
-        Threads for this call; see `set_num_threads`.
-    backend : {"numba", "cython", "reference", "cuda"}, optional
-        The first two take a `score_mod`, and need Numba as its compiler; without one any will do.
+    other options
+        As in `attention`. `bias` is added to what `score_mod` gives, and all masks hold together (AND). With
+        a `score_mod` the backend is ``"cython"``, ``"numba"`` or, for arrays on a GPU, ``"cuda"``, and Numba
+        is its compiler.
 
     Returns
     -------

@@ -297,7 +297,7 @@ STAYS, RETURNS = 42, 27
 
 
 def test_the_walk_of_a_first_call_is_short(monkeypatch):
-    """How often a reader who follows a call changes files, and comes back to one. Lower both with the code."""
+    """How often who follows a call changes files, and comes back to one. Lower both with the code."""
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     if registry.load("cython").unavailable_reasons():
         pytest.skip("no compiled kernels")

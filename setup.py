@@ -50,27 +50,9 @@ KERNEL_FLAGS = [
 # Python's own -g would make four fifths of the wheel.
 BUILD_FLAGS = [*KERNEL_FLAGS, "-g0"]
 
-X86 = {
-    "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-}
-# Instruction sets with kernels of their own beside those of the vectors, on Intel's tile unit and for pairs
-# of bfloat16, each with its source; and the same on models of their instructions in C, for tests.
-EXTENDED = {
-    "amx": ("fused.c", [*X86["avx512"], "-mamx-tile", "-mamx-bf16"]),
-    "avx512_bf16": ("pairs.c", [*X86["avx512"], "-mavx512bf16"]),
-    "amx_model": ("fused.c", [*X86["avx2"], "-O2", "-DFASTATTN_MODEL", "-Wno-psabi"]),
-    "bf16_model": ("pairs.c", [*X86["avx2"], "-DFASTATTN_MODEL", "-Wno-psabi"]),
-}
-# By the machine that is built for. One that is not here has the portable kernels alone, and so has macOS's
-# universal2, which is two. WebAssembly has one kind of vectors, which no compiler uses unasked.
-ISA_FLAGS = {
-    "x86_64": X86,
-    "amd64": X86,
-    "aarch64": {"neon": []},
-    "arm64": {"neon": []},
-    "wasm32": {"portable": ["-msimd128"]},
-}
+# The instruction sets and their flags, as the package has them.
+CONSTANTS = runpy.run_path(str(Path("fastattn", "_machine", "constants.py")))
+VECTORS, EXTENDED = CONSTANTS["VECTORS"], CONSTANTS["EXTENDED"]
 
 # Windows: MSVC has no vector types, and gcc does not align vectors that it spills to the stack (bug 54412),
 # which leaves clang: that of the package ziglang, which comes without OpenMP, or CC.
@@ -118,15 +100,16 @@ class BuildKernels(build_ext):
         if ext.name not in PER_ISA:
             super().build_extension(ext)
             return
-        isas = {"portable": [], **ISA_FLAGS.get(machine_of(self.plat_name), {})}
+        isas = flags_of(machine_of(self.plat_name))
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
         for isa, flags in isas.items():
             self.add_object(ext, PER_ISA[ext.name], isa, flags)
         if ext.name in WITH_EXTENDED and "avx512" in isas:
-            for isa, (source, flags) in EXTENDED.items():
+            for isa, own in EXTENDED.items():
+                flags = [*isas[own["vectors"]], *own["flags"].split()]
                 try:
-                    self.add_object(ext, KERNELS / source, isa, flags)
+                    self.add_object(ext, KERNELS / own["source"], isa, flags)
                 except CompileError:  # the compiler does not know its instructions: gcc before 11, or 10
                     continue
         super().build_extension(ext)
@@ -158,6 +141,15 @@ class BuildKernels(build_ext):
                     continue
                 return flags
         return candidates[-1]
+
+
+def flags_of(machine):
+    """The compiler's flags for each instruction set that a machine has kernels for."""
+    return {
+        isa: own["flags"].get(machine, "").split()
+        for isa, own in VECTORS.items()
+        if isa == "portable" or machine in own["flags"]
+    }
 
 
 def machine_of(plat_name):

@@ -335,7 +335,7 @@ class MultiHeadAttention:
             The projected `key` and `value` are appended to it. The queries then read all that it holds, the
             last query at the last position. Arrays are ``(batch, length, dim)``. A cache of layout "bshd"
             needs no transpose.
-        mask, bias, window, scale, softcap, sinks, num_threads, backend
+        other options
             As in `fastattn.attention`: a mask and a bias broadcast to ``(..., H, L, S)``, True = may attend.
             With a cache, ``S`` is its longest length.
         causal : {None, False, True, "top_left", "bottom_right"}, optional

@@ -46,7 +46,7 @@ settings.register_profile(
 settings.load_profile("fastattn")
 os.environ.setdefault("KERAS_BACKEND", "numpy")  # read when Keras is imported
 
-BACKENDS = ("reference", "cython", "numba")
+BACKENDS = tuple(name for name in registry.MODULES if name != "cuda")
 #: The pool "workqueue" is always there; those of TBB and OpenMP want a library.
 NUMBA_POOLS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
 
@@ -109,8 +109,7 @@ ISAS = tuple(_isas())
 #: Numba compiles for one instruction set in a process: FASTATTN_ISA names another than the best.
 ENGINES = (
     *(Engine("cython", isa) for isa in ISAS),
-    *(Engine(name) for name in USABLE if name == "numba"),
-    Engine("reference"),
+    *(Engine(name) for name in USABLE if name != "cython"),
 )
 #: Files whose tests run on every instruction set by default.
 EVERY_ISA = ("test_forward.py",)

@@ -19,6 +19,8 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn._api import prepared
+from fastattn.backends import registry
+from fastattn.backends.registry import MODULES
 from tests.process import ROOT, python
 
 PACKAGE = ROOT / "fastattn"
@@ -156,7 +158,13 @@ def layer(module: str) -> int | None:
     for number, names in enumerate(LAYERS):
         if any(module == name or (name and module.startswith(f"{name}.")) for name in names):
             return number
-    return None
+    # A backend is on one line with the others, unless lines above say in which order its files import.
+    return layer("backends.reference") if backend_of(module) in MODULES else None
+
+
+def backend_of(module: str) -> str | None:
+    wing, _, rest = module.partition(".")
+    return rest.split(".")[0] if wing == "backends" else None
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -194,6 +202,7 @@ def test_imports_flow_one_way():
             other = layer(name)
             same_part = name.split(".")[0] == module.split(".")[0] in ("demo", "bench")
             same_part = same_part or (name.startswith("backends.cython") and "cython" in module)
+            same_part = same_part or (own == other and backend_of(name) == backend_of(module) is not None)
             assert other is not None, f"{module} imports {name}, which has no place"
             assert same_part or (own is not None and other < own), (
                 f"{module} imports {name}, which stands above it"
@@ -250,6 +259,57 @@ def test_a_call_flows_as_the_docstring_says(backend):
     assert flow() == lines
     again = lines[:1] if backend == "cython" else [lines[0], lines[2], "backends.numba.prepared.Prepared.run"]
     assert flow() == again
+
+
+def walk_of_a_call() -> list[str]:
+    """The files that a first call goes through, each once for all consecutive calls of its functions.
+
+    From `attention` to the kernels: calls of the package's functions of Python and of the Cython driver's, a
+    comprehension being part of the function that it is in. Returns to a caller are not counted.
+    """
+    walk: list[str] = []
+
+    def note(frame, event, arg):
+        if event == "call":
+            path, function = Path(frame.f_code.co_filename), frame.f_code.co_name
+            inside = path.is_relative_to(PACKAGE) and not function.startswith("<")
+            file = path.relative_to(PACKAGE).as_posix() if inside else ""
+        elif event == "c_call":
+            function = arg.__name__
+            owner = getattr(arg, "__module__", None) or type(getattr(arg, "__self__", None)).__module__
+            file = DRIVER if owner == "fastattn.backends.cython.driver" else ""
+        else:
+            return
+        if file and walk[-1:] != [file] and walk[-1:] != ["kernels"]:
+            walk.append(file)
+        if file == DRIVER and function == "run":
+            walk.append("kernels")
+
+    x = np.ones((3, 2, 3, 5, 8), np.float32)
+    prepared._calls.clear()
+    sys.setprofile(note)
+    try:
+        fastattn.attention(*x)
+    finally:
+        sys.setprofile(None)
+    return walk
+
+
+DRIVER = "backends/cython/driver.pyx"
+STAYS, RETURNS = 42, 27
+
+
+def test_the_walk_of_a_first_call_is_short(monkeypatch):
+    """How often who follows a call changes files, and comes back to one. Lower both with the code."""
+    monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
+    if registry.load("cython").unavailable_reasons():
+        pytest.skip("no compiled kernels")
+    walk_of_a_call()  # loads what is imported late
+    walk = walk_of_a_call()
+    assert (walk[0], walk[-1]) == ("_api/attention.py", "kernels")
+    stays = walk[:-1]
+    assert len(stays) <= STAYS, stays
+    assert len(stays) - len(set(stays)) <= RETURNS, stays
 
 
 def test_relative_imports_are_not_used():
@@ -557,8 +617,9 @@ class TestDocstrings:
         function = getattr(fastattn, name)
         text = inspect.getdoc(function)
         parameters = re.split(r"^\w[\w ]*\n-{3,}$", text, flags=re.MULTILINE)
+        shared = inspect.signature(fastattn.attention).parameters if "\nother options\n" in text else {}
         for parameter in inspect.signature(function).parameters:
-            assert any(
+            assert parameter in shared or any(
                 re.search(rf"^[\w, ]*\b{parameter}\b[\w, ]*( :|$)", part, re.MULTILINE) for part in parameters
             )
 

@@ -355,7 +355,7 @@ def varlen_attention(
         As in `attention`, within each document. True needs as many keys as queries in each document.
     window : (int or None, int or None), optional
         As in `attention`, within each document.
-    scale, softcap, sinks, num_threads, backend
+    other options
         As in `attention`.
     out : ndarray, shape (T, H, E), optional
         Where to write the result.

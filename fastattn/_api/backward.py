@@ -49,7 +49,7 @@ def attention_backward(
         What it returned with ``return_lse=True``.
     grad_lse : array_like, shape (..., H, L), optional
         The gradient with respect to `lse`, if the scalar depends on it.
-    mask, bias, causal, window, key_lengths, scale, softcap, sinks, layout, dropout, seed
+    other options
         As in the forward call.
     wrt : iterable of str, default ("query", "key", "value")
         Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.

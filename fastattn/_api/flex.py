@@ -116,12 +116,9 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
         Further arguments of both functions: arrays and numbers of bool, integer or float dtypes. They are
         read at each call: others of the same dtypes and numbers of axes need no compilation. With a query on
         a GPU arrays must be there, too, and numbers must be Python's.
-    bias, causal, window, key_lengths, scale, softcap, sinks, layout, out, return_lse, return_weights
-        As in `attention`. `bias` is added after `score_mod`. All masks hold together (AND).
-    num_threads : int, optional
-        As in `attention`.
-    backend : {"numba", "cython", "reference", "cuda"}, optional
-        A `score_mod` on the CPU needs one of the first two, and Numba as its compiler.
+    other options
+        As in `attention`. `bias` is added after `score_mod`. All masks hold together (AND). On the CPU a
+        `score_mod` needs the backend ``"cython"`` or ``"numba"``, and Numba as its compiler.
 
     Returns
     -------

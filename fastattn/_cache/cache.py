@@ -564,7 +564,7 @@ class KVCache:
             As in `attention`; of it and the cache's own the narrower holds.
         mask, bias
             As in `attention`, over ``S = max(lengths)`` keys by their positions.
-        scale, softcap, sinks, out, return_lse, return_weights, num_threads, backend
+        other options
             As in `attention`. Weights are ``(batch, H, L, S)``.
 
         Returns

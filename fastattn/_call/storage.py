@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fastattn._machine.device import DeviceArray
 
 #: How an array is stored, in the record of a call and for the kernels: in the dtype of the computation, or in
-#: a type in which nothing is computed. SWAPPED is added where bytes are in the other order.
+#: a type in which nothing is computed, numbered as in ``kernels.h``. SWAPPED is added where bytes are in the
+#: other order.
 REAL, FLOAT16, BFLOAT16, INT8 = range(4)
 SWAPPED = 1 << 8
 

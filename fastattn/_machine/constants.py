@@ -1,10 +1,12 @@
 """Constants that more than one file uses, and tuning constants, with machine, date and script.
 
-The compiled kernels define those of the instruction sets and of exp2 in their own source;
+The compiled kernels take those of the instruction sets from here and define the others in their own source;
 `tests/test_constants.py` compares the two.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 # ------------------------------------------------------------------ numbers
 
@@ -43,48 +45,80 @@ EXP2_COEFFICIENTS = {
 
 # ------------------------------------------------------------------ instruction sets
 
-#: Those that kernels exist for, best first.
-VECTOR_ISAS = ("avx512", "avx2", "neon", "portable")
+_X86, _ARM64 = ("x86_64", "amd64"), ("aarch64", "arm64")
 
-#: Those with other kernels for some problems, and whose kernels they have otherwise: fused ones for float32
-#: on a tile unit, and those of pairs of bfloat16, which `amx` has, too, where the CPU does. The models run
-#: the source of `amx` and of `avx512_bf16` on models of their instructions in C, for tests.
-FUSED_ISAS = {"amx": "avx512", "amx_model": "avx2"}
-PAIRS_ISAS = {"avx512_bf16": "avx512", "bf16_model": "avx2"}
-EXTENDED_ISAS = FUSED_ISAS | PAIRS_ISAS
-
-#: All that can be chosen, best first.
-ISAS = ("amx", "avx512_bf16", *VECTOR_ISAS, "amx_model", "bf16_model")
-
-#: CPU features that each of the first needs; an AArch64 always has NEON.
-CPU_FEATURES: dict[str, tuple[str, ...]] = {
-    "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "neon": (),
-    "portable": (),
-}
-
-
-#: The registers of each instruction set, and the register tiles that fill them. The measurements are in
-#: ``backends/cython/kernels/blocking.h``, the meanings in `Target` of the Numba backend.
-REGISTER_BLOCKING = {
+#: By instruction set, best first: what the build, the dispatch, the kernels and the Numba backend know of it.
+#: A build runs this file on its own, and writes ``backends/cython/generated/isas.h`` for C.
+#:
+#: flags: the compiler's, by machine. A machine that no flags name has the portable kernels alone, and so has
+#: macOS's universal2, which is two. WebAssembly has one kind of vectors, which no compiler uses unasked.
+#: features: what a CPU must have, see FEATURE in ``kernels/dispatch.c``; an AArch64 always has NEON.
+#: blocking: the registers, and the register tiles that fill them. The measurements are in
+#: ``kernels/blocking.h``, the meanings in `Target` of the Numba backend.
+#: other: numbers of the compiled kernels that differ from those further down.
+VECTORS: dict[str, dict[str, Any]] = {
     "avx512": {
-        "vector_bytes": 64, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 16, "score_rows": 4,
-        "score_vectors": 3, "score_chain": 16, "block_vectors": 3, "row_sums": 16,
+        "flags": dict.fromkeys(
+            _X86,
+            "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512",
+        ),
+        "features": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
+        "blocking": {
+            "vector_bytes": 64, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 16, "score_rows": 4,
+            "score_vectors": 3, "score_chain": 16, "block_vectors": 3, "row_sums": 16,
+        },
     },
     "avx2": {
-        "vector_bytes": 32, "tile_rows": 6, "tile_vectors": 2, "wide_rows": 6, "score_rows": 4,
-        "score_vectors": 3, "score_chain": 16, "block_vectors": 6, "row_sums": 8,
+        "flags": dict.fromkeys(_X86, "-mavx2 -mfma -mf16c"),
+        "features": ("avx2", "fma", "f16c"),
+        "blocking": {
+            "vector_bytes": 32, "tile_rows": 6, "tile_vectors": 2, "wide_rows": 6, "score_rows": 4,
+            "score_vectors": 3, "score_chain": 16, "block_vectors": 6, "row_sums": 8,
+        },
     },
     "neon": {
-        "vector_bytes": 16, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 8, "score_rows": 4,
-        "score_vectors": 3, "score_chain": 8, "block_vectors": 12, "row_sums": 16,
+        "flags": dict.fromkeys(_ARM64, ""),
+        "features": (),
+        "blocking": {
+            "vector_bytes": 16, "tile_rows": 8, "tile_vectors": 3, "wide_rows": 8, "score_rows": 4,
+            "score_vectors": 3, "score_chain": 8, "block_vectors": 12, "row_sums": 16,
+        },
     },
     "portable": {
-        "vector_bytes": 16, "tile_rows": 4, "tile_vectors": 2, "wide_rows": 4, "score_rows": 4,
-        "score_vectors": 2, "score_chain": 4, "block_vectors": 6, "row_sums": 8,
+        "flags": {"wasm32": "-msimd128"},
+        "features": (),
+        "blocking": {
+            "vector_bytes": 16, "tile_rows": 4, "tile_vectors": 2, "wide_rows": 4, "score_rows": 4,
+            "score_vectors": 2, "score_chain": 4, "block_vectors": 6, "row_sums": 8,
+        },
+        # Without fused multiply-adds every product rounds too.
+        "other": {"score_columns": 16, "exp2_keys": 2},
     },
 }  # fmt: skip
+
+#: Those with kernels of their own for some problems, and whose they have otherwise: fused ones for float32 on
+#: a tile unit, and those of pairs of bfloat16, which `amx` has, too, where the CPU does. The models run the
+#: source of `amx` and of `avx512_bf16` on models of their instructions in C, for tests.
+EXTENDED = {
+    "amx": {"source": "fused.c", "vectors": "avx512", "flags": "-mamx-tile -mamx-bf16"},
+    "avx512_bf16": {"source": "pairs.c", "vectors": "avx512", "flags": "-mavx512bf16"},
+    "amx_model": {"source": "fused.c", "vectors": "avx2", "flags": "-O2 -DFASTATTN_MODEL -Wno-psabi"},
+    "bf16_model": {"source": "pairs.c", "vectors": "avx2", "flags": "-DFASTATTN_MODEL -Wno-psabi"},
+}
+
+VECTOR_ISAS = tuple(VECTORS)
+CPU_FEATURES = {name: isa["features"] for name, isa in VECTORS.items()}
+REGISTER_BLOCKING = {name: isa["blocking"] for name, isa in VECTORS.items()}
+EXTENDED_ISAS = {name: isa["vectors"] for name, isa in EXTENDED.items()}
+FUSED_ISAS = {
+    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "fused.c"
+}
+PAIRS_ISAS = {
+    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "pairs.c"
+}
+
+#: All that can be chosen, best first.
+ISAS = ("amx", "avx512_bf16", *VECTORS, "amx_model", "bf16_model")
 
 # Block sizes and prefetch distances of the kernels; the measurements are in ``blocking.h``.
 KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over

@@ -7,8 +7,7 @@ computed and where it is used. This file imports nothing of the package: a build
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
 GROUP_KEYS = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
@@ -30,19 +29,20 @@ BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
 class Epilogue(NamedTuple):
     """What is done to a tile of scores between the two products."""
 
-    applies: Callable[[dict[str, Any]], bool]  #: to a call with these fields
+    field: str  #: of the record
+    without: int = 0  #: its value in calls to which this is not done
     adjusts_all: bool = False  #: all scores, not those alone that a mask has a word for
     may_mask: bool = False  #: keys that no mask does
 
 
 #: In this order, on every path and backend; dropout is of the weights, after the softmax.
 EPILOGUES = {
-    "scale": Epilogue(lambda job: job["score_root"] != 1, adjusts_all=True),
-    "softcap": Epilogue(lambda job: job["softcap"] != 0, adjusts_all=True),
-    "score_mod": Epilogue(lambda job: job["has_score_mod"], adjusts_all=True, may_mask=True),
-    "bias": Epilogue(lambda job: job["has_bias"], adjusts_all=True, may_mask=True),
-    "mask": Epilogue(lambda job: job["is_masked"]),
-    "dropout": Epilogue(lambda job: job["drop_threshold"] != 0),
+    "scale": Epilogue("score_root", without=1, adjusts_all=True),
+    "softcap": Epilogue("softcap", adjusts_all=True),
+    "score_mod": Epilogue("has_score_mod", adjusts_all=True, may_mask=True),
+    "bias": Epilogue("has_bias", adjusts_all=True, may_mask=True),
+    "mask": Epilogue("is_masked"),
+    "dropout": Epilogue("drop_threshold"),
 }
 
 #: The words of the record: whole numbers, then the offset of each tile of `SCRATCH` in a thread's scratch

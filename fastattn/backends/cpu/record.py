@@ -98,8 +98,9 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
     itemsize = problem.dtype.itemsize
     fields["n_lead"] = problem.query.ndim - 3
+    sizes = problem.sizes
     for name in _OF_SIZES:
-        fields[name] = getattr(problem.sizes, name)
+        fields[name] = getattr(sizes, name)
     fields["itemsize"] = itemsize
     fields["query_storage"] = storage_code(problem.query)
     fields["key_storage"] = storage_code(problem.key)
@@ -166,7 +167,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     else:
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
     for epilogue in EPILOGUES.values():
-        if epilogue.applies(fields):
+        if fields[epilogue.field] != epilogue.without:
             fields["adjusts_all"] |= epilogue.adjusts_all
             fields["may_mask"] |= epilogue.may_mask
 

@@ -1,7 +1,7 @@
-"""Writes down for Cython what is stated elsewhere: the record of a call, and the headers in C.
+"""Writes down for Cython and C what is stated elsewhere: the record of a call, headers, instruction sets.
 
 ``setup.py`` runs this file before anything is compiled. The record is stated in ``cpu/fields.py``, kernels
-and helpers in their headers, and nowhere else.
+and helpers in their headers, instruction sets in ``_machine/constants.py``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _DECLARATIONS = re.compile(
 
 
 def write() -> None:
-    """Writes both files; one that would not change is left alone, so that nothing is compiled again."""
+    """Writes the files; one that would not change is left alone, so that nothing is compiled again."""
     fields = runpy.run_path(str(HERE.parent / "cpu" / "fields.py"))
+    isas = runpy.run_path(str(HERE.parents[1] / "_machine" / "constants.py"))
     headers = [declarations(Path(name).name, (HERE / name).read_text()) for name in HEADERS]
     GENERATED.mkdir(exist_ok=True)
-    for name, text in {"headers.pxi": "\n".join(headers), "job.pxi": record(fields)}.items():
+    texts = {"headers.pxi": "\n".join(headers), "job.pxi": record(fields)}
+    texts["isas.h"] = instruction_sets(isas["VECTORS"], isas["EXTENDED"])
+    for name, text in texts.items():
         path = GENERATED / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -61,6 +64,30 @@ def record(fields: dict[str, Any]) -> str:
     }
     text = "\n\n".join(f"{head}:\n    " + "\n    ".join(lines) for head, lines in blocks.items())
     return f'{text}\n\nRECORD = "{" ".join((*fields["FIELDS"], *views))}"\n'
+
+
+def instruction_sets(vectors: dict[str, Any], extended: dict[str, Any]) -> str:
+    """EACH_ISA(DO), which is DO(name, whether the CPU has it) for those that are built, best first. And the
+    numbers of FASTATTN_ISA, the one that a file is compiled for."""
+    lines = ["#ifndef FASTATTN_ISAS_H", "#define FASTATTN_ISAS_H", ""]
+    for name, isa in vectors.items():
+        supported = " && ".join(f"has_{feature}()" for feature in isa["features"]) or "1"
+        lines += [
+            f"#if defined(FASTATTN_HAVE_{name.upper()})",
+            f"#define IF_{name}(DO) DO({name}, {supported})",
+        ]
+        lines += ["#else", f"#define IF_{name}(DO)", "#endif"]
+    lines += [f"#define EACH_ISA(DO) {' '.join(f'IF_{name}(DO)' for name in vectors)}", ""]
+    names = {name: name for name in vectors} | {name: isa["vectors"] for name, isa in extended.items()}
+    lines += [f"#define NUMBER_{name} {list(vectors).index(of)}" for name, of in names.items()]
+    lines += ["#define OF_ISA__(name, isa) name##_##isa", "#define OF_ISA_(name, isa) OF_ISA__(name, isa)"]
+    lines += ["#define OF_ISA(name) OF_ISA_(name, FASTATTN_ISA)", "", "#if defined(FASTATTN_ISA)"]
+    for number, isa in enumerate(vectors.values()):
+        lines.append(f"#{'elif' if number else 'if'} OF_ISA(NUMBER) == {number}")
+        lines += [
+            f"#define {n.upper()} {value}" for n, value in (isa["blocking"] | isa.get("other", {})).items()
+        ]
+    return "\n".join([*lines, "#endif", "#endif", "", "#endif", ""])
 
 
 def declarations(name: str, header: str) -> str:

@@ -38,8 +38,7 @@ cdef inline char *scale_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
 
 cdef inline Py_ssize_t stored_nbytes(const Job *job, const HeadRows *rows, Py_ssize_t n_cols) noexcept nogil:
     """Bytes of n_cols elements as they are stored."""
-    cdef int64_t storage = rows.storage & STORAGE
-    return n_cols * (job.itemsize if storage == REAL else 1 if storage == INT8 else 2)
+    return n_cols * fastattn_stored_size(rows.storage & STORAGE, job.itemsize)
 
 
 cdef inline Py_ssize_t key_columns(const Job *job) noexcept nogil:

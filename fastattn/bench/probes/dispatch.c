@@ -2,33 +2,16 @@
 
 #include <string.h>
 
+#include "../../backends/cython/generated/isas.h"
 #include "probes.h"
 
-#define DECLARE(isa) extern const fastattn_probes fastattn_probes_##isa;
-#define ENTRY(isa)                                                                                             \
+#define DECLARE(isa, supported) extern const fastattn_probes fastattn_probes_##isa;
+#define ENTRY(isa, supported)                                                                                  \
     if (strcmp(name, #isa) == 0) return &fastattn_probes_##isa;
 
-DECLARE(portable)
-#if defined(FASTATTN_HAVE_AVX512)
-DECLARE(avx512)
-#endif
-#if defined(FASTATTN_HAVE_AVX2)
-DECLARE(avx2)
-#endif
-#if defined(FASTATTN_HAVE_NEON)
-DECLARE(neon)
-#endif
+EACH_ISA(DECLARE)
 
 const fastattn_probes *fastattn_find_probes(const char *name) {
-#if defined(FASTATTN_HAVE_AVX512)
-    ENTRY(avx512)
-#endif
-#if defined(FASTATTN_HAVE_AVX2)
-    ENTRY(avx2)
-#endif
-#if defined(FASTATTN_HAVE_NEON)
-    ENTRY(neon)
-#endif
-    ENTRY(portable)
+    EACH_ISA(ENTRY)
     return NULL;
 }

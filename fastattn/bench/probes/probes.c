@@ -1,25 +1,14 @@
 /* The probes for one ISA: one object for each that setup.py builds (FASTATTN_ISA names it, the compiler's -m flags
  * enable it).
  *
- * SUMS are as many as the register tile of `accumulate` holds in backends/cython/kernels/blocking.h: enough to keep
- * the multiply-adds' pipes full, and what attention itself can have in flight.
+ * SUMS are as many as the register tile of `accumulate` holds: enough to keep the multiply-adds' pipes full, and what
+ * attention itself can have in flight.
  */
 
+#include "../../backends/cython/generated/isas.h"
 #include "probes.h"
 
-#if defined(__AVX512F__)
-#define VECTOR_BYTES 64
-#define SUMS 24
-#elif defined(__AVX2__)
-#define VECTOR_BYTES 32
-#define SUMS 12
-#elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-#define SUMS 24
-#else
-#define VECTOR_BYTES 16
-#define SUMS 8
-#endif
+#define SUMS (TILE_ROWS * TILE_VECTORS)
 
 /* Keeps the compiler from knowing a vector's value. */
 #if defined(__x86_64__)
@@ -80,10 +69,7 @@ static uint64_t read_memory(const void *at, ptrdiff_t nbytes) {
     return all;
 }
 
-#define CONCAT_(a, b) a##_##b
-#define CONCAT(a, b) CONCAT_(a, b)
-
-const fastattn_probes CONCAT(fastattn_probes, FASTATTN_ISA) = {
+const fastattn_probes OF_ISA(fastattn_probes) = {
     .fma_peak_float = fma_peak_float,
     .fma_peak_double = fma_peak_double,
     .integer_peak = integer_peak,

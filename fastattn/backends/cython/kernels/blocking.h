@@ -1,4 +1,5 @@
-/* Register tiles and block sizes of the kernels, by instruction set.
+/* Register tiles and block sizes of the kernels. Those that each instruction set has for itself are in the table VECTORS of
+ * _machine/constants.py, from which setup.py writes isas.h.
  *
  * Register blocking: `accumulate` holds TILE_ROWS x TILE_VECTORS sums, `score` SCORE_ROWS x SCORE_VECTORS and as
  * many totals, to which it adds its partial sums over SCORE_CHAIN columns. With the lane vectors and a broadcast
@@ -20,62 +21,15 @@
 
 #include <stddef.h>
 
+#include "../generated/isas.h"
 #include "base.h"
-
 #include "kernels.h"
-
-#if defined(__AVX512F__)
-#define VECTOR_BYTES 64
-#define TILE_ROWS 8
-#define TILE_VECTORS 3
-#define WIDE_ROWS 16
-#define SCORE_ROWS 4
-#define SCORE_VECTORS 3
-#define SCORE_CHAIN 16
-#define BLOCK_VECTORS 3
-#define ROW_SUMS 16
-#define EXP2_KEYS 4
-#elif defined(__AVX2__)
-#define VECTOR_BYTES 32
-#define TILE_ROWS 6
-#define TILE_VECTORS 2
-#define SCORE_ROWS 4
-#define SCORE_VECTORS 3
-#define SCORE_CHAIN 16
-#define BLOCK_VECTORS 6
-#define ROW_SUMS 8
-#define EXP2_KEYS 4
-#elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-#define TILE_ROWS 8
-#define TILE_VECTORS 3
-#define SCORE_ROWS 4
-#define SCORE_VECTORS 3
-#define SCORE_CHAIN 8
-#define BLOCK_VECTORS 12
-#define ROW_SUMS 16
-#define EXP2_KEYS 4
-#else
-#define VECTOR_BYTES 16
-#define TILE_ROWS 4
-#define TILE_VECTORS 2
-#define SCORE_ROWS 4
-#define SCORE_VECTORS 2
-#define SCORE_CHAIN 4
-#define SCORE_COLUMNS 16 /* without fused multiply-adds every product rounds too */
-#define BLOCK_VECTORS 6
-#define ROW_SUMS 8
-#define EXP2_KEYS 2
-#endif
 
 /* Where query blocks have few vectors, many lack one. Register tiles of one or two vectors then have more keys or
  * columns, to hide the latency of the multiply-adds and of the loads of broadcast elements: `score` of one and of two
  * vectors takes 0.93 and 0.88 of the time, `accumulate` of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one
  * thread over the kernels alone. */
-#define NARROW_ROWS (2 * SCORE_ROWS) /* of `score` */
-#ifndef WIDE_ROWS                    /* of `accumulate`, for one vector */
-#define WIDE_ROWS TILE_ROWS
-#endif
+#define NARROW_ROWS (2 * SCORE_ROWS) /* of `score`; WIDE_ROWS are those of `accumulate`, for one vector */
 
 /* Columns of a partial sum where fewer than SCORE_CHAIN are left. */
 #define SCORE_REST (SCORE_CHAIN < 8 ? SCORE_CHAIN : 8)
@@ -93,6 +47,9 @@
 #define SCORE_KEYS 32
 #ifndef SCORE_COLUMNS
 #define SCORE_COLUMNS 128
+#endif
+#ifndef EXP2_KEYS
+#define EXP2_KEYS 4
 #endif
 
 /* Prefetch distance in rows of K and V, to cover the latency of memory. Past the last row the next head's follow in

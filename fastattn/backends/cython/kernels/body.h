@@ -432,12 +432,14 @@ static void NAME(finish)(void *inverse, void *lse, const void *row_max, const vo
 
 #include "backward.h"
 
+/* By storage. */
+#define SCORE_ROWS_OF(name, storage) [storage] = NAME(score_rows_##name),
+#define ACCUMULATE_ROWS_OF(name, storage) [storage] = NAME(accumulate_rows_##name),
+#define ROPE_OF(name, storage) [storage] = NAME(rope_##name),
 #if REAL_BITS == 32
-#define BY_FLOAT(name) NAME(name##_real), NAME(name##_float16), NAME(name##_bfloat16)
-#define BY_STORAGE(name) BY_FLOAT(name), NAME(name##_int8)
+#define EACH(SET, DO) DO(real, FASTATTN_REAL) SET(DO)
 #else
-#define BY_FLOAT(name) NAME(name##_real)
-#define BY_STORAGE(name) BY_FLOAT(name)
+#define EACH(SET, DO) DO(real, FASTATTN_REAL)
 #endif
 
 const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
@@ -461,14 +463,14 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .load_row = NAME(load_row),
     .store_row = NAME(store_row),
     .pack_rows = NAME(pack_rows),
-    .score_rows = {BY_STORAGE(score_rows)},
+    .score_rows = {EACH(EACH_STORED, SCORE_ROWS_OF)},
     .adjust_rows = NAME(adjust_rows),
     .softmax_rows = NAME(softmax_rows),
-    .accumulate_rows = {BY_STORAGE(accumulate_rows)},
+    .accumulate_rows = {EACH(EACH_STORED, ACCUMULATE_ROWS_OF)},
     .accumulate_rows_nonfinite = NAME(accumulate_rows_nonfinite),
     .merge_rows = NAME(merge_rows),
     .unpack_rows = NAME(unpack_rows),
-    .rope = {BY_FLOAT(rope)},
+    .rope = {EACH(EACH_WRITTEN, ROPE_OF)},
     .elu_plus_one = NAME(elu_plus_one),
     .add_sums = NAME(add_sums),
     .round_sums = NAME(round_sums),
@@ -481,8 +483,10 @@ const fastattn_kernels NAME(CONCAT(fastattn_kernels, FASTATTN_ISA)) = {
     .uncap = NAME(uncap),
 };
 
-#undef BY_FLOAT
-#undef BY_STORAGE
+#undef EACH
+#undef SCORE_ROWS_OF
+#undef ACCUMULATE_ROWS_OF
+#undef ROPE_OF
 #undef SCORE_STEP
 #undef SWAP_LOW
 #undef SWAP_HIGH

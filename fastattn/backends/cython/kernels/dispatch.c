@@ -10,25 +10,17 @@
 #include <unistd.h>
 #endif
 
+#include "../generated/isas.h"
 #include "kernels.h"
 
-#define DECLARE(isa) extern const fastattn_kernels fastattn_kernels_##isa##_f32, fastattn_kernels_##isa##_f64;
+#define DECLARE(isa, supported) extern const fastattn_kernels fastattn_kernels_##isa##_f32, fastattn_kernels_##isa##_f64;
 #define ENTRY(isa, supported)                                                                                  \
     if (strcmp(name, #isa) == 0)                                                                               \
         return !(supported) ? NULL : itemsize == 4 ? &fastattn_kernels_##isa##_f32 : &fastattn_kernels_##isa##_f64;
 
-DECLARE(portable)
-#if defined(FASTATTN_HAVE_AVX512)
-DECLARE(avx512)
-#endif
-#if defined(FASTATTN_HAVE_AVX2)
-DECLARE(avx2)
-#endif
-#if defined(FASTATTN_HAVE_NEON)
-DECLARE(neon)
-#endif
+EACH_ISA(DECLARE)
 
-#if defined(FASTATTN_HAVE_AVX2)
+#if defined(__x86_64__)
 #include <cpuid.h>
 
 enum { EAX, EBX, ECX, YMM = 0x06, ZMM = 0xe6 };
@@ -44,20 +36,16 @@ static int has(unsigned leaf, unsigned subleaf, int part, int bit, unsigned regi
 }
 
 #define FEATURE(name, ...)                                                                                     \
-    static int has_##name(void) { return has(__VA_ARGS__); }
+    static __attribute__((unused)) int has_##name(void) { return has(__VA_ARGS__); }
 
 FEATURE(fma, 1, 0, ECX, 12, YMM)
 FEATURE(f16c, 1, 0, ECX, 29, YMM)
 FEATURE(avx2, 7, 0, EBX, 5, YMM)
-#if defined(FASTATTN_HAVE_AVX512)
 FEATURE(avx512f, 7, 0, EBX, 16, ZMM)
 FEATURE(avx512dq, 7, 0, EBX, 17, ZMM)
 FEATURE(avx512bw, 7, 0, EBX, 30, ZMM)
 FEATURE(avx512vl, 7, 0, EBX, 31, ZMM)
-#if defined(FASTATTN_HAVE_AVX512_BF16)
 FEATURE(avx512_bf16, 7, 1, EAX, 5, ZMM)
-#endif
-#endif
 #endif
 
 /* The kernels of an instruction set that has those of `vectors`, and others beside them for float32. */
@@ -129,15 +117,6 @@ const fastattn_kernels *fastattn_find_kernels(const char *name, int itemsize) {
 #if defined(FASTATTN_HAVE_BF16_MODEL)
     EXTENDED(bf16_model, 1, "avx2", NULL, &fastattn_pairs_bf16_model)
 #endif
-#if defined(FASTATTN_HAVE_AVX512)
-    ENTRY(avx512, has_avx512f() && has_avx512dq() && has_avx512bw() && has_avx512vl())
-#endif
-#if defined(FASTATTN_HAVE_AVX2)
-    ENTRY(avx2, has_avx2() && has_fma() && has_f16c())
-#endif
-#if defined(FASTATTN_HAVE_NEON)
-    ENTRY(neon, 1)
-#endif
-    ENTRY(portable, 1)
+    EACH_ISA(ENTRY)
     return NULL;
 }

@@ -36,6 +36,17 @@
  * REAL; an int8 stands for its product with the float32 scale of its group of 64 elements, rounded to float32. */
 enum { FASTATTN_REAL, FASTATTN_FLOAT16, FASTATTN_BFLOAT16, FASTATTN_INT8, FASTATTN_STORAGES };
 
+/* DO(name, storage): those that are written too, and all others than REAL that are read. */
+#define EACH_WRITTEN(DO) DO(float16, FASTATTN_FLOAT16) DO(bfloat16, FASTATTN_BFLOAT16)
+#define EACH_STORED(DO) EACH_WRITTEN(DO) DO(int8, FASTATTN_INT8)
+
+/* Bytes of an element; those of REAL are `itemsize`. */
+#define STORED_SIZE_OF(storage, itemsize)                                                                      \
+    ((storage) == FASTATTN_REAL ? (ptrdiff_t)(itemsize) : (storage) == FASTATTN_INT8 ? (ptrdiff_t)1 : (ptrdiff_t)2)
+static inline ptrdiff_t fastattn_stored_size(int64_t storage, ptrdiff_t itemsize) {
+    return STORED_SIZE_OF(storage, itemsize);
+}
+
 #define FASTATTN_GROUP 64 /* elements of a row that share a scale; a row's scales are contiguous float32 */
 
 /* Rows of keys or values whose elements are contiguous, by the kernels of few rows. */

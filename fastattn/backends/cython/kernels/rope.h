@@ -95,7 +95,6 @@ INLINE void NAME(rope_rows)(const int storage, const int interleaved, char *to, 
     }
 OF_STORAGE(real, FASTATTN_REAL)
 #if REAL_BITS == 32
-OF_STORAGE(float16, FASTATTN_FLOAT16)
-OF_STORAGE(bfloat16, FASTATTN_BFLOAT16)
+EACH_WRITTEN(OF_STORAGE)
 #endif
 #undef OF_STORAGE

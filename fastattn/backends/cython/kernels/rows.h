@@ -363,9 +363,7 @@ INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, co
     }
 OF_STORAGE(real, FASTATTN_REAL)
 #if REAL_BITS == 32
-OF_STORAGE(float16, FASTATTN_FLOAT16)
-OF_STORAGE(bfloat16, FASTATTN_BFLOAT16)
-OF_STORAGE(int8, FASTATTN_INT8)
+EACH_STORED(OF_STORAGE)
 #endif
 #undef OF_STORAGE
 

@@ -5,8 +5,7 @@
  * whose FPU flushes those to 0 convert exactly, too. */
 
 #define REAL_BIAS (1 - EXPONENT_MIN)
-#define STORED_SIZE(storage)                                                                                   \
-    ((storage) == FASTATTN_REAL ? (ptrdiff_t)sizeof(REAL) : (storage) == FASTATTN_INT8 ? (ptrdiff_t)1 : (ptrdiff_t)2)
+#define STORED_SIZE(storage) STORED_SIZE_OF(storage, sizeof(REAL))
 #define STORED_LINE(storage) (64 / STORED_SIZE(storage)) /* elements of a cache line */
 #define STORED_MANTISSA(storage) ((storage) == FASTATTN_FLOAT16 ? 10 : 7)
 #define STORED_BIAS(storage) ((storage) == FASTATTN_FLOAT16 ? 15 : 127)

@@ -105,6 +105,7 @@ LAYERS = [
     {"_api.flex"},
     {"_cache.pages"},
     {"_cache.state"},
+    {"_cache.store"},
     {"_cache.files"},
     {"_cache.cache"},
     {"_api.rope"},

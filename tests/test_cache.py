@@ -40,7 +40,7 @@ def writer(request, monkeypatch):
     """How rows are written to pages."""
     if not request.param:
         monkeypatch.setattr(_cache_pages, "write_page_rows", None)
-        monkeypatch.setattr("fastattn._cache.cache.IS_COMPILED", False)
+        monkeypatch.setattr("fastattn._cache.store.IS_COMPILED", False)
     elif not _cache_pages.IS_COMPILED:
         pytest.skip("no extension")
 

@@ -33,6 +33,7 @@ from hypothesis import HealthCheck, settings
 import fastattn
 from fastattn._api import rope
 from fastattn._call import schedule
+from fastattn._machine import constants
 from fastattn.backends import registry
 from tests.process import python
 
@@ -97,7 +98,7 @@ def _isas() -> list[str]:
         return []
     from fastattn.backends.cython import backend as cython_backend
 
-    return list(cython_backend.available_isas())
+    return cython_backend.available_isas((*constants.ISAS, *constants.MODEL_ISAS))
 
 
 #: Tests are about small problems: the fused sweep computes all that its kernels can, also where the other is

@@ -46,15 +46,17 @@ EXP2_COEFFICIENTS = {
 #: Those that kernels exist for, best first.
 VECTOR_ISAS = ("avx512", "avx2", "neon", "portable")
 
-#: Those with other kernels for some problems, and whose kernels they have otherwise: fused ones for float32
-#: on a tile unit, and those of pairs of bfloat16, which `amx` has, too, where the CPU does. The models run
-#: the source of `amx` and of `avx512_bf16` on models of their instructions in C, for tests.
+#: ISA -> the ISA whose kernels it falls back to. The first have fused kernels for float32, on a tile unit.
+#: The second have kernels for pairs of bfloat16, which `amx` has as well where the CPU does. The models are
+#: for tests: the source of `amx` and of `avx512_bf16` on models of their instructions in C.
 FUSED_ISAS = {"amx": "avx512", "amx_model": "avx2"}
 PAIRS_ISAS = {"avx512_bf16": "avx512", "bf16_model": "avx2"}
 EXTENDED_ISAS = FUSED_ISAS | PAIRS_ISAS
 
-#: All that can be chosen, best first.
-ISAS = ("amx", "avx512_bf16", *VECTOR_ISAS, "amx_model", "bf16_model")
+#: All that users can choose, best first.
+ISAS = ("amx", "avx512_bf16", *VECTOR_ISAS)
+#: What tests can choose as well.
+MODEL_ISAS = ("amx_model", "bf16_model")
 
 #: CPU features that each of the first needs; an AArch64 always has NEON.
 CPU_FEATURES: dict[str, tuple[str, ...]] = {

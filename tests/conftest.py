@@ -97,7 +97,7 @@ def _isas() -> list[str]:
         return []
     from fastattn.backends.cython import backend as cython_backend
 
-    return list(cython_backend.available_isas())
+    return cython_backend.available_isas((*constants.ISAS, *constants.MODEL_ISAS))
 
 
 #: Tests are about small problems: the fused sweep computes all that its kernels can, also where the other is

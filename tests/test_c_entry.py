@@ -24,6 +24,7 @@ from fastattn._api import c_entry as _capi
 from fastattn.backends.cython import backend as cython_backend
 from tests import c_entry
 from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.conftest import ISAS
 from tests.process import ROOT, python
 from tests.tolerances import assert_same_bits
 
@@ -75,7 +76,7 @@ def test_bits_are_those_of_python(name: str, dtype: str) -> None:
     check(arrays_of(dtype), OPTIONS[name])
 
 
-@pytest.mark.parametrize("isa", cython_backend.available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 def test_bits_on_each_instruction_set(isa: str) -> None:
     """The same call, one after another on each: kept calls are those of one instruction set."""
     with cython_backend.use_isa(isa):

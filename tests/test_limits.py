@@ -9,12 +9,13 @@ from fastattn._machine import constants
 from fastattn._machine.constants import REGISTER_BLOCKING
 from fastattn.backends.cython import backend as cython_backend
 from fastattn.bench import probes
+from tests.conftest import ISAS
 
 if probes.driver is None:
     pytest.skip("the compiled backend is not here", allow_module_level=True)
 
 
-VECTOR_ISAS = [isa for isa in cython_backend.available_isas() if isa in constants.VECTOR_ISAS]
+VECTOR_ISAS = [isa for isa in ISAS if isa in constants.VECTOR_ISAS]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_as_many_sums_as_a_register_tile_has(isa, itemsize):
     assert probes.driver.peak_operations(isa, itemsize, 1, 0) == 32 * flops_of_a_step  # a step of each piece
 
 
-@pytest.mark.parametrize("isa", cython_backend.available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 def test_probes_are_of_the_instruction_set_in_use(isa, monkeypatch):
     asked = []
 

@@ -152,6 +152,15 @@ def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
     )
 
 
+def as_shape(given: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of numbers of this shape and no other."""
+    array = as_array(given, name)
+    check_number_dtype(array, name)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    return array
+
+
 def as_dtype(array: np.ndarray | Rows, dtype: np.dtype, name: str) -> np.ndarray | Rows:
     """The array in another dtype. A copy is as large as the array's memory, not as its broadcast shape."""
     if array.dtype == dtype:

@@ -25,6 +25,7 @@ from fastattn._call.arguments import (
     as_dtype,
     as_mask,
     as_rows,
+    as_shape,
     broadcast_scores,
     check_bool,
     check_causal,
@@ -32,7 +33,6 @@ from fastattn._call.arguments import (
     check_dropout,
     check_finite,
     check_key_lengths,
-    check_number_dtype,
     check_out,
     check_places,
     check_sinks,
@@ -262,10 +262,7 @@ def normalize_backward(
     shape, rows = _result_shapes(inputs)
 
     def outputs(given: ArrayLike, name: str) -> np.ndarray:
-        array: Any = as_array(given, name)
-        check_number_dtype(array, name)
-        if array.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+        array: Any = as_shape(given, name, shape)
         if not is_stored(array):
             array = as_dtype(array, inputs.dtype, name)
         if inputs.flat:
@@ -273,11 +270,7 @@ def normalize_backward(
         return array.swapaxes(-3, -2) if inputs.swapped else array
 
     def sums(given: ArrayLike, name: str) -> np.ndarray:
-        array = as_array(given, name)
-        check_number_dtype(array, name)
-        if array.shape != rows:
-            raise ValueError(f"{name} must have shape {rows}, got {array.shape}")
-        array = np.ascontiguousarray(array, inputs.dtype)
+        array = np.ascontiguousarray(as_shape(given, name, rows), inputs.dtype)
         return array[None] if inputs.flat else array
 
     problem = Problem(

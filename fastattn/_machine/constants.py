@@ -117,8 +117,10 @@ PAIRS_ISAS = {
     name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "pairs.c"
 }
 
-#: All that can be chosen, best first.
-ISAS = ("amx", "avx512_bf16", *VECTORS, "amx_model", "bf16_model")
+#: All that users can choose, best first.
+ISAS = ("amx", "avx512_bf16", *VECTORS)
+#: What tests can choose as well: the sources of the first two on models of their instructions in C.
+MODEL_ISAS = ("amx_model", "bf16_model")
 
 # Block sizes and prefetch distances of the kernels; the measurements are in ``blocking.h``.
 KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over

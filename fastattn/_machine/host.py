@@ -14,7 +14,7 @@ from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from fastattn._machine.constants import ISAS
+from fastattn._machine.constants import ISAS, MODEL_ISAS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -224,7 +224,7 @@ def environment_without(names: Iterable[str]) -> dict[str, str]:
 def forced_isa() -> str | None:
     """FASTATTN_ISA, or None; ValueError when it names no instruction set."""
     isa = os.environ.get("FASTATTN_ISA") or None
-    if isa is not None and isa not in ISAS:
+    if isa is not None and isa not in (*ISAS, *MODEL_ISAS):
         raise ValueError(f"FASTATTN_ISA must be one of {', '.join(ISAS)}, got {isa!r}")
     return isa
 

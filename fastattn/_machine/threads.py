@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 from fastattn._machine import host
@@ -248,21 +247,14 @@ class _Finder:
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec: Any = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _register(module)
+
+            spec.loader.exec_module = exec_module
         return spec
-
-
-class _Loader:
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _register(module)
 
 
 if "threadpoolctl" in sys.modules:

@@ -100,7 +100,7 @@ def warn_without_kernels(what: str, stacklevel: int) -> None:
 
 
 def function(name: str, call: Any) -> Any:
-    """ "rope" or "linear_attention" of the first backend that can run the call; "reference" can run each."""
+    """Of the first backend that can run the call, at the latest "reference": "rope" or "linear_attention"."""
     for candidate in PREFERRED:
         backend = load(candidate)
         if not backend.function_reasons(name, call) and not backend.unavailable_reasons():

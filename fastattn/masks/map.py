@@ -9,6 +9,7 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -449,44 +450,33 @@ class MappedPart(Node):
         return low | high.astype(np.uint32)
 
 
-class All(Node):
+class Several(Node):
+    """Nodes combined, tile by tile and bit by bit."""
+
+    of_states: np.ufunc
+    of_words: np.ufunc
+
+    def __init__(self, parts: list[Node]) -> None:
+        self.parts = parts
+        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
+
+    def states(self, grid: Grid) -> np.ndarray:
+        return reduce(self.of_states, (part.states(grid) for part in self.parts))
+
+    def words(self, batch: TileBatch) -> np.ndarray:
+        return reduce(self.of_words, (part.words(batch) for part in self.parts))
+
+
+class All(Several):
     """The intersection of nodes."""
 
-    def __init__(self, parts: list[Node]) -> None:
-        self.parts = parts
-        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
-
-    def states(self, grid: Grid) -> np.ndarray:
-        result = self.parts[0].states(grid)
-        for part in self.parts[1:]:
-            result = np.minimum(result, part.states(grid))
-        return result
-
-    def words(self, batch: TileBatch) -> np.ndarray:
-        result = self.parts[0].words(batch)
-        for part in self.parts[1:]:
-            result = result & part.words(batch)
-        return result
+    of_states, of_words = np.minimum, np.bitwise_and
 
 
-class AnyOf(Node):
+class AnyOf(Several):
     """The union of nodes."""
 
-    def __init__(self, parts: list[Node]) -> None:
-        self.parts = parts
-        self.outer = np.broadcast_shapes(*(part.outer for part in parts))
-
-    def states(self, grid: Grid) -> np.ndarray:
-        result = self.parts[0].states(grid)
-        for part in self.parts[1:]:
-            result = np.maximum(result, part.states(grid))
-        return result
-
-    def words(self, batch: TileBatch) -> np.ndarray:
-        result = self.parts[0].words(batch)
-        for part in self.parts[1:]:
-            result = result | part.words(batch)
-        return result
+    of_states, of_words = np.maximum, np.bitwise_or
 
     def complement(self, S: int) -> Node:
         """By De Morgan, so that nodes which are intervals stay intervals, whose tiles need no bits."""

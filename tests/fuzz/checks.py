@@ -13,6 +13,7 @@ import numpy as np
 
 import fastattn
 from fastattn._machine import constants
+from fastattn._machine.constants import ISAS, MODEL_ISAS
 from fastattn.backends.cython import backend as cython_backend
 from tests.fuzz import oracle
 from tests.fuzz.build import _NORMAL, BFLOAT16, Array, Case, GuardedOut, integers, numbers
@@ -50,7 +51,7 @@ class Engine:
 
 def engines() -> list[str]:
     """All that this machine has, the best first."""
-    found = [f"cython-{isa}" for isa in cython_backend.available_isas()]
+    found = [f"cython-{isa}" for isa in cython_backend.available_isas((*ISAS, *MODEL_ISAS))]
     for backend in ("numba", "reference"):
         try:
             fastattn.attention(*np.ones((3, 1, 1)), backend=backend)

@@ -12,7 +12,7 @@ from fastattn._call.problem import AnyProblem
 from fastattn._call.schedule import needs_natural_scores
 from fastattn._machine.constants import LOG2E
 from fastattn._machine.device import DeviceArray
-from fastattn.backends.cuda.form import Form, choose_shape, keys_of_a_split
+from fastattn.backends.cuda.form import Form, Shape, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
@@ -44,8 +44,7 @@ def run(problem: AnyProblem) -> None:
 def _solve(problem: AnyProblem, stream: Stream) -> None:
     dtype = problem.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
-    S, D, E = problem.len_k, problem.head_dim, problem.value_dim
-    n_lead = len(problem.lead)
+    S, D, E, n_lead = problem.len_k, problem.head_dim, problem.value_dim, len(problem.lead)
 
     def staged(array: Any, kind: Any) -> View:
         if array is None:
@@ -60,33 +59,18 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     key_start, key_stop = problem.intervals()
     q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
     start, stop = (staged(array, np.int32) for array in (key_start, key_stop))
-    dense, bias, sinks = (
-        staged(problem.dense, bool),
-        staged(problem.bias, dtype),
-        staged(problem.sinks, dtype),
-    )
+    dense, bias = staged(problem.dense, bool), staged(problem.bias, dtype)
+    sinks = staged(problem.sinks, dtype)
     index = staged(None if mask_map is None else mask_map.index, np.int32)
     bits = staged(None if mask_map is None else mask_map.bits, np.uint32)
     out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
 
-    both = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
-    given = {kind: mod for kind, mod in both.items() if mod is not None}
     head_rows = H // K * L
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, S, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
-    # A large scale or soft-cap times log2(e) could overflow.
-    is_natural = (
-        needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
-    )
-    form = Form(
-        str(dtype), shape, key_start is not None, problem.dense is not None, mask_map is not None,
-        problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
-        problem.score_mod is not None, problem.mask_mod is not None, is_natural,
-        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
-        D % shape.span == E % shape.span == 0 and all(x.is_packed(dtype, shape.span) for x in (q, k, v)),
-        "out" if n_splits == 1 else "parts",
-    )  # fmt: skip
+    are_packed = all(x.is_packed(dtype, shape.span) for x in (q, k, v))
+    form = _form(problem, shape, key_start is not None, are_packed, "out" if n_splits == 1 else "parts")
     n_tiles = -(-head_rows // shape.tile_q)
     tiles_and_splits = (n_tiles, max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
     factor = 1.0 if form.is_natural else LOG2E
@@ -102,10 +86,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
         maxima, sums = stream.empty(n_splits * n_rows, dtype), stream.empty(n_splits * n_rows, dtype)
     weights = out if problem.weights is None else result(problem.weights, problem.weights.shape)
 
-    mods = {kind: device_function(kind, mod, dtype) for kind, mod in given.items()}
-    for kind, mod in given.items():
-        check_indices(kind, mod, dtype, (problem.batch, H, L, S))
-    aux = tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
+    mods, aux = _functions(problem, stream)
     masks = (start.flat, stop.flat, dense.flat, index.flat, bits.flat)
 
     def attend(form: Form, cut: tuple[int, ...], views: Any, to: Any, to_max: Any, to_sum: Any) -> None:
@@ -127,9 +108,8 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
             attend(form, cut, (*inputs, *to_results), out.flat, row_max, row_sum)
         else:
             attend(form, cut, (*inputs, *to_results), parts, maxima, sums)
-            blocks = -(-n_rows * max(E, 1) // MERGE_THREADS)
             merge = merge_kernel(form.dtype, form.is_natural, form.has_sinks)
-            merge[blocks, MERGE_THREADS, stream.launch](
+            merge[-(-n_rows * max(E, 1) // MERGE_THREADS), MERGE_THREADS, stream.launch](
                 parts, maxima, sums, sinks.flat, out.flat, lse.flat, row_max, row_sum, sizes,
                 (inputs[-1], *to_results), n_splits,
             )  # fmt: skip
@@ -141,3 +121,30 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):
         if isinstance(array, np.ndarray):
             stream.download(view.flat, array)
+
+
+def _functions(problem: AnyProblem, stream: Stream) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The caller's functions on the device, and what they read."""
+    both = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
+    given = {kind: mod for kind, mod in both.items() if mod is not None}
+    mods = {kind: device_function(kind, mod, problem.dtype) for kind, mod in given.items()}
+    for kind, mod in given.items():
+        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        check_indices(kind, mod, problem.dtype, sizes)
+    return mods, tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
+
+
+def _form(problem: AnyProblem, shape: Shape, has_intervals: bool, are_packed: bool, result: str) -> Form:
+    """How the kernel is cut."""
+    D, E = problem.head_dim, problem.value_dim
+    # Times log2(e), a large scale or soft-cap would make infinite what is not.
+    is_natural = (
+        needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
+    )
+    return Form(
+        str(problem.dtype), shape, has_intervals, problem.dense is not None, problem.mask_map is not None,
+        problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
+        problem.score_mod is not None, problem.mask_mod is not None, is_natural,
+        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
+        D % shape.span == E % shape.span == 0 and are_packed, result,
+    )  # fmt: skip

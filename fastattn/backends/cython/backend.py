@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from fastattn._call.rope import Rotation
 from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
 from fastattn._call.storage import SWAPPED, storage_of
 from fastattn._machine import host, threads
+from fastattn._machine.constants import ISAS
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
@@ -155,9 +156,9 @@ def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
     return offsets
 
 
-def available_isas() -> list[str]:
-    """Instruction sets that were built and that this CPU runs, best first."""
-    return [] if driver is None else list(driver.available_isas())
+def available_isas(names: Sequence[str] = ISAS) -> list[str]:
+    """Those of the instruction sets that were built and that this CPU runs, best first."""
+    return [] if driver is None else list(driver.available_isas(names))
 
 
 def isa() -> str | None:

@@ -46,7 +46,8 @@ include "sweep.pxi"      # many query rows: one query block over the key tiles
 include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
 include "fused.pxi"      # many query rows on a tile unit: three units of work at once
 include "work.pxi"       # all tasks, on all threads
-include "backward.pxi"   # gradients: one key tile over the query blocks
+include "gradient_tile.pxi"  # gradients: what one query block adds to those of a key tile
+include "backward.pxi"   # gradients: a key tile over the query blocks, all tasks on all threads
 
 cdef extern from *:
     """
@@ -71,9 +72,9 @@ include "linear.pxi"     # linear attention: sums over keys, and products of que
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 
 
-def available_isas():
-    """Names of the instruction sets that were built and that this CPU runs, best first."""
-    return [name for name in ISAS if fastattn_find_kernels(name.encode(), 4) != NULL]
+def available_isas(names=ISAS):
+    """Those of the instruction sets that were built and that this CPU runs, best first."""
+    return [name for name in names if fastattn_find_kernels(name.encode(), 4) != NULL]
 
 
 def choose_isa(str name):

@@ -1,0 +1,465 @@
+# Gradients. A task is some key tiles of one key/value head: it goes over the query blocks that may attend any of their
+# keys, and for each over the key tiles in the stages
+#
+#     mask words -> score -> adjust -> score of grad_out and values -> differentiate -> three accumulations
+#
+# A weight is exp(score - lse). Where scores are large, the lse as it was rounded, or the score as it was computed, may be
+# off by units: weights would be off by any factor. Rows for which that may be so get an lse of their own first, from the
+# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`. A large lse tells
+# so before; scores that are large and cancel are found on the way, and all is done again.
+#
+# FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
+# values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
+# has a turn, the number of the tile that adds next. Tasks are taken in that order, so whoever waits for a turn waits for a
+# task that runs already.
+
+cdef double TINY_SHARE = 2.0 ** -118   # of a factor
+cdef double SMALL = 2.0 ** -64         # by which norms are multiplied: no such product overflows
+
+cdef enum Stage:
+    STAGE_PREPARE   # tasks: query blocks
+    STAGE_OWN_LSE   # those that are large
+    STAGE_KEYS      # key tiles
+
+
+cdef struct Gradients:
+    # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
+    # of a key/value head, row = i * group + g, and have a whole number of vectors.
+    char *base               # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
+    char *delta              # (heads, padded_rows): grad_scale * (rowsum(grad_out * out) - grad_lse); before, grad_lse
+    char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
+    char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
+                             # keys may be masked
+    char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
+                             # all_large, every block is taken for such
+    bint needs_own_lse       # some block that is not large may have scores of large_norms or more
+    # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
+    # does are set to 0: queries when their block is prepared, keys and values by their task.
+    char *query              # (heads, rows, query_ld)
+    char *key                # (heads, len_k, query_ld)
+    char *value              # (heads, len_k, value_ld)
+    char *bias               # BIAS_OF_SCORES: of the compute type; else double, (batch, H, len_k or len_q)
+    int64_t *turns           # (heads, n_blocks)
+    int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
+    Py_ssize_t padded_rows, query_ld, value_ld, heads
+    Py_ssize_t task_tiles    # key tiles of a task
+    const Py_ssize_t *bias_strides   # innermost first, 0 where the bias is broadcast
+    int bias_kind
+    bint wants_query, wants_key, wants_value
+    double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
+    double scale             # the rest
+    double unit              # by which scores and lse are multiplied to be natural
+    double natural_cap       # the soft-cap in natural units, inf where there is none
+    double large_score       # see `fastattn._call.gradients`, in natural units
+    double large_norms
+    double score_rounding, usual_rounding
+    Stage stage
+    Py_ssize_t next, n_tasks
+
+
+cdef struct Tiles:
+    # One thread's tiles, beside its Scratch.
+    char *keys           # rows of the task, each padded with zeros to whole vectors
+    char *values
+    char *grad           # grad_scale * grad_out of the query block as columns, as `pack` leaves them
+    char *query_rows     # rows of query and grad_out, padded
+    char *grad_rows
+    char *change         # the products of grad_out and values, then the gradients of the scores
+    char *capped         # scores after the soft-cap, before bias and mask
+    double *row_sums     # of `change`, where they are the gradient of the bias
+    char *clean_keys     # the rows with NaN and inf set to 0, and the rows as they were
+    char *raw_rows
+    char *key_groups     # of the keys of the task and of the query block, where scores are on tiles
+    char *query_groups
+    uint32_t *key_flags  # of each group, the keys that have no parts
+    uint32_t *query_flags
+    char *ones
+    Py_ssize_t *stops
+
+
+cdef struct Tile:
+    # A query block and the keys of the task that it may attend.
+    Py_ssize_t head, index, first_row, key0, n_keys, turn
+    Py_ssize_t task_key0   # the first key of the task, whose keys and values are in Tiles
+    double query_norm, key_norm   # the largest of the block's and of the task's
+    TileState state
+    bint is_last        # no later key tile adds to the gradients of the queries
+    bint sets_queries   # no earlier one has
+    bint sets_keys      # no earlier query block has added to the gradients of these keys and values
+
+
+cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
+    """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
+    cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
+    cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
+    cdef Py_ssize_t masks = masks_any(job), on_tiles = job.scores_on_tiles
+    cdef char *at = base
+    t.keys = take(&at, keys * q)
+    t.values = take(&at, max(keys, lanes) * v)
+    t.grad = take(&at, job.value_dim * lanes * size)
+    t.query_rows = take(&at, lanes * q)
+    t.grad_rows = take(&at, lanes * v)
+    t.change = take(&at, job.block_k * lanes * size)
+    t.capped = take(&at, job.block_k * lanes * size if job.softcap > 0 else 0)
+    t.row_sums = <double *>take(&at, lanes * sizeof(double))
+    t.clean_keys = take(&at, masks * job.block_k * q)
+    t.raw_rows = take(&at, masks * lanes * wide)
+    t.key_groups = take(&at, on_tiles * (keys // GROUP_KEYS) * key_groups_nbytes(job))
+    t.query_groups = take(&at, on_tiles * (lanes // FUSED_LANES) * groups_in(job.head_dim) * GROUP_NBYTES)
+    t.key_flags = <uint32_t *>take(&at, keys // GROUP_KEYS * sizeof(uint32_t))
+    t.query_flags = <uint32_t *>take(&at, lanes * sizeof(uint32_t))
+    t.ones = take(&at, max(wide, lanes * size))
+    t.stops = <Py_ssize_t *>take(&at, max(wide // size, lanes) * sizeof(Py_ssize_t))
+    return at - base
+
+
+cdef inline bint is_nonfinite(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
+    """Whether any of the rows has NaN or inf, where that makes a difference: beside keys that may be masked."""
+    return masks_any(job) and kernels_of(job).has_nonfinite(rows, n_rows * ld)
+
+
+cdef inline Py_ssize_t block_rows(const Job *job) noexcept nogil:
+    return job.n_vectors * job.lanes
+
+
+cdef void find_query_block(Job *job, const Gradients *g, Scratch *w, Block *block, Py_ssize_t head,
+                           Py_ssize_t index) noexcept nogil:
+    """The rows of a query block; its tiles have max_lanes lanes, of which n_vectors vectors are used."""
+    cdef Py_ssize_t first_row = index * block_rows(job)
+    block.n_rows = min(block_rows(job), job.len_q * job.group_size - first_row)
+    block.n_vectors = <int>((block.n_rows + job.lanes - 1) // job.lanes)
+    block.ld = job.max_lanes
+    find_block(job, w, block, head // job.num_kv_heads, head % job.num_kv_heads, first_row)
+    if job.scores_on_tiles:
+        block.low -= block.low % GROUP_KEYS
+
+
+cdef void pack_query_rows(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                          double factor) noexcept nogil:
+    """The query rows of a block, times a factor, into t.query_rows."""
+    cdef const char *const *rows
+    find_rows_of(job, w, block, &job.query, w.rows)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    kernels_of(job).pack_rows(t.query_rows, g.query_ld, rows, block.n_rows,
+                              job.itemsize if job.query_storage else job.query.col, job.head_dim, factor)
+
+
+cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+    """The delta of each row of a query block, whether the block is finite, and whether any lse is large; zeros, where no
+    tile will add to it."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
+    cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
+    cdef const char *const *rows
+    cdef Block block
+    cdef double sum
+    cdef const char *grad
+    cdef const char *out
+    cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
+    cdef bint nonfinite = False
+    find_query_block(job, g, w, &block, head, index)
+    if g.wants_query and block.low >= block.high:
+        row = head * job.len_q * job.group_size + index * block_rows(job)
+        memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)
+    if masks_any(job):
+        pack_query_rows(job, g, w, t, &block, 1)
+        nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
+    if not in_place:
+        find_rows_of(job, w, &block, &job.out, w.rows)
+        rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
+        kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
+                          job.value_dim, 1)
+        find_rows_of(forward, w, &block, &forward.out, w.rows)
+        rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
+        kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
+                          job.value_dim, 1)
+    for row in range(block.n_rows):
+        grad = t.grad_rows + row * g.value_ld * size
+        out = t.values + row * g.value_ld * size
+        if in_place:
+            grad = lane_row(w, &job.out, at_item(job, &job.out, block.item), row)
+            out = lane_row(w, &forward.out, at_item(forward, &forward.out, block.item), row)
+        sum = kernels.dot(grad, out, job.value_dim)
+        nonfinite |= not isfinite(sum) or is_nonfinite(job, grad, 1, job.value_dim)
+        sum -= get_real(g.delta + first + row * size, size)
+        set_real(g.delta + first + row * size, g.grad_scale * sum, size)
+        g.is_large[task] |= g.large_score <= fabs(get_real(g.base + first + row * size, size)) * g.unit < INFINITY
+    g.nonfinite[task] = nonfinite
+
+
+cdef double norm_of(const Job *job, const char *row, Py_ssize_t n) noexcept nogil:
+    """SMALL times the Euclidean norm of n contiguous numbers, or a bound where squares overflow or underflow float64."""
+    cdef Py_ssize_t c
+    cdef double largest = 0, squares = kernels_of(job).dot(row, row, n)
+    if 1e-200 < squares < INFINITY:
+        return SMALL * sqrt(squares)
+    for c in range(n):
+        largest = max(largest, fabs(get_real(row + c * job.itemsize, job.itemsize)))
+    return SMALL * largest * sqrt(<double>n)
+
+
+cdef inline double largest_norm(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
+    """A bound of the Euclidean norms of rows that are padded with zeros."""
+    # Squares below all normal numbers may be lost.
+    return sqrt(kernels_of(job).largest_square(rows, n_rows, ld) + ld * <double>FLT_MIN)
+
+
+cdef bint load_keys(const Job *job, const HeadRows *rows, char *to, Py_ssize_t ld, Py_ssize_t key0, Py_ssize_t n_keys,
+                    Py_ssize_t n_cols) noexcept nogil:
+    """Rows of keys or values, padded with zeros; whether any has NaN or inf."""
+    cdef Py_ssize_t j, row = ld * job.itemsize
+    if ld == n_cols:
+        load_rows(job, to, rows, key0, n_keys, n_cols)
+    else:
+        memset(to, 0, n_keys * row)
+        for j in range(n_keys):
+            load_rows(job, to + j * row, rows, key0 + j, 1, n_cols)
+    return is_nonfinite(job, to, n_keys, ld)
+
+
+cdef inline void accumulate_rows_of(const Job *job, const Tiles *t, char *acc, const char *rows, Py_ssize_t ld,
+                                    const char *factors, Py_ssize_t factor_row, Py_ssize_t factor_col, Py_ssize_t n_sums,
+                                    Py_ssize_t n_rows, bint sets) noexcept nogil:
+    """acc[i][c] += the sum over n_rows rows r of factors[r * factor_row + i * factor_col] * rows[r][c], i < n_sums.
+
+    sets: = instead of +=.
+    """
+    cdef fastattn_values values
+    cdef int n, left = <int>(ld // job.lanes)
+    cdef Py_ssize_t at = 0, size = job.itemsize, v
+    values.at = factors
+    values.row = factor_row * size
+    values.col = factor_col * size
+    values.panel = kernels_of(job).panel_cols * values.col
+    for v in range(left):
+        t.stops[v] = n_rows
+    while left > 0:
+        # Register tiles of two vectors each, rather than of three and one.
+        n = 2 if left == 4 or left == 2 else min(left, 3)
+        kernels_of(job).accumulate(acc + at, rows + at, NULL if sets else t.ones, ld, n, &values, t.stops, KEY_CHUNK,
+                                   n_sums, NULL, 0, 0)
+        at += n * job.lanes * size
+        left -= n
+
+
+cdef void clean_rows(const Job *job, char *to, char *raw, const char *source, Py_ssize_t n_rows,
+                     Py_ssize_t ld) noexcept nogil:
+    """to = the rows with NaN and inf set to 0; raw = the rows as they are. `source` may be `to`."""
+    cdef Py_ssize_t at, size = job.itemsize
+    if raw != NULL:
+        memcpy(raw, source, n_rows * ld * size)
+    if to != source:
+        memcpy(to, source, n_rows * ld * size)
+    for at in range(n_rows * ld):
+        if not isfinite(get_real(to + at * size, size)):
+            set_real(to + at * size, 0, size)
+
+
+cdef void add_nonfinite(const Job *job, const Scratch *w, const Block *block, const Tile *tile, const char *rows,
+                        Py_ssize_t ld, bint rows_are_keys, const char *factors, char *acc, Py_ssize_t acc_ld) noexcept nogil:
+    """Adds what `clean_rows` took out of a product, for the pairs of query row and key that are not masked."""
+    cdef Py_ssize_t r, c, i, size = job.itemsize, n_rows = tile.n_keys if rows_are_keys else block.n_rows
+    cdef Py_ssize_t n_sums = block.n_rows if rows_are_keys else tile.n_keys, lane, j
+    cdef double x
+    cdef char *to
+    for r in range(n_rows):
+        for c in range(ld):
+            x = get_real(rows + (r * ld + c) * size, size)
+            if isfinite(x):
+                continue
+            for i in range(n_sums):
+                lane, j = (i, r) if rows_are_keys else (r, i)
+                if is_allowed(job, w, block, tile.state, lane, j):
+                    to = acc + (i * acc_ld + c) * size
+                    set_real(to, get_real(to, size) + x * get_real(factors + (j * block.ld + lane) * size, size), size)
+
+
+cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                      const Tile *tile) noexcept nogil:
+    """Adds the gradients of a tile's scores to that of the bias; where those of all keys are added up, the sums over
+    this tile go to t.row_sums."""
+    cdef Py_ssize_t lane, j, axis, size = job.itemsize, row = block.ld * job.itemsize
+    cdef Py_ssize_t item = block.item, first_head = block.item * job.num_kv_heads * job.group_size
+    cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
+    cdef char *to = g.bias + tile.key0 * g.bias_strides[0]
+    cdef double *sums
+    if g.bias_kind == BIAS_OF_SCORES:
+        for axis in range(job.n_lead):
+            to += item % lead_shape[axis] * g.bias_strides[3 + axis]
+            item = item // lead_shape[axis]
+        for lane in range(block.n_rows):
+            w.rows[lane] = to + w.row_h[lane] * g.bias_strides[2] + w.row_i[lane] * g.bias_strides[1]
+        kernels_of(job).add_columns(w.rows, g.bias_strides[0], block.n_rows, t.change, block.ld, tile.n_keys)
+    elif g.bias_kind == BIAS_OF_KEYS and job.group_size == 1:
+        sums = <double *>g.bias + (first_head + w.row_h[0]) * job.len_k + tile.key0
+        for j in range(tile.n_keys):
+            sums[j] += kernels_of(job).dot(t.change + j * row, t.ones, block.n_rows)
+    elif g.bias_kind == BIAS_OF_KEYS:
+        for lane in range(block.n_rows):
+            sums = <double *>g.bias + (first_head + w.row_h[lane]) * job.len_k + tile.key0
+            for j in range(tile.n_keys):
+                sums[j] += get_real(t.change + j * row + lane * size, size)
+    else:
+        for lane in range(block.n_rows):
+            t.row_sums[lane] = 0
+            for j in range(tile.n_keys):
+                t.row_sums[lane] += get_real(t.change + j * row + lane * size, size)
+
+
+cdef void split_task_keys(const Job *job, const Gradients *g, Tiles *t, Py_ssize_t n_keys) noexcept nogil:
+    """The groups of the keys of a task."""
+    cdef Py_ssize_t i, row = g.query_ld * job.itemsize
+    for i in range(groups_in(n_keys)):
+        t.key_flags[i] = fused_of(job).split_keys(
+            t.key_groups + i * key_groups_nbytes(job), <int>job.n_parts, t.keys + i * GROUP_KEYS * row, row,
+            min(GROUP_KEYS, n_keys - i * GROUP_KEYS), job.head_dim)
+
+
+cdef void score_on_tiles(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
+                         const Tile *tile) noexcept nogil:
+    """The raw scores of a tile as the fused sweep has them, into w.scores."""
+    cdef Py_ssize_t first = tile.key0 - tile.task_key0, i, j, lane
+    cdef uint32_t flags = 0
+    cdef float *scores = <float *>w.scores
+    cdef const float *other = <const float *>t.change
+    for i in range(groups_in(block.n_rows)):
+        fused_of(job).score(scores + i * FUSED_LANES, block.ld,
+                            t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES,
+                            t.key_groups + first // GROUP_KEYS * key_groups_nbytes(job), <int>job.n_parts, tile.n_keys,
+                            job.head_dim)
+        flags |= t.query_flags[i]
+    for i in range(first // GROUP_KEYS, groups_in(first + tile.n_keys)):
+        flags |= t.key_flags[i]
+    if not flags:
+        return
+    kernels_of(job).score(t.change, NULL, w.query, block.ld, block.n_vectors, t.keys + first * g.query_ld * job.itemsize,
+                          w.stops, job.head_dim, g.query_ld * job.itemsize, job.itemsize, NULL, 0, 0)
+    for j in range(tile.n_keys):
+        for lane in range(block.n_rows):
+            if (t.key_flags[(first + j) // GROUP_KEYS] >> (first + j) % GROUP_KEYS
+                    | t.query_flags[lane // FUSED_LANES] >> lane % FUSED_LANES) & 1:
+                scores[j * block.ld + lane] = other[j * block.ld + lane]
+
+
+cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
+    """The scores of a tile, masked, into w.scores."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t size = job.itemsize, v, lane, j
+    cdef ScoreTile scores
+    for v in range(block.ld // job.lanes):
+        w.stops[v] = tile.n_keys
+    if job.scores_on_tiles:
+        score_on_tiles(job, g, w, t, block, tile)
+    else:
+        kernels.score(w.scores, NULL, w.query, block.ld, block.n_vectors,
+                      t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size, w.stops, job.head_dim, g.query_ld * size,
+                      size, NULL, 0, 0)
+    memcpy(w.tile_max, w.empty, block.ld * size)
+    scores = lane_tile(job, w, block, tile.state, tile.key0, 0, tile.n_keys, w.stops)
+    if job.softcap > 0:
+        scores.capped = t.capped
+    adjust_scores(job, w, block, &scores)
+    if g.seen == NULL:
+        return
+    for lane in range(block.n_rows):
+        for j in range(tile.n_keys):
+            if get_real(w.scores + (j * block.ld + lane) * size, size) != -INFINITY:
+                g.seen[tile.head * g.padded_rows + tile.first_row + lane] = 1
+                break
+
+
+cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
+    """The gradients of a tile's scores into t.change, and the weights in the place of the scores."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef Py_ssize_t size = job.itemsize, first = (tile.head * g.padded_rows + tile.first_row) * size
+    cdef const uint32_t *kept = find_drop_words(job, w, block, block.ld, tile.key0, tile.n_keys)
+    if job.value_dim > 0:
+        kernels.score(t.change, NULL, t.grad, block.ld, block.n_vectors,
+                      t.values + (tile.key0 - tile.task_key0) * g.value_ld * size, w.stops, job.value_dim, g.value_ld * size, size,
+                      NULL, 0, 0)
+    else:
+        memset(t.change, 0, tile.n_keys * block.ld * size)
+    kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
+                          g.delta + first, block.ld, tile.n_keys, job.exponent_factor,
+                          g.is_large[tile.head * job.n_blocks + tile.index], kept, job.kept_share)
+
+
+cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:
+    """The query rows and the gradients of the outputs of a block, as rows and as columns."""
+    cdef const fastattn_kernels *kernels = kernels_of(job)
+    cdef const char *const *rows
+    cdef Py_ssize_t col, i
+    find_rows_of(job, w, block, &job.query, w.rows)
+    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
+    col = job.itemsize if job.query_storage else job.query.col
+    kernels.pack(w.query, block.ld, rows, col, job.head_dim, job.query_factor)
+    if job.scores_on_tiles:
+        for i in range(groups_in(block.n_rows)):
+            t.query_flags[i] = fused_of(job).split_queries(
+                t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, <const float *>w.query + i * FUSED_LANES,
+                block.ld, job.head_dim)
+    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, col, job.head_dim, g.scale)
+    find_rows_of(job, w, block, &job.out, w.rows)
+    rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
+    col = job.itemsize if job.out_storage else job.out.col
+    kernels.pack(t.grad, block.ld, rows, col, job.value_dim, g.grad_scale)
+    kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, col, job.value_dim, 1)
+
+
+cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Block *block, char *rows) noexcept nogil:
+    """Multiplies finished gradients of queries, in place, by the scale."""
+    cdef Py_ssize_t lane, size = job.itemsize
+    cdef double rest
+    for lane in range(block.n_rows):
+        w.rows[lane] = rows + lane * g.query_ld * size
+        set_real(w.inverse + lane * size, g.scale, size)
+        rest = g.scale - get_real(w.inverse + lane * size, size)
+        # Not 0, which times inf would be NaN, and too small to change a result.
+        set_real(w.inverse + (block.ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
+    kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, rows, g.query_ld, job.head_dim, w.inverse, block.ld)
+
+
+cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint nonfinite) noexcept nogil:
+    """Adds what a tile contributes to each gradient; those of the queries when their turn comes."""
+    cdef Py_ssize_t size = job.itemsize, ld = block.ld, offset = tile.key0 - tile.task_key0
+    cdef Py_ssize_t key_row = tile.head * job.len_k + tile.key0
+    cdef const char *keys = t.keys + offset * g.query_ld * size
+    cdef char *to_key = g.key + key_row * g.query_ld * size
+    cdef char *to_value = g.value + key_row * g.value_ld * size
+    cdef char *to_query = g.query + (tile.head * job.len_q * job.group_size + tile.first_row) * g.query_ld * size
+    cdef int64_t *turn = g.turns + tile.head * job.n_blocks + tile.index
+    cdef Py_ssize_t lane, first_head
+    if tile.state != TILE_EMPTY:
+        if g.wants_value:
+            if nonfinite:
+                clean_rows(job, t.grad_rows, t.raw_rows, t.grad_rows, block.n_rows, g.value_ld)
+            accumulate_rows_of(job, t, to_value, t.grad_rows, g.value_ld, w.scores, 1, ld, tile.n_keys, block.n_rows,
+                               tile.sets_keys)
+            if nonfinite:
+                add_nonfinite(job, w, block, tile, t.raw_rows, g.value_ld, False, w.scores, to_value, g.value_ld)
+        if g.wants_key:
+            if nonfinite:
+                clean_rows(job, t.query_rows, t.raw_rows, t.query_rows, block.n_rows, g.query_ld)
+            accumulate_rows_of(job, t, to_key, t.query_rows, g.query_ld, t.change, 1, ld, tile.n_keys, block.n_rows,
+                               tile.sets_keys)
+            if nonfinite:
+                add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
+    if not g.wants_query and g.bias_kind != BIAS_OF_ROWS:
+        return
+    fastattn_wait_for_turn(turn, tile.turn)
+    if g.wants_query and tile.state == TILE_EMPTY and tile.sets_queries:
+        memset(to_query, 0, block.n_rows * g.query_ld * size)
+    if tile.state != TILE_EMPTY and g.wants_query:
+        if nonfinite:
+            clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
+        accumulate_rows_of(job, t, to_query, t.clean_keys if nonfinite else keys, g.query_ld, t.change, ld, 1, block.n_rows,
+                           tile.n_keys, tile.sets_queries)
+        if nonfinite:
+            add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
+    if tile.state != TILE_EMPTY and g.bias_kind == BIAS_OF_ROWS:
+        first_head = block.item * job.num_kv_heads * job.group_size
+        for lane in range(block.n_rows):
+            (<double *>g.bias)[(first_head + w.row_h[lane]) * job.len_q + w.row_i[lane]] += t.row_sums[lane]
+    if g.wants_query and tile.is_last and g.scale != 1:
+        scale_queries(job, g, w, block, to_query)
+    fastattn_pass_turn(turn, tile.turn + 1)

@@ -28,6 +28,8 @@ SOURCE = Path("fastattn", "backends", "cython")
 KERNELS = SOURCE / "kernels"
 PROBES = Path("fastattn", "bench", "probes")
 
+ISAS = SOURCE / "generated" / "isas.h"
+
 # What is compiled once per instruction set, with that set's flags, and linked into the extension.
 PER_ISA = {
     "fastattn.backends.cython.driver": KERNELS / "kernels.c",
@@ -192,7 +194,7 @@ setup(
             Extension(
                 "fastattn.bench.probes.driver",
                 [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
-                depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c")],
+                depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c"), str(ISAS)],
                 define_macros=[*ABI_MACROS],
                 py_limited_api=IS_ABI3,
             ),

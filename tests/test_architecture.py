@@ -297,7 +297,7 @@ def walk_of_a_call() -> list[str]:
 
 
 DRIVER = "backends/cython/driver.pyx"
-STAYS, RETURNS = 42, 27
+STAYS, RETURNS = 37, 22
 
 
 def test_the_walk_of_a_first_call_is_short(monkeypatch):

@@ -169,7 +169,7 @@ def run_once(
     """Solves the problem of a request on a backend. What it prepared and for how many threads, where other
     calls of the same signature could use it: where it reads and writes the memory of `inputs` and options."""
     problem = request.problem
-    if problem.device == "cpu" and not any(result.size for result in request.results):
+    if not any(result.size for result in request.results) and problem.device == "cpu":
         return None  # nothing to do, for any number of rows
     threads = backend.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
     prepared = backend.prepare(problem, threads)

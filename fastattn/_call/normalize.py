@@ -223,8 +223,8 @@ def outline(
     if mask is not None:
         mask._bind(Block(lead, H, L, S, whole=(L, S)))
     _bias_of_scores(options["bias"], inputs)
-    scale, softcap, _ = _numbers(inputs, options)
-    return inputs, mask, band, scale, softcap
+    numbers = _numbers(inputs, options)
+    return inputs, mask, band, numbers["scale"], numbers["softcap"]
 
 
 @naming_shapes
@@ -258,7 +258,7 @@ def normalize_backward(
     grad_lse = options["grad_lse"]
     given = None if options["bias"] is None else as_array(options["bias"], "bias")
     bias = _bias_of_scores(options["bias"], inputs)
-    scale, softcap, sinks = _numbers(inputs, options)
+    numbers = _numbers(inputs, options)
     shape, rows = _result_shapes(inputs)
 
     def outputs(given: ArrayLike, name: str) -> np.ndarray:
@@ -281,16 +281,14 @@ def normalize_backward(
         lse=None,
         weights=None,
         dtype=inputs.dtype,
-        scale=scale,
-        softcap=softcap,
         bias=bias,
-        sinks=sinks,
         band=band,
         key_start=lowered.key_start,
         key_stop=lowered.key_stop,
         dense=lowered.dense,
         mask_map=lowered.mask_map,
         dropout=check_dropout(options["dropout"], options["seed"]),
+        **numbers,
     )
     names = check_wrt(options["wrt"], DIFFERENTIABLE)
     for name in names:
@@ -612,7 +610,8 @@ def _assemble(
     check_bool(return_weights, "return_weights")
     q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
     S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
-    scale, softcap, sinks = _numbers(inputs, options)
+    numbers = _numbers(inputs, options)
+    sinks = numbers["sinks"]
     shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
@@ -647,22 +646,20 @@ def _assemble(
         lse=lse,
         weights=weights,
         dtype=dtype,
-        scale=scale,
-        softcap=softcap,
         bias=bias,
-        sinks=sinks,
         band=band,
         key_start=lowered.key_start,
         key_stop=lowered.key_stop,
         dense=lowered.dense,
         mask_map=lowered.mask_map,
         dropout=dropout,
+        **numbers,
     )
     return Request(problem, results, staged, swapped)
 
 
-def _numbers(inputs: _Inputs, options: dict[str, Any]) -> tuple[float, float | None, np.ndarray | None]:
-    """Scale, soft-cap and sinks, checked."""
+def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the score that a `Problem` has under their names, checked: scale, soft-cap and sinks."""
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
     scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_finite(scale, "scale")
     if softcap is not None:
@@ -672,7 +669,9 @@ def _numbers(inputs: _Inputs, options: dict[str, Any]) -> tuple[float, float | N
             raise ValueError(
                 f"softcap must be positive, and a normal number in {inputs.dtype}, got {softcap!r}"
             )
-    return scale, softcap, None if sinks is None else check_sinks(sinks, inputs.sizes.H, inputs.dtype)
+    if sinks is not None:
+        sinks = check_sinks(sinks, inputs.sizes.H, inputs.dtype)
+    return {"scale": scale, "softcap": softcap, "sinks": sinks}
 
 
 def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:

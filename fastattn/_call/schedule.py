@@ -275,7 +275,7 @@ def _needs_tile(array: np.ndarray | Rows, problem: Problem) -> bool:
         return True
     if isinstance(array, Rows) and array.is_quantized and array.scale_strides[-1] != 4:
         return True
-    return _is_stored(array) and not (array.dtype.isnative and problem.dtype.itemsize == 4)
+    return not (array.dtype.isnative and problem.dtype.itemsize == 4) and _is_stored(array)
 
 
 def needs_natural_scores(problem: AnyProblem) -> bool:

@@ -67,7 +67,7 @@ class CythonBackend(Backend):
         target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_schedule(problem, target, num_threads)
         loop = loop_of(problem, schedule)
-        sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        sizes = None if loop is None else (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         record = write_record(problem, schedule, target)
         return driver.Prepared(*record, schedule.num_threads, schedule.is_small, loop, sizes)
 

@@ -189,8 +189,13 @@ def linear_attention(
     True
     """
     features = _checked_map(feature_map)
-    call, flat = _checked(query, key, value, causal=causal, key_lengths=key_lengths)
-    call = call._replace(feature_map=features, return_state=return_state)
+    rest: Any = {
+        "causal": causal,
+        "key_lengths": key_lengths,
+        "features": features,
+        "return_state": return_state,
+    }
+    call, flat = _checked(query, key, value, **rest)
     if state is not None:
         call = call._replace(earlier=_checked_state(state, call, flat))
     whole = _run(call)
@@ -223,8 +228,10 @@ def _checked(
     *,
     causal: Any,
     key_lengths: Any,
+    features: Callable[[np.ndarray], Any],
+    return_state: bool,
 ) -> tuple[LinearCall, bool]:
-    """The call but for features and state, and whether the arrays are those of one head without an axis."""
+    """The call but for its state, and whether the arrays are those of one head without an axis."""
     given = ((query, "query"), (key, "key"), (value, "value"))
     inputs: Any = as_inputs(*(host_array(as_array(x, name), name) for x, name in given), swapped=False)
     lead, _, L, S = inputs.sizes
@@ -239,10 +246,10 @@ def _checked(
         inputs.value,
         lengths,
         inputs.dtype,
-        feature_map=elu_plus_one,
+        feature_map=features,
         causal=bool(causal),
         earlier=None,
-        return_state=False,
+        return_state=return_state,
         out=np.empty((*inputs.query.shape[:-1], inputs.value.shape[-1]), inputs.result),
         lost=np.zeros(inputs.query.shape[:-1], bool),
     )

@@ -28,7 +28,7 @@ def threads():
 def more_threads(x=x, expected=expected, **options):
     before = threads()
     out = fastattn.attention(x, x, x, **options)
-    assert out.tobytes() == expected.tobytes()
+    assert (out.view(np.int32) == expected.view(np.int32)).all()  # in little memory
     return threads() - before
 
 def leave_room(n_threads):

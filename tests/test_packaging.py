@@ -152,7 +152,7 @@ class TestTarget:
     """What is compiled is for the machine that is built for, whatever machine builds."""
 
     ISAS = (
-        ("linux-x86_64", "", {*constants.ISAS} - {"neon"}),
+        ("linux-x86_64", "", {*constants.ISAS, *constants.MODEL_ISAS} - {"neon"}),
         ("linux-aarch64", "", {"portable", "neon"}),
         ("linux-riscv64", "", {"portable"}),
         ("macosx-11.0-arm64", "", {"portable", "neon"}),

@@ -584,3 +584,21 @@ def test_both_signatures_tell_the_same_calls_apart():
     for n, (a, b) in enumerate(zip(compiled, plain, strict=True)):
         for m in range(n):
             assert (a == compiled[m]) == (b == plain[m]), (n, m)
+
+
+def test_an_array_beside_a_large_mask_of_a_function():
+    """Such a call is not kept, and its array is no key of anything."""
+    pytest.importorskip("numba")
+    x = random_arrays(len_q=1500, len_k=1500, head_dim=8)[0]
+    rows = np.arange(1500)
+    array = np.ones((1500, 1500), bool)
+    array[:, 7] = False
+
+    def scattered(b, h, q_idx, kv_idx):
+        return (q_idx * 7 + kv_idx * 3) % 5 > 1
+
+    before = len(prepared._calls)
+    got = fastattn.flex_attention(x, x, x, mask_mod=scattered, block_mask=masks.Dense(array))
+    allowed = array & ((rows[:, None] * 7 + rows * 3) % 5 > 1)
+    np.testing.assert_allclose(got, fastattn.attention(x, x, x, mask=allowed), rtol=1e-5, atol=1e-6)
+    assert len(prepared._calls) <= before + 1

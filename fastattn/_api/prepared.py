@@ -149,7 +149,8 @@ def run(
     if call is None:
         call = PreparedCall(request, options, backend, num_threads, prepared.is_small)
         if call.held_nbytes > MAX_HELD_NBYTES:
-            _tokens.pop(options.get("mask"), None)  # which may be as large
+            if isinstance(mask := options.get("mask"), Mask):
+                _tokens.pop(mask, None)  # it may be as large
             return
         if _driver is not None and type(prepared) is _driver.Prepared:
             call = call.small(prepared, inputs, options) or call

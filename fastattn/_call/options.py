@@ -199,7 +199,7 @@ def complete(
 
     TypeError for options that the function does not have, and for `extra`, what it was given by position.
     """
-    options = TAKERS[taker] | dict(given)
+    options = {**TAKERS[taker], **given}
     if extra or len(options) > len(TAKERS[taker]):
         refuse_arguments(function, extra, [name for name in given if name not in TAKERS[taker]])
     return options

@@ -96,9 +96,9 @@ VECTORS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-#: Those with kernels of their own for some problems, and whose they have otherwise: fused ones for float32 on
-#: a tile unit, and those of pairs of bfloat16, which `amx` has, too, where the CPU does. The models run the
-#: source of `amx` and of `avx512_bf16` on models of their instructions in C, for tests.
+#: Instruction sets with kernels of their own for some problems, and the one whose kernels each falls back to.
+#: ``fused.c`` has kernels for float32 on a tile unit. ``pairs.c`` has kernels for pairs of bfloat16, which
+#: `amx` has as well where the CPU does. The models are for tests: the same sources on models in C.
 EXTENDED = {
     "amx": {"source": "fused.c", "vectors": "avx512", "flags": "-mamx-tile -mamx-bf16"},
     "avx512_bf16": {"source": "pairs.c", "vectors": "avx512", "flags": "-mavx512bf16"},

@@ -549,7 +549,7 @@ def interval_state(start: np.ndarray, stop: np.ndarray, first: int, last: int) -
 
 
 def plane_state(node: Node, L: int, S: int) -> int:
-    """What a node leaves of whole planes. Bits are computed until one is set, so that EMPTY is exact."""
+    """The state of whole planes. Bits are computed until one is set, so that EMPTY is exact."""
     if isinstance(node, Intervals):
         return interval_state(node.start, node.stop, 0, S)
     grid = Grid(L, S)

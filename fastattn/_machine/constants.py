@@ -59,8 +59,7 @@ _X86, _ARM64 = ("x86_64", "amd64"), ("aarch64", "arm64")
 VECTORS: dict[str, dict[str, Any]] = {
     "avx512": {
         "flags": dict.fromkeys(
-            _X86,
-            "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512",
+            _X86, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512"
         ),
         "features": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
         "blocking": {
@@ -106,30 +105,14 @@ EXTENDED = {
     "bf16_model": {"source": "pairs.c", "vectors": "avx2", "flags": "-DFASTATTN_MODEL -Wno-psabi"},
 }
 
-VECTOR_ISAS = tuple(VECTORS)
-CPU_FEATURES = {name: isa["features"] for name, isa in VECTORS.items()}
-REGISTER_BLOCKING = {name: isa["blocking"] for name, isa in VECTORS.items()}
-EXTENDED_ISAS = {name: isa["vectors"] for name, isa in EXTENDED.items()}
-FUSED_ISAS = {
-    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "fused.c"
-}
-PAIRS_ISAS = {
-    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "pairs.c"
-}
-
 #: All that users can choose, best first.
 ISAS = ("amx", "avx512_bf16", *VECTORS)
 #: What tests can choose as well: the sources of the first two on models of their instructions in C.
 MODEL_ISAS = ("amx_model", "bf16_model")
 
-# Block sizes and prefetch distances of the kernels; the measurements are in ``blocking.h``.
-KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
-SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
-SCORE_COLUMNS = 128
-EXP2_KEYS = 4
-PREFETCH_KEYS = 4  #: prefetch distance in rows of keys, and of values
-PREFETCH_VALUES = 32
-PREFETCH_PACKED = 8  #: of values while they are packed
+# The longest partial sums of the kernels; the measurements are in ``blocking.h``.
+KEY_CHUNK = 64  #: keys of one of `softmax` and `accumulate`
+SCORE_COLUMNS = 128  #: columns of one of `score`
 
 # ------------------------------------------------------------------ the schedule
 

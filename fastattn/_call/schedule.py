@@ -60,10 +60,7 @@ class Schedule(NamedTuple):
     packs_values: bool = False  #: each thread packs the values of a head into panels
     converts_keys: bool = False  #: keys are converted, or copied as pairs, tile by tile
     converts_values: bool = False  #: values in 16 bits likewise
-    prefetch_rows: tuple[int, int] = (
-        0,
-        0,
-    )  #: split-KV: prefetch distance, in keys and in values; 0: none
+    prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
     keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
@@ -74,21 +71,17 @@ class Schedule(NamedTuple):
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of a problem for at most num_threads threads."""
-    sizes = problem.sizes
-    heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
-    small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
+    heads, rows, len_k, lanes = problem.heads, problem.rows, problem.len_k, target.lanes
+    small = _is_small(problem)
     if small:
         num_threads = 1
     block_k = min(constants.BLOCK_K, max(WORD, _up(len_k, WORD)))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
     factors = factors_of(problem)
-    if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
+    if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and problem.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
-        key_nbytes, value_nbytes = (
-            sizes.head_dim * problem.key.itemsize,
-            sizes.value_dim * problem.value.itemsize,
-        )
+        key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
         if heads * len_k * (key_nbytes + value_nbytes) >= constants.UNCACHED_NBYTES:
             distance = constants.PREFETCH_DISTANCE
             prefetch_rows = distance // max(1, key_nbytes) + 1, distance // max(1, value_nbytes) + 1
@@ -104,7 +97,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         return _fused_schedule(problem, target, num_threads, small)
     n_blocks = -(-n_vectors // target.max_vectors)
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
-    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
+    uses_pairs = target.has_pairs and problem.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
         factors = exact_factors(problem)
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
@@ -124,6 +117,11 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     )  # fmt: skip
 
 
+def _is_small(problem: Problem) -> bool:
+    columns = problem.head_dim + problem.value_dim
+    return problem.rows * problem.heads * problem.len_k * columns < constants.SMALL_WORK
+
+
 def _keeps_query(problem: Problem) -> bool:
     """Whether a problem is in bfloat16 throughout, also its query times the factor of `exact_factors`.
 
@@ -132,7 +130,7 @@ def _keeps_query(problem: Problem) -> bool:
     if any(storage_code(x) != BFLOAT16 for x in (problem.query, problem.key, problem.value)):
         return False
     factors = exact_factors(problem)
-    return problem.sizes.head_dim > 0 and factors.query_factor != 0 and _loses_nothing(factors)
+    return problem.head_dim > 0 and factors.query_factor != 0 and _loses_nothing(factors)
 
 
 def _loses_nothing(factors: Factors) -> bool:
@@ -145,16 +143,16 @@ def _loses_nothing(factors: Factors) -> bool:
 def _fuses(problem: Problem, factors: Factors) -> bool:
     """Whether a problem uses the fused sweep, where the kernels have one. This decides the order of
     summation: it depends on the problem alone."""
-    sizes, band = problem.sizes, problem.band
+    band = problem.band
     # The lengths of other items must not decide.
     has_lengths = band is not None and band.lengths is not None
-    len_k = sizes.rows if has_lengths else sizes.len_k
+    len_k = problem.rows if has_lengths else problem.len_k
     return (
-        sizes.rows >= constants.FUSED_ROWS
+        problem.rows >= constants.FUSED_ROWS
         and len_k >= constants.FUSED_KEYS
-        and sizes.len_k > 0
-        and 0 < sizes.value_dim <= constants.FUSED_COLUMNS
-        and sizes.head_dim <= constants.FUSED_COLUMNS
+        and problem.len_k > 0
+        and 0 < problem.value_dim <= constants.FUSED_COLUMNS
+        and problem.head_dim <= constants.FUSED_COLUMNS
         and _loses_nothing(factors)
         and _fused_gain(problem, len_k) >= constants.FUSED_LEAST_GAIN
     )
@@ -162,16 +160,16 @@ def _fuses(problem: Problem, factors: Factors) -> bool:
 
 def _fused_gain(problem: Problem, len_k: int) -> float:
     """An estimate for `len_k` keys: the time of the sweep over that of the fused sweep."""
-    sizes, band = problem.sizes, problem.band
-    columns = sizes.head_dim + sizes.value_dim
-    padded = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
+    band = problem.band
+    columns = problem.head_dim + problem.value_dim
+    padded = _up(problem.head_dim, WORD) + _up(problem.value_dim, WORD)
     gain = min(
         constants.FUSED_MOST_GAIN,
         constants.FUSED_UNPADDED_GAIN * columns / padded,
         (columns + constants.SWEEP_WEIGHT) / (padded * constants.FUSED_COLUMN + constants.FUSED_WEIGHT),
     )
-    n_pairs = sizes.len_q * len_k if band is None else band.n_pairs(sizes.len_q, len_k)
-    keys_of_a_row, rows_of_a_key = n_pairs / sizes.len_q, n_pairs * sizes.group_size / len_k
+    n_pairs = problem.len_q * len_k if band is None else band.n_pairs(problem.len_q, len_k)
+    keys_of_a_row, rows_of_a_key = n_pairs / problem.len_q, n_pairs * problem.group_size / len_k
     return gain / (1 + constants.FUSED_OVERHEAD / keys_of_a_row + constants.FUSED_OVERHEAD / rows_of_a_key)
 
 
@@ -179,14 +177,13 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
     """The schedule of the fused sweep: its tasks are consecutive query blocks of all heads."""
     keeps_query = _keeps_query(problem)
     factors = exact_factors(problem) if keeps_query else factors_of(problem)
-    sizes = problem.sizes
     lanes = constants.FUSED_LANES
-    n_blocks = -(-sizes.rows // lanes)  # of a head
-    all_blocks = sizes.heads * n_blocks
-    columns = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
+    n_blocks = -(-problem.rows // lanes)  # of a head
+    all_blocks = problem.heads * n_blocks
+    columns = _up(problem.head_dim, WORD) + _up(problem.value_dim, WORD)
     most = max(1, min(constants.FUSED_TASK_BLOCKS, constants.FUSED_TASK_COLUMNS // columns))
     # Keys and values of a task's heads must stay in L2, too.
-    most_heads = max(1, constants.FUSED_TASK_KEYS // min(sizes.len_k, constants.BLOCK_K))
+    most_heads = max(1, constants.FUSED_TASK_KEYS // min(problem.len_k, constants.BLOCK_K))
     most = min(most, max(1, most_heads * n_blocks))
     n_tasks = -(-all_blocks // most)
     if num_threads > 1:
@@ -194,7 +191,7 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
         n_tasks = min(_up(max(n_tasks, 1), num_threads), all_blocks)
     task_blocks = -(-all_blocks // n_tasks)
     # A task may hold the last blocks of one head and the first of another.
-    task_heads = min(sizes.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
+    task_heads = min(problem.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
     # Outputs that overflow are computed again by the sweep's kernels, which convert values.
     converts_values = _is_stored(problem.value) or _is_scattered(problem.value)
     return Schedule(
@@ -207,19 +204,18 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
 
 def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
-    sizes = problem.sizes
     factors = factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
-    heads, lanes = sizes.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
-    small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
+    heads, lanes = problem.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
+    small = _is_small(problem)
     # Query blocks of about the same size. Tiles of large blocks have rows of a length fixed in the kernels.
     max_lanes = constants.BACKWARD_ROW_NBYTES // problem.dtype.itemsize
-    n_blocks = max(1, -(-sizes.rows // max_lanes))
-    block_q = _up(-(-sizes.rows // n_blocks), lanes)
+    n_blocks = max(1, -(-problem.rows // max_lanes))
+    block_q = _up(-(-problem.rows // n_blocks), lanes)
     if n_blocks == 1 and 2 * block_q <= max_lanes:
         max_lanes = block_q
-    block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
-    n_tiles = -(-sizes.len_k // block_k)
+    block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(problem.len_k, WORD)))
+    n_tiles = -(-problem.len_k // block_k)
     # A task packs the queries once. Bits do not depend on the tasks.
     task_tiles = min(n_tiles, constants.BACKWARD_TASK_TILES)
     while task_tiles > 1 and heads * -(-n_tiles // task_tiles) < constants.SPLIT_TASKS * num_threads:
@@ -235,9 +231,9 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
 def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
     """Bytes of a thread's copy of the keys of a head that `blocks` query blocks read; 0: no copy. The copy is
     in the dtype of the computation, or in pairs as stored."""
-    sizes, converts = problem.sizes, _is_stored(problem.key) and not uses_pairs
+    converts = _is_stored(problem.key) and not uses_pairs
     itemsize = problem.key.itemsize if uses_pairs else problem.dtype.itemsize
-    nbytes = sizes.len_k * sizes.head_dim * itemsize
+    nbytes = problem.len_k * problem.head_dim * itemsize
     gains = converts or _has_gaps(problem.key)
     is_worth = (
         gains
@@ -249,8 +245,7 @@ def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
 
 def _packs_values(problem: Problem, target: Target, blocks: int, most: int) -> bool:
     """Whether a thread packs the values of a head, for `blocks` query blocks, into `most` bytes at most."""
-    sizes = problem.sizes
-    nbytes = sizes.len_k * _up(sizes.value_dim, target.panel_columns) * problem.dtype.itemsize
+    nbytes = problem.len_k * _up(problem.value_dim, target.panel_columns) * problem.dtype.itemsize
     if _is_stored(problem.value):
         least = constants.STORED_BLOCKS
     else:

@@ -295,10 +295,8 @@ def check_finite(value: Any, name: str) -> float:
 def check_dropout(
     p: float, seed: int | None, *, name: str = "dropout", is_needed: bool = False
 ) -> Dropout | None:
-    """What `dropout`, which has this name, and `seed` say; None where nothing is dropped.
-
-    `is_needed`: the seed, even then.
-    """
+    """The share `p`, which the caller knows by this name, and the seed as a `Dropout`; None if nothing is
+    dropped. `is_needed`: the seed is required even then."""
     share = check_finite(p, name)
     if not 0 <= share < 1:
         raise ValueError(f"{name} must be at least 0 and less than 1, got {p!r}")

@@ -126,8 +126,8 @@ class _Inputs(NamedTuple):
 
 
 def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Ends every complaint about query, key, value and what follows with their shapes, and hints at a layout
-    where the options, the fourth argument, have one."""
+    """Appends the shapes of query, key and value, the first arguments, to every error. Where the options, the
+    fourth, have a layout, it also hints at another."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -369,8 +369,8 @@ def normalize_sdpa(
 # What shapes that do not fit may be ----------------------------------------------------------------
 
 
-def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) -> list[str]:
-    """How query, key and value may be meant, where they do not fit together or with the options as read."""
+def _shape_hints(shapes: list[Any], options: dict[str, Any]) -> list[str]:
+    """Hints at another layout of query, key and value, where they do not fit each other or the options."""
     ranks = {0 if shape is None else len(shape) for shape in shapes}
     layout = options["layout"]
     if min(ranks) < 3 or not isinstance(layout, str) or layout not in _AXES:
@@ -380,7 +380,9 @@ def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) 
     other = "bshd" if layout == "bhsd" else "bhsd"
     if wrong and _fits(shapes, options | {"layout": other}):
         hints.append(f'where the arrays are {_AXES[other]}, say layout="{other}"')
-    if ranks == {3} and (_is_wide(shapes) or (wrong and _fits_unsplit(shapes, options))):
+    head_dim = shapes[0][-1]
+    is_wide = head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
+    if ranks == {3} and (is_wide or (wrong and _fits_unsplit(shapes, options))):
         hints.append(
             "where the last axis holds all heads, (B, L, H * D), reshape to (B, L, H, D) "
             'and say layout="bshd"'
@@ -396,12 +398,6 @@ def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
     except Exception:  # of any kind: a hint must not put an error of its own in the place of the first
         return False
     return True
-
-
-def _is_wide(shapes: Sequence[Any]) -> bool:
-    """Whether the last axis is more than one head is likely to have, and whole heads."""
-    head_dim = shapes[0][-1]
-    return head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
 
 
 def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:

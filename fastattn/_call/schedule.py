@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastattn._call.arguments import is_stored
 from fastattn._call.problem import AnyProblem, Problem
-from fastattn._call.storage import BFLOAT16, REAL, Rows, storage_code
+from fastattn._call.storage import BFLOAT16, Rows, storage_code
 from fastattn._machine import constants
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
@@ -96,7 +97,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small)
     n_blocks = -(-n_vectors // target.max_vectors)
-    converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
+    converts_keys, converts_values = (is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     uses_pairs = target.has_pairs and problem.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
         factors = exact_factors(problem)
@@ -193,7 +194,7 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
     # A task may hold the last blocks of one head and the first of another.
     task_heads = min(problem.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
     # Outputs that overflow are computed again by the sweep's kernels, which convert values.
-    converts_values = _is_stored(problem.value) or _is_scattered(problem.value)
+    converts_values = is_stored(problem.value) or _is_scattered(problem.value)
     return Schedule(
         num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=constants.BLOCK_K,
         n_vectors=n_blocks * lanes // target.lanes, n_blocks=n_blocks, max_lanes=lanes, n_tasks=n_tasks,
@@ -231,7 +232,7 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
 def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
     """Bytes of a thread's copy of the keys of a head that `blocks` query blocks read; 0: no copy. The copy is
     in the dtype of the computation, or in pairs as stored."""
-    converts = _is_stored(problem.key) and not uses_pairs
+    converts = is_stored(problem.key) and not uses_pairs
     itemsize = problem.key.itemsize if uses_pairs else problem.dtype.itemsize
     nbytes = problem.len_k * problem.head_dim * itemsize
     gains = converts or _has_gaps(problem.key)
@@ -246,16 +247,11 @@ def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
 def _packs_values(problem: Problem, target: Target, blocks: int, most: int) -> bool:
     """Whether a thread packs the values of a head, for `blocks` query blocks, into `most` bytes at most."""
     nbytes = problem.len_k * _up(problem.value_dim, target.panel_columns) * problem.dtype.itemsize
-    if _is_stored(problem.value):
+    if is_stored(problem.value):
         least = constants.STORED_BLOCKS
     else:
         least = constants.GAP_BLOCKS if _has_gaps(problem.value) else constants.COPY_BLOCKS
     return blocks >= least and nbytes <= most
-
-
-def _is_stored(array: np.ndarray | Rows) -> bool:
-    """Whether an array is in 16 bits or in int8."""
-    return storage_code(array) != REAL
 
 
 def _is_scattered(array: np.ndarray | Rows) -> bool:
@@ -270,7 +266,7 @@ def _needs_tile(array: np.ndarray | Rows, problem: Problem) -> bool:
         return True
     if isinstance(array, Rows) and array.is_quantized and array.scale_strides[-1] != 4:
         return True
-    return not (array.dtype.isnative and problem.dtype.itemsize == 4) and _is_stored(array)
+    return not (array.dtype.isnative and problem.dtype.itemsize == 4) and is_stored(array)
 
 
 def needs_natural_scores(problem: AnyProblem) -> bool:

@@ -252,11 +252,10 @@ class Rows:
         """What a caller gave in place of an array, with its axes in the caller's order."""
         if isinstance(given, Rows):
             return given
-        index = None if isinstance(given, Quantized) else given.table
-        pages = given if isinstance(given, Quantized) else given.pages
-        if not isinstance(pages, Quantized):
-            return cls(pages, None, index=index)
-        return cls(pages.data, native_scale(pages.scale), index=index)
+        pages, index = (given.pages, given.table) if isinstance(given, Paged) else (given, None)
+        if isinstance(pages, Quantized):
+            return cls(pages.data, native_scale(pages.scale), index=index)
+        return cls(pages, None, index=index)
 
     @property
     def ndim(self) -> int:
@@ -314,15 +313,8 @@ class Rows:
 
         if not self.page_size:
             return Rows(np.broadcast_to(self.data, (*lead, *self.data.shape[-3:])), spread(self.scale, 3))
-        return Rows(
-            self.data,
-            self.scale,
-            index=spread(self.index, 1),
-            table=spread(self.table, 1),
-            scale_table=spread(self.scale_table, 1),
-            length=self.shape[-2],
-            owner=self.owner,
-        )
+        tables = {name: spread(getattr(self, name), 1) for name in ("index", "table", "scale_table")}
+        return Rows(self.data, self.scale, **tables, length=self.shape[-2], owner=self.owner)
 
     def located(self, lengths: np.ndarray | None) -> Rows:
         """With the addresses of pages. Those of the first `lengths` keys ``(*lead,)`` of each item, of all if

@@ -160,9 +160,10 @@ COPY_NBYTES = 1 << 20
 #   AVX2 float64              1.03   1.27
 # From memory, or with fewer heads than threads, split-KV gains more, as threads share the keys of a head.
 # With exactly as many rows as lanes, 16, it takes 1 to 1.3 times as long in the cache, but 0.85 to 0.93 at
-# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So those use it where they
-# are heads of a group, as in decoding. The number of keys does not decide: a cache gives the same bits
-# whatever the lengths of its other items are. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
+# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So as many rows as lanes use
+# split-KV if they are of several heads of a group, as in decoding. The number of keys does not decide: a
+# cache gives the same bits whatever the lengths of its other items are. 2 cores of Emerald Rapids,
+# 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
 
 # The fused sweep, on a tile unit: its limits.
@@ -172,13 +173,13 @@ FUSED_KEYS = 64
 FUSED_COLUMNS = 512  #: of keys and of values at most
 FUSED_FACTOR = 2.0**16  #: by which a score is multiplied at most
 
-# It is used where it is expected to be faster. Over the sweep it gains at most 1.85, with head_dim 64 and
-# more; at most twice the share of its columns that are not padding; and at most what their times say, which
-# are as 33 plus the columns and 45 plus a third of the padded ones. Splitting keys and queries costs as much
-# as 36 rows more of each key and 36 keys more of each row. Of 792 problems (head_dim 8 to 256, 48 to 1024
-# rows, 48 to 2048 keys, with and without "causal") 3 lose more than 8 % by what this decides, and 14 could
-# gain more than 8 % by the other way; in the mean 0.4 % is lost to the faster of the two, 12 % by never using
-# it, 20 % by always. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
+# It is used where an estimate says that it is faster than the sweep. Cost of a weight: 33 + columns in the
+# sweep, 45 + padded columns / 3 here. The gain is capped at 1.85, which head_dim 64 and more reach, and at
+# twice the share of columns that are not padding. Splitting keys and queries costs as much as 36 more rows
+# for each key and 36 more keys for each row. Of 792 problems (head_dim 8 to 256, 48 to 1024 rows, 48 to 2048
+# keys, with and without "causal") 3 lose more than 8 % by what this decides, and 14 could gain more than 8 %
+# by the other path. The mean loss to the faster path is 0.4 %; it is 12 % where this path is never used, 20 %
+# where it is always used. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
 FUSED_MOST_GAIN = 1.85
 FUSED_UNPADDED_GAIN = 2.0
 SWEEP_WEIGHT = 33  #: time of a weight, in columns
@@ -186,9 +187,9 @@ FUSED_WEIGHT, FUSED_COLUMN = 45, 1 / 3  #: and of a weight and a padded column i
 FUSED_OVERHEAD = 36
 FUSED_LEAST_GAIN = 1.0
 
-# A thread splits the keys and values of a task once, for so many query blocks at most; their accumulators,
-# and the parts of up to so many keys of all heads of a task, stay in an L2 of 2 MB then. They follow from its
-# size; others were not measured.
+# The most query blocks, accumulators' columns and split keys of a task. A thread splits the keys and values
+# of a task once. With these limits its accumulators and the split keys of its heads stay in an L2 of 2 MB.
+# Others were not measured.
 FUSED_TASK_BLOCKS = 32
 FUSED_TASK_COLUMNS = 32 * 512
 FUSED_TASK_KEYS = 256

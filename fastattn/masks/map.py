@@ -200,8 +200,7 @@ class Part(NamedTuple):
     whole: tuple[int, int] | None  #: ``(L, S)`` of the problem, None where nobody said
 
     def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
-        """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
-        problem."""
+        """What an array has of the items. Its axes but the last `more` broadcast to the problem's leading ones."""
         n_axes = array.ndim - more
         own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
         place: Any = (*(slice(None) if n == 1 else cut for n, cut in own), ...)
@@ -291,8 +290,7 @@ class Intervals(Node):
         )
 
     def complement(self, S: int) -> Node:
-        """Intervals where each row's complement is one interval, as its keys reach an end of the row; else
-        `Not`."""
+        """Intervals if each row's keys are none or reach an end of the row, else `Not`."""
         empty, first = self.start >= self.stop, self.start == 0
         if not (empty | first | (self.stop == S)).all():
             return Not(self)
@@ -407,7 +405,7 @@ class MappedPart(Node):
         self.outer = mask_map.index.shape[:-2]
 
     def states(self, grid: Grid) -> np.ndarray:
-        """A tile of the block lies in up to four tiles of the map, and is what they are where they agree."""
+        """A tile of the block overlaps up to four tiles of the map. It has their state where they agree."""
         index = self.mask_map.index
         there = states_of(index == INDEX_EMPTY, index == INDEX_FULL)
         rows = (self.q_start + grid.row_starts) // TILE_Q
@@ -529,7 +527,7 @@ def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: In
 
 
 def interval_state(start: np.ndarray, stop: np.ndarray, first: int, last: int) -> int:
-    """What intervals of keys, one per row, leave of the keys ``first..last`` of all rows."""
+    """The state of the keys ``first .. last - 1`` of all rows under one interval of keys per row."""
     if not (np.maximum(start, first) < np.minimum(stop, last)).any():
         return EMPTY
     return FULL if ((start <= first) & (stop >= last)).all() else PARTIAL

@@ -611,8 +611,11 @@ def _problem(
     numbers: dict[str, Any],
 ) -> Problem[Any]:
     query, key, value, dtype, *_ = inputs
-    own = {"bias": bias, "band": band, **lowered._asdict(), **numbers}
-    return Problem(query, key, value, *results, dtype, **own)
+    key_start, key_stop, dense, mask_map = lowered
+    return Problem(
+        query, key, value, *results, dtype, bias=bias, band=band, key_start=key_start, key_stop=key_stop,
+        dense=dense, mask_map=mask_map, **numbers,
+    )  # fmt: skip
 
 
 def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:

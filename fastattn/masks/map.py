@@ -200,7 +200,7 @@ class Part(NamedTuple):
     whole: tuple[int, int] | None  #: ``(L, S)`` of the problem, None where nobody said
 
     def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
-        """What an array has of the items. Its axes but the last `more` broadcast to the problem's leading ones."""
+        """What an array has of the items. All its axes but `more` broadcast to the leading ones."""
         n_axes = array.ndim - more
         own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
         place: Any = (*(slice(None) if n == 1 else cut for n, cut in own), ...)

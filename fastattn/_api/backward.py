@@ -129,8 +129,8 @@ def attention_backward(
         num_threads = host.check_num_threads(num_threads, "num_threads")
     chosen = select(backward.problem, completed["backend"], gradients=True)
     threads = chosen.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
-    problem = backward.problem
-    is_empty = not problem.heads * problem.rows * problem.len_k
+    sizes = backward.problem.sizes
+    is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, threads)
     given = completed | {"query": query, "key": key, "value": value}
     return Gradients(

@@ -565,13 +565,12 @@ def _assemble(
     may_fail: bool = False,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
+    numbers = _numbers(inputs, options)
+    sinks = numbers["sinks"]
     out, return_lse, return_weights = (options[name] for name in ("out", "return_lse", "return_weights"))
     check_bool(return_lse, "return_lse")
     check_bool(return_weights, "return_weights")
-    q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
-    S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
-    numbers = _numbers(inputs, options)
-    sinks = numbers["sinks"]
+    q, k, v, dtype, result, sizes, flat, swapped = inputs
     shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
@@ -589,7 +588,7 @@ def _assemble(
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
             staged = target = np.empty(shape, given.dtype)
     lse = _empty(rows, dtype, q, "the lse") if return_lse else None
-    weights = _empty((*rows, S), result, q, "the weights") if return_weights else None
+    weights = _empty((*rows, sizes.S), result, q, "the weights") if return_weights else None
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)

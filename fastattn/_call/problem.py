@@ -73,6 +73,29 @@ def parts_of_rows(key_parts: Sequence[Any], value_parts: Sequence[Any]) -> tuple
     return tuple(part for pair in zip(key_parts, value_parts, strict=True) for part in pair)
 
 
+class Sizes:
+    """The sizes of a problem, and sizes derived from them."""
+
+    __slots__ = (
+        "batch", "group_size", "head_dim", "heads", "len_k", "len_q", "num_heads", "num_kv_heads", "rows",
+        "value_dim",
+    )  # fmt: skip
+
+    head_dim: int
+    len_k: int
+    value_dim: int
+
+    def __init__(self, query: np.ndarray | DeviceArray, value: np.ndarray | DeviceArray | Rows) -> None:
+        *lead, num_heads, len_q, self.head_dim = query.shape
+        *_, num_kv_heads, self.len_k, self.value_dim = value.shape
+        self.len_q, self.num_heads, self.num_kv_heads = len_q, num_heads, num_kv_heads
+        self.batch = batch = prod(lead)
+        self.heads = batch * num_kv_heads  #: key/value heads of all batch items
+        #: Query heads that read one key/value head; 1 when there is no head at all.
+        self.group_size = group_size = num_heads // num_kv_heads if num_kv_heads else 1
+        self.rows = len_q * group_size  #: query rows that read one key/value head
+
+
 class Problem(NamedTuple, Generic[Array]):
     """One validated attention call: strided views, sizes and options.
 
@@ -161,6 +184,10 @@ class Problem(NamedTuple, Generic[Array]):
         return self.query.shape[:-3]
 
     @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.query, self.value)
+
+    @property
     def batch(self) -> int:
         return prod(self.lead)
 
@@ -176,16 +203,6 @@ class Problem(NamedTuple, Generic[Array]):
     def group_size(self) -> int:
         """Query heads that read one key/value head; 1 when there is no head at all."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
-
-    @property
-    def heads(self) -> int:
-        """Key/value heads of all batch items."""
-        return self.batch * self.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows that read one key/value head."""
-        return self.len_q * self.group_size
 
     @property
     def len_q(self) -> int:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastattn._call.arguments import is_stored
 from fastattn._call.problem import AnyProblem, Problem
-from fastattn._call.storage import BFLOAT16, Rows, storage_code
+from fastattn._call.storage import BFLOAT16, REAL, Rows, storage_code
 from fastattn._machine import constants
 
 WORD = 32  #: keys whose mask bits are in one word; a key tile has a multiple of it
@@ -72,14 +71,15 @@ class Schedule(NamedTuple):
 
 def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of a problem for at most num_threads threads."""
-    heads, rows, len_k, lanes = problem.heads, problem.rows, problem.len_k, target.lanes
-    small = _is_small(problem)
+    sizes = problem.sizes
+    heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
+    small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
     if small:
         num_threads = 1
     block_k = min(constants.BLOCK_K, max(WORD, _up(len_k, WORD)))  # no larger than the keys need
     n_vectors = -(-rows // lanes)
     factors = factors_of(problem)
-    if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and problem.group_size > 1):
+    if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
         key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
@@ -97,8 +97,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small)
     n_blocks = -(-n_vectors // target.max_vectors)
-    converts_keys, converts_values = (is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
-    uses_pairs = target.has_pairs and problem.head_dim % 2 == 0 and _keeps_query(problem)
+    converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
+    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
         factors = exact_factors(problem)
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
@@ -118,11 +118,6 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     )  # fmt: skip
 
 
-def _is_small(problem: Problem) -> bool:
-    columns = problem.head_dim + problem.value_dim
-    return problem.rows * problem.heads * problem.len_k * columns < constants.SMALL_WORK
-
-
 def _keeps_query(problem: Problem) -> bool:
     """Whether a problem is in bfloat16 throughout, also its query times the factor of `exact_factors`.
 
@@ -131,7 +126,7 @@ def _keeps_query(problem: Problem) -> bool:
     if any(storage_code(x) != BFLOAT16 for x in (problem.query, problem.key, problem.value)):
         return False
     factors = exact_factors(problem)
-    return problem.head_dim > 0 and factors.query_factor != 0 and _loses_nothing(factors)
+    return problem.sizes.head_dim > 0 and factors.query_factor != 0 and _loses_nothing(factors)
 
 
 def _loses_nothing(factors: Factors) -> bool:
@@ -144,16 +139,16 @@ def _loses_nothing(factors: Factors) -> bool:
 def _fuses(problem: Problem, factors: Factors) -> bool:
     """Whether a problem uses the fused sweep, where the kernels have one. This decides the order of
     summation: it depends on the problem alone."""
-    band = problem.band
+    sizes, band = problem.sizes, problem.band
     # The lengths of other items must not decide.
     has_lengths = band is not None and band.lengths is not None
-    len_k = problem.rows if has_lengths else problem.len_k
+    len_k = sizes.rows if has_lengths else sizes.len_k
     return (
-        problem.rows >= constants.FUSED_ROWS
+        sizes.rows >= constants.FUSED_ROWS
         and len_k >= constants.FUSED_KEYS
-        and problem.len_k > 0
-        and 0 < problem.value_dim <= constants.FUSED_COLUMNS
-        and problem.head_dim <= constants.FUSED_COLUMNS
+        and sizes.len_k > 0
+        and 0 < sizes.value_dim <= constants.FUSED_COLUMNS
+        and sizes.head_dim <= constants.FUSED_COLUMNS
         and _loses_nothing(factors)
         and _fused_gain(problem, len_k) >= constants.FUSED_LEAST_GAIN
     )
@@ -161,16 +156,16 @@ def _fuses(problem: Problem, factors: Factors) -> bool:
 
 def _fused_gain(problem: Problem, len_k: int) -> float:
     """An estimate for `len_k` keys: the time of the sweep over that of the fused sweep."""
-    band = problem.band
-    columns = problem.head_dim + problem.value_dim
-    padded = _up(problem.head_dim, WORD) + _up(problem.value_dim, WORD)
+    sizes, band = problem.sizes, problem.band
+    columns = sizes.head_dim + sizes.value_dim
+    padded = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
     gain = min(
         constants.FUSED_MOST_GAIN,
         constants.FUSED_UNPADDED_GAIN * columns / padded,
         (columns + constants.SWEEP_WEIGHT) / (padded * constants.FUSED_COLUMN + constants.FUSED_WEIGHT),
     )
-    n_pairs = problem.len_q * len_k if band is None else band.n_pairs(problem.len_q, len_k)
-    keys_of_a_row, rows_of_a_key = n_pairs / problem.len_q, n_pairs * problem.group_size / len_k
+    n_pairs = sizes.len_q * len_k if band is None else band.n_pairs(sizes.len_q, len_k)
+    keys_of_a_row, rows_of_a_key = n_pairs / sizes.len_q, n_pairs * sizes.group_size / len_k
     return gain / (1 + constants.FUSED_OVERHEAD / keys_of_a_row + constants.FUSED_OVERHEAD / rows_of_a_key)
 
 
@@ -178,13 +173,14 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
     """The schedule of the fused sweep: its tasks are consecutive query blocks of all heads."""
     keeps_query = _keeps_query(problem)
     factors = exact_factors(problem) if keeps_query else factors_of(problem)
+    sizes = problem.sizes
     lanes = constants.FUSED_LANES
-    n_blocks = -(-problem.rows // lanes)  # of a head
-    all_blocks = problem.heads * n_blocks
-    columns = _up(problem.head_dim, WORD) + _up(problem.value_dim, WORD)
+    n_blocks = -(-sizes.rows // lanes)  # of a head
+    all_blocks = sizes.heads * n_blocks
+    columns = _up(sizes.head_dim, WORD) + _up(sizes.value_dim, WORD)
     most = max(1, min(constants.FUSED_TASK_BLOCKS, constants.FUSED_TASK_COLUMNS // columns))
     # Keys and values of a task's heads must stay in L2, too.
-    most_heads = max(1, constants.FUSED_TASK_KEYS // min(problem.len_k, constants.BLOCK_K))
+    most_heads = max(1, constants.FUSED_TASK_KEYS // min(sizes.len_k, constants.BLOCK_K))
     most = min(most, max(1, most_heads * n_blocks))
     n_tasks = -(-all_blocks // most)
     if num_threads > 1:
@@ -192,9 +188,9 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
         n_tasks = min(_up(max(n_tasks, 1), num_threads), all_blocks)
     task_blocks = -(-all_blocks // n_tasks)
     # A task may hold the last blocks of one head and the first of another.
-    task_heads = min(problem.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
+    task_heads = min(sizes.heads, (task_blocks - 1) // n_blocks + 1 + (n_blocks > 1))
     # Outputs that overflow are computed again by the sweep's kernels, which convert values.
-    converts_values = is_stored(problem.value) or _is_scattered(problem.value)
+    converts_values = _is_stored(problem.value) or _is_scattered(problem.value)
     return Schedule(
         num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=constants.BLOCK_K,
         n_vectors=n_blocks * lanes // target.lanes, n_blocks=n_blocks, max_lanes=lanes, n_tasks=n_tasks,
@@ -205,18 +201,19 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
 
 def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
+    sizes = problem.sizes
     factors = factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
-    heads, lanes = problem.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
-    small = _is_small(problem)
+    heads, lanes = sizes.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
+    small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
     # Query blocks of about the same size. Tiles of large blocks have rows of a length fixed in the kernels.
     max_lanes = constants.BACKWARD_ROW_NBYTES // problem.dtype.itemsize
-    n_blocks = max(1, -(-problem.rows // max_lanes))
-    block_q = _up(-(-problem.rows // n_blocks), lanes)
+    n_blocks = max(1, -(-sizes.rows // max_lanes))
+    block_q = _up(-(-sizes.rows // n_blocks), lanes)
     if n_blocks == 1 and 2 * block_q <= max_lanes:
         max_lanes = block_q
-    block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(problem.len_k, WORD)))
-    n_tiles = -(-problem.len_k // block_k)
+    block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
+    n_tiles = -(-sizes.len_k // block_k)
     # A task packs the queries once. Bits do not depend on the tasks.
     task_tiles = min(n_tiles, constants.BACKWARD_TASK_TILES)
     while task_tiles > 1 and heads * -(-n_tiles // task_tiles) < constants.SPLIT_TASKS * num_threads:
@@ -232,9 +229,9 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
 def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
     """Bytes of a thread's copy of the keys of a head that `blocks` query blocks read; 0: no copy. The copy is
     in the dtype of the computation, or in pairs as stored."""
-    converts = is_stored(problem.key) and not uses_pairs
+    sizes, converts = problem.sizes, _is_stored(problem.key) and not uses_pairs
     itemsize = problem.key.itemsize if uses_pairs else problem.dtype.itemsize
-    nbytes = problem.len_k * problem.head_dim * itemsize
+    nbytes = sizes.len_k * sizes.head_dim * itemsize
     gains = converts or _has_gaps(problem.key)
     is_worth = (
         gains
@@ -246,12 +243,18 @@ def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
 
 def _packs_values(problem: Problem, target: Target, blocks: int, most: int) -> bool:
     """Whether a thread packs the values of a head, for `blocks` query blocks, into `most` bytes at most."""
-    nbytes = problem.len_k * _up(problem.value_dim, target.panel_columns) * problem.dtype.itemsize
-    if is_stored(problem.value):
+    sizes = problem.sizes
+    nbytes = sizes.len_k * _up(sizes.value_dim, target.panel_columns) * problem.dtype.itemsize
+    if _is_stored(problem.value):
         least = constants.STORED_BLOCKS
     else:
         least = constants.GAP_BLOCKS if _has_gaps(problem.value) else constants.COPY_BLOCKS
     return blocks >= least and nbytes <= most
+
+
+def _is_stored(array: np.ndarray | Rows) -> bool:
+    """Whether an array is in 16 bits or in int8."""
+    return storage_code(array) != REAL
 
 
 def _is_scattered(array: np.ndarray | Rows) -> bool:
@@ -266,7 +269,7 @@ def _needs_tile(array: np.ndarray | Rows, problem: Problem) -> bool:
         return True
     if isinstance(array, Rows) and array.is_quantized and array.scale_strides[-1] != 4:
         return True
-    return not (array.dtype.isnative and problem.dtype.itemsize == 4) and is_stored(array)
+    return not (array.dtype.isnative and problem.dtype.itemsize == 4) and _is_stored(array)
 
 
 def needs_natural_scores(problem: AnyProblem) -> bool:

@@ -44,15 +44,15 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     """The inputs of a driver, and room for its outputs: bias, seen and bias_turns are 0; query, key and value
     are not set, as the driver does that."""
     problem = backward.problem
-    dtype = problem.dtype
-    heads = (*problem.lead, problem.num_kv_heads)
+    sizes, dtype = problem.sizes, problem.dtype
+    heads = (*problem.lead, sizes.num_kv_heads)
     padded_rows = schedule.n_blocks * schedule.n_vectors * lanes + schedule.max_lanes
-    query_ld, value_ld = (-(-dim // lanes) * lanes for dim in (problem.head_dim, problem.value_dim))
+    query_ld, value_ld = (-(-dim // lanes) * lanes for dim in (sizes.head_dim, sizes.value_dim))
 
     def by_row(array: np.ndarray) -> np.ndarray:
-        grouped = array.reshape(*heads, problem.group_size, problem.len_q)
+        grouped = array.reshape(*heads, sizes.group_size, sizes.len_q)
         rows = np.zeros((*heads, padded_rows), dtype)
-        rows[..., : problem.rows] = grouped.swapaxes(-2, -1).reshape(*heads, problem.rows)
+        rows[..., : sizes.rows] = grouped.swapaxes(-2, -1).reshape(*heads, sizes.rows)
         return rows
 
     unit = 1.0 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * LN2
@@ -73,9 +73,9 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
-        query=np.empty((*heads, problem.rows, query_ld), dtype),
-        key=np.empty((*heads, problem.len_k, query_ld), dtype),
-        value=np.empty((*heads, problem.len_k, value_ld), dtype),
+        query=np.empty((*heads, sizes.rows, query_ld), dtype),
+        key=np.empty((*heads, sizes.len_k, query_ld), dtype),
+        value=np.empty((*heads, sizes.len_k, value_ld), dtype),
         bias=None,
         bias_kind=BIAS_NONE,
         bias_strides=np.zeros(problem.query.ndim, np.intp),
@@ -107,35 +107,34 @@ def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> N
 def gradients_of(backward: Backward, room: Room) -> Gradients:
     """The gradients in the order of the arguments."""
     problem, wrt = backward.problem, backward.wrt
-    heads = (*problem.lead, problem.num_kv_heads)
+    sizes = problem.sizes
+    heads = (*problem.lead, sizes.num_kv_heads)
 
     def by_head(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """``(*lead, K, rows, ...)`` as an array ``(*lead, H, L, ...)`` of this shape."""
-        split = rows.reshape(*heads, problem.len_q, problem.group_size, *rows.shape[len(heads) + 1 :])
+        split = rows.reshape(*heads, sizes.len_q, sizes.group_size, *rows.shape[len(heads) + 1 :])
         return split.swapaxes(len(heads), len(heads) + 1).reshape(shape)
 
     bias = sinks = None
     if room.bias is not None:
         bias = room.bias
         if room.bias_kind != BIAS_OF_SCORES:
-            sums = bias.reshape(*problem.lead, problem.num_heads, -1)
+            sums = bias.reshape(*problem.lead, sizes.num_heads, -1)
             bias = sums[..., None] if room.bias_kind == BIAS_OF_ROWS else sums[..., None, :]
             bias = sum_to(bias, backward.bias_shape)
     if room.seen is not None and problem.sinks is not None:
         # A row without keys has its sink alone, which nothing depends on.
-        some = by_head(room.seen[..., : problem.rows], backward.lse.shape)
-        delta = by_head(room.delta[..., : problem.rows], backward.lse.shape) / np.float64(room.grad_scale)
-        high, low = (
-            by_head(x[..., : problem.rows], backward.lse.shape) for x in room.base.astype(np.float64)
-        )
+        some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
+        delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape) / np.float64(room.grad_scale)
+        high, low = (by_head(x[..., : sizes.rows], backward.lse.shape) for x in room.base.astype(np.float64))
         with np.errstate(all="ignore"):  # NaN and inf pass through
             # Natural, as scores beside sinks are.
             weights = np.exp(problem.sinks[:, None].astype(np.float64) - high - low)
-            sinks = -sum_to(np.where(some, weights * delta, 0), (problem.num_heads, 1))[:, 0]
+            sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
     return Gradients(
-        by_head(room.query[..., : problem.head_dim], problem.query.shape) if "query" in wrt else None,
-        room.key[..., : problem.head_dim] if "key" in wrt else None,
-        room.value[..., : problem.value_dim] if "value" in wrt else None,
+        by_head(room.query[..., : sizes.head_dim], problem.query.shape) if "query" in wrt else None,
+        room.key[..., : sizes.head_dim] if "key" in wrt else None,
+        room.value[..., : sizes.value_dim] if "value" in wrt else None,
         bias,
         sinks,
     )

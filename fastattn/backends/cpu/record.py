@@ -11,6 +11,7 @@ import ctypes
 import struct
 from typing import TYPE_CHECKING, Any
 
+from fastattn._call.problem import Sizes
 from fastattn._call.schedule import WORD, Schedule, Target
 from fastattn._call.storage import BFLOAT16, Rows, storage_code
 from fastattn.backends.cpu.fields import (
@@ -50,7 +51,7 @@ _HEADER = struct.Struct(f"={len(FIELDS) - len(REALS)}q{len(REALS)}d")
 _ZEROS = dict.fromkeys(FIELDS, 0)
 _ZEROS_OF_VIEW = (0, 0, 0, 0)
 #: Fields that have the same names elsewhere.
-_SIZES = ("batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim")
+_OF_SIZES = tuple(name for name in Sizes.__slots__ if name in _ZEROS)
 _OF_SCHEDULE = tuple(name for name in Schedule._fields if name in _ZEROS)
 _NO_TILES = dict.fromkeys(SCRATCH, 0)
 _REAL_EACH_LANE = ("empty", "tile_max", "row_max", "row_sum", "rescale", "lse")
@@ -97,8 +98,9 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
     itemsize = problem.dtype.itemsize
     fields["n_lead"] = problem.query.ndim - 3
-    for name in _SIZES:
-        fields[name] = getattr(problem, name)
+    sizes = problem.sizes
+    for name in _OF_SIZES:
+        fields[name] = getattr(sizes, name)
     fields["itemsize"] = itemsize
     fields["query_storage"] = storage_code(problem.query)
     fields["key_storage"] = storage_code(problem.key)

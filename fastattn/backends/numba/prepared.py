@@ -246,7 +246,7 @@ def _views(problem: Problem, arrays: tuple[Any, ...]) -> np.ndarray:
 def _set_problem(job: Any, problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
     for name in ("batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim"):
-        job[name] = getattr(problem, name)
+        job[name] = getattr(problem.sizes, name)
     job["n_lead"], job["itemsize"] = problem.query.ndim - 3, problem.dtype.itemsize
     present = {
         "lse": problem.lse, "weights": problem.weights, "sinks": problem.sinks, "bias": problem.bias,
@@ -271,7 +271,7 @@ def _set_schedule(job: Any, problem: Problem, schedule: Schedule, target: Driver
         job[name] = getattr(schedule, name)
     job["lanes"] = lanes
     dims = (problem.head_dim, problem.value_dim)
-    job["uses_rows"] = problem.rows <= FEW_ROWS and all(dim and dim % lanes == 0 for dim in dims)
+    job["uses_rows"] = problem.sizes.rows <= FEW_ROWS and all(dim and dim % lanes == 0 for dim in dims)
     job["n_key_tiles"] = max(1, -(-problem.len_k // schedule.block_k))
     job["rows_ld"] = -(-max(problem.head_dim, problem.value_dim, schedule.block_k) // lanes) * lanes
     job["partial_nbytes"] = sum(_sums(problem, schedule).values())

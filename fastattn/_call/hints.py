@@ -215,16 +215,14 @@ return_softmax_lse return_residual return_aux return_logsumexp
     return_lse | say return_lse=True
     query | call fastattn.attention, which returns weights and the log-sum-exp when asked
 # Lengths, packed documents, caches
-seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv_lens kv_seqlens
-        key_value_seq_lengths cache_seqlens seqused_k nonpad_kv_seqlen context_lens
-    cache key_lengths | say key_lengths=, with a cache how many of the new rows are tokens
-    key_lengths | say key_lengths=
 seqlens_k
     key_lengths | say key_lengths=, the number of keys of each item; onnxruntime's seqlens_k is one less
     attn_mask | say attn_mask=np.arange(S) <= seqlens_k[:, None, None, None], as onnxruntime's is one less
         than the number of keys
 seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv_lens kv_seqlens
         key_value_seq_lengths cache_seqlens seqused_k nonpad_kv_seqlen context_lens key_lengths seqlens_k
+    cache key_lengths | say key_lengths=, with a cache how many of the new rows are tokens
+    key_lengths | say key_lengths=
     KVCache.append | leave it out where it counts what the cache has, which knows that, and say lengths= for
         how many of the new rows are tokens
     KVCache.attend | leave it out: the cache knows the length of each item; step and append have `lengths`,

@@ -82,9 +82,9 @@ class MaskMap(Frozen):
         return bits.reshape(len(row), -1)[:, :len_k].view(bool)
 
 
-def bounded(bound: int | None) -> int:
-    """A bound of a window as a `Band` has it."""
-    return UNBOUNDED if bound is None else min(bound, UNBOUNDED)
+def bounded(bound: int | None, far: int = UNBOUNDED) -> int:
+    """A bound of a window. All from `far` on, and None, are `far`, so that no sum overflows."""
+    return far if bound is None else min(bound, far)
 
 
 def make_intervals(start: Any, stop: Any, S: int) -> Intervals:

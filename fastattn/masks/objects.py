@@ -22,6 +22,7 @@ from fastattn.masks.map import (
     INDEX_FULL,
     TILE_K,
     TILE_Q,
+    UNBOUNDED,
     Block,
     Cross,
     DenseArray,
@@ -136,7 +137,9 @@ class Window(Mask):
 
     def _bind(self, block: Block) -> Node:
         position = block.queries + ((0 if self.align == "top_left" else block.at_end) - block.k_start)
-        return make_intervals(position - bounded(self.left), position + (bounded(self.right) + 1), block.S)
+        far = 2 * UNBOUNDED  # beyond any position: where a block begins is less than UNBOUNDED
+        left, right = bounded(self.left, far), bounded(self.right, far)
+        return make_intervals(position - left, position + (right + 1), block.S)
 
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"

@@ -9,12 +9,13 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._machine.constants import BLOCK_K, FUSED_ISAS, FUSED_KEYS, FUSED_LANES, FUSED_ROWS
+from fastattn._machine.constants import BLOCK_K, EXTENDED, FUSED_KEYS, FUSED_LANES, FUSED_ROWS
 from tests.cases import random_arrays
 from tests.conftest import ENGINES, ISAS
 from tests.process import python
 from tests.tolerances import assert_all_same, assert_attention, assert_same_bits
 
+FUSED_ISAS = [isa for isa, own in EXTENDED.items() if own["source"] == "fused.c"]
 FUSED = [engine for engine in ENGINES if engine.isa in FUSED_ISAS]
 pytestmark = [
     pytest.mark.skipif(not FUSED, reason="no fused kernels here"),

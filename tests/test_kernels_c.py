@@ -52,7 +52,7 @@ def both_types(*isas: str) -> set[tuple[str, str]]:
 
 def of_this_machine() -> set[tuple[str, str]]:
     """What the tests of all kernels must have checked here; those of pairs and tiles are of float32."""
-    extended = {isa for isa in ISAS if isa in constants.EXTENDED_ISAS}
+    extended = {isa for isa in ISAS if isa in constants.EXTENDED}
     return both_types("portable", *ISAS) - {(isa, "float64") for isa in extended}
 
 

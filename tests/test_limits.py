@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastattn._machine import constants
-from fastattn._machine.constants import REGISTER_BLOCKING
+from fastattn._machine.constants import VECTORS
 from fastattn.backends.cython import backend as cython_backend
 from fastattn.bench import probes
 from tests.conftest import ISAS
@@ -15,7 +14,7 @@ if probes.driver is None:
     pytest.skip("the compiled backend is not here", allow_module_level=True)
 
 
-VECTOR_ISAS = [isa for isa in ISAS if isa in constants.VECTOR_ISAS]
+VECTOR_ISAS = [isa for isa in ISAS if isa in VECTORS]
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_the_probe_starts_again_at_the_end(small_buffer):
 @pytest.mark.parametrize("itemsize", [4, 8])
 @pytest.mark.parametrize("isa", VECTOR_ISAS)
 def test_as_many_sums_as_a_register_tile_has(isa, itemsize):
-    blocking = REGISTER_BLOCKING[isa]
+    blocking = VECTORS[isa]["blocking"]
     sums = blocking["tile_rows"] * blocking["tile_vectors"]
     flops_of_a_step = 2 * sums * blocking["vector_bytes"] // itemsize
     assert probes.driver.peak_operations(isa, itemsize, 1, 0) == 32 * flops_of_a_step  # a step of each piece

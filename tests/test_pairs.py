@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._machine.constants import PAIRS_ISAS
+from fastattn._machine.constants import EXTENDED
 from tests.cases import random_arrays
 from tests.conftest import ENGINES
 from tests.tolerances import assert_all_same, assert_attention, assert_same_bits
 
+PAIRS_ISAS = [isa for isa, own in EXTENDED.items() if own["source"] == "pairs.c"]
 PAIRS = [engine for engine in ENGINES if engine.isa in PAIRS_ISAS]
 pytestmark = [
     pytest.mark.skipif(not PAIRS, reason="no kernels of pairs here"),

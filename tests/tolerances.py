@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._machine.constants import EXTENDED_ISAS
+from fastattn._machine.constants import EXTENDED
 from tests.naive import Answer, Baseline, Gradients, attention, formula, gradient_formula, gradients
 
 ROUNDINGS = 4
@@ -45,7 +45,7 @@ ROUNDINGS = 4
 def computes_as_upcast(isa: str | None, dtype: Any) -> bool:
     """Whether calls in this 16-bit type throughout have the bits of those on upcast arrays: not where there
     are products of the type, which are added up in another order."""
-    return np.dtype(dtype).name != "bfloat16" or isa not in EXTENDED_ISAS
+    return np.dtype(dtype).name != "bfloat16" or isa not in EXTENDED
 
 
 def assert_close(name: str, got: np.ndarray, exact: np.ndarray, reach: np.ndarray, plain: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastattn import masks
 from fastattn._call.problem import FLOAT32, FLOAT64
-from fastattn._call.storage import REAL, Paged, Quantized, Rows, storage_code, storage_of
+from fastattn._call.storage import INT8, REAL, Paged, Quantized, Rows, storage_code, storage_of
 from fastattn._machine.device import (
     DeviceArray,
     as_device_array,
@@ -25,7 +25,7 @@ from fastattn._machine.device import (
     place,
 )
 from fastattn._machine.threads import no_fork
-from fastattn.masks import arguments as mask_arguments
+from fastattn.masks.arguments import as_integer, axes_hint, broadcasts, integers, window_bound
 from fastattn.masks.base import describe
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def computation_dtypes(
     dtype = q.dtype
     if dtype == k.dtype == v.dtype and dtype in (FLOAT32, FLOAT64):
         return dtype, dtype
-    counting = {name: array for array, name in named(q, k, v) if not _is_quantized(array)}
+    counting = {name: array for array, name in named(q, k, v) if storage_code(array) != INT8}
     for name, array in counting.items():
         check_number_dtype(array, name)
     result = promote(**counting)
@@ -136,10 +136,6 @@ def promote(**arrays: np.ndarray | Rows) -> np.dtype:
 def is_stored(array: np.ndarray | Rows) -> bool:
     """Whether an array is in 16 bits or in int8, which kernels read as they are."""
     return not isinstance(array, DeviceArray) and storage_code(array) != REAL
-
-
-def _is_quantized(array: np.ndarray | Rows) -> bool:
-    return isinstance(array, Rows) and array.is_quantized
 
 
 def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
@@ -202,18 +198,14 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     try:
         left, right = window
-    except TypeError:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}") from None
-    except ValueError:
-        raise ValueError(f"window must be a pair (left, right), got {window!r}") from None
-    return mask_arguments.window_bound(left, "window: left"), mask_arguments.window_bound(
-        right, "window: right"
-    )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"window must be a pair (left, right), got {window!r}") from None
+    return window_bound(left, "window: left"), window_bound(right, "window: right")
 
 
 def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
-    lengths = mask_arguments.integers(as_array(key_lengths, "key_lengths"), "key_lengths")
-    if not mask_arguments.broadcasts(lengths.shape, lead):
+    lengths = integers(as_array(key_lengths, "key_lengths"), "key_lengths")
+    if not broadcasts(lengths.shape, lead):
         raise ValueError(
             f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}"
         )
@@ -224,7 +216,7 @@ def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int)
 
 
 def check_cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
-    starts = mask_arguments.integers(as_array(value, name), name)
+    starts = integers(as_array(value, name), name)
     if starts.ndim != 1 or not starts.size:
         raise ValueError(f"{name} must have shape (documents + 1,), got {starts.shape}")
     if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
@@ -250,11 +242,11 @@ def is_bias_dtype(dtype: np.dtype) -> bool:
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:
     if array.shape == shape:
         return array
-    if not mask_arguments.broadcasts(array.shape, shape[-2:] if flat else shape):
+    if not broadcasts(array.shape, shape[-2:] if flat else shape):
         expected = f"(L, S) = {shape[-2:]}" if flat else f"(..., H, L, S) = {shape}"
         raise ValueError(
             f"{name} of shape {array.shape} does not broadcast to {expected}"
-            f"{mask_arguments.axes_hint(array.shape, shape, name)}"
+            f"{axes_hint(array.shape, shape, name)}"
         )
     return broadcast_to(array, shape, name)
 
@@ -270,7 +262,7 @@ def is_swapped(layout: str) -> bool:
 
 def count(value: Any, name: str, least: int, most: int) -> int:
     """An integer in least..most; raises where it is not one."""
-    number = mask_arguments.as_integer(value, name)
+    number = as_integer(value, name)
     if not least <= number <= most:
         raise ValueError(f"{name} must be in {least}..{most}, got {number}")
     return number
@@ -303,10 +295,8 @@ def check_finite(value: Any, name: str) -> float:
 def check_dropout(
     p: float, seed: int | None, *, name: str = "dropout", is_needed: bool = False
 ) -> Dropout | None:
-    """What `dropout`, which has this name, and `seed` say; None where nothing is dropped.
-
-    `is_needed`: the seed, even then.
-    """
+    """The share `p`, which the caller knows by this name, and the seed as a `Dropout`; None if nothing is
+    dropped. `is_needed`: the seed is required even then."""
     share = check_finite(p, name)
     if not 0 <= share < 1:
         raise ValueError(f"{name} must be at least 0 and less than 1, got {p!r}")
@@ -426,23 +416,22 @@ def as_pieces(
     for given, name in ((outs, "outs"), (lses, "lses")):
         if not hasattr(given, "__getitem__"):
             raise TypeError(f"{name} must be a sequence of arrays, got {given!r}")
-    pieces = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
-    sums = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    pieces, sums = (
+        {f"{name}[{n}]": as_array(x, f"{name}[{n}]") for n, x in enumerate(given)}
+        for given, name in ((outs, "outs"), (lses, "lses"))
+    )
     if not pieces or len(pieces) != len(sums):
         raise ValueError(
             f"merge_attention needs as many outs as lses, and at least one; got {len(pieces)} and {len(sums)}"
         )
-    for n, (out, lse) in enumerate(zip(pieces, sums, strict=True)):
-        check_number_dtype(out, f"outs[{n}]")
-        check_number_dtype(lse, f"lses[{n}]")
-        if out.ndim < 1 or out.shape != pieces[0].shape or lse.shape != out.shape[:-1]:
-            raise ValueError(
-                f"every out must have one shape (..., E) and every lse its (...); "
-                f"got outs {[x.shape for x in pieces]}, lses {[x.shape for x in sums]}"
-            )
-    check_places(**{f"outs[{n}]": out for n, out in enumerate(pieces)})
-    check_places(**{"outs[0]": pieces[0]}, **{f"lses[{n}]": lse for n, lse in enumerate(sums)})
-    named = ({f"{name}[{n}]": array for n, array in enumerate(given)} for name, given in
-             (("outs", pieces), ("lses", sums)))  # fmt: skip
-    out_dtype, lse_dtype = (promote(**arrays) for arrays in named)
-    return list(zip(pieces, sums, strict=True)), out_dtype, lse_dtype
+    for name, array in (pieces | sums).items():
+        check_number_dtype(array, name)
+    shapes, lse_shapes = ([x.shape for x in arrays.values()] for arrays in (pieces, sums))
+    if not shapes[0] or set(shapes) != {shapes[0]} or set(lse_shapes) != {shapes[0][:-1]}:
+        raise ValueError(
+            f"every out must have one shape (..., E) and every lse its (...); "
+            f"got outs {shapes}, lses {lse_shapes}"
+        )
+    check_places(**pieces)
+    check_places(**{"outs[0]": pieces["outs[0]"]}, **sums)
+    return list(zip(pieces.values(), sums.values(), strict=True)), promote(**pieces), promote(**sums)

@@ -16,12 +16,12 @@ from fastattn._machine.constants import SCORE_COLUMNS
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
-#: A row's lse of this size is replaced by that of the scores its weights are computed from, if the two agree:
-#: half a unit of such a float32 score moves a weight by 1.5e-5.
+#: An lse of at least this size is replaced by the lse of the scores that the weights are computed from, if
+#: the two agree: half a unit of such a float32 score moves a weight by 1.5e-5.
 LARGE_SCORE = 256.0
-#: The same where the scale times the norms of the query and its largest key is of this size: scores that
-#: cancel to a small lse have the roundings of their products. Normally it is 10 to 20. The limit is far above
-#: `LARGE_SCORE`, as all is then computed twice.
+#: So is the lse of a row where the scale times the norms of the query and of its largest key is at least
+#: this: scores that cancel to a small lse have the roundings of their products. Usual products are 10 to 20.
+#: The limit is far above `LARGE_SCORE`, as scores are then computed twice.
 LARGE_NORMS = 4096.0
 
 

@@ -42,8 +42,7 @@ class LinearState(NamedTuple):
 
 
 def each(state: LinearState, change: Callable[[np.ndarray, int], np.ndarray]) -> LinearState:
-    """The state with each array changed by a function of it and of how many axes it has beside the leading
-    ones."""
+    """The state with ``change(array, n)`` for each array, whose last n axes are not leading ones."""
     key_value_sum, key_sum, log_scale = state
     scaled = None if log_scale is None else change(log_scale, 2)
     return LinearState(change(key_value_sum, 3), change(key_sum, 2), scaled)
@@ -112,7 +111,7 @@ class RandomFeatures:
             return np.exp(self.log(x))
 
     def log(self, x: ArrayLike, *, up_to_a_factor: bool = False) -> np.ndarray:
-        """Their logarithms; or those but for one factor of each row, by which less is lost of long rows."""
+        """Their logarithms, or these without what is common to a row, so that long rows lose less."""
         x = host_array(as_array(x, "x"), "x")
         check_number_dtype(x, "x")
         M, D = self.projection.shape

@@ -46,11 +46,11 @@ from fastattn._call.arguments import (
     overlap,
 )
 from fastattn._call.options import DEFAULTS
-from fastattn._call.problem import FLOAT32, MAX_DIM, MAX_ROWS, Problem
+from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
 from fastattn.masks import base
-from fastattn.masks.map import UNBOUNDED, Band, Block, Size, make_intervals
+from fastattn.masks.map import Band, Block, Size, bounded, make_intervals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,7 +65,6 @@ Result = TypeVar("Result")
 
 _AXES = {"bhsd": "(..., heads, length, dim)", "bshd": "(..., length, heads, dim)"}
 _HEAD_DIMS = (32, 64, 80, 96, 128, 256)  # that models have
-_OVERLAP_WORK = 1000  # candidates tried to tell whether two strided arrays share memory, some microseconds
 
 
 class Request(NamedTuple):
@@ -101,44 +100,34 @@ class Request(NamedTuple):
         return self._replace(problem=self.problem._replace(lse=lse), results=(self.results[0], lse))
 
 
-class _Inputs:
+class _Inputs(NamedTuple):
     """Query, key and value as ``(*lead, heads, length, dim)`` views, in the dtype of the computation or in 16
     bits."""
 
-    __slots__ = ("dtype", "flat", "key", "query", "result", "sizes", "swapped", "value")
+    query: Any
+    key: Any  #: an array or `Rows`
+    value: Any
+    dtype: np.dtype  #: of the computation
+    result: np.dtype  #: of its results
+    sizes: Size
+    flat: bool  #: the caller gave matrices: one head without an axis of its own
+    swapped: bool  #: the caller's length axis stands before the head axis
 
-    def __init__(
-        self,
-        query: np.ndarray,
-        key: np.ndarray | Rows,
-        value: np.ndarray | Rows,
-        *,
-        dtype: np.dtype,
-        result: np.dtype,
-        flat: bool,
-        swapped: bool,
-    ):
-        self.query, self.key, self.value = query, key, value
-        self.dtype, self.result = dtype, result  #: of the computation, and of its results
-        self.flat = flat  #: the caller gave matrices: one head without an axis of its own
-        self.swapped = swapped  #: the caller's length axis stands before the head axis
-        *_, H, L, _ = query.shape
-        self.sizes = Size(query.shape[:-3], H, L, key.shape[-2])
-
-    def locate(self, lengths: np.ndarray | None) -> None:
-        """Finds the pages that hold the first `lengths` keys of each item, where there are any."""
-        for name in ("key", "value"):
-            rows = getattr(self, name)
+    def located(self, lengths: np.ndarray | None) -> _Inputs:
+        """With the addresses of the pages that hold the first `lengths` keys of each item."""
+        found = {}
+        for name, rows in (("key", self.key), ("value", self.value)):
             if isinstance(rows, Rows):
                 try:
-                    setattr(self, name, rows.located(lengths))
+                    found[name] = rows.located(lengths)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
+        return self._replace(**found) if found else self
 
 
 def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Ends every complaint about query, key, value and what follows with their shapes, and hints at a layout
-    where the options, the fourth argument, have one."""
+    """Appends the shapes of query, key and value, the first arguments, to every error. Where the options, the
+    fourth, have a layout, it also hints at another."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -147,11 +136,10 @@ def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments,
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             options: Any = args[3] if len(args) > 3 else {}
-            inputs: Any = zip(args[:3], ("query", "key", "value"), strict=True)
-            shapes = [_shape(array) for array in args[:3]]
-            listed = ", ".join(
-                f"{name} {_described(x, shape)}" for (x, name), shape in zip(inputs, shapes, strict=True)
-            )
+            inputs: Any = args[:3]
+            shapes = [_shape(x) for x in inputs]
+            described = zip(("query", "key", "value"), map(_described, inputs, shapes), strict=True)
+            listed = ", ".join(f"{name} {text}" for name, text in described)
             hints = _shape_hints(shapes, options) if "layout" in options else []
             raise kind("; ".join([str(error), listed, *hints])) from None
 
@@ -196,19 +184,18 @@ def normalize(
     options = DEFAULTS | options
     inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
     band = _band(inputs, options)
-    inputs.locate(None if band is None else band.lengths)
+    inputs = inputs.located(None if band is None else band.lengths)
     if band is not None and keep_first:
         band = band._replace(keep_first=keep_first)
-    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+    mask = _mask(inputs, options)
     if function_mask is not None:
         mask = function_mask if mask is None else function_mask & mask
-    lowered = _NO_MASK if mask is None else base.lower(mask, *inputs.sizes, _without_lengths(band))
+    lowered = _lower(mask, inputs, band)
     bias = _bias_of_scores(options["bias"], inputs)
     return _assemble(inputs, band, lowered, bias, options, may_fail)
 
 
-@naming_shapes
-def outline(
+def _outline(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, options: dict[str, Any]
 ) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
     """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
@@ -217,14 +204,16 @@ def outline(
     """
     options = DEFAULTS | options
     inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
-    lead, H, L, S = inputs.sizes
     band = _band(inputs, options)
-    mask = None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+    mask = _mask(inputs, options)
     if mask is not None:
-        mask._bind(Block(lead, H, L, S, whole=(L, S)))
+        mask._bind(Block(*inputs.sizes, whole=inputs.sizes[2:]))
     _bias_of_scores(options["bias"], inputs)
     numbers = _numbers(inputs, options)
     return inputs, mask, band, numbers["scale"], numbers["softcap"]
+
+
+outline = naming_shapes(_outline)
 
 
 @naming_shapes
@@ -242,7 +231,7 @@ def normalize_backward(
     raised."""
     from fastattn._call.gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
 
-    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    arrays = [as_array(x, name) for x, name in named(query, key, value)]
     others = {"grad_out": grad_out, "out": out, "lse": lse}
     others |= {name: options[name] for name in ("grad_lse", "bias", "sinks")}
     for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
@@ -252,9 +241,7 @@ def normalize_backward(
             )
     inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
     band = _band(inputs, options)
-    lowered = _NO_MASK
-    if options["mask"] is not None:
-        lowered = base.lower(as_mask(options["mask"], inputs.flat), *inputs.sizes, _without_lengths(band))
+    lowered = _lower(_mask(inputs, options), inputs, band)
     grad_lse = options["grad_lse"]
     given = None if options["bias"] is None else as_array(options["bias"], "bias")
     bias = _bias_of_scores(options["bias"], inputs)
@@ -273,23 +260,8 @@ def normalize_backward(
         array = np.ascontiguousarray(as_shape(given, name, rows), inputs.dtype)
         return array[None] if inputs.flat else array
 
-    problem = Problem(
-        query=inputs.query,
-        key=inputs.key,
-        value=inputs.value,
-        out=outputs(out, "out"),
-        lse=None,
-        weights=None,
-        dtype=inputs.dtype,
-        bias=bias,
-        band=band,
-        key_start=lowered.key_start,
-        key_stop=lowered.key_stop,
-        dense=lowered.dense,
-        mask_map=lowered.mask_map,
-        dropout=check_dropout(options["dropout"], options["seed"]),
-        **numbers,
-    )
+    results = outputs(out, "out"), None, None
+    problem = _problem(inputs, results, band, lowered, bias, numbers)
     names = check_wrt(options["wrt"], DIFFERENTIABLE)
     for name in names:
         if getattr(problem, name) is None:
@@ -314,8 +286,8 @@ def normalize_varlen(
     cu_seqlens_k: ArrayLike | None,
 ) -> Request:
     """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
-    arrays = [as_array(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
-    for array, name in zip(arrays, ("query", "key", "value"), strict=True):
+    arrays = [as_array(x, name) for x, name in named(query, key, value)]
+    for array, name in named(*arrays):
         if array.ndim != 3:
             raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
     inputs = as_inputs(*arrays, swapped=True)
@@ -347,7 +319,7 @@ def normalize_varlen(
         position = position + (lengths_k - lengths_q)[document]
     start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
     bounds = make_intervals(start, stop, S)
-    lowered = base.Lowered(bounds.start, bounds.stop, None, None)
+    lowered = base.Lowered(bounds.start, bounds.stop)
     return _assemble(inputs, None, lowered, None, DEFAULTS | options)
 
 
@@ -391,15 +363,14 @@ def normalize_sdpa(
             mask = masks.Dense(array)
         else:
             bias = array
-    lowered = _NO_MASK if mask is None else base.lower(mask, *inputs.sizes, _without_lengths(band))
-    return _assemble(inputs, band, lowered, bias, options)
+    return _assemble(inputs, band, _lower(mask, inputs, band), bias, options)
 
 
 # What shapes that do not fit may be ----------------------------------------------------------------
 
 
-def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) -> list[str]:
-    """How query, key and value may be meant, where they do not fit together or with the options as read."""
+def _shape_hints(shapes: list[Any], options: dict[str, Any]) -> list[str]:
+    """Hints at another layout of query, key and value, where they do not fit each other or the options."""
     ranks = {0 if shape is None else len(shape) for shape in shapes}
     layout = options["layout"]
     if min(ranks) < 3 or not isinstance(layout, str) or layout not in _AXES:
@@ -409,7 +380,9 @@ def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) 
     other = "bshd" if layout == "bhsd" else "bhsd"
     if wrong and _fits(shapes, options | {"layout": other}):
         hints.append(f'where the arrays are {_AXES[other]}, say layout="{other}"')
-    if ranks == {3} and (_is_wide(shapes) or (wrong and _fits_unsplit(shapes, options))):
+    head_dim = shapes[0][-1]
+    is_wide = head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
+    if ranks == {3} and (is_wide or (wrong and _fits_unsplit(shapes, options))):
         hints.append(
             "where the last axis holds all heads, (B, L, H * D), reshape to (B, L, H, D) "
             'and say layout="bshd"'
@@ -419,27 +392,12 @@ def _shape_hints(shapes: list[tuple[int, ...] | None], options: dict[str, Any]) 
 
 def _fits(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
     """Whether arrays of these shapes fit together, and with the options whose shapes depend on them."""
-    mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
-    stand_ins = (np.broadcast_to(np.float32(0), shape) for shape in shapes)
+    query, key, value = (np.broadcast_to(np.float32(0), shape) for shape in shapes)
     try:
-        inputs = as_inputs(*stand_ins, swapped=options["layout"] == "bshd")
-        lead, H, L, S = inputs.sizes
-        _band(inputs, options)
-        if mask is not None:
-            as_mask(mask, inputs.flat)._bind(Block(*inputs.sizes, whole=(L, S)))
-        if bias is not None:
-            broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
-        if sinks is not None:
-            check_sinks(sinks, H, FLOAT32)
+        _outline(query, key, value, options | {"scale": None, "softcap": None, "dropout": 0.0, "seed": None})
     except Exception:  # of any kind: a hint must not put an error of its own in the place of the first
         return False
     return True
-
-
-def _is_wide(shapes: Sequence[Any]) -> bool:
-    """Whether the last axis is more than one head is likely to have, and whole heads."""
-    head_dim = shapes[0][-1]
-    return head_dim > max(_HEAD_DIMS) and any(head_dim % usual == 0 for usual in _HEAD_DIMS)
 
 
 def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
@@ -509,7 +467,8 @@ def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool
             else broadcast_to(array, (*lead, *array.shape[-3:]), name)
             for array, name in named(q, k, v)
         )
-    inputs = _Inputs(q, k, v, dtype=dtype, result=result, flat=min(ranks) == 2, swapped=swapped)
+    sizes = Size(q.shape[:-3], H, q.shape[-2], S)
+    inputs = _Inputs(q, k, v, dtype, result, sizes, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
 
@@ -524,17 +483,15 @@ def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
 def _check_sizes(inputs: _Inputs) -> None:
     """ValueError where a size is beyond what any backend counts with; see `fastattn._call.problem`."""
     lead, H, L, S = inputs.sizes
-    head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-    if head_dim > MAX_DIM:
-        raise ValueError(f"head_dim of query and key must be at most {MAX_DIM}, got {head_dim}")
-    if value_dim > MAX_DIM:
-        raise ValueError(f"head_dim of value must be at most {MAX_DIM}, got {value_dim}")
+    for name, array in (("query and key", inputs.query), ("value", inputs.value)):
+        if (dim := array.shape[-1]) > MAX_DIM:
+            raise ValueError(f"head_dim of {name} must be at most {MAX_DIM}, got {dim}")
     batch, K = prod(lead), inputs.key.shape[-3]
-    too_many = "must have at most {} rows over all items and heads, {}, got {}"
-    if (rows := max(1, batch * H) * L) > MAX_ROWS:
-        raise ValueError(f"query {too_many.format(MAX_ROWS, 'B * H * L', rows)}")
-    if (rows := max(1, batch * K) * S) > MAX_ROWS:
-        raise ValueError(f"key {too_many.format(MAX_ROWS, 'B * K * S', rows)}")
+    for name, product, heads, length in (("query", "B * H * L", H, L), ("key", "B * K * S", K, S)):
+        if (rows := max(1, batch * heads) * length) > MAX_ROWS:
+            raise ValueError(
+                f"{name} must have at most {MAX_ROWS} rows over all items and heads, {product}, got {rows}"
+            )
 
 
 def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -553,7 +510,16 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 
 # Masks and bias ------------------------------------------------------------------------------------
 
-_NO_MASK = base.Lowered(None, None, None, None)
+
+def _mask(inputs: _Inputs, options: dict[str, Any]) -> masks.Mask | None:
+    return None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+
+
+def _lower(mask: masks.Mask | None, inputs: _Inputs, band: Band | None) -> base.Lowered:
+    """The mask for this problem. Mask maps are kept for other calls, so that no array decides on them."""
+    if mask is None:
+        return base.Lowered()
+    return base.lower(mask, *inputs.sizes, None if band is None or band.lengths is not None else band)
 
 
 def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
@@ -572,14 +538,9 @@ def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
     return Band(*_reach(causal, window), lengths)
 
 
-def _without_lengths(band: Band | None) -> Band | None:
-    """The band where it depends on no array, as a mask map must not, which is kept for other calls."""
-    return None if band is None or band.lengths is not None else band
-
-
 def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
     """``left, right, at_end`` of a `Band`; a window alone is aligned as ``causal="bottom_right"`` is."""
-    left, right = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in window or (None, None))
+    left, right = map(bounded, window or (None, None))
     at_end = causal == "bottom_right" or (causal is False and window is not None)
     return left, right if causal is False else 0, at_end
 
@@ -604,14 +565,12 @@ def _assemble(
     may_fail: bool = False,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
-    dropout = check_dropout(options["dropout"], options["seed"])
+    numbers = _numbers(inputs, options)
+    sinks = numbers["sinks"]
     out, return_lse, return_weights = (options[name] for name in ("out", "return_lse", "return_weights"))
     check_bool(return_lse, "return_lse")
     check_bool(return_weights, "return_weights")
-    q, k, v, flat, swapped = inputs.query, inputs.key, inputs.value, inputs.flat, inputs.swapped
-    S, dtype, result = inputs.sizes.S, inputs.dtype, inputs.result
-    numbers = _numbers(inputs, options)
-    sinks = numbers["sinks"]
+    q, k, v, dtype, result, sizes, flat, swapped = inputs
     shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
     others = (bias, lowered.dense, sinks, given)
@@ -629,7 +588,7 @@ def _assemble(
                 raise ValueError(f"out must not share memory with what is read on {given.device}")
             staged = target = np.empty(shape, given.dtype)
     lse = _empty(rows, dtype, q, "the lse") if return_lse else None
-    weights = _empty((*rows, S), result, q, "the weights") if return_weights else None
+    weights = _empty((*rows, sizes.S), result, q, "the weights") if return_weights else None
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
@@ -638,28 +597,28 @@ def _assemble(
     elif swapped:
         target = target.swapaxes(-3, -2)
 
-    problem = Problem(
-        query=q,
-        key=k,
-        value=v,
-        out=target,
-        lse=lse,
-        weights=weights,
-        dtype=dtype,
-        bias=bias,
-        band=band,
-        key_start=lowered.key_start,
-        key_stop=lowered.key_stop,
-        dense=lowered.dense,
-        mask_map=lowered.mask_map,
-        dropout=dropout,
-        **numbers,
-    )
+    problem = _problem(inputs, (target, lse, weights), band, lowered, bias, numbers)
     return Request(problem, results, staged, swapped)
 
 
+def _problem(
+    inputs: _Inputs,
+    results: tuple[Any, Any, Any],
+    band: Band | None,
+    lowered: base.Lowered,
+    bias: np.ndarray | None,
+    numbers: dict[str, Any],
+) -> Problem[Any]:
+    query, key, value, dtype, *_ = inputs
+    key_start, key_stop, dense, mask_map = lowered
+    return Problem(
+        query, key, value, *results, dtype, bias=bias, band=band, key_start=key_start, key_stop=key_stop,
+        dense=dense, mask_map=mask_map, **numbers,
+    )  # fmt: skip
+
+
 def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the score that a `Problem` has under their names, checked: scale, soft-cap and sinks."""
+    """The options that a `Problem` has under their names, checked: scale, soft-cap, sinks and dropout."""
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
     scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_finite(scale, "scale")
     if softcap is not None:
@@ -671,7 +630,8 @@ def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
             )
     if sinks is not None:
         sinks = check_sinks(sinks, inputs.sizes.H, inputs.dtype)
-    return {"scale": scale, "softcap": softcap, "sinks": sinks}
+    dropout = check_dropout(options["dropout"], options["seed"])
+    return {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
 
 
 def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from fastattn._machine.threads import no_fork
@@ -151,45 +150,16 @@ def public(taker: str = " ") -> Callable[[Function], Function]:
     ``*extra``, in order to refuse others with more than Python would say: these are not shown."""
 
     def show(function: Function) -> Function:
-        function.__signature__ = _Signature(function, TAKERS[taker])  # type: ignore[attr-defined]
+        own, kind = inspect.signature(function), inspect.Parameter
+        variable = (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+        shown = {name: p for name, p in own.parameters.items() if p.kind not in variable}
+        for name, default in TAKERS[taker].items():
+            annotation = function.__annotations__.get(name, kind.empty)
+            shown[name] = kind(name, kind.KEYWORD_ONLY, default=default, annotation=annotation)
+        function.__signature__ = own.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
         return function
 
     return show
-
-
-class _Signature(inspect.Signature):
-    """A signature that is made when it is looked at: to make all of them takes a tenth of an import."""
-
-    __slots__ = ("_function", "_options")
-
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function, self._options = function, options
-        self._return_annotation = function.__annotations__.get("return", self.empty)
-
-    @property
-    def parameters(self) -> MappingProxyType[str, inspect.Parameter]:
-        function: Any = self._function
-        code, defaults = function.__code__, function.__defaults__ or ()
-        n = code.co_argcount
-        names = code.co_varnames[: n + code.co_kwonlyargcount]
-        values = dict(zip(names[n - len(defaults) : n], defaults, strict=True))
-        values |= (function.__kwdefaults__ or {}) | self._options
-        kind = inspect.Parameter
-        return MappingProxyType(
-            {
-                name: kind(
-                    name,
-                    kind.POSITIONAL_OR_KEYWORD if name in names[:n] else kind.KEYWORD_ONLY,
-                    default=values.get(name, kind.empty),
-                    annotation=function.__annotations__.get(name, kind.empty),
-                )
-                for name in dict.fromkeys((*names, *self._options))
-            }
-        )
-
-    def replace(self, **changes: Any) -> inspect.Signature:  # type: ignore[override]
-        plain = inspect.Signature(list(self.parameters.values()), return_annotation=self.return_annotation)
-        return plain.replace(**changes)
 
 
 def complete(

@@ -60,10 +60,7 @@ class Schedule(NamedTuple):
     packs_values: bool = False  #: each thread packs the values of a head into panels
     converts_keys: bool = False  #: keys are converted, or copied as pairs, tile by tile
     converts_values: bool = False  #: values in 16 bits likewise
-    prefetch_rows: tuple[int, int] = (
-        0,
-        0,
-    )  #: split-KV: prefetch distance, in keys and in values; 0: none
+    prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
     keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
@@ -85,10 +82,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
         prefetch_rows = (0, 0)
-        key_nbytes, value_nbytes = (
-            sizes.head_dim * problem.key.itemsize,
-            sizes.value_dim * problem.value.itemsize,
-        )
+        key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
         if heads * len_k * (key_nbytes + value_nbytes) >= constants.UNCACHED_NBYTES:
             distance = constants.PREFETCH_DISTANCE
             prefetch_rows = distance // max(1, key_nbytes) + 1, distance // max(1, value_nbytes) + 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._machine.device import host_array
+from fastattn._machine.device import at_address, host_array
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -252,11 +252,10 @@ class Rows:
         """What a caller gave in place of an array, with its axes in the caller's order."""
         if isinstance(given, Rows):
             return given
-        index = None if isinstance(given, Quantized) else given.table
-        pages = given if isinstance(given, Quantized) else given.pages
-        if not isinstance(pages, Quantized):
-            return cls(pages, None, index=index)
-        return cls(pages.data, native_scale(pages.scale), index=index)
+        pages, index = (given.pages, given.table) if isinstance(given, Paged) else (given, None)
+        if isinstance(pages, Quantized):
+            return cls(pages.data, native_scale(pages.scale), index=index)
+        return cls(pages, None, index=index)
 
     @property
     def ndim(self) -> int:
@@ -314,15 +313,8 @@ class Rows:
 
         if not self.page_size:
             return Rows(np.broadcast_to(self.data, (*lead, *self.data.shape[-3:])), spread(self.scale, 3))
-        return Rows(
-            self.data,
-            self.scale,
-            index=spread(self.index, 1),
-            table=spread(self.table, 1),
-            scale_table=spread(self.scale_table, 1),
-            length=self.shape[-2],
-            owner=self.owner,
-        )
+        tables = {name: spread(getattr(self, name), 1) for name in ("index", "table", "scale_table")}
+        return Rows(self.data, self.scale, **tables, length=self.shape[-2], owner=self.owner)
 
     def located(self, lengths: np.ndarray | None) -> Rows:
         """With the addresses of pages. Those of the first `lengths` keys ``(*lead,)`` of each item, of all if
@@ -331,10 +323,6 @@ class Rows:
             return self
         tables = locate_pages(self.index, self.data, self.scale, self.page_size, lengths)
         return Rows(self.data, self.scale, table=tables[0], scale_table=tables[1], length=self.shape[-2])
-
-    def head(self, item: tuple[int, ...], kv_head: int) -> HeadRows:
-        """The rows of one key/value head, as an array ``(S, D)`` would be indexed."""
-        return HeadRows(self, item, kv_head)
 
 
 def signature_of_rows(given: Quantized | Paged | Rows) -> tuple[Any, ...]:
@@ -375,7 +363,10 @@ def locate_pages(
 
 
 class HeadRows:
-    """The rows of one head of `Rows`, decoded where they are asked for: for NumPy alone, not for speed."""
+    """The rows of one key/value head of `Rows`, which are indexed as an array ``(S, D)`` and decoded then.
+
+    For the reference backend, not for speed.
+    """
 
     def __init__(self, rows: Rows, item: tuple[int, ...], kv_head: int) -> None:
         self.rows, self.item, self.kv_head = rows, item, kv_head
@@ -384,33 +375,20 @@ class HeadRows:
     def __getitem__(self, keys: slice | int) -> np.ndarray:
         if not isinstance(keys, slice):
             return self[keys : keys + 1][0]
-        rows, head, size = self.rows, self.kv_head, self.rows.page_size
+        rows, size = self.rows, self.rows.page_size
         if rows.table is None:
-            data = rows.data[self.item][head, keys]
-            return data if rows.scale is None else decode_rows(data, rows.scale[self.item][head, keys])
+            place = (*self.item, self.kv_head, keys)
+            data = rows.data[place]
+            return data if rows.scale is None else decode_rows(data, rows.scale[place])
         parts = []
         for number in range(keys.start // size, -(-keys.stop // size)):
             here = slice(max(keys.start - number * size, 0), min(keys.stop - number * size, size))
-            part = _at(int(rows.table[self.item][number]), rows.data)[head, here]
-            if rows.scale is not None and rows.scale_table is not None:
-                part = decode_rows(
-                    part, _at(int(rows.scale_table[self.item][number]), rows.scale)[head, here]
-                )
+            part = self._page(rows.table, number, rows.data)[here]
+            if rows.scale is not None:
+                part = decode_rows(part, self._page(rows.scale_table, number, rows.scale)[here])
             parts.append(part)
         return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), rows.dtype)
 
-
-class _At:
-    """An address, for NumPy to make an array of."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
-        self.__array_interface__ = {
-            "version": 3, "data": (address, True), "shape": shape, "strides": strides,
-            "typestr": f"|V{itemsize}",
-        }  # fmt: skip
-
-
-def _at(address: int, like: np.ndarray) -> np.ndarray:
-    """The page at an address, of the shape, strides and dtype of ``like[0]``."""
-    page = np.asarray(_At(address, like.shape[1:], like.strides[1:], like.itemsize))
-    return page.view(like.dtype)
+    def _page(self, table: Any, number: int, pages: np.ndarray) -> np.ndarray:
+        page = at_address(int(table[self.item][number]), pages.shape[1:], pages.strides[1:], pages.dtype)
+        return page[self.kv_head]

@@ -59,8 +59,7 @@ _X86, _ARM64 = ("x86_64", "amd64"), ("aarch64", "arm64")
 VECTORS: dict[str, dict[str, Any]] = {
     "avx512": {
         "flags": dict.fromkeys(
-            _X86,
-            "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512",
+            _X86, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512"
         ),
         "features": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
         "blocking": {
@@ -106,30 +105,14 @@ EXTENDED = {
     "bf16_model": {"source": "pairs.c", "vectors": "avx2", "flags": "-DFASTATTN_MODEL -Wno-psabi"},
 }
 
-VECTOR_ISAS = tuple(VECTORS)
-CPU_FEATURES = {name: isa["features"] for name, isa in VECTORS.items()}
-REGISTER_BLOCKING = {name: isa["blocking"] for name, isa in VECTORS.items()}
-EXTENDED_ISAS = {name: isa["vectors"] for name, isa in EXTENDED.items()}
-FUSED_ISAS = {
-    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "fused.c"
-}
-PAIRS_ISAS = {
-    name: vectors for name, vectors in EXTENDED_ISAS.items() if EXTENDED[name]["source"] == "pairs.c"
-}
-
 #: All that users can choose, best first.
 ISAS = ("amx", "avx512_bf16", *VECTORS)
 #: What tests can choose as well: the sources of the first two on models of their instructions in C.
 MODEL_ISAS = ("amx_model", "bf16_model")
 
-# Block sizes and prefetch distances of the kernels; the measurements are in ``blocking.h``.
-KEY_CHUNK = 64  #: keys that one partial sum of `softmax` and `accumulate` runs over
-SCORE_KEYS = 32  #: keys and columns that `score` works on at a time
-SCORE_COLUMNS = 128
-EXP2_KEYS = 4
-PREFETCH_KEYS = 4  #: prefetch distance in rows of keys, and of values
-PREFETCH_VALUES = 32
-PREFETCH_PACKED = 8  #: of values while they are packed
+# The longest partial sums of the kernels; the measurements are in ``blocking.h``.
+KEY_CHUNK = 64  #: keys of one of `softmax` and `accumulate`
+SCORE_COLUMNS = 128  #: columns of one of `score`
 
 # ------------------------------------------------------------------ the schedule
 
@@ -177,9 +160,10 @@ COPY_NBYTES = 1 << 20
 #   AVX2 float64              1.03   1.27
 # From memory, or with fewer heads than threads, split-KV gains more, as threads share the keys of a head.
 # With exactly as many rows as lanes, 16, it takes 1 to 1.3 times as long in the cache, but 0.85 to 0.93 at
-# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So those use it where they
-# are heads of a group, as in decoding. The number of keys does not decide: a cache gives the same bits
-# whatever the lengths of its other items are. 2 cores of Emerald Rapids, 2026-11-21, interleaved A/B.
+# 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So as many rows as lanes use
+# split-KV if they are of several heads of a group, as in decoding. The number of keys does not decide: a
+# cache gives the same bits whatever the lengths of its other items are. 2 cores of Emerald Rapids,
+# 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
 
 # The fused sweep, on a tile unit: its limits.
@@ -189,13 +173,13 @@ FUSED_KEYS = 64
 FUSED_COLUMNS = 512  #: of keys and of values at most
 FUSED_FACTOR = 2.0**16  #: by which a score is multiplied at most
 
-# It is used where it is expected to be faster. Over the sweep it gains at most 1.85, with head_dim 64 and
-# more; at most twice the share of its columns that are not padding; and at most what their times say, which
-# are as 33 plus the columns and 45 plus a third of the padded ones. Splitting keys and queries costs as much
-# as 36 rows more of each key and 36 keys more of each row. Of 792 problems (head_dim 8 to 256, 48 to 1024
-# rows, 48 to 2048 keys, with and without "causal") 3 lose more than 8 % by what this decides, and 14 could
-# gain more than 8 % by the other way; in the mean 0.4 % is lost to the faster of the two, 12 % by never using
-# it, 20 % by always. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
+# It is used where an estimate says that it is faster than the sweep. Cost of a weight: 33 + columns in the
+# sweep, 45 + padded columns / 3 here. The gain is capped at 1.85, which head_dim 64 and more reach, and at
+# twice the share of columns that are not padding. Splitting keys and queries costs as much as 36 more rows
+# for each key and 36 more keys for each row. Of 792 problems (head_dim 8 to 256, 48 to 1024 rows, 48 to 2048
+# keys, with and without "causal") 3 lose more than 8 % by what this decides, and 14 could gain more than 8 %
+# by the other path. The mean loss to the faster path is 0.4 %; it is 12 % where this path is never used, 20 %
+# where it is always used. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
 FUSED_MOST_GAIN = 1.85
 FUSED_UNPADDED_GAIN = 2.0
 SWEEP_WEIGHT = 33  #: time of a weight, in columns
@@ -203,9 +187,9 @@ FUSED_WEIGHT, FUSED_COLUMN = 45, 1 / 3  #: and of a weight and a padded column i
 FUSED_OVERHEAD = 36
 FUSED_LEAST_GAIN = 1.0
 
-# A thread splits the keys and values of a task once, for so many query blocks at most; their accumulators,
-# and the parts of up to so many keys of all heads of a task, stay in an L2 of 2 MB then. They follow from its
-# size; others were not measured.
+# The most query blocks, accumulators' columns and split keys of a task. A thread splits the keys and values
+# of a task once. With these limits its accumulators and the split keys of its heads stay in an L2 of 2 MB.
+# Others were not measured.
 FUSED_TASK_BLOCKS = 32
 FUSED_TASK_COLUMNS = 32 * 512
 FUSED_TASK_KEYS = 256

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass, replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,40 @@ import numpy as np
 _CUDA_KINDS = (2, 13)  # DLPack's numbers for device memory and for managed memory
 
 
-@dataclass(eq=False)
 class Memory:
     """Memory of a GPU: of a caller's array, or of a result that the backend is to allocate."""
 
-    device: int  #: number of the GPU
-    address: int | None = None  #: None until the backend has allocated it
-    owner: Any = None  #: the caller's array; of a result the owner of the memory, in the end what is returned
+    # Not a dataclass, here and below: to import these takes a fifth of the work of an import of the package.
     stream: int | None = None  #: the stream that writes the array, where its library tells
-    readonly: bool = False
+    readonly = False
     shape: tuple[int, ...] = ()  #: of a result: what to allocate, C-contiguous
     dtype: np.dtype | None = None
     like: Any = None  #: of a result: an array of the library to return it in
 
+    def __init__(self, device: int, address: int | None = None, owner: Any = None) -> None:
+        self.device = device  #: number of the GPU
+        self.address = address  #: None until the backend has allocated it
+        #: The caller's array; of a result the owner of the memory, in the end what is returned.
+        self.owner = owner
 
-@dataclass(frozen=True, eq=False, repr=False)
+
 class DeviceArray:
     """A view of memory on a GPU, with the attributes of an ndarray that validation uses."""
 
-    memory: Memory
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  #: in bytes
-    dtype: np.dtype  #: to which elements are converted when read
-    stored: np.dtype  #: of the elements in memory
+    def __init__(
+        self,
+        memory: Memory,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype,
+        stored: np.dtype | None = None,
+    ) -> None:
+        self.memory, self.shape, self.strides = memory, shape, strides  #: strides in bytes
+        self.dtype = dtype  #: to which elements are converted when read
+        self.stored = dtype if stored is None else stored  #: of the elements in memory
+
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> DeviceArray:
+        return DeviceArray(self.memory, shape, strides, self.dtype, self.stored)
 
     @property
     def ndim(self) -> int:
@@ -61,31 +72,32 @@ class DeviceArray:
         """``array[None]``: a view with one more axis in front."""
         if index is not None:
             raise TypeError(f"elements of an array on {self.device} are not read on the host")
-        return replace(self, shape=(1, *self.shape), strides=(0, *self.strides))
+        return self._view((1, *self.shape), (0, *self.strides))
 
     def swapaxes(self, first: int, second: int) -> DeviceArray:
         shape, strides = list(self.shape), list(self.strides)
         for axes in (shape, strides):
             axes[first], axes[second] = axes[second], axes[first]
-        return replace(self, shape=tuple(shape), strides=tuple(strides))
+        return self._view(tuple(shape), tuple(strides))
 
     def broadcast_to(self, shape: tuple[int, ...]) -> DeviceArray:
         """As `numpy.broadcast_to`; `shape` is one that it broadcasts to."""
         ours = (1,) * (len(shape) - self.ndim) + self.shape
         strides = (0,) * (len(shape) - self.ndim) + self.strides
         spread = (s if n == m else 0 for n, m, s in zip(ours, shape, strides, strict=True))
-        return replace(self, shape=tuple(shape), strides=tuple(spread))
+        return self._view(tuple(shape), tuple(spread))
 
     def cut(self, axis: int, start: int, length: int) -> DeviceArray:
         """As `cut`."""
-        shape = list(self.shape)
+        shape, whole = list(self.shape), self.memory
         shape[axis] = length
-        address = (self.memory.address or 0) + start * self.strides[axis]
-        return replace(self, memory=replace(self.memory, address=address), shape=tuple(shape))
+        memory = Memory(whole.device, (whole.address or 0) + start * self.strides[axis], whole.owner)
+        memory.stream, memory.readonly = whole.stream, whole.readonly
+        return DeviceArray(memory, tuple(shape), self.strides, self.dtype, self.stored)
 
     def read_as(self, dtype: np.dtype) -> DeviceArray:
         """The same memory, its elements converted when they are read."""
-        return replace(self, dtype=dtype)
+        return DeviceArray(self.memory, self.shape, self.strides, dtype, self.stored)
 
     def same_view(self, other: DeviceArray) -> bool:
         """Whether both are the same view of the same memory; libraries describe an array anew each time."""
@@ -95,24 +107,23 @@ class DeviceArray:
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         """A result for the backend to allocate, on this array's GPU and of its library."""
-        memory = Memory(self.memory.device, shape=shape, dtype=dtype, like=self.memory.owner)
-        return DeviceArray(memory, shape, _c_strides(shape, dtype.itemsize), dtype, dtype)
+        memory = Memory(self.memory.device)
+        memory.shape, memory.dtype, memory.like = shape, dtype, self.memory.owner
+        return DeviceArray(memory, shape, _c_strides(shape, dtype.itemsize), dtype)
 
     def addresses(self) -> np.ndarray:
         """An ndarray with the same addresses, for NumPy's functions on memory layout: it has no readable
         elements."""
-        return np.asarray(_AtAddress(self))
+        return at_address(self.memory.address or 0, self.shape, self.strides, self.stored)
 
 
-class _AtAddress:
-    def __init__(self, array: DeviceArray) -> None:
-        self.__array_interface__ = {
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": array.stored.str,
-            "data": (array.memory.address or 0, True),
-            "version": 3,
-        }
+def at_address(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A read-only ndarray of the memory at an address, which it does not own."""
+    interface = {
+        "version": 3, "data": (address, True), "shape": shape, "strides": strides,
+        "typestr": f"|V{dtype.itemsize}",
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).view(dtype)
 
 
 def from_dlpack_of(array: Any) -> Any:
@@ -293,8 +304,9 @@ def _from_interface(value: Any, interface: Any, device: int | None) -> DeviceArr
     address, readonly = interface["data"]
     if device is None:
         device = _device_of(address)
-    memory = Memory(device, int(address or 0), value, interface.get("stream"), bool(readonly))
-    return DeviceArray(memory, shape, strides, stored, stored)
+    memory = Memory(device, int(address or 0), value)
+    memory.stream, memory.readonly = interface.get("stream"), bool(readonly)
+    return DeviceArray(memory, shape, strides, stored)
 
 
 def _from_dlpack(value: Any) -> DeviceArray:
@@ -309,8 +321,9 @@ def _from_dlpack(value: Any) -> DeviceArray:
     strides = _c_strides(shape, stored.itemsize)
     if steps is not None:
         strides = tuple(step * stored.itemsize for step in steps)
-    memory = Memory(view.device_id, view.ptr, value, readonly=view.readonly)
-    return DeviceArray(memory, shape, strides, stored, stored)
+    memory = Memory(view.device_id, view.ptr, value)
+    memory.readonly = view.readonly
+    return DeviceArray(memory, shape, strides, stored)
 
 
 def _device_of(address: int) -> int:

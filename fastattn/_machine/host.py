@@ -69,16 +69,15 @@ def cpu_quota() -> float | None:
         return None
     quotas = []
     for membership in memberships:
-        _, found, rest = membership.partition(":")
-        controllers, separator, path = rest.partition(":")
-        if not (found and separator):
+        if membership.count(":") < 2:
             continue  # not a line of hierarchy:controllers:path
+        _, controllers, path = membership.split(":", 2)
         if controllers == "":
-            quotas += _nested(_CGROUP_ROOT, path, _quota_v2)
-            quotas += _nested(f"{_CGROUP_ROOT}/unified", path, _quota_v2)
+            for root in ("", "/unified"):
+                quotas += _quotas(f"{_CGROUP_ROOT}{root}", path, "cpu.max")
         elif "cpu" in controllers.split(","):
-            quotas += _nested(f"{_CGROUP_ROOT}/{controllers}", path, _quota_v1)
-            quotas += _nested(f"{_CGROUP_ROOT}/cpu", path, _quota_v1)
+            for root in (controllers, "cpu"):
+                quotas += _quotas(f"{_CGROUP_ROOT}/{root}", path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
     return min(quotas, default=None)
 
 
@@ -281,36 +280,22 @@ def cache_sizes() -> dict[str, str]:
     return sizes
 
 
-def _nested(root: str, path: str, read: Callable[[str], float | None]) -> list[float]:
-    """Quotas of the cgroup `path` and of all its ancestors.
+def _quotas(root: str, path: str, *files: str) -> list[float]:
+    """Quotas, in CPUs, of the cgroup `path` and of all its ancestors. The files hold quota and period.
 
-    In a container the path may be the host's, with only its root mounted. A file that cannot be read is
-    skipped.
+    In a container the path may be the host's, with only its root mounted.
     """
     parts = [part for part in path.split("/") if part]
     quotas = []
     for depth in range(len(parts), -1, -1):
+        group = "/".join([root, *parts[:depth]])
         try:
-            quota = read("/".join([root, *parts[:depth]]))
-        except (OSError, ValueError):
+            quota, period = map(int, " ".join(_read(f"{group}/{file}") for file in files).split())
+        except (OSError, ValueError):  # no such file, or no limit: "max"
             continue
-        if quota is not None:
-            quotas.append(quota)
+        if quota > 0 and period > 0:  # no limit may be -1, too
+            quotas.append(quota / period)
     return quotas
-
-
-def _quota_v2(group: str) -> float | None:
-    quota, period = _read(f"{group}/cpu.max").split()
-    return None if quota == "max" else _share(int(quota), int(period))
-
-
-def _quota_v1(group: str) -> float | None:
-    return _share(int(_read(f"{group}/cpu.cfs_quota_us")), int(_read(f"{group}/cpu.cfs_period_us")))
-
-
-def _share(quota: int, period: int) -> float | None:
-    """The quota in CPUs; None where it is no limit, such as -1, or invalid."""
-    return quota / period if quota > 0 and period > 0 else None
 
 
 def _read(path: str) -> str:

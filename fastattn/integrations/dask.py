@@ -454,7 +454,7 @@ class _Call:
         for n, keys, state in zip(present, slices, _states_of_keys(mask, part, slices), strict=True):
             if state == EMPTY:
                 continue
-            allowed: Any = None if state == FULL else mask._cut(part.of_keys(keys))
+            allowed: Any = None if state == FULL else mask._cut(part._replace(keys=keys))
             if allowed is not None and not mask._is_frozen:  # it has an array, which goes to a worker once
                 name = (f"attention-mask-{self.token}", *place, n)
                 self.shared[name] = DataNode(name, allowed)
@@ -547,7 +547,7 @@ def _states_of_keys(mask: Mask, part: Part, keys: list[slice]) -> list[int]:
     *lead, H, L = (cut.stop - cut.start for cut in (*part.items, part.heads, part.queries))
 
     def bound(cut: slice) -> Node:
-        return mask._cut(part.of_keys(cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
+        return mask._cut(part._replace(keys=cut))._bind(Block(tuple(lead), H, L, cut.stop - cut.start))
 
     if not keys:
         return []

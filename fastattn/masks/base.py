@@ -56,18 +56,12 @@ class Mask(Frozen):
     __array_ufunc__ = None  # so that `array & mask` comes here, and is no object array
 
     def __and__(self, other: Mask) -> Mask:
-        _check_operand("&", other)
         return _combined(_And, self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        _check_operand("|", other)
         return _combined(_Or, self, other)
 
-    def __rand__(self, other: Any) -> NoReturn:
-        raise _not_a_mask("&", other)
-
-    def __ror__(self, other: Any) -> NoReturn:
-        raise _not_a_mask("|", other)
+    __rand__, __ror__ = __and__, __or__  # of what is no mask, and so raise
 
     def __invert__(self) -> Mask:
         return _combined(_Not, self)
@@ -252,9 +246,7 @@ class _Shifted(Mask):
     def _bind(self, block: Block) -> Node:
         part = Block(block.lead, block.H, block.L, block.S, self._q_offset, self._k_offset, self._whole)
         if self._whole is not None:
-            ends = self._q_offset + block.L, self._k_offset + block.S
-            if ends[0] > self._whole[0] or ends[1] > self._whole[1]:
-                raise outside(self._mask, part, *self._whole)
+            check_inside(self._mask, part, *self._whole)
         return self._mask._bind(part)
 
 
@@ -262,6 +254,7 @@ class _Combined(Mask):
     """What `_And`, `_Or` and `_Not` share."""
 
     __slots__ = ("parts", "depth")
+    sign: str
     parts: tuple[Mask, ...]
     depth: int  #: how many combined masks lie in each other, this one among them
 
@@ -286,6 +279,8 @@ class _Combined(Mask):
 class _And(_Combined):
     """What every part allows."""
 
+    sign = "&"
+
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, _Or) else repr(part) for part in self.parts)
 
@@ -295,6 +290,8 @@ class _And(_Combined):
 
 class _Or(_Combined):
     """What any part allows."""
+
+    sign = "|"
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
@@ -318,10 +315,12 @@ class _Not(_Combined):
 
 
 def _combined(kind: type[_Combined], *masks: Mask) -> _Combined:
-    """The masks combined, the parts of those of the same kind side by side with the others."""
+    """The masks combined. Parts of a mask of the same kind stand side by side with the others."""
     parts: list[Mask] = []
     depth = 0
     for mask in masks:
+        if not isinstance(mask, Mask):
+            raise TypeError(f"{kind.sign} combines two masks, got {describe(mask)}")
         parts += mask.parts if isinstance(mask, kind) else (mask,)
         if isinstance(mask, _Combined):
             depth = max(depth, mask.depth - isinstance(mask, kind))
@@ -331,15 +330,6 @@ def _combined(kind: type[_Combined], *masks: Mask) -> _Combined:
             f"alone, stands side by side"
         )
     return kind(tuple(parts), depth + 1)
-
-
-def _check_operand(sign: str, other: Any) -> None:
-    if not isinstance(other, Mask):
-        raise _not_a_mask(sign, other)
-
-
-def _not_a_mask(sign: str, other: Any) -> TypeError:
-    return TypeError(f"{sign} combines two masks, got {describe(other)}")
 
 
 def describe(value: Any) -> str:
@@ -358,12 +348,14 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}{': make a mask of it, Dense(array)' if is_array else ''}"
 
 
-def outside(mask: Mask, block: Block, L: int, S: int) -> ValueError:
-    """For a shifted mask that does not have this block in it."""
-    return ValueError(
-        f"mask {mask!r} is of a problem of L={L} and S={S}, and is shifted to queries "
-        f"{block.q_start}..{block.q_start + block.L} and keys {block.k_start}..{block.k_start + block.S}"
-    )
+def check_inside(mask: Mask, block: Block, L: int, S: int) -> None:
+    """ValueError unless the mask of `L` queries and `S` keys has this block in it."""
+    q_stop, k_stop = block.q_start + block.L, block.k_start + block.S
+    if q_stop > L or k_stop > S:
+        raise ValueError(
+            f"mask {mask!r} is of a problem of L={L} and S={S}, and is shifted to queries "
+            f"{block.q_start}..{q_stop} and keys {block.k_start}..{k_stop}"
+        )
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -372,38 +364,24 @@ def outside(mask: Mask, block: Block, L: int, S: int) -> ValueError:
 class Lowered(NamedTuple):
     """A mask as kernels know it: what every part that is present allows."""
 
-    key_start: np.ndarray | None  #: ``(*lead, L)`` int64 view, in 0..S
-    key_stop: np.ndarray | None  #: ``(*lead, L)`` int64 view, ``key_start <= key_stop <= S``
-    dense: Any  #: ``(*lead, H, L, S)`` view, or None; bool or integer, non-zero = allowed; also on a GPU
-    mask_map: MaskMap | None
+    key_start: np.ndarray | None = None  #: ``(*lead, L)`` int64 view, in 0..S
+    key_stop: np.ndarray | None = None  #: ``(*lead, L)`` int64 view, ``key_start <= key_stop <= S``
+    dense: Any = None  #: ``(*lead, H, L, S)`` view; bool or integer, non-zero = allowed; also on a GPU
+    mask_map: MaskMap | None = None
 
 
 def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band | None = None) -> Lowered:
-    """Lower a mask for one problem size.
+    """A mask for one problem size; ValueError where it does not fit.
 
-    Parameters
-    ----------
-    mask : Mask
-    lead : tuple of int
-        The leading batch axes.
-    H, L, S : int
-        Query heads, query length, key length.
-    band : Band, optional
-        What else holds: tiles of the map that it leaves empty may be EMPTY there too.
-
-    Raises
-    ------
-    ValueError
-        Where the mask does not fit the sizes.
+    The `band` holds as well: tiles of the mask map that it leaves empty may be EMPTY there too.
     """
     node = mask._bind(Block(lead, H, L, S, whole=(L, S)))
     nodes = node.parts if isinstance(node, All) else [node]
-    intervals = [part for part in nodes if isinstance(part, Intervals)]
+    intervals = [part for part in nodes if isinstance(part, Intervals)]  # at most one, see `all_of`
     others = [part for part in nodes if not isinstance(part, Intervals)]
 
     key_start = key_stop = dense = mask_map = None
     if intervals:
-        intervals = [intersect(intervals, S)]
         key_start = np.broadcast_to(intervals[0].start, (*lead, L))
         key_stop = np.broadcast_to(intervals[0].stop, (*lead, L))
     arrays = [part for part in others if isinstance(part, DenseArray)]

@@ -31,8 +31,7 @@ LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # words
 class Frozen:
     """An object whose slots are set once, by its ``__init__``.
 
-    It is pickled as a frozen dataclass with slots is. Dataclasses would be a third of the work of an import
-    of the package.
+    It is pickled as a frozen dataclass with slots is, whose import takes too long; see `Memory`.
     """
 
     __slots__: tuple[str, ...] = ()
@@ -81,6 +80,11 @@ class MaskMap(Frozen):
         words[at_row, at_tile] = self.bits[tile[at_row, at_tile], row[at_row] % TILE_Q]
         bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
         return bits.reshape(len(row), -1)[:, :len_k].view(bool)
+
+
+def bounded(bound: int | None, far: int = UNBOUNDED) -> int:
+    """A bound of a window. All from `far` on, and None, are `far`, so that no sum overflows."""
+    return far if bound is None else min(bound, far)
 
 
 def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
@@ -163,24 +167,21 @@ class Size(NamedTuple):
     S: int
 
 
-class Block:
+class Block(NamedTuple):
     """What a mask is bound to: a problem, or a block of a larger one."""
 
-    def __init__(
-        self,
-        lead: tuple[int, ...],
-        H: int,
-        L: int,
-        S: int,
-        q_start: int = 0,
-        k_start: int = 0,
-        whole: tuple[int, int] | None = None,
-    ) -> None:
-        self.lead, self.H, self.L, self.S = lead, H, L, S
-        self.q_start, self.k_start = q_start, k_start  #: the block's first query and key in the whole problem
-        self.whole = whole  #: ``(L, S)`` of that problem, None where nobody said
-        #: What to add to the position of a query for that of a key, where the last ones are aligned.
-        self.at_end = 0 if whole is None else whole[1] - whole[0]
+    lead: tuple[int, ...]
+    H: int
+    L: int
+    S: int
+    q_start: int = 0  #: the block's first query and key in the whole problem
+    k_start: int = 0
+    whole: tuple[int, int] | None = None  #: ``(L, S)`` of that problem, None where nobody said
+
+    @property
+    def at_end(self) -> int:
+        """What to add to the position of a query for that of a key, where the last ones are aligned."""
+        return 0 if self.whole is None else self.whole[1] - self.whole[0]
 
     @property
     def queries(self) -> np.ndarray:
@@ -188,33 +189,22 @@ class Block:
         return np.arange(self.q_start, self.q_start + self.L)
 
 
-class Part:
+class Part(NamedTuple):
     """A part of a problem along all of its axes; every slice has a start and a stop."""
 
-    def __init__(
-        self,
-        lead: tuple[int, ...],
-        items: tuple[slice, ...],
-        heads: slice,
-        queries: slice,
-        keys: slice,
-        whole: tuple[int, int] | None,
-    ) -> None:
-        self.lead = lead  #: the leading batch axes of the problem
-        self.items = items  #: of each of those
-        self.heads, self.queries, self.keys = heads, queries, keys
-        self.whole = whole  #: ``(L, S)`` of the problem, None where nobody said
-
-    def of_keys(self, keys: slice) -> Part:
-        """The same with other keys."""
-        return Part(self.lead, self.items, self.heads, self.queries, keys, self.whole)
+    lead: tuple[int, ...]  #: the leading batch axes of the problem
+    items: tuple[slice, ...]  #: of each of those
+    heads: slice
+    queries: slice
+    keys: slice
+    whole: tuple[int, int] | None  #: ``(L, S)`` of the problem, None where nobody said
 
     def of_items(self, array: np.ndarray, more: int = 0) -> np.ndarray:
-        """What an array has of the items: its leading axes, all but `more`, broadcast to those of the
-        problem."""
+        """What an array has of the items. All its axes but `more` broadcast to the leading ones."""
         n_axes = array.ndim - more
         own = zip(array.shape, self.items[len(self.items) - n_axes :], strict=False)
-        return array[tuple(slice(None) if n == 1 else cut for n, cut in own)]
+        place: Any = (*(slice(None) if n == 1 else cut for n, cut in own), ...)
+        return array[place]
 
 
 class Grid:
@@ -300,8 +290,7 @@ class Intervals(Node):
         )
 
     def complement(self, S: int) -> Node:
-        """Intervals where each row's complement is one interval, as its keys reach an end of the row; else
-        `Not`."""
+        """Intervals if each row's keys are none or reach an end of the row, else `Not`."""
         empty, first = self.start >= self.stop, self.start == 0
         if not (empty | first | (self.stop == S)).all():
             return Not(self)
@@ -346,13 +335,9 @@ class Cross(Node):
         self.rows, self.keys = rows, keys
 
     def states(self, grid: Grid) -> np.ndarray:
-        rows = states_of(
-            ~np.logical_or.reduceat(self.rows, grid.row_starts),
-            np.logical_and.reduceat(self.rows, grid.row_starts),
-        )
-        keys = states_of(
-            ~np.logical_or.reduceat(self.keys, grid.key_starts),
-            np.logical_and.reduceat(self.keys, grid.key_starts),
+        rows, keys = (
+            states_of(~np.logical_or.reduceat(allowed, starts), np.logical_and.reduceat(allowed, starts))
+            for allowed, starts in ((self.rows, grid.row_starts), (self.keys, grid.key_starts))
         )
         return np.maximum(rows[:, None], keys)
 
@@ -420,7 +405,7 @@ class MappedPart(Node):
         self.outer = mask_map.index.shape[:-2]
 
     def states(self, grid: Grid) -> np.ndarray:
-        """A tile of the block lies in up to four tiles of the map, and is what they are where they agree."""
+        """A tile of the block overlaps up to four tiles of the map. It has their state where they agree."""
         index = self.mask_map.index
         there = states_of(index == INDEX_EMPTY, index == INDEX_FULL)
         rows = (self.q_start + grid.row_starts) // TILE_Q
@@ -542,7 +527,7 @@ def build_mask_map(node: Node, outer: tuple[int, ...], L: int, S: int, reach: In
 
 
 def interval_state(start: np.ndarray, stop: np.ndarray, first: int, last: int) -> int:
-    """What intervals of keys, one per row, leave of the keys ``first..last`` of all rows."""
+    """The state of the keys ``first .. last - 1`` of all rows under one interval of keys per row."""
     if not (np.maximum(start, first) < np.minimum(stop, last)).any():
         return EMPTY
     return FULL if ((start <= first) & (stop >= last)).all() else PARTIAL
@@ -608,13 +593,3 @@ def pack_words(allowed: np.ndarray) -> np.ndarray:
 
 def states_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:
     return every.astype(np.int8) - none.astype(np.int8) + np.int8(PARTIAL)
-
-
-def window_interval(position: Any, left: int | None, right: int | None, far: int) -> tuple[Any, Any]:
-    """``start, stop`` of the keys from ``position - left`` to ``position + right``, both included.
-
-    No key is further than `far` from any position, so bounds are cut there and no sum overflows.
-    """
-    start = 0 if left is None else position - min(left, far)
-    stop = far if right is None else position + (min(right, far) + 1)
-    return start, stop

@@ -16,12 +16,13 @@ from fastattn.masks.arguments import (
     integers,
     window_bound,
 )
-from fastattn.masks.base import Mask, _Shifted, outside
+from fastattn.masks.base import Mask, _Shifted, check_inside
 from fastattn.masks.map import (
     INDEX_EMPTY,
     INDEX_FULL,
     TILE_K,
     TILE_Q,
+    UNBOUNDED,
     Block,
     Cross,
     DenseArray,
@@ -31,16 +32,32 @@ from fastattn.masks.map import (
     Node,
     Part,
     SameId,
+    bounded,
     intervals_of,
     make_intervals,
     segment_runs,
-    window_interval,
 )
 
 Align = Literal["top_left", "bottom_right"]
 
 
-class Causal(Mask):
+class _PerItem(Mask):
+    """One whose last slot has a number for each batch item, or one for all, or is None."""
+
+    __slots__ = ()
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return np.shape(self._values()[-1])
+
+    def _cut(self, part: Part) -> Mask:
+        *others, numbers = self._values()
+        own = type(self).__new__(type(self))
+        own._set(*others, None if numbers is None else part.of_items(numbers))
+        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
+
+
+class Causal(_PerItem):
     """Key ``j`` is allowed for query ``i`` when ``j <= i + offset``.
 
     Parameters
@@ -76,13 +93,9 @@ class Causal(Mask):
             offset = integers(offset, "Causal: offset", saturate=True)
         self._set(align, offset)
 
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return () if self.offset is None else self.offset.shape
-
     def _bind(self, block: Block) -> Node:
         if self.offset is not None:
-            _check_fit(self, self.offset.shape, block.lead)
+            _check_fit(self, block)
             # Clipped so that no sum overflows: beyond these bounds nothing changes any more.
             offset = np.clip(self.offset, -(block.q_start + block.L), block.k_start + block.S)[..., None]
         elif self.align == "bottom_right":
@@ -96,10 +109,6 @@ class Causal(Mask):
                     f'Causal(align="top_left") or Causal(align="bottom_right")'
                 )
         return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)
-
-    def _cut(self, part: Part) -> Mask:
-        own = self if self.offset is None else Causal(offset=part.of_items(self.offset))
-        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
 
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"
@@ -127,15 +136,16 @@ class Window(Mask):
         self._set(left, right, align)
 
     def _bind(self, block: Block) -> Node:
-        offset = (0 if self.align == "top_left" else block.at_end) - block.k_start
-        far = block.q_start + block.L + block.S + abs(offset)
-        return make_intervals(*window_interval(block.queries + offset, self.left, self.right, far), block.S)
+        position = block.queries + ((0 if self.align == "top_left" else block.at_end) - block.k_start)
+        far = 2 * UNBOUNDED  # beyond any position: where a block begins is less than UNBOUNDED
+        left, right = bounded(self.left, far), bounded(self.right, far)
+        return make_intervals(position - left, position + (right + 1), block.S)
 
     def _is_aligned_to_end(self) -> bool:
         return self.align == "bottom_right"
 
 
-class KeyLengths(Mask):
+class KeyLengths(_PerItem):
     """Key ``j`` is allowed when ``j < length`` of the batch item.
 
     Parameters
@@ -150,21 +160,13 @@ class KeyLengths(Mask):
     def __init__(self, lengths: Any) -> None:
         self._set(integers(lengths, "KeyLengths: lengths", minimum=0))
 
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return self.lengths.shape
-
     def _bind(self, block: Block) -> Node:
-        _check_fit(self, self.lengths.shape, block.lead)
+        _check_fit(self, block)
         if block.whole is not None and self.lengths.size and self.lengths.max() > block.whole[1]:
             raise ValueError(
                 f"mask {self!r}: lengths must be in 0..S={block.whole[1]}, got {self.lengths.max()}"
             )
         return make_intervals(0, self.lengths[..., None] - block.k_start, block.S)
-
-    def _cut(self, part: Part) -> Mask:
-        own = KeyLengths(part.of_items(self.lengths))
-        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
 
 
 def _segment_ids(ids: Any, name: str) -> np.ndarray:
@@ -213,7 +215,7 @@ class Segments(Mask):
 
     def _bind(self, block: Block) -> Node:
         q_ids, k_ids = self.q_ids, self.q_ids if self.k_ids is None else self.k_ids
-        _check_fit(self, self._lead, block.lead)
+        _check_fit(self, block)
         _check_block(self, block, q_ids.shape[-1], k_ids.shape[-1])
         q_ids = q_ids[..., block.q_start : block.q_start + block.L]
         k_ids = k_ids[..., block.k_start : block.k_start + block.S]
@@ -225,7 +227,7 @@ class Segments(Mask):
         return Segments(part.of_items(q_ids, 1)[..., part.queries], part.of_items(k_ids, 1)[..., part.keys])
 
 
-class PrefixLM(Mask):
+class PrefixLM(_PerItem):
     """Key ``j`` is allowed for query ``i`` when ``j < prefix`` or ``j <= i + S - L``.
 
     Parameters
@@ -240,18 +242,10 @@ class PrefixLM(Mask):
     def __init__(self, prefix_lengths: Any) -> None:
         self._set(integers(prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True))
 
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return self.prefix_lengths.shape
-
     def _bind(self, block: Block) -> Node:
-        _check_fit(self, self.prefix_lengths.shape, block.lead)
+        _check_fit(self, block)
         stop = np.maximum(self.prefix_lengths[..., None], block.queries + (block.at_end + 1))
         return make_intervals(0, stop - block.k_start, block.S)
-
-    def _cut(self, part: Part) -> Mask:
-        own = PrefixLM(part.of_items(self.prefix_lengths))
-        return _Shifted(own, part.queries.start, part.keys.start, part.whole)
 
     def _is_aligned_to_end(self) -> bool:
         return True
@@ -390,8 +384,7 @@ class Dense(Mask):
         given = block.whole or ends
         spread = (1, 1, *self.array.shape)[-2:]
         L, S = (n if block.whole is None and n != 1 else m for n, m in zip(spread, given, strict=True))
-        if ends[0] > L or ends[1] > S:
-            raise outside(self, block, L, S)
+        check_inside(self, block, L, S)
         return L, S
 
 
@@ -434,11 +427,8 @@ class BlockMask(Mask):
         )
 
     def __str__(self) -> str:
-        return (
-            "\n".join([repr(self), *_drawing(self.mask_map.index[0, 0])])
-            if self.mask_map.index.size
-            else repr(self)
-        )
+        drawing = _drawing(self.mask_map.index[0, 0]) if self.mask_map.index.size else []
+        return "\n".join([repr(self), *drawing])
 
     def _values(self) -> tuple[Any, ...]:
         return (self.B, self.H, self.L, self.S, self.mask_map.index, self.mask_map.bits)
@@ -450,8 +440,7 @@ class BlockMask(Mask):
     def _bind(self, block: Block) -> Node:
         items = prod(block.lead)
         L, S = block.whole or (self.L, self.S)
-        fits = self.B in (1, items) and self.H in (1, block.H) and (self.L, self.S) == (L, S)
-        if not fits:
+        if self.B not in (1, items) or self.H not in (1, block.H) or (self.L, self.S) != (L, S):
             raise ValueError(
                 f"mask {self!r} does not fit B={items} batch items, H={block.H}, L={L} and S={S}"
             )
@@ -507,12 +496,11 @@ def _check_block(mask: Mask, block: Block, L: int, S: int) -> None:
         raise ValueError(
             f"mask {mask!r} is for L={L} and S={S}, got L={block.whole[0]} and S={block.whole[1]}"
         )
-    if block.q_start + block.L > L or block.k_start + block.S > S:
-        raise outside(mask, block, L, S)
+    check_inside(mask, block, L, S)
 
 
-def _check_fit(mask: Mask, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
-    if not broadcasts(shape, lead):
+def _check_fit(mask: Mask, block: Block) -> None:
+    if not broadcasts(mask._lead, block.lead):
         raise ValueError(
-            f"mask {mask!r} of shape {shape} does not broadcast to the leading batch axes {lead}"
+            f"mask {mask!r} of shape {mask._lead} does not broadcast to the leading batch axes {block.lead}"
         )

@@ -80,7 +80,7 @@ def _without_band(problem: Problem) -> tuple[Problem, _Window | None]:
 
 def _source(problem: Problem, item: tuple[int, ...], kv_head: int, span: slice) -> _Source:
     key, value = (
-        array.head(item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
+        HeadRows(array, item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
         for array in (problem.key, problem.value)
     )
     return _Source(key, value, problem.dtype, span)

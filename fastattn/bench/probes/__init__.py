@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._machine.constants import FUSED_ISAS
+from fastattn._machine.constants import EXTENDED
 from fastattn.backends.cython import backend as cython_backend
 
 try:
@@ -47,7 +47,8 @@ def integer_peak(num_threads: int, seconds: float) -> float:
 
 def has_tile_unit() -> bool:
     """Whether the kernels in use compute float32 on a tile unit."""
-    return cython_backend.isa() in FUSED_ISAS
+    isa = cython_backend.isa()
+    return isa in EXTENDED and EXTENDED[isa]["source"] == "fused.c"
 
 
 def tile_peak(num_threads: int, seconds: float) -> float:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from fastattn._machine import host
-from fastattn._machine.constants import CPU_FEATURES, EXTENDED_ISAS, REGISTER_BLOCKING, VECTOR_ISAS
+from fastattn._machine.constants import EXTENDED, VECTORS
 
 
 class Target(NamedTuple):
@@ -35,21 +35,20 @@ def usable_isas() -> list[str]:
     found = llvm.get_host_cpu_features()
     if architecture in ("aarch64", "arm64"):
         return ["neon", "portable"]
-    return [
-        isa for isa in VECTOR_ISAS if isa != "neon" and all(found.get(name) for name in CPU_FEATURES[isa])
-    ]
+    x86 = {isa: own["features"] for isa, own in VECTORS.items() if isa != "neon"}
+    return [isa for isa, features in x86.items() if all(found.get(name) for name in features)]
 
 
 def choose() -> str:
     """The instruction set of this process: FASTATTN_ISA, or the best."""
     usable = usable_isas()
     forced = host.forced_isa()
-    if forced is not None:
-        forced = EXTENDED_ISAS.get(forced, forced)
+    if forced in EXTENDED:
+        forced = EXTENDED[forced]["vectors"]
     if forced is not None and forced not in usable:
         raise ValueError(f"instruction set {forced!r} is not available here; available: {usable}")
     return forced or usable[0]
 
 
 ISA = choose()
-TARGET = Target(**REGISTER_BLOCKING[ISA], has_fma=ISA != "portable", few_registers=ISA == "avx2")
+TARGET = Target(**VECTORS[ISA]["blocking"], has_fma=ISA != "portable", few_registers=ISA == "avx2")

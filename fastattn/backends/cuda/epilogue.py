@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.tiles import U, place
+from fastattn.backends.cuda.tiles import U, element, place
 
 
 def modify_scores(form: Form, score_mod: Any) -> Any:
@@ -55,8 +55,7 @@ def mask_scores(form: Form) -> Any:
     def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
         for i in range(ROWS):
             row = in_tile(i, thread.y, THREADS_Q)
-            to_bias = bias_view[0] + block.item * bias_view[1]
-            to_bias += rows.heads[row] * bias_view[2] + rows.queries[row] * bias_view[3]
+            to_bias = element(bias_view, block.item, rows.heads[row], rows.queries[row])
             for c in range(KEYS):
                 x = MASKED
                 if (allowed >> U(i * KEYS + c)) & U(1) != U(0):

@@ -1,9 +1,4 @@
-"""What a block of threads works on: its query rows, and the keys that they may attend to.
-
-Each function makes the device function of its name, for a specialisation or its shape; its docstring is that
-of the device function. sizes, cut, masks and q_view are as in `kernel.attend_kernel`; mask_views are those of
-start, stop, dense and tile_index.
-"""
+"""What a block of threads works on: its query rows, and the keys that they may attend to."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """The epilogues of a tile of scores: what changes raw scores before the softmax, in the order of
-`fastattn.backends.cpu.fields.EPILOGUES`.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. s are the scores of a thread, ROWS x KEYS, of a tile of keys that begins at key0. aux, bias and
-bias_view are as in `kernel.attend_kernel`; rows, block and thread as in `blocks`.
-"""
+`fastattn.backends.cpu.fields.EPILOGUES`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One tile of keys: which of them each row may attend to. No other part of the kernel knows masks.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. The tile begins at key0. masks and aux are as in `kernel.attend_kernel`; mask_views, rows, block,
-keys and thread as in `blocks`.
-"""
+"""One tile of keys: which of them each row may attend to. No other part of the kernel knows masks."""
 
 from __future__ import annotations
 

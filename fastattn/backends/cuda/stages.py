@@ -1,11 +1,4 @@
-"""The stages of `kernel.attend_kernel`: score, softmax, accumulate and finish.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. s are the scores of a thread, ROWS x KEYS, of a tile of keys, and then their weights; acc are its
-sums of weights times values, ROWS x COLUMNS; row_max and row_sum are the running state of its rows. thread,
-rows and block are as in `blocks`, sizes as in `kernel.attend_kernel`, shared and staged as in `tiles`. A tile
-is partial (is_partial) where some rows may not attend to some of its keys.
-"""
+"""The stages of `kernel.attend_kernel`: score, softmax, accumulate and finish."""
 
 from __future__ import annotations
 

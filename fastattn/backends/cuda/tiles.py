@@ -9,10 +9,6 @@ padded by `vector` elements, so that a column of it lies in different banks.
 A thread's elements lie in groups of `vector`; between two groups lie those of all other threads. So
 neighbouring threads read neighbouring memory. Indices are unsigned: Numba would test signed ones for
 counting from the end.
-
-Each function from `place` on makes the device function of its name, for a specialisation or its shape; its
-docstring is that of the device function. `shared` is the shared memory, `staged` the registers of a thread
-for what it has fetched, `thread` its number.
 """
 
 from __future__ import annotations

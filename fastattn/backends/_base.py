@@ -8,7 +8,6 @@ from fastattn._call.problem import Mod, Problem
 
 if TYPE_CHECKING:
     from fastattn._call.gradients import Backward, Gradients
-    from fastattn._machine.device import DeviceArray
 
 
 class Prepared(Protocol):
@@ -46,9 +45,9 @@ class Backend(Protocol):
         ...
 
     def prepare(self, problem: Problem[Any], num_threads: int) -> Prepared | None:
-        """All that the problem's signature decides, for `num_threads` threads; None where a call leaves
-        nothing that the next one of its signature could use."""
-        ...
+        """What the problem's signature decides, for `num_threads` threads, to be kept for its next call; None
+        where nothing is worth keeping."""
+        return None
 
     def run(self, problem: Problem[Any], num_threads: int) -> None:
         """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
@@ -70,11 +69,3 @@ class Backend(Protocol):
         ``call.out`` and ``call.lost`` and returns the `LinearState`, if that is asked for.
         """
         return [f"it has no {name}"]
-
-    def combine(
-        self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
-    ) -> None:
-        """Fill `out` and `lse` with what the pieces, each an out and its lse, are together: `merge_attention`
-        of arrays on a GPU. Arrays of the host are merged without a backend."""
-        reason = f"backend {self.name!r} computes on the CPU"
-        raise NotImplementedError(reason)

@@ -100,7 +100,7 @@ def warn_without_kernels(what: str, stacklevel: int) -> None:
 
 
 def function(name: str, call: Any) -> Any:
-    """Of the first backend that can run the call, at the latest "reference": "rope" or "linear_attention"."""
+    """`name`, "rope" or "linear_attention", of the first backend that can run it: "reference" always can."""
     for candidate in PREFERRED:
         backend = load(candidate)
         if not backend.function_reasons(name, call) and not backend.unavailable_reasons():
@@ -109,7 +109,7 @@ def function(name: str, call: Any) -> Any:
 
 
 def usable(name: str, purpose: str) -> Any:
-    """The backend `name`, for what only it can do; BackendError with the purpose where it is unavailable."""
+    """The backend `name`, where no other will do; BackendError, with the purpose, where it is unavailable."""
     backend = load(name)
     if reasons := backend.unavailable_reasons():
         raise BackendError(f"{purpose}, and {'; '.join(reasons)}")

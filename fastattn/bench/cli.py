@@ -38,10 +38,10 @@ FILE_WIDTH = 120
 #: Exit statuses beside 0 and argparse's 2.
 WRONG, SLOWER, INTERRUPTED = 1, 3, 130
 
-#: A case takes about so long at most; all cases of ``--quick`` together.
+#: Seconds: the longest that a case takes, and all cases of ``--quick`` together.
 CASE_SECONDS, QUICK_SECONDS = 25.0, 80.0
 
-#: And there so long per round goes into the share of the limit.
+#: Seconds per round of ``--quick`` that are spent on the share of the limit.
 QUICK_SHARE_SECONDS = 0.15
 
 #: Every case that can be named, and every group.

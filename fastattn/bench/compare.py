@@ -8,9 +8,9 @@ our time is held against a yardstick that was measured in the same rounds, and t
 - **limit**: our time over the least that the machine allowed just then, the inverse of the share of the
   limit.
 
-Two runs of the same code differ by more than their rounds show: a neighbour may be there for the whole of a
-case. Cases that became faster tell how much that is, because as many became slower by the same chance; and of
-many cases the mean is known well, however few rounds each has.
+Two runs of the same code differ by more than their rounds show, as a neighbour may be there for the whole of
+a case. The cases that became faster show how large this effect is, because it slows down as many cases as it
+speeds up. The mean over many cases is known well, however few rounds each has.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class CaseChange:
 
         "unsure" with fewer samples than are `ENOUGH`, if it would be slower or faster with more.
 
-        A neighbour that hurts us more than the peers makes us look slower than them, but it takes the probes
-        of the limit along; a change of ours moves both.
+        A neighbour that slows us down more than the peers makes us look slower beside the peers, but it slows
+        down the probes of the limit, too. A change of ours moves both yardsticks.
         """
         found = self._first_judgement
         if found == "same" or not self._confirmed:
@@ -242,7 +242,7 @@ def _mean(changes: Sequence[Change | None]) -> Change | None:
 
 
 def _with_scatter(changes: Sequence[CaseChange]) -> list[CaseChange]:
-    """`changes`, each told how far all of them went."""
+    """`changes`, each with the typical factors of all of them."""
     by_peers = _scatter([it.peers for it in changes])
     by_limit = _scatter([it.limit for it in changes])
     return [

@@ -9,11 +9,10 @@ import numpy as np
 #: Resamples, and the share of them inside the interval that is given.
 RESAMPLES, COVERAGE = 2000, 0.95
 
-#: With fewer values an interval says too much: that of so many reaches from the least to the largest, and
-#: misses the true median one time in sixteen; that of three, one time in four. It is also the least number
-#: for which the change of two equal runs, each of so many rounds, looks sure to be slower no more often than
-#: `COVERAGE` leaves on one side, 2.5 %: of five rounds 1.9 %, of four 3.2 %, of three 5.3 % (normal noise,
-#: 1500 pairs; the tests count again).
+#: The fewest values that an interval is taken of. The interval of five values is their range, which misses
+#: the true median one time in sixteen; that of three misses it one time in four. Five are also the fewest
+#: rounds with which two equal runs look different, on one side, no more often than `COVERAGE` allows, 2.5 %:
+#: 1.9 % with five rounds, 3.2 % with four, 5.3 % with three (normal noise, 1500 pairs; tests count again).
 ENOUGH = 5
 
 

@@ -26,8 +26,8 @@ BURST_SECONDS = 0.08
 #: A burst has at least this many calls, but for those of `LONG_CALL_SECONDS` and more, which are called once.
 MIN_CALLS = 2
 
-#: A peer that takes so many times as long as the fastest one is out of the race, and only timed in the first
-#: `TRIAL_ROUNDS`: a call of a second in each of forty rounds would keep the others from theirs.
+#: A peer that takes this many times as long as the fastest one is timed in the first `TRIAL_ROUNDS` only: a
+#: call of a second in each of forty rounds would leave the others without time for more rounds.
 LAGGING, TRIAL_ROUNDS = 4.0, 3
 
 #: Told what happens next while nothing is being timed.
@@ -43,7 +43,7 @@ class Patience:
     """When a case ends."""
 
     seconds: float  #: no round begins that would end so long after the case began to be checked
-    least: int = ENOUGH  #: but there are so many rounds, however long they take
+    least: int = ENOUGH  #: the fewest rounds, however long they take
     most: int = 40
     precision: float = 0.02  #: half the width of the interval over the median, from `ENOUGH` on
     share_seconds: float = 0.4  #: per round, for the share of the limit: only undisturbed calls count there

@@ -17,7 +17,7 @@ MEMORY_SHARE = 0.8
 
 
 def limit_memory() -> None:
-    """Make a call that needs too much fail with an error of its own, rather than the machine."""
+    """Let a call that needs too much memory raise, before the machine runs out."""
     import resource
 
     limit = _field("/proc/self/status", "VmSize") + int(MEMORY_SHARE * available_memory())

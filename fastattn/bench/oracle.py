@@ -25,7 +25,7 @@ ROWS = 128
 #: precision. There is no BLAS for long double.
 MOST_SCORES = {**dict.fromkeys(("float16", "bfloat16", "float32"), 1 << 26), "float64": 1 << 22}
 
-#: Bounds of the sample: as few rows as this where the scores would allow for less, and never more than that.
+#: The fewest rows of the sample, even where they have more scores than the bound above, and the most.
 FEWEST_ROWS, MOST_ROWS = 32, 512
 
 #: A result is right when its largest error is below this many eps of its dtype, times the largest

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Settings of fastattn that would make a worker measure something else than its name says.
 OWN_SETTINGS = ("FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS")
 
-#: Longest a worker may take for one command; the oracle of the largest float64 case takes a tenth of it.
+#: The longest that a worker may take for one command. The oracle of the largest float64 case takes a tenth.
 TIMEOUT_SECONDS = 300.0
 
 

@@ -13,11 +13,11 @@ from fastattn.bench import probes
 #: A machine that nothing else uses keeps its peak to within this share of the best probe.
 QUIET = 0.9
 
-#: A probe comes so long after this process last worked: OpenBLAS's threads spin for about 100 ms after a
-#: product and would pass for a neighbour.
+#: Seconds between this process's last work and a probe: OpenBLAS's threads spin for about 100 ms after a
+#: product, and would look like a neighbour.
 SETTLE_SECONDS = 0.12
 
-#: It is the median of so many measurements of this length: one short interruption is no neighbour.
+#: A probe is the median of this many measurements of this length, as one short interruption is no neighbour.
 PROBE_TRIES, PROBE_SECONDS = 3, 0.01
 
 

@@ -28,8 +28,8 @@ class LibraryRun:
     )  #: seconds per call, one per round; of slow peers, of the first ones
     mins: list[float] = field(default_factory=list)
     products: list[float] = field(default_factory=list)  #: seconds of the products around a call, in a model
-    #: of ours only, from all rounds: a share of the limit, and beside it the limit (FLOP/s or bytes/s) and
-    #: the integer peak (1/s) as they were just then
+    #: of fastattn's builds only, from all rounds: a share of the limit, the limit (FLOP/s or bytes/s) and
+    #: the integer peak (1/s), both as measured beside the call
     limit_shares: list[tuple[float, float, float]] = field(default_factory=list)
 
 

@@ -17,7 +17,7 @@ from fastattn.bench.records import CaseRun, LibraryRun
 #: neighbour on a core leaves 50 to 80 % of the integer peak.
 UNDISTURBED = 0.95
 
-#: A share of the limit is taken from the undisturbed calls when there are so many of them, else from all.
+#: How many undisturbed calls a share of the limit needs; with fewer it is taken from all calls.
 ENOUGH_UNDISTURBED = 5
 
 

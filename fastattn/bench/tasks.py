@@ -1,6 +1,6 @@
-"""What a case asks of a library, the outputs of attention or its gradients; nothing else asks which.
+"""What a case asks of a library: the outputs of attention, or its gradients.
 
-Beside this only a case's own arithmetic depends on it: its FLOPs, bytes and inputs.
+Only this module and a case's own FLOPs, bytes and inputs tell the two apart.
 """
 
 from __future__ import annotations

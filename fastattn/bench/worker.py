@@ -35,15 +35,15 @@ from fastattn.bench.tasks import task_of
 #: Names of workers that hold no library: the oracle, and the probe of the machine's limits.
 ORACLE, LIMITS = "oracle", "limits"
 
-#: Before each burst a library is called for this long, at least once: its pool was stopped, its data
-#: left the caches. Calls as long as `LONG_CALL_SECONDS` make up for that on their way.
+#: Seconds of calls before each burst, one call at least, as the library's threads were stopped and its data
+#: left the caches. A call as long as `LONG_CALL_SECONDS` needs none: warming up is a small part of it.
 WARM_UP_SECONDS, LONG_CALL_SECONDS = 0.02, 0.25
 
-#: Ways of one library are tried this far apart: each may have a pool of its own, which spins for a while.
-#: Of the libraries that have several ways onnxruntime's does so for the longest, 45 ms.
+#: Seconds between the ways of one library, each of which may have a pool of its own that spins after a call.
+#: Among libraries with several ways onnxruntime's pool spins longest, 45 ms.
 SETTLE_SECONDS = 0.06
 
-#: So many rows of a product in a model are checked.
+#: How many rows of a product in a model are checked.
 PRODUCT_ROWS = 8
 
 #: Calls are timed in blocks of at least this length, so that reading the clock costs below 1 %.
@@ -59,12 +59,12 @@ READ_SECONDS, READ_TRIES = 0.02, 3
 #: virtual machine was seen to report (260 MB, shared with unknown neighbours; Xeon, 2026-11-21).
 COLD_BYTES = 2**29
 
-#: They take no more than this share of the free memory: every library of a run has its own, and while its
-#: ways are compared one more for each of them.
+#: The copies take no more than this share of the free memory: every library of a run has its own copies, and
+#: more of them for each way while its ways are compared.
 COLD_SHARE = 1 / 16
 
-#: Of the ways of one library those are tried with cold inputs that take at most so many times as long as the
-#: fastest with inputs that the caches may hold.
+#: A way of a library is tried with cold inputs only if, with inputs that the caches may hold, it takes at
+#: most this many times as long as the library's fastest way.
 COLD_CHANCE = 1.5
 
 

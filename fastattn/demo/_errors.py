@@ -28,8 +28,8 @@ class DemoError(Exception):
 def tokenizers_errors(what: str) -> Iterator[None]:
     """What the package tokenizers raises within it, as a `DemoError` that begins with `what`.
 
-    Of files that its code in Rust does not reckon with it panics, which is no `Exception`; what a panic
-    writes to stderr by itself is left out.
+    Its Rust code panics on files that it does not expect, and a panic is no `Exception`. What a panic writes
+    to stderr is suppressed.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

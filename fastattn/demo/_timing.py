@@ -91,7 +91,7 @@ def compare(
 
 
 def take_turns(pairs: Sequence[Sequence[Callable[[], object]]], rounds: int, track: Track) -> str | None:
-    """Call each pair's functions, turn and turn about; says whether the machine was too busy to be timed.
+    """Call each pair's functions, interleaved; return a complaint if the machine was too busy for timing.
 
     The cores are probed before each round and after the last.
     """
@@ -99,7 +99,7 @@ def take_turns(pairs: Sequence[Sequence[Callable[[], object]]], rounds: int, tra
     for number in track(range(rounds)):
         probes.take()
         for pair in pairs:
-            # Whoever goes first changes from round to round, so that neither always has the warmer cache.
+            # The order alternates between rounds, so that neither always has the warmer cache.
             for call in pair if number % 2 else reversed(pair):
                 call()
     probes.take()

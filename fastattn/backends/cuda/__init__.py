@@ -21,5 +21,16 @@ do with registers and shared memory, `epilogue` what changes scores. `functions`
 into device functions. `engine` starts the kernels on a `stream`, which owns the memory. `combine` is
 `merge_attention`.
 
+Each function of `tiles` (from `place` on), `blocks`, `mask_tile`, `epilogue` and `stages` makes the device
+function of its name, for a specialisation or the shape of its tiles; its docstring is that of the device
+function. Arguments have one name in all of them. Beside those of `kernel.attend_kernel`:
+
+- thread: the `Thread` that runs, in `tiles` its number; block, rows, keys: its `Block`, `Rows` and `Keys`;
+- mask_views: the views of start, stop, dense and tile_index; key0: the first key of a tile;
+- s: the scores of a thread, ROWS x KEYS, and then their weights; acc: its sums of weights times values,
+  ROWS x COLUMNS; row_max, row_sum: the running state of its rows;
+- shared: the shared memory of a block; staged: the registers of a thread for what it has fetched;
+- is_partial: some rows may not attend to some keys of the tile.
+
 Multiply-adds are those of the dtype: no tensor core, no TF32.
 """

@@ -34,15 +34,14 @@ class CudaBackend(Backend):
     def thread_limit(self, num_threads: int) -> int:
         return num_threads
 
-    def prepare(self, problem: AnyProblem, num_threads: int) -> None:
-        return None
-
     def run(self, problem: AnyProblem, num_threads: int) -> None:
         import_module("fastattn.backends.cuda.engine").run(problem)
 
     def combine(
         self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
     ) -> None:
+        """Fill `out` and `lse` with what the pieces, each an out and its lse, are together: `merge_attention`
+        of arrays on a GPU."""
         import_module("fastattn.backends.cuda.combine").combine(pieces, out, lse)
 
 

@@ -1,9 +1,4 @@
-"""What a block of threads works on: its query rows, and the keys that they may attend to.
-
-Each function makes the device function of its name, for a specialisation or its shape; its docstring is that
-of the device function. sizes, cut, masks and q_view are as in `kernel.attend_kernel`; mask_views are those of
-start, stop, dense and tile_index.
-"""
+"""What a block of threads works on: its query rows, and the keys that they may attend to."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.tiles import Thread, U
+from fastattn.backends.cuda.tiles import U, element
 
 
 class Block(NamedTuple):
@@ -48,18 +43,6 @@ class Keys(NamedTuple):
     high: int
     all_start: int
     all_stop: int
-
-
-def find_thread(shape: Shape) -> Any:
-    """The `Thread` that asks."""
-    THREADS_K = shape.threads_k
-
-    @cuda.jit(device=True)
-    def find_thread():
-        number = cuda.threadIdx.x
-        return Thread(number, number % THREADS_K, number // THREADS_K)
-
-    return find_thread
 
 
 def find_block(shape: Shape) -> Any:
@@ -100,7 +83,7 @@ def find_rows(form: Form) -> Any:
             at = min(block.row0 + row, block.n_rows - 1)
             head, query = block.kv_head * block.group + at // len_q, at % len_q
             heads[row], queries[row] = head, query
-            lines[row] = q_view[0] + item * q_view[1] + head * q_view[2] + query * q_view[3]
+            lines[row] = element(q_view, item, head, query)
             starts[row], stops[row] = 0, len_k
             if HAS_INTERVALS:
                 starts[row] = start[U(start_view[0] + item * start_view[1] + query * start_view[2])]

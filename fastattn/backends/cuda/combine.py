@@ -12,10 +12,9 @@ from numba import cuda
 
 from fastattn._machine.device import DeviceArray
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
+from fastattn.backends.cuda.tiles import U, element
 
 THREADS = 4 if SIMULATED else 256
-
-U = np.uint64
 
 
 def combine(pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray) -> None:
@@ -71,27 +70,22 @@ def combine_kernel() -> Any:
         if row >= rows[0] * rows[1] * rows[2]:
             return
         i, j, k = row // rows[2] // rows[1], row // rows[2] % rows[1], row % rows[2]
-        at_a, at_lse_a, at_b, at_lse_b, at_out, at_lse = (
-            views[0][0] + i * views[0][1] + j * views[0][2] + k * views[0][3],
-            views[1][0] + i * views[1][1] + j * views[1][2] + k * views[1][3],
-            views[2][0] + i * views[2][1] + j * views[2][2] + k * views[2][3],
-            views[3][0] + i * views[3][1] + j * views[3][2] + k * views[3][3],
-            views[4][0] + i * views[4][1] + j * views[4][2] + k * views[4][3],
-            views[5][0] + i * views[5][1] + j * views[5][2] + k * views[5][3],
-        )
-        a, b = np.float64(lse_a[U(at_lse_a)]), np.float64(lse_b[U(at_lse_b)])
+        view_a, view_lse_a, view_b, view_lse_b, view_out, view_lse = views
+        a = np.float64(lse_a[U(element(view_lse_a, i, j, k))])
+        b = np.float64(lse_b[U(element(view_lse_b, i, j, k))])
         base = a if a > b else b
         if not EMPTY < base < math.inf:
             base = 0.0
         weight_a, weight_b = math.exp(a - base), math.exp(b - base)
         total = weight_a + weight_b
         if columns > 0:
-            acc = weight_a * out_a[U(at_a + column * views[0][4])]
+            acc = weight_a * out_a[U(element(view_a, i, j, k) + column * view_a[4])]
             # A piece without keys is ignored, whatever its out holds.
             if b != EMPTY:
-                acc += weight_b * out_b[U(at_b + column * views[2][4])]
-            out[U(at_out + column * views[4][4])] = acc if total == 0.0 else acc / total
+                acc += weight_b * out_b[U(element(view_b, i, j, k) + column * view_b[4])]
+            at = element(view_out, i, j, k) + column * view_out[4]
+            out[U(at)] = acc if total == 0.0 else acc / total
         if column == 0:
-            lse[U(at_lse)] = EMPTY if total == 0.0 else base + math.log(total)
+            lse[U(element(view_lse, i, j, k))] = EMPTY if total == 0.0 else base + math.log(total)
 
     return cuda.jit(combine_two)

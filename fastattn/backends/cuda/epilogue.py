@@ -1,10 +1,5 @@
 """The epilogues of a tile of scores: what changes raw scores before the softmax, in the order of
-`fastattn.backends.cpu.fields.EPILOGUES`.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. s are the scores of a thread, ROWS x KEYS, of a tile of keys that begins at key0. aux, bias and
-bias_view are as in `kernel.attend_kernel`; rows, block and thread as in `blocks`.
-"""
+`fastattn.backends.cpu.fields.EPILOGUES`."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.tiles import U, place
+from fastattn.backends.cuda.tiles import U, element, place
 
 
 def modify_scores(form: Form, score_mod: Any) -> Any:
@@ -55,8 +50,7 @@ def mask_scores(form: Form) -> Any:
     def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
         for i in range(ROWS):
             row = in_tile(i, thread.y, THREADS_Q)
-            to_bias = bias_view[0] + block.item * bias_view[1]
-            to_bias += rows.heads[row] * bias_view[2] + rows.queries[row] * bias_view[3]
+            to_bias = element(bias_view, block.item, rows.heads[row], rows.queries[row])
             for c in range(KEYS):
                 x = MASKED
                 if (allowed >> U(i * KEYS + c)) & U(1) != U(0):

@@ -1,7 +1,7 @@
 """What Numba cannot express: loads of 16 bytes, the hardware's power of two and maximum.
 
-In the simulator each is a Python function with the same result. What only numba-cuda has is imported inside
-functions: without it, Numba's own CUDA target takes its place.
+In the simulator each is a Python function with the same result. Modules that only numba-cuda has are imported
+inside functions, as Numba's own CUDA target takes its place where it is not installed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def vector_fetch(count: int) -> Any:
 
 @cache
 def power_of_two(dtype: str) -> Any:
-    """``exp2(x)``. In float32 it is the hardware's, to 2 ULP, and 0 below the normal numbers: nothing, beside
-    the weight 1 that each row has."""
+    """``exp2(x)``. In float32 it is the hardware's, exact to 2 ULP. It is 0 below the normal numbers,
+    which is negligible beside the weight 1 that each row has."""
     real = np.dtype(dtype).type
     if config.ENABLE_CUDASIM or dtype == "float64":
 

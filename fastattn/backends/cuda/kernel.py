@@ -17,7 +17,7 @@ from numba import config, cuda
 from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.tiles import U
+from fastattn.backends.cuda.tiles import Thread, U, element
 
 #: Of shared memory in bytes, for loads of several elements; the simulator takes none.
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
@@ -43,19 +43,20 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     """
     real, shape = form.real, form.shape
     ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
-    TILE_ROWS, TILE_KEYS, SHARED = shape.tile_q, shape.tile_k, tiles.layout(shape).size
-    STAGED_SCORES, STAGED_VALUES = tiles.score_registers(shape), tiles.value_registers(shape)
+    TILE_ROWS, TILE_KEYS, THREADS_K = shape.tile_q, shape.tile_k, shape.threads_k
+    SHARED, STAGED = tiles.layout(shape).size, tiles.turns(shape)
+    STAGED_SCORES, STAGED_VALUES = (STAGED.queries + STAGED.keys) * shape.span, STAGED.values * shape.span
     HAS_BIAS, HAS_MASK_MAP, HAS_SCORE_MOD = form.has_bias, form.has_mask_map, form.has_score_mod
     HAS_BITS = form.has_dense or HAS_MASK_MAP or form.has_mask_mod  # beside intervals, known for a whole tile
-    IS_WEIGHTS = form.result == "weights"
+    IS_WEIGHTS, ZERO, MASKED = form.result == "weights", real(0), real(-math.inf)
     ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
 
-    find_thread, find_block = blocks.find_thread(shape), blocks.find_block(shape)
-    find_rows, find_keys = blocks.find_rows(form), blocks.find_keys(form)
-    maps_to_keys, allowed_bits = mask_tile.maps_to_keys(form), mask_tile.allowed_bits(form, mask_mod)
+    find_block, find_rows = blocks.find_block(shape), blocks.find_rows(form)
+    find_keys, maps_to_keys = blocks.find_keys(form), mask_tile.maps_to_keys(form)
+    allowed_bits = mask_tile.allowed_bits(form, mask_mod)
     modify_scores, mask_scores = epilogue.modify_scores(form, score_mod), epilogue.mask_scores(form)
     masked_bits = epilogue.masked_bits(form)
-    start_rows, score, fetch_values = stages.start_rows(form), stages.score(form), tiles.fetch_values(form)
+    score, fetch_values = stages.score(form), tiles.fetch_values(form)
     softmax, put_weights, accumulate = stages.softmax(form), stages.put_weights(form), stages.accumulate(form)
     write_weights, finish = stages.write_weights(form), stages.finish(form)
 
@@ -79,15 +80,17 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         q_view, k_view, v_view, bias_view = views[0], views[1], views[2], views[7]
         mask_views, result_views = views[3:7], views[8:]
         _, _, _, _, len_k, head_dim, value_dim = sizes
-        thread, block = find_thread(), find_block(sizes, cut)
+        number = cuda.threadIdx.x
+        thread, block = Thread(number, number % THREADS_K, number // THREADS_K), find_block(sizes, cut)
         rows = Rows(heads, queries, lines, starts, stops)
         find_rows(rows, block, thread, sizes, q_view, masks, mask_views)
-        start_rows(acc, own_max, own_sum)
+        for i in range(ROWS):
+            own_max[i], own_sum[i] = MASKED, ZERO
+            for c in range(COLUMNS):
+                acc[i, c] = ZERO
         cuda.syncthreads()
         keys = find_keys(rows, len_k, block.split, cut[3])
 
-        to_k = k_view[0] + block.item * k_view[1] + block.kv_head * k_view[2]
-        to_v = v_view[0] + block.item * v_view[1] + block.kv_head * v_view[2]
         for key0 in range(keys.low // TILE_KEYS * TILE_KEYS, keys.high, TILE_KEYS):
             n_keys = min(TILE_KEYS, keys.high - key0)
             # Whether all rows may attend to all keys: by intervals alone, and by all masks.
@@ -106,9 +109,9 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 if cuda.syncthreads_or(np.int32(1) if allowed != U(0) else np.int32(0)) == 0:
                     continue
 
-            at_k = to_k + key0 * k_view[3]
+            at_k = element(k_view, block.item, block.kv_head, key0)
             score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
-            at_v = to_v + key0 * v_view[3]
+            at_v = element(v_view, block.item, block.kv_head, key0)
             if not IS_WEIGHTS:  # the first values are on their way during the softmax
                 nonfinite = fetch_values(
                     v, at_v, v_view[3], v_view[4], 0, n_keys, block.column0, value_dim, thread.number,
@@ -179,12 +182,12 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
             if value_dim > 0:
                 acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
         if value_dim > 0:
-            line = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
+            line = element(out_view, item, head, query)
             # + 0 turns -0 into 0, as in `attend`.
             out[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
         if column == 0:
             row_max[U(row)], row_sum[U(row)] = base, whole_sum
-            line = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
-            lse[U(line)] = sink if is_empty else base * UNIT + real(math.log(whole_sum))
+            one = sink if is_empty else base * UNIT + real(math.log(whole_sum))
+            lse[U(element(lse_view, item, head, query))] = one
 
     return cuda.jit(merge)

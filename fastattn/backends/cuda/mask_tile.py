@@ -1,9 +1,4 @@
-"""One tile of keys: which of them each row may attend to. No other part of the kernel knows masks.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. The tile begins at key0. masks and aux are as in `kernel.attend_kernel`; mask_views, rows, block,
-keys and thread as in `blocks`.
-"""
+"""One tile of keys: which of them each row may attend to. No other part of the kernel knows masks."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.tiles import U, place
+from fastattn.backends.cuda.tiles import U, element, place
 from fastattn.masks.map import INDEX_FULL, TILE_K, TILE_Q, WORDS
 
 
@@ -26,8 +21,7 @@ def maps_to_keys(form: Form) -> Any:
         tile_index, view = masks[3], mask_views[3]
         found = np.int32(0)
         for row in range(thread.number, TILE_ROWS, THREADS):
-            line = view[0] + block.item * view[1] + rows.heads[row] * view[2]
-            line += rows.queries[row] // TILE_Q * view[3]
+            line = element(view, block.item, rows.heads[row], rows.queries[row] // TILE_Q)
             for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
                 if tile_index[U(line + key * view[4])] >= INDEX_FULL:
                     found = np.int32(1)
@@ -36,55 +30,34 @@ def maps_to_keys(form: Form) -> Any:
     return maps_to_keys
 
 
-def is_allowed(form: Form) -> Any:
-    """Whether arrays let a row attend to a key.
-
-    start and stop are its interval. Its lines of dense and tile_index begin at dense_at and index_at, and
-    dense_col and index_col are elements from one entry of these to the next.
-    """
-    HAS_DENSE, HAS_MASK_MAP = form.has_dense, form.has_mask_map
-
-    @cuda.jit(device=True)
-    def is_allowed(masks, dense_at, dense_col, index_at, index_col, start, stop, query, key):
-        _, _, dense, tile_index, tile_bits = masks
-        allowed = start <= key < stop
-        if HAS_DENSE and allowed:
-            allowed = dense[U(dense_at + key * dense_col)] != 0
-        if HAS_MASK_MAP and allowed:
-            entry = tile_index[U(index_at + key // TILE_K * index_col)]
-            allowed = entry == INDEX_FULL
-            if entry >= 0:
-                word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
-                allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
-        return allowed
-
-    return is_allowed
-
-
 def allowed_bits(form: Form, mask_mod: Any) -> Any:
     """Which of a thread's scores are allowed: a bit for each, row by row.
 
     Bits, because this loop is not unrolled and so cannot index registers.
     """
-    shape, HAS_MASK_MOD = form.shape, form.has_mask_mod
+    shape, HAS_DENSE, HAS_MASK_MAP = form.shape, form.has_dense, form.has_mask_map
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    in_tile, arrays_allow = place(shape), is_allowed(form)
+    HAS_MASK_MOD, in_tile = form.has_mask_mod, place(shape)
 
     @cuda.jit(device=True)
     def allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread):
+        _, _, dense, tile_index, tile_bits = masks
         _, _, dense_view, index_view = mask_views
-        item = block.item
         bits = U(0)
         for n in range(ROWS * KEYS):
             row, key = in_tile(n // KEYS, thread.y, THREADS_Q), key0 + in_tile(n % KEYS, thread.x, THREADS_K)
             head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
-            dense_at = dense_view[0] + item * dense_view[1] + head * dense_view[2] + query * dense_view[3]
-            index_at = index_view[0] + item * index_view[1] + head * index_view[2]
-            index_at += query // TILE_Q * index_view[3]
-            start, stop = max(rows.starts[row], keys.low), min(rows.stops[row], keys.high)
-            allowed = arrays_allow(
-                masks, dense_at, dense_view[4], index_at, index_view[4], start, stop, query, key
-            )
+            allowed = max(rows.starts[row], keys.low) <= key < min(rows.stops[row], keys.high)
+            if HAS_DENSE and allowed:
+                line = element(dense_view, block.item, head, query)
+                allowed = dense[U(line + key * dense_view[4])] != 0
+            if HAS_MASK_MAP and allowed:
+                line = element(index_view, block.item, head, query // TILE_Q)
+                entry = tile_index[U(line + key // TILE_K * index_view[4])]
+                allowed = entry == INDEX_FULL
+                if entry >= 0:
+                    word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
+                    allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
             if HAS_MASK_MOD and allowed:
                 allowed = mask_mod(block.named_item, head, query, key, *aux)
             if allowed:

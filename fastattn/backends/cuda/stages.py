@@ -1,11 +1,4 @@
-"""The stages of `kernel.attend_kernel`: score, softmax, accumulate and finish.
-
-Each function makes the device function of its name for a specialisation; its docstring is that of the device
-function. s are the scores of a thread, ROWS x KEYS, of a tile of keys, and then their weights; acc are its
-sums of weights times values, ROWS x COLUMNS; row_max and row_sum are the running state of its rows. thread,
-rows and block are as in `blocks`, sizes as in `kernel.attend_kernel`, shared and staged as in `tiles`. A tile
-is partial (is_partial) where some rows may not attend to some of its keys.
-"""
+"""The stages of `kernel.attend_kernel`: score, softmax, accumulate and finish."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from numba import cuda
 from fastattn.backends.cuda import tiles
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import larger, power_of_two
-from fastattn.backends.cuda.tiles import U, layout
+from fastattn.backends.cuda.tiles import U, element, layout
 
 
 @cache
@@ -38,34 +31,6 @@ def power(dtype: str, is_natural: bool) -> Any:
 def natural_unit(dtype: str, is_natural: bool) -> Any:
     """The factor that turns scores into natural units, which sinks always have."""
     return np.dtype(dtype).type(1 if is_natural else math.log(2))
-
-
-@cache
-def softmax_base(dtype: str) -> Any:
-    """The score that the weights of a row with the maximum `top` are relative to: 0 for an empty row, as
-    -inf less -inf would be NaN."""
-    real = np.dtype(dtype).type
-    ZERO, MASKED = real(0), real(-math.inf)
-
-    @cuda.jit(device=True)
-    def softmax_base(top):
-        return top if top > MASKED else ZERO
-
-    return softmax_base
-
-
-def start_rows(form: Form) -> Any:
-    """The state of a thread's rows before any key."""
-    ROWS, COLUMNS, ZERO, MASKED = form.shape.rows, form.shape.columns, form.real(0), form.real(-math.inf)
-
-    @cuda.jit(device=True)
-    def start_rows(acc, row_max, row_sum):
-        for i in range(ROWS):
-            row_max[i], row_sum[i] = MASKED, ZERO
-            for c in range(COLUMNS):
-                acc[i, c] = ZERO
-
-    return start_rows
 
 
 def score(form: Form) -> Any:
@@ -120,8 +85,7 @@ def softmax(form: Form) -> Any:
     """
     shape, ZERO, MASKED = form.shape, form.real(0), form.real(-math.inf)
     ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
-    weigh, base_of = power(form.dtype, form.is_natural), softmax_base(form.dtype)
-    larger_one = larger(form.dtype)
+    weigh, larger_one = power(form.dtype, form.is_natural), larger(form.dtype)
     largest = tiles.reduce_rows(shape, larger_one)
 
     @cuda.jit(device=True)
@@ -133,7 +97,7 @@ def softmax(form: Form) -> Any:
         largest(tile_max, shared, thread.number)
         for i in range(ROWS):
             top = larger_one(row_max[i], tile_max[i])
-            base = base_of(top)
+            base = top if top > MASKED else ZERO  # in an empty row, as -inf less -inf would be NaN
             rescale = weigh(row_max[i] - base)
             row_max[i] = top
             sum_here = ZERO
@@ -172,30 +136,6 @@ def put_weights(form: Form) -> Any:
     return put_weights
 
 
-def add_nonfinite_values(form: Form) -> Any:
-    """`add_values` for a piece of a partial tile with nonfinite values: masked weights add nothing.
-
-    A nonfinite value thus reaches no row that may not read it. A thread's weights begin at own_rows, its
-    values at own_columns.
-    """
-    shape, Q_LINE, ZERO = form.shape, layout(form.shape).q_line, form.real(0)
-    ROWS, COLUMNS, VALUE_KEYS, TILE_COLUMNS = shape.rows, shape.columns, shape.value_keys, shape.tile_columns
-    THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
-    apart = tiles.apart(shape)
-
-    @cuda.jit(device=True)
-    def add_nonfinite_values(acc, own_rows, own_columns, shared):
-        for j in range(VALUE_KEYS):
-            for i in range(ROWS):
-                weight = shared[own_rows + U(j * Q_LINE) + apart(i, THREADS_Q)]
-                if weight != ZERO or math.copysign(1.0, weight) > 0:
-                    for c in range(COLUMNS):
-                        x = shared[own_columns + U(j * TILE_COLUMNS) + apart(c, THREADS_K)]
-                        acc[i, c] = cuda.fma(weight, x, acc[i, c])
-
-    return add_nonfinite_values
-
-
 def accumulate(form: Form) -> Any:
     """O += P V, `value_keys` keys at a time.
 
@@ -205,9 +145,21 @@ def accumulate(form: Form) -> Any:
     shape, where = form.shape, layout(form.shape)
     TILE_KEYS, VALUE_KEYS, VECTOR, BUFFERS = shape.tile_k, shape.value_keys, shape.vector, shape.buffers
     Q_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.to_values, where.values_half
+    ROWS, COLUMNS, TILE_COLUMNS, ZERO = shape.rows, shape.columns, shape.tile_columns, form.real(0)
+    THREADS_Q, THREADS_K, apart = shape.threads_q, shape.threads_k, tiles.apart(shape)
     fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(shape)
-    add_values = tiles.add_products(form, VALUE_KEYS, shape.columns, shape.tile_columns)
-    add_nonfinite = add_nonfinite_values(form)
+    add_values = tiles.add_products(form, VALUE_KEYS, COLUMNS, TILE_COLUMNS)
+
+    @cuda.jit(device=True)
+    def add_nonfinite_values(acc, own_rows, own_columns, shared):
+        """Masked weights add nothing, so that a nonfinite value reaches no row that may not read it."""
+        for j in range(VALUE_KEYS):
+            for i in range(ROWS):
+                weight = shared[own_rows + U(j * Q_LINE) + apart(i, THREADS_Q)]
+                if weight != ZERO or math.copysign(1.0, weight) > 0:
+                    for c in range(COLUMNS):
+                        x = shared[own_columns + U(j * TILE_COLUMNS) + apart(c, THREADS_K)]
+                        acc[i, c] = cuda.fma(weight, x, acc[i, c])
 
     @cuda.jit(device=True)
     def accumulate(
@@ -226,7 +178,7 @@ def accumulate(form: Form) -> Any:
                 )  # fmt: skip
             to_weights, to_values = own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
             if has_nonfinite and is_partial:
-                add_nonfinite(acc, to_weights, to_values, shared)
+                add_nonfinite_values(acc, to_weights, to_values, shared)
             else:
                 add_values(shared, to_weights, to_values, acc)
             if BUFFERS == 1:
@@ -258,7 +210,7 @@ def write_weights(form: Form) -> Any:
                 head, query = rows.heads[row], rows.queries[row]
                 line = (block.item * num_heads + head) * len_q + query
                 base, whole_sum = row_max[U(line)], row_sum[U(line)]
-                line = out_view[0] + block.item * out_view[1] + head * out_view[2] + query * out_view[3]
+                line = element(out_view, block.item, head, query)
                 for c in range(KEYS):
                     key = key0 + place(c, thread.x, THREADS_K)
                     if s[i, c] != MASKED:
@@ -277,8 +229,7 @@ def finish(form: Form) -> Any:
     ROWS, COLUMNS, THREADS_Q, THREADS_K = shape.rows, shape.columns, shape.threads_q, shape.threads_k
     HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
     ZERO, ONE, MASKED, UNIT = real(0), real(1), real(-math.inf), natural_unit(form.dtype, form.is_natural)
-    weigh, base_of = power(form.dtype, form.is_natural), softmax_base(form.dtype)
-    place = tiles.place(shape)
+    weigh, place = power(form.dtype, form.is_natural), tiles.place(shape)
 
     @cuda.jit(device=True)
     def add(x, y):
@@ -304,16 +255,16 @@ def finish(form: Form) -> Any:
                     sink = MASKED
                     if HAS_SINKS:
                         sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
-                    base = base_of(max(row_max[i], sink))
+                    top = max(row_max[i], sink)
+                    base = top if top > MASKED else ZERO
                     rescale = weigh(row_max[i] - base)
                     is_empty = whole_sum == ZERO  # of weights, the largest of which is 1
                     whole_sum = cuda.fma(whole_sum, rescale, weigh(sink - base))
                     factor = ZERO if is_empty else rescale / whole_sum
-                    at = out_view[0] + item * out_view[1] + head * out_view[2] + query * out_view[3]
-                    step = out_view[4]
+                    at, step = element(out_view, item, head, query), out_view[4]
                     if block.column_tile == 0 and thread.x == 0:
-                        to = lse_view[0] + item * lse_view[1] + head * lse_view[2] + query * lse_view[3]
-                        lse[U(to)] = sink if is_empty else base * UNIT + real(math.log(whole_sum))
+                        one = sink if is_empty else base * UNIT + real(math.log(whole_sum))
+                        lse[U(element(lse_view, item, head, query))] = one
                 if block.column_tile == 0 and thread.x == 0:
                     to_max[U(line)], to_sum[U(line)] = base, whole_sum
                 for c in range(COLUMNS):

@@ -9,10 +9,6 @@ padded by `vector` elements, so that a column of it lies in different banks.
 A thread's elements lie in groups of `vector`; between two groups lie those of all other threads. So
 neighbouring threads read neighbouring memory. Indices are unsigned: Numba would test signed ones for
 counting from the end.
-
-Each function from `place` on makes the device function of its name, for a specialisation or its shape; its
-docstring is that of the device function. `shared` is the shared memory, `staged` the registers of a thread
-for what it has fetched, `thread` its number.
 """
 
 from __future__ import annotations
@@ -74,22 +70,18 @@ def turns(shape: Shape) -> Turns:
     )
 
 
-def score_registers(shape: Shape) -> int:
-    """Registers that a thread fetches queries and keys into."""
-    return (turns(shape).queries + turns(shape).keys) * shape.span
-
-
-def value_registers(shape: Shape) -> int:
-    """Registers that a thread fetches values into."""
-    return turns(shape).values * shape.span
-
-
 class Thread(NamedTuple):
     """A thread of a block of threads, and its place among them."""
 
     number: int
     x: int  #: along the keys, and along the columns of the values
     y: int  #: along the query rows
+
+
+@cuda.jit(device=True)
+def element(view, i, j, k):
+    """Where the first of the elements [i, j, k] of an array is, in its flat memory."""
+    return view[0] + i * view[1] + j * view[2] + k * view[3]
 
 
 @cache

@@ -25,65 +25,61 @@ _SMALL = 2.0**-64  # by which norms are multiplied: no such product overflows
 
 def attend(problem: Problem) -> None:
     """Fills ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
-    problem, window = _without_band(problem)
     # inf - inf, 0 * inf and overflow are data here, not surprises.
     with np.errstate(all="ignore"):
-        for item in np.ndindex(problem.lead):
-            span = _key_range(problem, item, slice(0, problem.len_q))
-            for kv_head in range(problem.num_kv_heads):
-                source = _source(problem, item, kv_head, span)
-                for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
-                    for rows in _blocks(problem):
-                        _attend(problem, window, item, head, rows, source)
+        for block in _query_blocks(problem):
+            _attend(block)
 
 
 def differentiate(backward: Backward) -> Gradients:
     """The gradients that are asked for."""
-    problem, _ = _without_band(backward.problem)
-    backward = backward._replace(problem=problem)
     gradients = backward.zeros()
     with np.errstate(all="ignore"):
-        for item in np.ndindex(problem.lead):
-            span = _key_range(problem, item, slice(0, problem.len_q))
-            for head in range(problem.num_heads):
-                source = _source(problem, item, head // problem.group_size, span)
-                for rows in _blocks(problem):
-                    _differentiate(backward, gradients, item, head, rows, source)
+        for block in _query_blocks(backward.problem):
+            _differentiate(backward, gradients, block)
     return gradients
 
 
-def _blocks(problem: Problem) -> Iterator[slice]:
-    """Query rows, some at a time."""
-    row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
-    block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
-    for first in range(0, problem.len_q, block_q):
-        yield slice(first, min(first + block_q, problem.len_q))
+class _QueryBlock(NamedTuple):
+    """Some query rows of one head, and the smallest range of keys that holds the intervals of all of them."""
+
+    problem: Problem  #: with intervals in the place of its band
+    window_start: np.ndarray | None  #: ``(*lead, L)``, of a window beside which the first keys stay visible
+    keep_first: int  #: how many these are
+    item: tuple[int, ...]
+    head: int
+    kv_head: int
+    rows: slice
+    keys: slice
+    source: _Source
 
 
-class _Window(NamedTuple):
-    """A window beside which the first keys stay visible: what is before `start`, but for those, is masked."""
-
-    keep_first: int
-    start: np.ndarray  #: ``(*lead, L)``
-
-
-def _without_band(problem: Problem) -> tuple[Problem, _Window | None]:
-    """The problem with its band as intervals, and what intervals cannot say of it."""
-    band, window = problem.band, None
-    if band is not None and band.keep_first:
-        start = band.intervals(problem.len_q, problem.len_k).start
-        window = _Window(band.keep_first, np.broadcast_to(start, (*problem.lead, problem.len_q)))
+def _query_blocks(problem: Problem) -> Iterator[_QueryBlock]:
+    """Every query block of a problem. Heads of a group follow each other, and share a source."""
+    band, window_start, keep_first = problem.band, None, 0
+    if band is not None and band.keep_first:  # which intervals cannot say
+        window_start, keep_first = band.intervals(problem.len_q, problem.len_k).start, band.keep_first
+        window_start = np.broadcast_to(window_start, (*problem.lead, problem.len_q))
         problem = problem._replace(band=band._replace(left=UNBOUNDED))
     start, stop = problem.intervals()
-    return problem._replace(band=None, key_start=start, key_stop=stop), window
-
-
-def _source(problem: Problem, item: tuple[int, ...], kv_head: int, span: slice) -> _Source:
-    key, value = (
-        HeadRows(array, item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
-        for array in (problem.key, problem.value)
-    )
-    return _Source(key, value, problem.dtype, span)
+    problem = problem._replace(band=None, key_start=start, key_stop=stop)
+    row_bytes = max(1, problem.len_k) * problem.dtype.itemsize
+    block_q = max(1, min(_BLOCK_BYTES // row_bytes, problem.len_q))
+    for item in np.ndindex(problem.lead):
+        span = _key_range(problem, item, slice(0, problem.len_q))
+        for kv_head in range(problem.num_kv_heads):
+            key, value = (
+                HeadRows(array, item, kv_head) if isinstance(array, Rows) else array[item][kv_head]
+                for array in (problem.key, problem.value)
+            )
+            source = _Source(key, value, problem.dtype, span)
+            for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
+                for first in range(0, problem.len_q, block_q):
+                    rows = slice(first, min(first + block_q, problem.len_q))
+                    keys = _key_range(problem, item, rows)
+                    yield _QueryBlock(
+                        problem, window_start, keep_first, item, head, kv_head, rows, keys, source
+                    )
 
 
 class _Source:
@@ -122,12 +118,15 @@ class _Source:
         return values
 
 
-def _allowed(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
-    """Bool: which of `keys` the query `rows` of one head may read, as far as the masks say."""
+def _allowed(block: _QueryBlock) -> np.ndarray:
+    """Bool: which keys of the block each of its rows may read, as far as the masks say."""
+    problem, window_start, keep_first, item, head, _, rows, keys, _ = block
     allowed = np.ones((rows.stop - rows.start, keys.stop - keys.start), dtype=bool)
+    j = np.arange(keys.start, keys.stop)
     if problem.key_start is not None and problem.key_stop is not None:
-        j = np.arange(keys.start, keys.stop)
         allowed &= (problem.key_start[item][rows, None] <= j) & (j < problem.key_stop[item][rows, None])
+    if window_start is not None:
+        allowed &= (j < keep_first) | (j >= window_start[item][rows, None])
     if problem.dense is not None:
         allowed &= problem.dense[item][head, rows, keys] != 0
     if problem.mask_map is not None:
@@ -135,20 +134,15 @@ def _allowed(problem: Problem, item: tuple[int, ...], head: int, rows: slice, ke
     return allowed
 
 
-def _attend(
-    problem: Problem, window: _Window | None, item: tuple[int, ...], head: int, rows: slice, source: _Source
-) -> None:
-    """softmax(scores) V for some query rows of one head."""
+def _attend(block: _QueryBlock) -> None:
+    """softmax(scores) V."""
+    problem, _, _, item, head, _, rows, keys, _ = block
     dtype = problem.dtype.type
-    keys = _key_range(problem, item, rows)
-    allowed = _allowed(problem, item, head, rows, keys)
-    if window is not None:
-        j = np.arange(keys.start, keys.stop)
-        allowed &= (j < window.keep_first) | (j >= window.start[item][rows, None])
+    allowed = _allowed(block)
     # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
     query = np.array(problem.query[item][head, rows], dtype, order="C")
 
-    scores, _ = _scores(problem, item, head, rows, keys, query, source, allowed)
+    scores, _ = _scores(block, query, allowed)
     sink = dtype(-np.inf) if problem.sinks is None else problem.sinks[head]
     row_max = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     empty = row_max == -np.inf  # a row without keys: its weights are exp(-inf - 0) = 0, whatever its sink is
@@ -156,18 +150,19 @@ def _attend(
     weights = np.exp(scores - row_max)
     weights[~allowed] = 0
     row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
-    kept = _kept(problem, item, head, rows, keys)
+    kept = _kept(block)
     if kept is not None:
         weights *= kept
 
     divisor = np.where(empty, dtype(1), row_sum)
-    out = _weighted_values(weights, allowed, keys, source) / divisor
+    out = _weighted_values(block, weights, allowed) / divisor
     if not np.isfinite(out).all():
-        # Sums of finite values may have overflowed. By a power of two the weights of a row add up to at most
-        # 1/2: a mean rounds past the largest number at most, which it then is; with dropout it may be larger.
+        # Sums of finite values may have overflowed. Times a power of two, the weights of a row add up to at
+        # most 1/2, and sums do not overflow. Rounding may take a mean past the largest number, to which it is
+        # then clipped; with dropout a mean may really be larger.
         share = 1.0 if problem.dropout is None else problem.dropout.kept_share
         headroom = np.ldexp(dtype(0.5), -np.frexp(divisor / dtype(share))[1])
-        means = _weighted_values(weights * headroom, allowed, keys, source)
+        means = _weighted_values(block, weights * headroom, allowed)
         is_finite = np.isfinite(means)
         means = means / divisor / headroom
         if problem.dropout is None:
@@ -184,8 +179,9 @@ def _attend(
         problem.weights[item][head, rows, keys] = weights
 
 
-def _weighted_values(weights: np.ndarray, allowed: np.ndarray, keys: slice, source: _Source) -> np.ndarray:
-    """``weights @ values`` of `keys`, where a nonfinite value counts only for the rows that may read it."""
+def _weighted_values(block: _QueryBlock, weights: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """``weights @ values``, where a nonfinite value counts only for the rows that may read it."""
+    keys, source = block.keys, block.source
     acc = np.zeros((len(weights), source.value.shape[1]), weights.dtype)
     for part in source.parts(keys):
         here = slice(part.start - keys.start, part.stop - keys.start)
@@ -197,35 +193,21 @@ def _weighted_values(weights: np.ndarray, allowed: np.ndarray, keys: slice, sour
     return acc
 
 
-def _scores(
-    problem: Problem,
-    item: tuple[int, ...],
-    head: int,
-    rows: slice,
-    keys: slice,
-    query: np.ndarray,
-    source: _Source,
-    allowed: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+def _scores(block: _QueryBlock, query: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scores, -inf where masked, and those before bias and masks; `allowed` loses what a bias masks."""
-    dtype = problem.dtype.type
-    scores = np.empty(allowed.shape, dtype)
+    keys, source = block.keys, block.source
+    scores = np.empty(allowed.shape, block.problem.dtype)
     for part in source.parts(keys):
         here = slice(part.start - keys.start, part.stop - keys.start)
         scores[:, here] = _products(query, source.keys(part))
-    return _adjust_scores(problem, item, head, rows, keys, scores, allowed)
+    return _adjust_scores(block, scores, allowed)
 
 
 def _adjust_scores(
-    problem: Problem,
-    item: tuple[int, ...],
-    head: int,
-    rows: slice,
-    keys: slice,
-    scores: np.ndarray,
-    allowed: np.ndarray,
+    block: _QueryBlock, scores: np.ndarray, allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The `EPILOGUES` before the softmax: scale, softcap, bias, mask. The results are those of `_scores`."""
+    problem = block.problem
     dtype = problem.dtype.type
     scores *= dtype(problem.scale)
     if problem.softcap is not None:
@@ -233,7 +215,7 @@ def _adjust_scores(
         scores = cap * np.tanh(scores / cap)
     capped = scores
     if problem.bias is not None:
-        bias = problem.bias[item][head, rows, keys].astype(dtype)
+        bias = problem.bias[block.item][block.head, block.rows, block.keys].astype(dtype)
         allowed &= bias != -np.inf
         scores = scores + bias
     return np.where(allowed, scores, dtype(-np.inf)), capped
@@ -248,13 +230,14 @@ def _products(query: np.ndarray, key: np.ndarray) -> np.ndarray:
     return products
 
 
-def _kept(problem: Problem, item: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray | None:
-    """What dropout multiplies some weights of one head by, None without."""
+def _kept(block: _QueryBlock) -> np.ndarray | None:
+    """What dropout multiplies the weights by, None without."""
+    problem, rows = block.problem, block.rows
     if problem.dropout is None:
         return None
-    index = np.ravel_multi_index((*item, head), (*problem.lead, problem.num_heads))
+    index = np.ravel_multi_index((*block.item, block.head), (*problem.lead, problem.num_heads))
     first = int(index) * problem.len_q + rows.start
-    kept = problem.dropout.keep(first, rows.stop - rows.start, problem.len_k)[:, keys]
+    kept = problem.dropout.keep(first, rows.stop - rows.start, problem.len_k)[:, block.keys]
     return kept / problem.dtype.type(problem.dropout.kept_share)
 
 
@@ -270,22 +253,19 @@ def _product(factors: np.ndarray, rows: np.ndarray, allowed: np.ndarray) -> np.n
     return product
 
 
-def _differentiate(
-    backward: Backward, gradients: Gradients, item: tuple[int, ...], head: int, rows: slice, source: _Source
-) -> None:
-    """Adds what some query rows of one head contribute to each gradient."""
-    problem = backward.problem
-    dtype, kv_head = problem.dtype.type, head // problem.group_size
-    keys = _key_range(problem, item, rows)
-    allowed = _allowed(problem, item, head, rows, keys)
+def _differentiate(backward: Backward, gradients: Gradients, block: _QueryBlock) -> None:
+    """Adds what a query block contributes to each gradient."""
+    problem, _, _, item, head, kv_head, rows, keys, source = block
+    dtype = problem.dtype.type
+    allowed = _allowed(block)
     query = np.array(problem.query[item][head, rows], dtype, order="C")
     grad_out = np.array(backward.grad_out[item][head, rows], dtype, order="C")
     out = np.array(problem.out[item][head, rows], dtype, order="C")
     key, value = source.keys(keys), _contiguous(source.value[keys], problem.dtype)
-    scores, capped = _scores(problem, item, head, rows, keys, query, source, allowed)
+    scores, capped = _scores(block, query, allowed)
 
     sink = None if problem.sinks is None else dtype(problem.sinks[head])
-    # Whose lse may be off by rounding from that of these scores: Cauchy and Schwarz bound them.
+    # Bounds of the scores (Cauchy-Schwarz), by which the lse given may be off by rounding.
     key_norms = np.where(allowed, _norms(key), 0).max(axis=-1, initial=0)
     factors = np.sort([np.full(len(query), abs(problem.scale)), _norms(query), key_norms], axis=0)
     norms = factors[0] * factors[2] * factors[1] / _SMALL**2  # without overflow on the way
@@ -295,7 +275,7 @@ def _differentiate(
     if backward.grad_lse is not None:
         delta -= backward.grad_lse[item][head, rows]
     change, after = grad_out @ value.T, weights
-    kept = _kept(problem, item, head, rows, keys)
+    kept = _kept(block)
     if kept is not None:
         change, after = change * kept, weights * kept
     change = np.where(allowed, weights * (change - delta.astype(dtype)[:, None]), dtype(0))
@@ -322,9 +302,11 @@ def _differentiate(
 def _own_lse(
     problem: Problem, given: np.ndarray, scores: np.ndarray, sink: np.floating | None, norms: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What weights are computed with, ``share * exp(scores - lse)``: the lse given; or, where that is large
-    and the one of these scores but for rounding, their largest and 1 / sum, so that weights add up to 1. An
-    lse that is the larger one may be of other keys as well: it is taken for rounding within what is usual.
+    """The share and the lse of weights ``share * exp(scores - lse)``.
+
+    They are 1 and the lse given. Where that is large, and the lse of these scores but for rounding, they are
+    1 / sum and the largest score instead, so that weights add up to 1. An lse above that of these scores may
+    be of more keys, so only a usual difference is taken for rounding there.
     """
     top = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
     sums = np.exp(scores - top[:, None]).sum(axis=-1) + (0 if sink is None else np.exp(sink - top))
@@ -366,7 +348,7 @@ def _key_range(problem: Problem, item: tuple[int, ...], rows: slice) -> slice:
 def _contiguous(matrix: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`matrix` in this dtype, aligned and with a fresh array's strides, by which NumPy picks how to multiply.
 
-    Not by the flags: they let any stride pass for an axis of length 1.
+    The flags do not tell: they ignore the stride of an axis of length 1.
     """
     fresh = matrix.strides == (matrix.shape[1] * matrix.itemsize, matrix.itemsize)
     is_ready = fresh and matrix.flags.aligned and matrix.dtype == dtype

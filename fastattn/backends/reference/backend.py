@@ -28,9 +28,6 @@ class ReferenceBackend(Backend):
     def thread_limit(self, num_threads: int) -> int:
         return 1
 
-    def prepare(self, problem: Problem, num_threads: int) -> None:
-        return None
-
     def run(self, problem: Problem, num_threads: int) -> None:
         attention.attend(problem)
 

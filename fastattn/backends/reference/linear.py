@@ -21,9 +21,9 @@ from fastattn._call.linear import (
 )
 from fastattn._call.problem import FLOAT32, FLOAT64
 
-#: Rows worked on together. Scores within a causal chunk take C (M + E) multiply-adds a row, and sums 2 M E:
-#: as many where C = M = E. And 64**3 is the largest product that OpenBLAS does not share out among threads,
-#: which on busy cores take a thousand times as long to meet. Causal, 8 heads of 4096 by 64, one thread: 99,
+#: Rows worked on together. A row takes C (M + E) multiply-adds for scores within a causal chunk, and 2 M E
+#: for sums: as many where C = M = E. And 64**3 is the largest product that OpenBLAS computes on one thread:
+#: on busy cores several take a thousand times as long to meet. Causal, 8 heads of 4096 by 64, one thread: 99,
 #: 150, 159 and 206 ms for 32, 64, 128 and 256; without causal 63, 39, 34 and 39 (Xeon 2.5 GHz, AVX-512, with
 #: busy neighbours; 2026-11-23).
 _CHUNK = 64
@@ -96,15 +96,14 @@ class _Block:
             )
             if unit is not None:
                 earlier.key_value_sum[...] *= unit
-        rows = (self.heads, self.key.shape[-1])
-        self.features = kind(call.feature_map, self.dtype, lead, rows, self.value.shape[-1], earlier)
+        self.features = kind(self, call.feature_map, lead, earlier)
 
     def attend(self, out: np.ndarray, lost: np.ndarray) -> None:
         """Fills `out`; `lost` becomes True for rows to compute again."""
         (_attend_causal if self.causal else _attend_all)(self, out, lost)
 
     def keys(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """A chunk of keys, and of values times the unit, and which of them are padding, which is 0 then."""
+        """A chunk of keys, of values times the unit, both 0 in padding, and which keys are padding."""
         k, v = _chunk(self.key, start, stop, self.dtype), _chunk(self.value, start, stop, self.dtype)
         if self.unit is not None:
             v = v.astype(FLOAT64) * self.unit
@@ -125,7 +124,7 @@ def _chunk(array: np.ndarray, start: int, stop: int, dtype: np.dtype) -> np.ndar
     is_packed = rows.strides[-2:] == (width, rows.itemsize) and rows.flags.aligned
     if rows.dtype != dtype or not is_packed:
         return np.array(rows, dtype, order="C")
-    rows.flags.writeable = False  # a feature map has no business to write to them
+    rows.flags.writeable = False  # a feature map must not write to the caller's array
     return rows
 
 
@@ -204,8 +203,8 @@ def _denominators(phi: np.ndarray, key_sum: np.ndarray) -> np.ndarray:
 
 
 def _divide(numerator: np.ndarray, denominator: np.ndarray, out: np.ndarray, lost: np.ndarray) -> None:
-    """The quotient as rows ``(..., H, n, E)``, 0 where both are 0; where denominators are out of range, or
-    results are nonfinite."""
+    """`out` becomes the quotient ``(..., H, n, E)``, 0 where both are 0. `lost` becomes True where a
+    denominator is out of range or a result is nonfinite."""
     numerator = numerator.reshape(out.shape)
     denominator = denominator.reshape(*out.shape[:-1], 1)
     size = np.abs(denominator[..., 0])
@@ -228,13 +227,13 @@ def attend_again(call: LinearCall, whole: LinearState | None, lost_sums: np.ndar
         scales = np.zeros(whole.key_sum.shape) if whole.log_scale is None else whole.log_scale
     if isinstance(call.feature_map, RandomFeatures):
         call = call._replace(dtype=FLOAT64)
-    for items in np.ndindex(lost.shape[:-2]):  # alone: where a chunk is cut depends on all that is in it
+    for items in np.ndindex(lost.shape[:-2]):  # one by one, as all items of a block decide where it is cut
         if not (lost[items].any() or (whole is not None and lost_sums[items].any())):
             continue
         rows, new = _attend_scaled(call, items, 1.0)
         if not (np.isfinite(rows).all() and np.isfinite(new.key_value_sum).all()):
             again, state = _attend_scaled(call, items, _UNIT)
-            np.copyto(rows, again, where=~np.isfinite(rows))  # others keep what is small beside _UNIT
+            np.copyto(rows, again, where=~np.isfinite(rows))  # others lose no small numbers
             if np.isfinite(state.key_value_sum).all() and not np.isfinite(new.key_value_sum).all():
                 new = state
         with np.errstate(all="ignore"):
@@ -271,18 +270,12 @@ class _Features:
     """Features of chunks of rows, and the sums of those of keys."""
 
     def __init__(
-        self,
-        function: Any,
-        dtype: np.dtype,
-        lead: tuple[int, ...],
-        rows: tuple[int, int],
-        value_dim: int,
-        earlier: LinearState | None,
+        self, block: _Block, function: Any, lead: tuple[int, ...], earlier: LinearState | None
     ) -> None:
-        self.function, self.dtype = function, dtype
-        self.lead, self.rows, self.value_dim = lead, rows, value_dim  #: of the sums; ``(K, D)``; ``E``
+        self.function, self.lead = function, lead  #: the feature map; leading axes of the sums
+        self.dtype = self.rows_dtype = block.dtype
+        self.rows, self.value_dim = (block.heads, block.key.shape[-1]), block.value.shape[-1]
         self.sums = earlier  #: None: of no key yet
-        self.rows_dtype = dtype
 
     def of(self, x: np.ndarray) -> np.ndarray:
         """What the function gives, checked."""
@@ -325,7 +318,7 @@ class _Features:
         return None
 
     def rounded(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """What numerators and denominators are made of, for all of a group; None where there is no key."""
+        """The sums, with an axis for the queries of a group, as products take them; None without any key."""
         if self.sums is None:
             return None
         key_value_sum, key_sum, _ = self.sums
@@ -350,8 +343,8 @@ class _ScaledFeatures(_Features):
     sums are scaled to it: to rounding, they do not depend on how the keys were cut.
     """
 
-    def __init__(self, function: Any, dtype: np.dtype, *others: Any) -> None:
-        super().__init__(function, dtype, *others)
+    def __init__(self, block: _Block, function: Any, *others: Any) -> None:
+        super().__init__(block, function, *others)
         self.is_random = isinstance(function, RandomFeatures)
         if self.is_random:
             return
@@ -413,7 +406,7 @@ class _ScaledFeatures(_Features):
         return phi if hidden is None else np.where(hidden, 0, phi)
 
     def sizes(self, size: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
-        """With -inf for hidden keys, and for what is NaN or inf: it changes no other feature."""
+        """`size`, but -inf for hidden keys and for NaN and inf, so that these change no other feature."""
         is_seen = size < np.inf
         return np.where(is_seen if hidden is None else is_seen & ~hidden, size, -np.inf)
 

@@ -18,7 +18,7 @@ from fastattn.bench.oracle import TOLERANCE_EPS, checked_rows, expected_output
 #: Rounds, and how long a library is timed in each: long beside the events, short beside the GPU's clocks.
 ROUNDS, BURST_MS = 15, 20.0
 
-#: Calls of a burst at most: of short ones the host cannot queue more ahead anyway.
+#: The most calls of a burst: the host cannot queue more short calls ahead.
 MOST_CALLS = 200
 
 

@@ -20,7 +20,7 @@ BLOCKS_PER_PROCESSOR = 16
 #: What is read: more than any cache of a GPU holds.
 READ_BYTES = 2**31
 
-#: The best of so many: a limit is what the machine reaches, not what it mostly does.
+#: The limit is the best of this many measurements: what the GPU can reach, not what it usually does.
 TRIES = 10
 
 

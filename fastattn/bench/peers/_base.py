@@ -12,12 +12,12 @@ from fastattn.bench.case import Case, Inputs, Layer, itemsize, numpy_dtype
 from fastattn.bench.cases import MEMORY_CASES
 
 #: A library that stores the scores is refused when they would take more than this share of the machine's
-#: memory, or of what is free of it: most hold them more than once, several libraries hold a case at the same
-#: time, and the machine shall survive. The first is what counts on a machine that does nothing else, so that
-#: it does not depend on the other libraries who is refused.
+#: memory, or of its free memory: most libraries hold the scores more than once, and several hold a case at
+#: the same time. On a machine that does nothing else the first share decides, so that whether a library is
+#: refused does not depend on the other libraries.
 SHARE_OF_ALL, SHARE_OF_FREE = 1 / 8, 1 / 4
 
-#: So few query rows that a library may be quicker without its fused operator (a token or a few of decoding).
+#: Up to this many query rows, as in decoding, a library may be quicker without its fused operator.
 FEW_ROWS = 16
 
 

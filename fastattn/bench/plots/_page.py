@@ -30,7 +30,7 @@ WIDTH, DPI = 8.3, 200
 #: Key of the PNG's text that holds `digest` of the results drawn.
 DIGEST_KEY = "fastattn-results"
 
-#: Colours told apart with any eyes, each with a marker of its own; the first is ours. They are Okabe and
+#: Colours that colour-blind readers can tell apart, each with its own marker; ours first. They are Okabe and
 #: Ito's, without the yellow that fades on white, and the last two Paul Tol's.
 MARKS = (
     ("#0072B2", "o"),
@@ -48,7 +48,7 @@ MARKS = (
 #: Inches above the panels for the title and for each row of the legend, and below them for the footer.
 HEADER, LEGEND_ROW, FOOTER = 0.34, 0.18, 0.48
 
-#: So many entries of a legend fit beside each other.
+#: How many entries of a legend fit side by side.
 LEGEND_COLUMNS = 7
 
 GREY, LIGHT = "#555555", "#DDDDDD"

@@ -25,12 +25,12 @@ PLACES = (
     ((-5, 2), "right", "bottom"),
 )
 
-#: The axis reaches down to this fraction of the peak; calls that are all overhead stand at its end.
+#: The axis begins at this fraction of the peak. Calls below it, mere overhead, are drawn at its end.
 DEPTH = 100
 
 NOTE = "Arrays that stay in the caches from call to call may be read faster than memory gives them."
 
-#: Labels per group: to show which kinds of cases stand where, not to name each.
+#: Labels per group: they show where its kind of cases lies, and do not name each case.
 LABELS = 2
 
 

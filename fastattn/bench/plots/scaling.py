@@ -39,7 +39,7 @@ OPTIONS = (
     "cold",
 )
 
-#: MiB. Peaks of resident memory come in pages and vary by some; less than this is drawn as this.
+#: MiB. Peaks of resident memory are whole pages and vary by a few; smaller ones are drawn as this.
 LEAST_MEMORY = 0.1
 
 #: Panels of `draw_sizes`: the group of the cases, which size varies, its name on the axis.
@@ -57,7 +57,7 @@ LETTERS = {"B": "batch", "H": "heads", "L": "len_q", "S": "len_k", "D": "head_di
 #: How the machine's limit and the memory of the scores are drawn, which are no library's.
 REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.3, "zorder": 2}
 
-#: An axis has about so many labels at most.
+#: About how many labels an axis has at most.
 TICKS = 6
 
 

@@ -37,7 +37,7 @@ WEIGHTS_HINT = "The weights must be in this one file, not in shards, nor in pyto
 #: In bytes. No such file is larger, and in memory it takes many times as much.
 MAX_JSON, MAX_TOKENIZER = 2**24, 2**26
 
-#: Characters before every text: more is more than a model reads.
+#: The longest prompt before a text, in characters: a longer one would fill what a model reads.
 MAX_PROMPT = 10**4
 
 #: What float32 can hold.
@@ -277,7 +277,7 @@ def _prompts(folder: Path, normalized: bool) -> tuple[str, str]:
     """What stands before each query, and before each text that is searched."""
     config = _Config(folder / "config_sentence_transformers.json", optional=True)
     config.only("model_type", "SentenceTransformer")
-    # Embeddings have length 1 here: a product is the cosine where they have it there, too.
+    # Embeddings have length 1 here. Products are cosines only if the model's own embeddings do, too.
     config.only("similarity_fn_name", *(["dot"] if normalized else []), "cosine")
     config.no_other("__version__", "model_type", "similarity_fn_name", "prompts", "default_prompt_name")
     prompts = config.values.get("prompts") or {}
@@ -375,7 +375,7 @@ def _read_bytes(path: Path, most: int | None = None, hint: str = "") -> bytes:
 
 
 def _is_missing(path: Path) -> bool:
-    """Whether nothing has this name. A link to nowhere is there, and a complaint of what reads it."""
+    """Whether nothing has this name. A broken link exists; what reads it complains."""
     try:
         os.lstat(path)
     except FileNotFoundError:

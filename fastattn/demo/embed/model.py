@@ -149,7 +149,7 @@ class SentenceEncoder:
 def batches_by_length(texts: Sequence[Ints], batch_size: int) -> list[Ints]:
     """Which texts to compute together: batches of neighbours in length, so that little is padded.
 
-    The longest come first, so that a progress bar never promises too much.
+    The longest come first, so that a progress bar only becomes faster.
     """
     order = np.argsort([-len(ids) for ids in texts], kind="stable")
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

@@ -16,7 +16,7 @@ from fastattn.demo.generate.generation import Clocks, generate, new_cache, until
 from fastattn.demo.generate.heads import Head, QueryRecorder
 from fastattn.demo.generate.model import Llama
 
-#: So many tokens are generated both ways at most: their logits are kept.
+#: The most tokens that are generated both ways, as their logits are kept.
 COMPARED = 256
 
 

@@ -33,7 +33,7 @@ NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_AXES = 4
-#: No vocabulary, list of merges or text is larger. What says so would take long, and much memory.
+#: No vocabulary, list of merges or text is larger. A file that says so is refused before it takes memory.
 MAX_STRINGS, MAX_TEXT = 2**21, 2**26
 
 

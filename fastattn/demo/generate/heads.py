@@ -10,7 +10,7 @@ import numpy as np
 import fastattn
 from fastattn.demo._decoding import Floats, LibraryAttention
 
-#: The queries of so many generated tokens are kept: more rows cannot be told apart on one page.
+#: How many generated tokens' queries are kept: more rows cannot be told apart on one page.
 MAX_ROWS = 40
 
 

@@ -30,7 +30,7 @@ def log_likelihoods(model: Llama, ids: Sequence[int], attention: LibraryAttentio
 
 
 def perplexity(likelihoods: Sequence[Floats]) -> float:
-    """exp of the mean negative log-likelihood: as unsure as among so many equally likely tokens."""
+    """exp of the mean negative log-likelihood: how many equally likely tokens would be as hard to predict."""
     return math.exp(-float(np.concatenate(likelihoods).mean()))
 
 

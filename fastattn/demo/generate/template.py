@@ -15,7 +15,7 @@ from contextlib import suppress
 #: Seconds of a processor, of a clock where the processor's cannot be limited or the process waits, and bytes.
 CPU_SECONDS, SECONDS, MEMORY = 2, 30, 2**29
 
-#: A template may add so many characters to a conversation, and say everything in it twice.
+#: How many characters a template may add to a conversation, each message of which it may repeat once.
 MAX_ADDED = 10**6
 
 
@@ -44,7 +44,7 @@ def render(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[
 
 
 def _main() -> None:
-    """The other process: everything is given as JSON, and told as JSON."""
+    """The other process: it reads its input as JSON, and writes its result as JSON."""
     _limit_this_process()
     given = json.load(sys.stdin)
     try:

@@ -6,7 +6,7 @@ import numpy as np
 
 from fastattn.demo.image.attention import Floats
 
-#: From this to that percentile of a component goes a colour from none to full; few patches lie beyond.
+#: The percentiles of a component at which its colour is 0 and full. Few patches are beyond them.
 DARKEST, BRIGHTEST = 1, 99
 
 

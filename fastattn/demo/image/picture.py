@@ -23,9 +23,9 @@ HEAT = "inferno"
 #: brightest colour: a few patches would leave the others dark.
 UNDER_HEAT, BRIGHTEST = 0.4, 99.5
 
-#: The heads stand in so many rows beside the photograph at most, or columns below: smaller, they say nothing.
+#: The most rows of heads beside the photograph, or columns below it: smaller pictures cannot be read.
 MOST_ROWS, MOST_COLUMNS = 3, 6
-#: Square inches of all panels, and the shape, width over height, that they come near to.
+#: The area of all panels in square inches, and the shape, width over height, that they approximate.
 AREA, SHAPE = 130.0, 1.8
 #: Inches between panels and around them; above panels, for captions; above all, for titles; below all.
 GAP, MARGIN, CAPTION, TITLES, FOOT = 0.08, 0.3, 0.34, 0.95, 0.45

@@ -31,10 +31,10 @@ from fastattn.demo.train.training import Trainer, write
 # What the demo needs beyond NumPy; imported only after all have been looked for.
 EXTRAS = ("matplotlib", "rich")
 
-#: So often the held-out loss is told, and a sample of the model's writing shown.
+#: How often the held-out loss and a sample of the model's writing are shown.
 TOLD, SAMPLED = 12, 3
 
-#: A sample goes on from so many characters of the held-out text, for so many.
+#: How many characters of the held-out text a sample begins with, and how many the model adds.
 PROMPT, SAMPLE = 24, 200
 
 #: The plain formula keeps all weights of such a context in 1.1 GB.

@@ -14,7 +14,7 @@ from fastattn.demo._errors import DemoError
 from fastattn.demo._files import read_text
 from fastattn.demo.train.model import Ints
 
-#: The commonest characters of a text are told apart, the others are read as `OTHER`.
+#: How many characters, the commonest of a text, have an id of their own; the others are `OTHER`.
 MAX_VOCABULARY = 512
 OTHER = "\ufffd"
 

@@ -74,7 +74,7 @@ class Comparison:
 
 
 def compare(trainer: Trainer, track: Track) -> Comparison:
-    """Time steps of a trained model, turn and turn about, on the same batches; the model stays as it is.
+    """Time steps of a trained model, interleaved, on the same batches. The model is not changed.
 
     The first round warms up and compares the gradients; it is not counted. `track` may show the progress of
     the others.

@@ -20,7 +20,7 @@ CHARACTERS_PER_STEP = 1024
 #: So many pieces of the held-out text are enough to watch the loss, spread evenly over it.
 WATCHED = 16
 
-#: Samples are drawn as likely as the model says, but for what it holds least likely.
+#: The temperature of samples, and the total probability of the likeliest characters: others are not drawn.
 TEMPERATURE, TOP_P = 0.8, 0.95
 
 

@@ -115,7 +115,7 @@ class _Inputs(NamedTuple):
 
     def located(self, lengths: np.ndarray | None) -> _Inputs:
         """With the addresses of the pages that hold the first `lengths` keys of each item."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, rows in (("key", self.key), ("value", self.value)):
             if isinstance(rows, Rows):
                 try:

@@ -377,7 +377,7 @@ class HeadRows:
             return self[keys : keys + 1][0]
         rows, size = self.rows, self.rows.page_size
         if rows.table is None:
-            place = (*self.item, self.kv_head, keys)
+            place: Any = (*self.item, self.kv_head, keys)
             data = rows.data[place]
             return data if rows.scale is None else decode_rows(data, rows.scale[place])
         parts = []

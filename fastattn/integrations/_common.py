@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 
 @contextmanager
 def extra(name: str, hint: str = "") -> Iterator[None]:
@@ -30,6 +32,11 @@ def check_options(options: Mapping[str, Any], *refused: str) -> None:
     for name in refused:
         if name in options:
             raise TypeError(f"no {name}= where attention is differentiated; fastattn.attention has it")
+
+
+def stand_in(array: Any) -> np.ndarray:
+    """An array of this shape and dtype, for checks that do not read its numbers; it takes no memory."""
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 @contextmanager

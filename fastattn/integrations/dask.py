@@ -19,7 +19,7 @@ from fastattn._call.arguments import as_array, check_key_lengths, check_wrt
 from fastattn._call.gradients import Gradients
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._common import extra
+from fastattn.integrations._common import extra, stand_in
 from fastattn.masks import Causal, Dense, KeyLengths, Mask
 from fastattn.masks.map import (
     EMPTY,
@@ -49,6 +49,22 @@ Layer = dict[Key, Any]
 
 #: What gradients there are with respect to.
 DIFFERENTIABLE = ("query", "key", "value")
+
+#: The axes of each array behind the leading ones, which all but the sinks have.
+_ROWS = ("heads", "queries")
+_AXES: dict[str, tuple[Any, ...]] = {
+    "query": (*_ROWS, "dim"),
+    "key": ("kv_heads", "keys", "dim"),
+    "value": ("kv_heads", "keys", "value_dim"),
+    "mask": (*_ROWS, "keys"),
+    "bias": (*_ROWS, "keys"),
+    "key_lengths": (),
+    "sinks": ("heads",),
+    "out": (*_ROWS, "value_dim"),
+    "lse": _ROWS,
+    "grad_out": (*_ROWS, "value_dim"),
+    "grad_lse": _ROWS,
+}
 
 
 @refusing
@@ -129,6 +145,7 @@ def attention(
     }  # fmt: skip
     call = _Call(query, key, value, options)
     pieces, name = f"attention-piece-{call.token}", f"attention-merged-{call.token}"
+    (value_dim,) = call.chunks["value_dim"]
     layer: Layer = {}
     ends: dict[Index, Key] = {}
     for rows, blocks in call.rows():
@@ -144,18 +161,17 @@ def attention(
         if not parts:
             parts.append((f"attention-no-keys-{call.token}", *rows))
             layer[parts[0]] = Task(
-                parts[0], _no_keys, call.sizes(rows), call.value_dim, call.options.dtype, sinks_of_row
+                parts[0], _no_keys, call.sizes(rows), value_dim, call.options.dtype, sinks_of_row
             )
         ends[rows] = _tree(layer, (name, *rows), parts, _merge)
     layer |= call.shared
     graph = HighLevelGraph.from_collections(name, layer, dependencies=list(call.arrays.values()))
-    chunks = (*call.chunks, (call.value_dim,))
     at_end = {(*rows, 0): end for rows, end in ends.items()}
-    out = call.as_given(_array(graph, name, f"attention-{call.token}", at_end, 0, call.result, chunks))
+    out = _array(graph, name, f"attention-{call.token}", at_end, 0, call.result, call.grid("out"))
     if not return_lse:
-        return out
-    lse = _array(graph, name, f"attention-lse-{call.token}", ends, 1, call.options.dtype, call.chunks)
-    return out, lse[0] if call.flat else lse
+        return call.as_given("out", out)
+    lse = _array(graph, name, f"attention-lse-{call.token}", ends, 1, call.options.dtype, call.grid("lse"))
+    return call.as_given("out", out), call.as_given("lse", lse)
 
 
 @refusing
@@ -259,7 +275,7 @@ def attention_backward(
         array = call.arrays[one]
         dtype = np.dtype(np.float64) if array.dtype.kind in "biu" else array.dtype.newbyteorder("=")
         label = f"attention-gradient-{one}-{call.token}"
-        gradients[one] = call.as_given(_array(graph, name, label, ends[one], None, dtype, array.chunks))
+        gradients[one] = call.as_given(one, _array(graph, name, label, ends[one], None, dtype, array.chunks))
     return Gradients(*(gradients.get(one) for one in Gradients._fields))
 
 
@@ -272,7 +288,6 @@ class _Options(NamedTuple):
     scale: float
     softcap: float | None
     dtype: np.dtype  #: of the computation
-    is_stored: bool  #: the result is in 16 bits, and partial results are not
     whole: tuple[int, int]  #: L and S
     band: Band | None  #: where `key_lengths` are not known before a task runs
 
@@ -307,77 +322,76 @@ class _Call:
         for name, x in (main | results | options).items():
             if isinstance(x, da.Array) and any(map(isnan, x.shape)):
                 raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
-        stand_ins = {name: _stand_in(x) for name, x in options.items()}
-        inputs: Any = [_stand_in(x) for x in main.values()]
-        known, known_mask, band, number, softcap = outline(inputs[0], inputs[1], inputs[2], stand_ins)
+        known, known_mask, band, number, softcap = outline(
+            stand_in(query), stand_in(key), stand_in(value),
+            {name: stand_in(x) if isinstance(x, da.Array) else x for name, x in options.items()},
+        )  # fmt: skip
         is_late = isinstance(options["key_lengths"], da.Array)
         self.token = tokenize(main, options, results, wrt)
         self.size, self.result, self.flat = known.sizes, known.result, known.flat
         self.is_swapped = known.swapped and not known.flat
-        self.options = _Options(
-            number, softcap, known.dtype, known.result != known.dtype, known.sizes[-2:],
-            band if is_late else None,
-        )  # fmt: skip
-        self._divide({name: self._inside(x) for name, x in main.items()})
-        rows, value_dims = self.chunks, self.arrays["value"].chunks[-1]
-        grids = {
-            "mask": (*rows, self.keys),
-            "bias": (*rows, self.keys),
-            "key_lengths": rows[:-2],
-            "sinks": rows[-2:-1],
-        }
-        for name, grid in grids.items():
+        self.options = _Options(number, softcap, known.dtype, known.sizes[-2:], band if is_late else None)
+        self._divide({name: self._inside(name, x) for name, x in main.items()})
+        for name in ("mask", "bias", "key_lengths", "sinks"):
             x = options[name]
             if isinstance(x, da.Array) or (x is not None and name in ("bias", "sinks")):
-                self.arrays[name] = _chunked(x, name, grid)
+                self._add(name, x)
         for name, x in results.items():
-            grid = rows if name in ("lse", "grad_lse") else (*rows, value_dims)
-            expected = self.as_given_shape(tuple(map(sum, grid)), has_dim=grid is not rows)
+            shape = tuple(map(sum, self.grid(name)))
+            expected = self.as_given(name, np.broadcast_to(0, shape)).shape
             if x.shape != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
-            x = x[None] if self.flat else x if grid is rows else self._inside(x)
-            self.arrays[name] = _chunked(x, name, grid)
+            self._add(name, self._inside(name, x))
         self._set_mask(None if "mask" in self.arrays else known_mask, band, is_late)
 
-    def _inside(self, array: da.Array) -> da.Array:
+    def _inside(self, name: str, array: Any) -> Any:
+        """An array of rows or keys with the axes that it has here."""
         if self.flat:
             return array[None]
-        return array.swapaxes(-3, -2) if self.is_swapped else array
+        return array.swapaxes(-3, -2) if self.is_swapped and len(_AXES[name]) == 3 else array
 
-    def as_given(self, array: da.Array) -> da.Array:
-        """An array of rows or keys as the caller has them."""
-        if self.flat:
-            return array[0]
-        return array.swapaxes(-3, -2) if self.is_swapped else array
+    def as_given(self, name: str, array: Any) -> Any:
+        """An array of rows or keys as the caller has it."""
+        return array[0] if self.flat else self._inside(name, array)
 
-    def as_given_shape(self, shape: tuple[int, ...], has_dim: bool) -> tuple[int, ...]:
-        if self.flat:
-            return shape[1:]
-        if self.is_swapped and has_dim:
-            return (*shape[:-3], shape[-2], shape[-3], shape[-1])
-        return shape
+    def _axes(self, name: str) -> tuple[Any, ...]:
+        return (*(() if name == "sinks" else range(len(self.size.lead))), *_AXES[name])
+
+    def grid(self, name: str) -> Chunks:
+        """The chunks of an array."""
+        return tuple(self.chunks[axis] for axis in self._axes(name))
 
     def _divide(self, main: dict[str, da.Array]) -> None:
         """Gives query, key and value the chunks that they have in common."""
-        n_lead = len(self.size.lead)
-        axes = {"query": ("heads", "queries", "dim"), "key": ("kv_heads", "keys", "dim")}
-        axes["value"] = ("kv_heads", "keys", "value_dim")
         pairs: list[Any] = []
         for name, array in main.items():
-            pairs += [array.rechunk({-1: -1}), (*range(n_lead - array.ndim + 3, n_lead), *axes[name])]
-        chunks, _ = da.core.unify_chunks(*pairs, warn=False)
-        group = self.size.H // max(1, sum(chunks["kv_heads"]))
-        kv_heads, heads = _whole_groups(chunks["heads"], chunks["kv_heads"], group)
-        lead = tuple(chunks[axis] for axis in range(n_lead))
-        self.chunks: Chunks = (*lead, heads, chunks["queries"])
-        self.keys: tuple[int, ...] = chunks["keys"]
-        self._slices = [_slices(sizes) for sizes in self.chunks]
-        self._key_slices = _slices(self.keys)
-        self.value_dim = main["value"].shape[-1]
+            pairs += [array.rechunk({-1: -1}), self._axes(name)[-array.ndim :]]
+        self.chunks: dict[Any, tuple[int, ...]] = da.core.unify_chunks(*pairs, warn=False)[0]
+        heads, kv_heads = self.chunks["heads"], self.chunks["kv_heads"]
+        kv_heads, heads = _whole_groups(heads, kv_heads, self.size.H // max(1, sum(kv_heads)))
+        self.chunks |= {"heads": heads, "kv_heads": kv_heads}
+        self._slices = [_slices(sizes) for sizes in self.grid("lse")]
+        self._key_slices = _slices(self.chunks["keys"])
         self.arrays: dict[str, Any] = {}
+        self._places: dict[str, list[int]] = {}
         for name, array in main.items():
-            grid = self.chunks if name == "query" else (*lead, kv_heads, self.keys)
-            self.arrays[name] = _chunked(array, name, (*grid, array.shape[-1:]))
+            self._add(name, array)
+
+    def _add(self, name: str, array: Any) -> None:
+        """Keeps an array in its chunks, and which of ``(*rows, keys, 0)`` is its chunk along each axis."""
+        if not isinstance(array, da.Array):
+            array = as_array(array, name)
+        axes = self._axes(name)[len(self._axes(name)) - array.ndim :]
+        grid = [self.chunks[axis] for axis in axes]
+        chunks = tuple(sizes if n == sum(sizes) else (n,) for n, sizes in zip(array.shape, grid, strict=True))
+        array = array.rechunk(chunks) if isinstance(array, da.Array) else da.from_array(array, chunks)
+        self.arrays[name] = array
+        numbered = [*self._axes("lse"), "keys"]
+        # A single chunk holds all, or one item that is broadcast.
+        self._places[name] = [
+            -1 if n == 1 else numbered.index("heads" if axis == "kv_heads" else axis)
+            for axis, n in zip(axes, array.numblocks, strict=True)
+        ]
 
     def _set_mask(self, mask: Mask | None, band: Band | None, is_late: bool) -> None:
         """All that is known of the mask before the tasks run, and along which axes it varies."""
@@ -397,24 +411,12 @@ class _Call:
     # What tasks need ----
 
     def sizes(self, rows: Index) -> tuple[int, ...]:
-        return tuple(sizes[n] for sizes, n in zip(self.chunks, rows, strict=True))
+        return tuple(sizes[n] for sizes, n in zip(self.grid("lse"), rows, strict=True))
 
     def index(self, name: str, rows: Index, keys: int = 0) -> Index:
         """The chunk of an array that queries of a chunk need, with keys of a chunk."""
-        *items, heads, _ = rows
-        index: Index
-        if name in ("query", "out", "grad_out"):
-            index = (*rows, 0)
-        elif name in ("key", "value"):
-            index = (*items, heads, keys, 0)
-        elif name in ("mask", "bias"):
-            index = (*rows, keys)
-        else:
-            index = {"key_lengths": tuple(items), "sinks": (heads,)}.get(name, rows)
-        n_blocks = self.arrays[name].numblocks
-        # A single chunk holds all, or one item that is broadcast.
-        own = zip(index[len(index) - len(n_blocks) :], n_blocks, strict=True)
-        return tuple(0 if n == 1 else place for place, n in own)
+        places = (*rows, keys, 0)
+        return tuple(places[at] for at in self._places[name])
 
     def ref(self, name: str, rows: Index, keys: int = 0) -> TaskRef | None:
         if name not in self.arrays:
@@ -431,15 +433,15 @@ class _Call:
 
     def rows(self) -> Iterator[tuple[Index, list[_Block]]]:
         """Every row of chunks, and the chunks of keys that it may read."""
-        for rows in product(*(range(len(sizes)) for sizes in self.chunks)):
+        for rows in product(*(range(len(sizes)) for sizes in self.grid("lse"))):
             yield rows, self._blocks(rows)
 
     def _blocks(self, rows: Index) -> list[_Block]:
         if 0 in self.sizes(rows):
             return []
         if self._mask is None:
-            return [_Block(n, None) for n, size in enumerate(self.keys) if size]
-        # Rows that the mask does not tell apart share one answer.
+            return [_Block(n, None) for n, size in enumerate(self.chunks["keys"]) if size]
+        # Rows of chunks along which the mask does not vary share one result.
         place = (*(n if varies else 0 for n, varies in zip(rows, self._varies, strict=False)), rows[-1])
         if place not in self._found:
             self._found[place] = self._allowed_blocks(self._mask, rows, place)
@@ -448,7 +450,7 @@ class _Call:
     def _allowed_blocks(self, mask: Mask, rows: Index, place: Index) -> list[_Block]:
         *items, heads, queries = (own[n] for own, n in zip(self._slices, rows, strict=True))
         part = Part(self.size.lead, tuple(items), heads, queries, slice(0, 0), self.options.whole)
-        present = [n for n, size in enumerate(self.keys) if size]
+        present = [n for n, size in enumerate(self.chunks["keys"]) if size]
         slices = [self._key_slices[n] for n in present]
         blocks = []
         for n, keys, state in zip(present, slices, _states_of_keys(mask, part, slices), strict=True):
@@ -463,11 +465,6 @@ class _Call:
         return blocks
 
 
-def _stand_in(x: Any) -> Any:
-    """Zeros of the shape and dtype of a Dask array; other values as they are."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape) if isinstance(x, da.Array) else x
-
-
 def _slices(sizes: tuple[int, ...]) -> list[slice]:
     ends = list(accumulate(sizes, initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]
@@ -480,15 +477,6 @@ def _whole_groups(
     ends = {*accumulate(kv_heads), *(end // group for end in accumulate(heads) if group and end % group == 0)}
     sizes = tuple(np.diff(sorted({0, *ends})).tolist()) or (0,)
     return sizes, tuple(n * group for n in sizes)
-
-
-def _chunked(array: Any, name: str, grid: Chunks) -> da.Array:
-    """An array that broadcasts to a grid of chunks, with its chunks."""
-    if not isinstance(array, da.Array):
-        array = as_array(array, name)
-    own = zip(array.shape, grid[len(grid) - array.ndim :], strict=True)
-    chunks = tuple(sizes if n == sum(sizes) else (n,) for n, sizes in own)
-    return array.rechunk(chunks) if isinstance(array, da.Array) else da.from_array(array, chunks)
 
 
 def _tree(layer: Layer, name: Index, parts: list[Key], function: Callable[..., Any]) -> Key:
@@ -576,9 +564,8 @@ def _attend(options: _Options, query: Any, key: Any, value: Any, *others: Any) -
     """Out and lse of one chunk of queries over one of keys."""
     *shared_inputs, sinks = others
     lead = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    out = None
-    if options.is_stored:
-        out = np.empty((*lead, *query.shape[-3:-1], value.shape[-1]), options.dtype)
+    # In this dtype also where the result is in 16 bits: partial results are not.
+    out = np.empty((*lead, *query.shape[-3:-1], value.shape[-1]), options.dtype)
     shared = _shared_options(options, lead, *shared_inputs)
     return fastattn.attention(query, key, value, sinks=sinks, out=out, return_lse=True, **shared)
 

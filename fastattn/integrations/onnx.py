@@ -35,9 +35,8 @@ with extra("onnx"):
 class Attention(OpRun):
     """``Attention`` of opsets 23 to 25, with all four outputs.
 
-    Y is computed without an L by S matrix, in float32 for 16-bit inputs. That is at least as exact as ONNX's
-    own, whatever ``softmax_precision`` says. Only for a graph with ``qk_matmul_output`` that matrix is
-    computed.
+    Y is computed without an L by S matrix, in float32 for 16-bit inputs. It is at least as exact as ONNX's
+    own, whatever ``softmax_precision`` says. Only a graph with ``qk_matmul_output`` computes the matrix.
     """
 
     def _run(

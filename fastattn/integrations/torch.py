@@ -74,7 +74,7 @@ def attention(
     for name, x in tensors.items():
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}, and tensors of the CPU are taken; {name}.cpu() is one")
-    # Autograd alone takes as long as a small call.
+    # Autograd itself takes as long as a small call.
     if not _is_transformed([*tensors.values(), *options.values()]):
         arrays = {name: _array(name, x) for name, x in tensors.items()}
         found: Any = fastattn.attention(**arrays, return_lse=return_lse, **options)

@@ -45,8 +45,7 @@ _TORCH_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weig
 class MultiHeadAttention:
     """Multi-head attention with its projections: ``concat(heads of attention(x w_q, x w_k, x w_v)) w_o``.
 
-    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+    Letters as in `fastattn.attention`.
 
     Parameters
     ----------
@@ -69,11 +68,10 @@ class MultiHeadAttention:
 
     Attributes
     ----------
-    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o : ndarray or None
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, rope : arrays or None
         What was given, in the dtype of the computation. An array that has it already is not copied: the next
         call sees changes made in place.
     num_heads, num_kv_heads : int
-    rope : (ndarray, ndarray) or None
 
     Raises
     ------
@@ -81,11 +79,6 @@ class MultiHeadAttention:
         An unsupported dtype, float16 together with bfloat16, a size that is not an integer, arrays on a GPU.
     ValueError
         Shapes that do not fit each other, or the numbers of heads.
-
-    See Also
-    --------
-    fastattn.attention : attention alone, and what each option is.
-    fastattn.KVCache : keys and values of past tokens.
 
     Notes
     -----
@@ -98,9 +91,8 @@ class MultiHeadAttention:
         heads = fastattn.attention(q, k, v, layout="bshd")
         out = heads.reshape(*query.shape[:-1], -1) @ w_o + b_o
 
-    A projection is one BLAS product over all items and rows. Its result is ``(..., length, heads, dim)`` as
-    it stands: nothing is transposed or copied. In self-attention, weights side by side in memory, as
-    `from_torch` has them, are one product. Biases and rotations are applied in place.
+    A projection is one BLAS product over all items and rows. In self-attention the projections are one, where
+    the weights are side by side in memory, as `from_torch` has them. Nothing is transposed or copied.
 
     Dtypes: as in `attention`, of the arguments and the weights. 16-bit weights are widened to float32 once;
     the result is rounded once. float32 weights are converted at each call with float64 arguments.
@@ -300,10 +292,8 @@ class MultiHeadAttention:
         b_o = arrays.pop("out_proj.bias", None)
         if arrays:
             raise ValueError(f"state_dict has {', '.join(arrays)}, which nn.MultiheadAttention has not")
-        b_q, b_k, b_v = biases
-        return cls(
-            w_q.T, w_k.T, w_v.T, w_o.T, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads
-        )  # fmt: skip
+        named: Any = zip(("b_q", "b_k", "b_v", "b_o"), (*biases, b_o), strict=True)
+        return cls(w_q.T, w_k.T, w_v.T, w_o.T, **dict(named), num_heads=num_heads)
 
     def __repr__(self) -> str:
         (query_dim, _), (_, out_dim) = self.w_q.shape, self.w_o.shape
@@ -370,8 +360,7 @@ class MultiHeadAttention:
         Notes
         -----
         Positions for `rope`: keys are at ``0 .. S - 1``, or follow those of the cache. Queries are at
-        ``0 .. L - 1``; with a cache or ``causal="bottom_right"`` they are the last positions of their item,
-        ``S_b - L .. S_b - 1``.
+        ``0 .. L - 1``; with a cache or ``causal="bottom_right"`` they are the last positions of their item.
 
         In cross attention the first call fills the cache. The others read it, and give no keys::
 
@@ -393,14 +382,18 @@ class MultiHeadAttention:
             raise ValueError(f"key and value must have the same length, got {x_k.shape} and {x_v.shape}")
         result = promote(query=x_q, key=x_k, value=x_v, weights=self._like)
         dtype = computed_in(result)
-        lead = _common_lead(x_q, x_k, x_v)
+        lead = _common_lead(query=x_q, key=x_k, value=x_v)
         if out is not None:
             out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
         given["return_weights"] = bool(return_weights)
         if cache is None:
             given |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
             given["causal"] = check_causal(False if causal is None else causal)
-            positions: tuple[Any, Any] = self._positions(lead, x_q.shape[-2], x_k.shape[-2], given)
+            positions: tuple[Any, Any] = None, None  # from 0 on
+            if self.rope is not None and given["causal"] == "bottom_right":
+                S = x_k.shape[-2]
+                ends = np.array(S) if key_lengths is None else check_key_lengths(key_lengths, lead, S)
+                positions = _last(x_q.shape[-2], ends), None
         else:
             if check_finite(dropout, "dropout") or seed is not None:
                 raise ValueError(f"a cache takes no dropout, got dropout={dropout!r} and seed={seed!r}")
@@ -441,14 +434,6 @@ class MultiHeadAttention:
             _added(part, b).reshape(*part.shape[:-1], *split)
             for part, b, split in zip(parts, biases, splits, strict=True)
         ]
-
-    def _positions(self, lead: tuple[int, ...], L: int, S: int, options: dict[str, Any]) -> tuple[Any, None]:
-        """Where queries and keys are without a cache; None: from 0 on."""
-        if self.rope is None or options["causal"] != "bottom_right":
-            return None, None
-        lengths = options["key_lengths"]
-        ends = np.array(S) if lengths is None else check_key_lengths(lengths, lead, S)
-        return _last(L, ends), None
 
 
 # The edge ------------------------------------------------------------------------------------------
@@ -493,16 +478,13 @@ def _rows(value: Any, name: str, weights: np.ndarray, of: str) -> np.ndarray:
     return array
 
 
-def _common_lead(*arrays: np.ndarray) -> tuple[int, ...]:
-    shapes = [array.shape for array in arrays]
+def _common_lead(**arrays: np.ndarray) -> tuple[int, ...]:
     try:
-        return np.broadcast_shapes(*(shape[:-2] for shape in shapes))
+        return np.broadcast_shapes(*(array.shape[:-2] for array in arrays.values()))
     except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise ValueError(
-            "the leading batch axes of query, key and value do not broadcast; "
-            + ", ".join(
-                f"{name} {shape}" for name, shape in zip(("query", "key", "value"), shapes, strict=True)
-            )
+            f"the leading batch axes of query, key and value do not broadcast; {shapes}"
         ) from None
 
 

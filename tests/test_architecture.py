@@ -496,6 +496,7 @@ RAISES_ELSEWHERE = {
     "integrations/sklearn.py: _search": "too few samples to leave one out",
     # The edge of functions, beside the compiler that reads them.
     "_api/flex.py: flex_attention": "block_mask is no mask",
+    "_api/flex.py: _normalize": "out is read as aux is, on a GPU",
     "_api/flex.py: _check_function": "what is given as a function",
     "_api/flex.py: _aux": "what functions read",
     "_api/flex.py: _evaluate": "there is no compiler",

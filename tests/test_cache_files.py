@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,7 +278,7 @@ def test_an_absurd_header(name, mmap, tmp_path):
     cache.save(path)
     content = path.read_bytes()
     numbers = content[8 + int.from_bytes(content[:8], "little") :]
-    settings = cache._settings._replace(**changes)
+    settings = replace(cache._settings, **changes)
     state = cache._settle()._asdict()
     pages = contents(path)[1]["keys"].shape[0]
     checksums = json.loads(contents(path)[0]["__metadata__"]["checksums"])
@@ -290,7 +291,7 @@ def test_an_absurd_header(name, mmap, tmp_path):
         def __init__(self, numbers):
             self.tolist = lambda: numbers
 
-    tensors = _tensors(cache._settings.page_shape(), pages)
+    tensors = _tensors(cache._settings, pages)
     path.write_bytes(_header(settings, AnyState(), tensors, checksums) + numbers)
     with pytest.raises(ValueError, match="is no file of a KVCache, or damaged"):
         fastattn.KVCache.load(path, mmap=mmap)
@@ -306,7 +307,7 @@ def test_a_table_far_longer_than_its_pages(mmap, tmp_path):
     made = _header(
         cache._settings,
         _cache_files.State(*(array + 2**36 for array in cache._settle())),
-        _tensors(cache._settings.page_shape(), tensors["keys"].shape[0]),
+        _tensors(cache._settings, tensors["keys"].shape[0]),
         json.loads(header["__metadata__"]["checksums"]),
     )
     (tmp_path / "cache").write_bytes(made + content[8 + int.from_bytes(content[:8], "little") :])
@@ -321,7 +322,7 @@ def test_the_helper_writes_what_save_does(tmp_path):
     made = _header(
         cache._settings,
         cache._settle(),
-        _tensors(cache._settings.page_shape(), tensors["keys"].shape[0]),
+        _tensors(cache._settings, tensors["keys"].shape[0]),
         json.loads(header["__metadata__"]["checksums"]),
     )
     assert (tmp_path / "cache").read_bytes().startswith(made)
@@ -411,7 +412,7 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     settings = fastattn.KVCache(1, 1, 128, dtype="int8")._settings
     lengths = np.array([n])
     state = _cache_files.State(lengths, lengths, np.array([0]))
-    tensors = _tensors(settings.page_shape(), -(-n // 256))
+    tensors = _tensors(settings, -(-n // 256))
     header = _header(settings, state, tensors, {tensor.name: "0" * 64 for tensor in tensors})
     with open(tmp_path / "cache", "wb") as file:
         file.write(header)

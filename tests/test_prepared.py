@@ -14,7 +14,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn._api import attention as _api
-from fastattn._api import flex, prepared, signature
+from fastattn._api import prepared, signature
 from fastattn.backends.cpu import record
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, random_arrays, solve
 from tests.conftest import on_compiled
@@ -242,8 +242,7 @@ def no_general_path(monkeypatch):
     """From now on a call that is not prepared fails."""
 
     def refuse():
-        for module in (_api, flex):
-            monkeypatch.setattr(module, "solve", lambda *_: pytest.fail("this call took the general path"))
+        monkeypatch.setattr(_api, "select", lambda *_: pytest.fail("this call took the general path"))
 
     return refuse
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -22,60 +23,31 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import AttentionOptions, RowsLike, VarlenOptions
+    from fastattn._call.options import AttentionOptions, No, RowsLike, VarlenOptions, Yes
+    from fastattn._call.problem import Mod
 
 _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
 
 
 @overload
 def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[False] = ...,
-    return_weights: Literal[False] = ...,
-    **options: Unpack[AttentionOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[No, No]]
 ) -> np.ndarray: ...
 @overload
 def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[True],
-    return_weights: Literal[False] = ...,
-    **options: Unpack[AttentionOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, No]]
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[False] = ...,
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[No, Yes]]
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[True],
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, Yes]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 @overload
 def attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: bool = ...,
-    return_weights: bool = ...,
-    **options: Unpack[AttentionOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[bool, bool]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("A")
 def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
@@ -176,8 +148,10 @@ def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **o
     (2, 8, 5, 64)
     """
     found = None if extra else recall(ATTENTION, query, key, value, options, default_backend())
-    if found is not None and type(found) is not bytes:
-        return found  # the results
+    if found is not None:
+        results = reuse(found, query, key, value, options) if type(found) is bytes else found
+        if results is not None:
+            return results
     options = complete("A", attention, options, extra)
     return attend(ATTENTION, query, key, value, options, signature=found)
 
@@ -193,23 +167,30 @@ def attend(
     more: Any = None,
     make: Callable[[], Request] | None = None,
     keep_first: int = 0,
+    score_mod: Mod | None = None,
 ) -> Any:
-    """The results of a call of a public function, by a prepared call if there is one.
+    """The results of a call of a public function, by a prepared call if there is one: else the stages are
+    normalize, select, prepare, run.
 
     `signature`: that of the call where it is known already, False where it has none. `more`: what else the
     call depends on. `make` gives the `Request` of a function other than `attention`. The options are changed.
     """
     if type(options.get("key_lengths")) in (list, tuple, int):
         options["key_lengths"] = counts(options["key_lengths"])
-    if make is None and type(options["mask"]) is Dense:
+    if make is None and type(options.get("mask")) is Dense:
         options["mask"] = options["mask"].array
     if signature is None:
         signature = signature_of(function, query, key, value, options, more)
-    results = reuse(signature, query, key, value, options)
-    if results is None:
-        request = normalize(query, key, value, options, keep_first=keep_first) if make is None else make()
-        results = solve(request, signature, (query, key, value), options)
-    return results
+    results = reuse(signature, query, key, value, options, score_mod)
+    if results is not None:
+        return results
+    request = normalize(query, key, value, options, keep_first=keep_first) if make is None else make()
+    num_threads = options.get("num_threads")
+    if num_threads is not None:
+        num_threads = check_num_threads(num_threads, "num_threads")
+    backend = select(request.problem, options.get("backend"))
+    prepared.run(request, signature or None, (query, key, value), options, backend, num_threads)
+    return request.finish(query, options.get("out"))
 
 
 @public()
@@ -226,14 +207,11 @@ def scaled_dot_product_attention(
 ) -> np.ndarray:
     """PyTorch's function of that name on NumPy arrays, by its conventions.
 
-    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim.
+    Letters as in `attention`.
 
     Parameters
     ----------
-    query : array_like, shape (..., H, L, D)
-    key : array_like, shape (..., K, S, D)
-    value : array_like, shape (..., K, S, E)
+    query, key, value : array_like, shapes (..., H, L, D), (..., K, S, D) and (..., K, S, E)
     attn_mask : array_like, optional
         Broadcasts to ``(..., H, L, S)``: bool, True = may attend, or float, added to the scores, be they
         zeros and ones.
@@ -258,14 +236,10 @@ def scaled_dot_product_attention(
     ValueError
         `dropout_p` other than 0, heads that do not match, shapes that do not fit.
 
-    See Also
-    --------
-    attention : the same with all options and in NumPy's conventions.
-
     Notes
     -----
-    Unlike there, a query without any allowed key gives zeros by contract, NaN in masked keys and values is
-    never seen, and query, key and value of different dtypes promote.
+    Unlike in PyTorch, a query without any allowed key gives zeros by contract, NaN in masked keys and values
+    is never seen, and query, key and value of different dtypes promote.
 
     Examples
     --------
@@ -280,16 +254,14 @@ def scaled_dot_product_attention(
     function = SDPA_GQA if enable_gqa else SDPA
     options = {"mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
     # Numbers that equal a bool, or 0, are for the whole function to judge, as in a first call.
-    has_flags = type(is_causal) is type(enable_gqa) is bool
+    is_plain = type(is_causal) is type(enable_gqa) is bool and type(dropout_p) in (float, int)
     signature = False
-    if has_flags and type(dropout_p) in (float, int) and dropout_p == 0 and not isinstance(attn_mask, Mask):
+    if is_plain and dropout_p == 0 and (attn_mask is None or not isinstance(attn_mask, Mask)):
         signature = recall(function, query, key, value, options, default_backend())
         if signature is not None and type(signature) is not bytes:
             return signature  # the results
-
-    def make() -> Request:
-        return normalize_sdpa(query, key, value, options, dropout_p, is_causal, enable_gqa)
-
+    # No closure, whose variables would take longer to read in each call.
+    make = partial(normalize_sdpa, query, key, value, options, dropout_p, is_causal, enable_gqa)
     return attend(function, query, key, value, options, signature=signature, make=make)
 
 
@@ -300,9 +272,7 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[No]],
 ) -> np.ndarray: ...
 @overload
 def varlen_attention(
@@ -311,9 +281,7 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[Yes]],
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def varlen_attention(
@@ -322,9 +290,7 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    *,
-    return_lse: bool = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[bool]],
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
 @public("V")
 def varlen_attention(
@@ -402,10 +368,7 @@ def varlen_attention(
     both = (starts_q, starts_q if starts_k is None else starts_k)
     if all(type(x) is np.ndarray and x.size <= _MAX_DOCUMENTS for x in both):
         more, signature = tuple((x.dtype.str, x.shape, x.tobytes()) for x in both), None
-
-    def make() -> Request:
-        return normalize_varlen(query, key, value, options, starts_q, starts_k)
-
+    make = partial(normalize_varlen, query, key, value, options, starts_q, starts_k)
     return attend(VARLEN, query, key, value, options, signature=signature, more=more, make=make)
 
 
@@ -493,18 +456,12 @@ def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     p : float
         The probability, in ``[0, 1)``, of a weight to be dropped; rounded to a multiple of ``2**-16``.
     seed : int
-        In ``[0, 2**128)``.
+        In ``[0, 2**128)``. What is out of its range is a ValueError, and of the wrong kind a TypeError.
 
     Returns
     -------
     ndarray of bool
         True where a weight is kept.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A `shape` that is not of non-negative integers, or empty; a `p` or `seed` out of its range or of the
-        wrong kind.
 
     Notes
     -----
@@ -529,13 +486,3 @@ def dropout_mask(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     """
     sizes, dropout = check_shape(shape), check_dropout(p, seed, name="p", is_needed=True)
     return np.ones(sizes, bool) if dropout is None else dropout.mask(sizes)
-
-
-def solve(request: Request, signature: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
-    """The stages after the edge: select, prepare, run, and hand the results back."""
-    num_threads = options.get("num_threads")
-    if num_threads is not None:
-        num_threads = check_num_threads(num_threads, "num_threads")
-    backend = select(request.problem, options.get("backend"))
-    prepared.run(request, signature or None, inputs, options, backend, num_threads)
-    return request.finish(inputs[0], options.get("out"))

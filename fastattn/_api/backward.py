@@ -41,20 +41,15 @@ def attention_backward(
     ----------
     grad_out : array_like, shape (..., H, L, E)
         The gradient with respect to `out`, in the layout of the call. Any strides, also 0.
-    query, key, value : array_like
-        As in the forward call.
-    out : array_like, shape (..., H, L, E)
-        What the forward call returned.
-    lse : array_like, shape (..., H, L)
-        What it returned with ``return_lse=True``.
+    out, lse : array_like, shapes (..., H, L, E) and (..., H, L)
+        What the forward call returned with ``return_lse=True``.
     grad_lse : array_like, shape (..., H, L), optional
         The gradient with respect to `lse`, if the scalar depends on it.
+    query, key, value
     other options
-        As in the forward call.
+        As in the forward call. The backends "cython" and "reference" compute gradients.
     wrt : iterable of str, default ("query", "key", "value")
         Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.
-    num_threads, backend
-        As in `attention`; "cython" and "reference" compute gradients.
 
     Returns
     -------
@@ -86,24 +81,10 @@ def attention_backward(
     and with a soft-cap ``change`` times ``1 - tanh(...)**2`` for query and key. With dropout, ``P`` in
     `grad_value` and ``grad_out @ value.swapaxes(-1, -2)`` are multiplied by ``keep / (1 - dropout)``.
 
-    Masks: a query without any allowed key contributes 0, whatever its row of `grad_out` or `grad_lse` holds.
-    The gradients of a masked key are exactly 0. NaN or inf in it, or in a row of `query` or `grad_out`,
-    reaches only what the mask lets read it.
-
-    Accuracy: products and sums are in the dtype of the forward computation. 16-bit gradients are rounded
-    once.
-
-    Large scores: with the `lse` of the forward call the weights of a row add up to 1, whatever scores and
-    `lse` were rounded to. Where this rounding may matter, the lse is computed again, and replaces one that
-    agrees with it up to rounding. That is where the `lse` is 256 or more, at the cost of one more product of
-    queries and keys; or where the norm of the query times that of the largest key times the scale is 4096
-    or more, at the cost of doing all twice. Any other `lse`, as of a row that reads further keys, is taken as
-    given: a weight is what ``np.exp`` gives, also inf and 0. Further keys whose share is below the rounding
-    of a large `lse`, some 1e-6 times its size in float32, are taken for rounding.
-
-    Determinism: as in `attention`.
-
-    Memory: nothing of size ``L * S``, unless the bias has it.
+    A query without any allowed key contributes 0, whatever its row of `grad_out` or `grad_lse` holds. The
+    gradients of a masked key are exactly 0. NaN or inf in it, or in a row of `query` or `grad_out`, reaches
+    only what the mask lets read it. 16-bit gradients are rounded once. Large scores, determinism, memory:
+    docs/promises.md.
 
     References
     ----------

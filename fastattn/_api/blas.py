@@ -131,17 +131,8 @@ def share_threads_with_blas(enable: bool = True) -> bool:
     -----
     It applies to the whole process, and to OpenBLAS's routines of level 1 to 3. Factorisations in
     `numpy.linalg` may use OpenBLAS's own threads. A product keeps OpenBLAS's number of threads
-    (OPENBLAS_NUM_THREADS, threadpoolctl) and its bits. Products of several Python threads run one after
-    another, as without sharing.
-
-    A forked child uses OpenBLAS's own threads. It uses a single one if a Python thread other than the forking
-    one has run products: that thread could hold a lock which the child would wait for.
-
-    Inside another parallel region, or with a limit on OpenMP's threads, a product creates threads for its
-    duration.
-
-    Do not set OpenBLAS's number of threads during a product of another Python thread: OpenBLAS may reuse the
-    product's buffers.
+    (OPENBLAS_NUM_THREADS, threadpoolctl) and its bits. Forks, and products of several Python threads or
+    inside another parallel region: docs/promises.md.
 
     Examples
     --------

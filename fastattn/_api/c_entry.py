@@ -56,10 +56,6 @@ def get_include() -> str:
     -------
     str
 
-    See Also
-    --------
-    attention : the same function in Python.
-
     Notes
     -----
     The header documents the struct of a call and the one function. Cython finds ``fastattn/__init__.pxd`` by

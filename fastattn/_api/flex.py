@@ -8,12 +8,12 @@ from functools import cache, partial
 from importlib import import_module
 from math import prod
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from fastattn._api.attention import solve
-from fastattn._api.prepared import FLEX, counts, reuse, signature_of
+from fastattn._api.attention import attend
+from fastattn._api.prepared import FLEX
 from fastattn._call.arguments import PLAIN_DTYPES, check_places, overlap, readable
 from fastattn._call.normalize import normalize
 from fastattn._call.options import complete, public, refusing
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import FlexOptions, RowsLike
+    from fastattn._call.normalize import Request
+    from fastattn._call.options import FlexOptions, No, RowsLike, Yes
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -41,53 +42,23 @@ _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
 @overload
 def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[False] = ...,
-    return_weights: Literal[False] = ...,
-    **options: Unpack[FlexOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[No, No]]
 ) -> np.ndarray: ...
 @overload
 def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[True],
-    return_weights: Literal[False] = ...,
-    **options: Unpack[FlexOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, No]]
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[False] = ...,
-    return_weights: Literal[True],
-    **options: Unpack[FlexOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[No, Yes]]
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: Literal[True],
-    return_weights: Literal[True],
-    **options: Unpack[FlexOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, Yes]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 @overload
 def flex_attention(
-    query: ArrayLike,
-    key: RowsLike,
-    value: RowsLike,
-    *,
-    return_lse: bool = ...,
-    return_weights: bool = ...,
-    **options: Unpack[FlexOptions],
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[bool, bool]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("F")
 def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
@@ -97,9 +68,6 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
 
     Parameters
     ----------
-    query : array_like, shape (..., H, L, D)
-    key : array_like, shape (..., K, S, D)
-    value : array_like, shape (..., K, S, E)
     score_mod : function, optional
         A Python function, one of `numba.njit`, or a `functools.partial` of either.
         ``score_mod(score, b, h, q_idx, kv_idx, *aux)`` replaces one scaled (and soft-capped) score: `score`
@@ -116,15 +84,14 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
         Further arguments of both functions: arrays and numbers of bool, integer or float dtypes. They are
         read at each call: others of the same dtypes and numbers of axes need no compilation. With a query on
         a GPU arrays must be there, too, and numbers must be Python's.
+    query, key, value
     other options
         As in `attention`. `bias` is added after `score_mod`. All masks hold together (AND). On the CPU a
         `score_mod` needs the backend ``"cython"`` or ``"numba"``, and Numba as its compiler.
 
     Returns
     -------
-    out : ndarray, shape (..., H, L, E)
-    lse : ndarray, shape (..., H, L)
-    weights : ndarray, shape (..., H, L, S)
+    out, lse, weights
         As in `attention`.
 
     Raises
@@ -139,26 +106,15 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
     BackendError
         As in `attention`, or Numba is not installed.
 
-    See Also
-    --------
-    create_block_mask : evaluates a `mask_mod` once.
-
     Notes
     -----
-    Compilation takes a quarter of a second for each new function, and a second more for the first in a
-    process. Floats written in a function, or read from its closure or its globals, take the dtype of the
-    scores, as Python's numbers do beside a NumPy array. Such floats and arrays, also those in tuples, are
-    read at each call, as `aux` is. Integers and all else from outside are compiled in: the function is
-    compiled again when they change. The last few hundred loops are kept. ``exp``, ``exp2`` and ``tanh`` of
-    `math` and `numpy` run on many scores at once, other functions of the C library on one at a time.
+    The first call with a new function compiles it, in a quarter of a second, and a second more for the first
+    in a process. Floats written in a function, or read from its closure or its globals, take the dtype of the
+    scores. Such floats and arrays, also those in tuples, are read at each call, as `aux` is; integers and all
+    else from outside are compiled in, and compiled again when they change.
 
-    Negative indices count from the end. Each index is checked. This costs nothing measurable where a score
-    reads one or two elements, and up to half of the time in a function that loops over many.
-    ``FASTATTN_CHECK_INDICES=0`` in the environment removes the checks. On a GPU only the first and the last
-    of each index are tried, before the kernel starts.
-
-    On a GPU both functions are called inside the kernel: `mask_mod` before each tile's scores, and tiles
-    that it leaves empty are skipped. Beside integers they compute in float64 there.
+    Negative indices count from the end. Each index is checked, unless FASTATTN_CHECK_INDICES=0 is in the
+    environment. Cost of compilation and checks, and functions on a GPU: docs/promises.md.
 
     A masked key is never seen, whatever `score_mod` reads or returns for it; a NaN for another key makes the
     row NaN. A `mask_mod` is evaluated for all pairs, also for those that are masked otherwise.
@@ -185,40 +141,42 @@ def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any
     True
     """
     options = complete("F", flex_attention, options, extra)
-    block_mask, key_lengths = options["block_mask"], options["key_lengths"]
+    block_mask = options["block_mask"]
     if block_mask is not None and not isinstance(block_mask, Mask):
         raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
     values = _aux(options["aux"])
     score, allowed = _mod(options["score_mod"], values), _mod(options["mask_mod"], values)
-    options |= {"mask": block_mask.array if type(block_mask) is Dense else block_mask}
-    if isinstance(key_lengths, (list, tuple, int)):
-        options["key_lengths"] = counts(key_lengths)
-    signature = None
+    options["mask"] = block_mask.array if type(block_mask) is Dense else block_mask
+    keys: Any = None
+    signature: Any = False
     if allowed is None or not allowed.reads_arrays:
+        signature = None
         keys = None if score is allowed is None else (score and score.key, allowed and _constant_key(allowed))
-        signature = signature_of(FLEX, query, key, value, options, keys)
-        if (results := reuse(signature, query, key, value, options, score)) is not None:
-            return results
+    make = partial(_normalize, query, key, value, options, score, allowed, values)
+    return attend(
+        FLEX, query, key, value, options, signature=signature, more=keys, make=make, score_mod=score
+    )  # fmt: skip
+
+
+def _normalize(
+    query: Any, key: Any, value: Any, options: dict[str, Any], score: Any, allowed: Any, aux: list[Any]
+) -> Request:
     for kind, mod, names in (("score_mod", score, _SCORE_MOD), ("mask_mod", allowed, _MASK_MOD)):
         if mod is not None:
-            _check_function(kind, mod.function, names, values)
+            _check_function(kind, mod.function, names, aux)
     on_gpu = as_device_array(query, "query")
     if score is not None or allowed is not None:
-        arrays = {f"aux[{i}]": value for i, value in enumerate(values) if value.ndim}
+        arrays = {f"aux[{i}]": x for i, x in enumerate(aux) if x.ndim}
         check_places(query=query if on_gpu is None else on_gpu, **arrays)
-    function_mask = None
-    if allowed is not None and on_gpu is None:
-        wanted = options["num_threads"]
-        threads = get_num_threads() if wanted is None else check_num_threads(wanted, "num_threads")
-        function_mask = _FunctionMask(allowed, threads)
-    may_fail = on_gpu is None and score is not None
-    request = normalize(query, key, value, options, function_mask=function_mask, may_fail=may_fail)
-    target = None if options["out"] is None or on_gpu is None else request.problem.out
-    if target is not None and any(value.ndim and overlap(target, value) for value in values):
-        raise ValueError(f"out must not share memory with aux on {target.device}")
-    mask = None if on_gpu is None else allowed
-    problem = request.problem._replace(score_mod=score, mask_mod=mask)
-    return solve(request._replace(problem=problem), signature, (query, key, value), options)
+    if on_gpu is not None:
+        request = normalize(query, key, value, options)
+        out = None if options["out"] is None else request.problem.out
+        if out is not None and any(x.ndim and overlap(out, x) for x in aux):
+            raise ValueError(f"out must not share memory with aux on {out.device}")
+        return request._replace(problem=request.problem._replace(score_mod=score, mask_mod=allowed))
+    mask = None if allowed is None else _FunctionMask(allowed, _threads(options["num_threads"]))
+    request = normalize(query, key, value, options, function_mask=mask, may_fail=score is not None)
+    return request._replace(problem=request.problem._replace(score_mod=score))
 
 
 @refusing
@@ -245,16 +203,13 @@ def create_block_mask(
         Query heads; None and 1 as for B.
     L, S : int
         Query length and key length.
-    aux : sequence of array_like, optional
+    aux, num_threads
         As in `flex_attention`.
-    num_threads : int, optional
-        As in `attention`.
 
     Returns
     -------
     fastattn.masks.BlockMask
-        For `flex_attention`, or as ``mask=`` of `attention`. It combines with other masks by ``&``, ``|``
-        and ``~``, and prints as a drawing.
+        For `flex_attention`, or as ``mask=`` of `attention`. It prints as a drawing.
 
     Raises
     ------
@@ -293,8 +248,7 @@ def create_block_mask(
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
     batch, heads = (None if n is None else whole_number(n, name) for n, name in ((B, "B"), (H, "H")))
     len_q, len_k = whole_number(L, "L"), whole_number(S, "S")
-    threads = get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
-    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), threads)
+    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), _threads(num_threads))
     return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
 
 
@@ -321,6 +275,10 @@ def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMa
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
     mask_map: MaskMap = evaluate(mod, sizes, num_threads)
     return mask_map
+
+
+def _threads(wanted: Any) -> int:
+    return get_num_threads() if wanted is None else check_num_threads(wanted, "num_threads")
 
 
 @cache
@@ -382,27 +340,18 @@ def _aux(aux: Any) -> list[Any]:
         raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")
     values = []
     for i, given in enumerate(aux):
-        if (
-            type(given) is np.ndarray
-            and given.ndim
-            and given.dtype.char in PLAIN_DTYPES
-            and given.dtype.isnative
-        ):
+        is_array = type(given) is np.ndarray and given.ndim > 0
+        if is_array and given.dtype.char in PLAIN_DTYPES and given.dtype.isnative:
             values.append(given)
             continue
         on_gpu = as_device_array(given, f"aux[{i}]")
         value: Any = np.asarray(given) if on_gpu is None else on_gpu
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
             raise TypeError(f"aux[{i}] must be of bool, integer or float dtype, got dtype {value.dtype}")
-        if on_gpu is not None:
-            if value.dtype == np.float16 or value.ndim == 0:
-                what = "float16" if value.ndim else "a number"
-                raise TypeError(
-                    f"aux[{i}] is {what} on {value.device}: pass float32, or a number of Python's"
-                )
-            values.append(value)
-            continue
-        values.append(readable(value))
+        if on_gpu is not None and (value.dtype == np.float16 or value.ndim == 0):
+            what = "float16" if value.ndim else "a number"
+            raise TypeError(f"aux[{i}] is {what} on {value.device}: pass float32, or a number of Python's")
+        values.append(readable(value) if on_gpu is None else value)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from math import log, pi
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,10 +83,6 @@ def kernel_regression(
         Shapes that do not fit; D = 0; a bandwidth that is not positive, or so small that squared distances
         overflow; negative or infinite weights; `leave_one_out` with points other than `x`.
 
-    See Also
-    --------
-    kernel_logsumexp : the sum of the kernels itself.
-
     Notes
     -----
     The same in NumPy, with its ``L * S * D`` memory::
@@ -97,32 +94,13 @@ def kernel_regression(
 
     Far from all observations the nearest ones decide, where this formula gives 0 / 0.
 
-    It is attention with points as queries, observations as keys and scores
-    ``p @ x - p @ p / 2 - x @ x / 2``, in bandwidths and centred. The sums cancel where distances are small
-    beside the coordinates. With R the largest distance of an observation from the centre, in bandwidths:
-
-    * R up to 32: these sums are rounded in float64, by some 1e-13.
-    * R up to 256: each coordinate is cut in two. The first part is a multiple of a power of two whose
-      products and sums are exact; the second is small [3]_.
-    * R above 256: the products only tell which observations may matter to a point. Their scores are computed
-      again, from differences of the given coordinates.
-
-    Accuracy: all is computed in float64 and rounded once. Let d be the distance of the observations that
-    matter, in bandwidths. The log density, and the weights of `out` relatively, have an error of the order
-    ``eps * (1 + d**2)``. R up to 32 adds ``eps * R * (d + R)``, R from there to 256 ``eps * R * d``; on the
-    reference backend, where BLAS chooses the order of sums, both add ``eps * R * (d + R)``. The mean of `x`
-    is subtracted first, so a shift of both points and x only rounds the arguments.
-
-    Time: a product of each point with each observation. A few observations far from the others, with R above
-    256, can add many differences.
+    It is attention with points as queries and observations as keys. Scores are sums of products. Where these
+    would cancel, scores are computed from coordinates cut in two [3]_, or from differences. All is computed
+    in float64, relative to the mean of `x`, and rounded once. The bits of a row do not depend on other points
+    or items, strides or threads; up to 32 points may be summed in another order than more points are. Memory:
+    copies of the observations and of 8192 points, never ``L * S``. Accuracy: docs/promises.md.
 
     NaN in a point makes its row NaN; NaN in an observation makes all rows NaN.
-
-    Determinism: the bits of a row do not depend on other points or items, strides or threads. Up to 32 points
-    may be summed in another order than more points are.
-
-    Memory: copies of the observations and of 8192 points, and a few megabytes where R is above 256; never
-    ``L * S``.
 
     References
     ----------
@@ -217,10 +195,6 @@ def kernel_logsumexp(
     TypeError, ValueError
         As in `kernel_regression`.
 
-    See Also
-    --------
-    kernel_regression : gives the log of the normalised density.
-
     Notes
     -----
     The same in NumPy, with its ``L * S * D`` memory::
@@ -247,7 +221,7 @@ def kernel_logsumexp(
     points, x = host_numbers(points, "points"), host_numbers(x, "x")
     try:
         h = _check_points(points, x, bandwidth)
-        added = None if log_weights is None else _check_log_weights(log_weights, x.shape[-2])
+        added = None if log_weights is None else _check_weights(log_weights, x.shape[-2], "log_weights")
         lead = _lead(points=points.shape[:-2], x=x.shape[:-2], log_weights=_items(added))
         keys = _Keys.of(x, h, added)
     except (TypeError, ValueError) as error:
@@ -400,7 +374,7 @@ def _attend(
     with np.errstate(all="ignore"):
         for this_way in np.unique(way):
             is_own = way == this_way
-            compute = (_by_products, _by_cut_products, _by_differences)[this_way]
+            compute = (_by_products, partial(_by_products, cut=True), _by_differences)[this_way]
             for start, stop in pairwise(bounds):
                 here = np.s_[..., start:stop]
                 own = start if leave_one_out else None
@@ -411,36 +385,20 @@ def _attend(
 
 
 def _by_products(
-    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
+    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None, *, cut: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """The results of some points. Point n leaves out observation ``first_own + n``."""
-    return _by_attention(_Points.of(points, keys).plain(), keys.plain(), keys.seen, value, first_own)
-
-
-def _by_cut_products(
-    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None
-) -> tuple[np.ndarray, np.ndarray]:
     n = points.shape[-2]
-    if 0 < n < _FEW_ROWS:
+    if cut and 0 < n < _FEW_ROWS:
         points = points[..., np.arange(_FEW_ROWS) % n, :]
-    query = _Points.of(points, keys).cut(keys.grid)
-    out, lse = _by_attention(query, keys.cut(), keys.seen, value, first_own)
-    return out[..., :n, :], lse[..., :n]
-
-
-def _by_attention(
-    query: tuple[np.ndarray, np.ndarray],
-    key: tuple[np.ndarray, np.ndarray | None],
-    seen: np.ndarray | None,
-    value: np.ndarray,
-    first_own: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    (rows, added), (columns, bias) = query, key
-    mask: Mask | None = None if seen is None else Dense(seen[..., None, None, :])
+    near = _Points.of(points, keys)
+    rows, added = near.cut(keys.grid) if cut else near.plain()
+    columns, bias = keys.cut() if cut else keys.plain()
+    mask: Mask | None = None if keys.seen is None else Dense(keys.seen[..., None, None, :])
     if first_own is not None:
         others = NotSelf().shifted(first_own, 0)
         mask = others if mask is None else mask & others
-    found, total = attention(
+    out, lse = attention(
         rows[..., None, :, :],
         columns[..., None, :, :],
         value[..., None, :, :],
@@ -449,7 +407,7 @@ def _by_attention(
         scale=1.0,
         return_lse=True,
     )
-    return found[..., 0, :, :], total[..., 0, :] + added
+    return out[..., 0, :n, :], (lse[..., 0, :] + added)[..., :n]
 
 
 def _by_differences(
@@ -530,9 +488,9 @@ def _item_by_differences(
             mean = np.where(has_passed, np.clip(2 * half, -limit, limit), mean)
         out[row[first]] = mean
     # All points read targets that are NaN or inf, as products do.
-    wild = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
-    if wild.any():
-        others = wild.sum(axis=0) - (0 if first_own is None else wild[first_own : first_own + n])
+    nonfinite = ~np.isfinite(value) if keys.seen is None else ~np.isfinite(value) & keys.seen[:, None]
+    if nonfinite.any():
+        others = nonfinite.sum(axis=0) - (0 if first_own is None else nonfinite[first_own : first_own + n])
         out[(others > 0) & np.isfinite(out)] = np.nan
     return out, lse
 
@@ -601,26 +559,15 @@ def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarr
     return np.broadcast_to(h, dim)
 
 
-def _per_observation(value: Any, num_keys: int, name: str) -> np.ndarray:
+def _check_weights(value: Any, num_keys: int, name: str = "weights") -> np.ndarray:
     array = host_numbers(value, name)
     if not array.ndim or array.shape[-1] != num_keys:
         raise ValueError(f"{name} must have shape (..., S) with S={num_keys}, got {array.shape}")
-    return array.astype(FLOAT64)
-
-
-def _check_log_weights(value: Any, num_keys: int) -> np.ndarray:
-    log_weights = _per_observation(value, num_keys, "log_weights")
-    is_right = log_weights < np.inf
+    weights = array.astype(FLOAT64)
+    least, allowed = (0, "finite and not negative") if name == "weights" else (-np.inf, "finite or -inf")
+    is_right = (weights >= least) & (weights < np.inf)
     if not is_right.all():
-        raise ValueError(f"log_weights must be finite or -inf, got {log_weights[~is_right].flat[0]}")
-    return log_weights
-
-
-def _check_weights(value: Any, num_keys: int) -> np.ndarray:
-    weights = _per_observation(value, num_keys, "weights")
-    is_right = (weights >= 0) & (weights < np.inf)
-    if not is_right.all():
-        raise ValueError(f"weights must be finite and not negative, got {weights[~is_right].flat[0]}")
+        raise ValueError(f"{name} must be {allowed}, got {weights[~is_right].flat[0]}")
     return weights
 
 

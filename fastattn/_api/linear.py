@@ -30,36 +30,28 @@ from fastattn.backends.registry import function
 from fastattn.masks.arguments import broadcasts
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from typing import Generic, TypeAlias, TypedDict, TypeVar, Unpack
 
     from numpy.typing import ArrayLike
 
     FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
+    _Flag = TypeVar("_Flag", bound=bool)
+
+    class _Options(TypedDict, Generic[_Flag], total=False):
+        feature_map: FeatureMap
+        causal: bool
+        key_lengths: ArrayLike | None
+        state: LinearState | None
+        return_state: _Flag
 
 
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    feature_map: FeatureMap = ...,
-    causal: bool = ...,
-    key_lengths: ArrayLike | None = ...,
-    state: LinearState | None = ...,
-    return_state: Literal[False] = ...,
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Literal[False]]]
 ) -> np.ndarray: ...
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    feature_map: FeatureMap = ...,
-    causal: bool = ...,
-    key_lengths: ArrayLike | None = ...,
-    state: LinearState | None = ...,
-    return_state: Literal[True],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Literal[True]]]
 ) -> tuple[np.ndarray, LinearState]: ...
 @refusing
 def linear_attention(
@@ -75,17 +67,12 @@ def linear_attention(
 ) -> np.ndarray | tuple[np.ndarray, LinearState]:
     """Attention whose weights are products of features of queries and keys, in time linear in the lengths.
 
-    Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
-    ``S`` key length, ``D`` head_dim, ``E`` value head_dim, ``M`` features; ``i`` a query, ``j`` a key.
+    Letters as in `attention`, and ``M`` features.
 
     Parameters
     ----------
-    query : array_like, shape (..., H, L, D)
-        Types and axes are those of `attention`: two axes stand for one head, the leading ones broadcast,
-        16-bit arrays are computed in float32.
-    key : array_like, shape (..., K, S, D)
-        ``H % K == 0``: query head ``h`` reads key/value head ``h // (H // K)``.
-    value : array_like, shape (..., K, S, E)
+    query, key, value : array_like, shapes (..., H, L, D), (..., K, S, D) and (..., K, S, E)
+        As in `attention`, but on the host.
     feature_map : {"elu+1"} or callable, default "elu+1"
         ``"elu+1"`` is ``x + 1`` above 0 and ``exp(x)`` below [1]_, with ``M = D``. What `random_features`
         gives approximates softmax attention [2]_. Any other callable gets rows ``(..., heads, n, D)`` of
@@ -119,11 +106,6 @@ def linear_attention(
         name of a feature map, features whose shape is not that of their rows, a state of other sizes or of
         another kind of features.
 
-    See Also
-    --------
-    attention : the softmax, exactly, in time ``L * S``.
-    random_features : features for which this approximates it.
-
     Notes
     -----
     The same in NumPy::
@@ -138,26 +120,13 @@ def linear_attention(
     Cutting a sequence and passing the state on gives the same result to rounding, wherever it is cut. Where
     the denominator and the numerator are 0, as for a query without any key, the result is 0.
 
-    Compiled kernels compute ``"elu+1"`` and the products, on all threads. A callable computes its own, and
-    NumPy the products, which takes the same function some five times as long.
-
     Masks: NaN or inf in a key or value past its item's length changes no bit. With `causal`, NaN in a key or
     value reaches the rows from its own on, and makes all later ones NaN; rows before it keep their bits, but
     of random features.
 
-    Accuracy: products are in the dtype of the computation, and sums over chunks of keys in float64. Of a
-    callable's features, denominators and the division are in float64 as well. A factor common to a row of
-    queries, or to a feature of all keys so far, cancels, whatever its size: ``elu(x) + 1`` of -1000 is
-    e**-1000. Rows with a denominator below 2**-40 or above 2**60 are computed again, in float64, from
-    features relative to the largest, which takes several times as long, and so are rows with NaN or inf: no
-    sum of finite values overflows, nor a state.
-
-    Determinism: with ``"elu+1"`` the same bits on every number of threads, for arrays of these sizes. With a
-    callable BLAS may round products of other sizes, or on another number of threads, differently.
-
-    Memory: inputs, output, the state, and features and scores of some hundred rows a thread, or of 64 rows of
-    some heads; results of an item, where rows are computed again. With ``"elu+1"``, where there are few
-    heads or items share their keys, a state for each 1024 positions of a head, and at most 64 of them.
+    Products are in the dtype of the computation, sums over chunks of keys in float64. With ``"elu+1"``, whose
+    features compiled kernels compute, the bits are the same on every number of threads, for arrays of these
+    sizes. Accuracy, determinism, memory: docs/promises.md.
 
     References
     ----------
@@ -189,13 +158,15 @@ def linear_attention(
     True
     """
     features = _checked_map(feature_map)
-    rest: Any = {
-        "causal": causal,
-        "key_lengths": key_lengths,
-        "features": features,
-        "return_state": return_state,
-    }
-    call, flat = _checked(query, key, value, **rest)
+    call, flat = _checked(
+        query,
+        key,
+        value,
+        causal=causal,
+        key_lengths=key_lengths,
+        features=features,
+        return_state=return_state,
+    )
     if state is not None:
         call = call._replace(earlier=_checked_state(state, call, flat))
     whole = _run(call)
@@ -345,14 +316,8 @@ def random_features(
 
     Raises
     ------
-    TypeError
-        A number that is not an integer, an `orthogonal` that is no bool.
-    ValueError
-        A number below 1, a seed outside of its range.
-
-    See Also
-    --------
-    linear_attention : attention with these features, causal as well.
+    TypeError, ValueError
+        A number that is not an integer, or out of its range; an `orthogonal` that is no bool.
 
     Notes
     -----

@@ -257,10 +257,16 @@ class PreparedCall:
         prepared = self._prepared()
         if prepared is None:
             return None
-        mask, bias, sinks, out = (options.get(name) for name in ("mask", "bias", "sinks", "out"))
-        if isinstance(mask, Mask):
+        get = options.get
+        mask, bias, sinks, out, lengths = (
+            get("mask"),
+            get("bias"),
+            get("sinks"),
+            get("out"),
+            get("key_lengths"),
+        )
+        if mask is not None and isinstance(mask, Mask):
             mask = None
-        lengths = options.get("key_lengths")
         if lengths is not None:
             lengths = np.array(lengths, np.int64, order="C")  # as at the first call, whatever its strides
             numbers = (
@@ -353,14 +359,12 @@ class PreparedCall:
             is_plain &= options.get("key_lengths") is None
         if not (self.is_small and is_plain):
             return None
-        (out, result), computed = self._out, self._out[1]
-        lse = weights = None
-        if self._lse is not None:
-            lse, computed = self._lse
-        if self._weights is not None:
-            weights, _ = self._weights
-        shapes, dtypes = (out, lse, weights), (result, computed)
-        return _driver.SmallCall(prepared, self._held, *shapes, dtypes, self._mask_is_bias, on_cache)
+        (out, result), lacking = self._out, (None, self._out[1])
+        (lse, computed), (weights, _) = self._lse or lacking, self._weights or lacking
+        dtypes = result, computed
+        return _driver.SmallCall(
+            prepared, self._held, out, lse, weights, dtypes, self._mask_is_bias, on_cache
+        )  # fmt: skip
 
     def _parts(self, given: Any, lengths: np.ndarray | None) -> tuple[Any, ...]:
         """Keys or values as `Rows.arrays` gives them, of which a prepared call needs the addresses alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil, floor, isfinite, log, pi
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,19 +14,20 @@ from fastattn._call.arguments import (
     as_array,
     as_number,
     check_bool,
-    check_number_dtype,
     check_out,
+    count,
+    host_numbers,
     is_swapped,
     overlap,
 )
 from fastattn._call.options import public, refuse_arguments, refusing
-from fastattn._call.problem import FLOAT32, FLOAT64
+from fastattn._call.problem import FLOAT32, FLOAT64, MAX_ROWS
 from fastattn._call.rope import Rotation
 from fastattn._call.storage import REAL, storage_of
 from fastattn._machine import host
 from fastattn._machine.device import host_array, in_library_of
 from fastattn.backends.registry import function, load
-from fastattn.masks.arguments import as_integer, broadcasts, integers
+from fastattn.masks.arguments import broadcasts, integers
 
 if TYPE_CHECKING:
     from typing import Never
@@ -66,15 +67,12 @@ def rope(
 ) -> np.ndarray:
     """Rotary position embedding: turn each pair of a row's elements by an angle that grows with its position.
 
-    Letters: ``...`` any leading batch axes, ``H`` heads, ``L`` length, ``D`` head_dim, ``n`` positions of the
-    tables, ``r <= D`` how many columns are rotated.
+    Letters as in `attention`; ``n`` positions of the tables, ``r <= D`` how many columns are rotated.
 
     Parameters
     ----------
     x : array_like, shape (..., H, L, D)
-        Queries or keys: float32 or float64; float16 or bfloat16 (of `ml_dtypes`), which are computed in
-        float32 and rounded once; integers and bools count as float64. Two axes are ``(L, D)``, three
-        ``(H, L, D)``.
+        Queries or keys, of the dtypes of `attention`. Two axes are ``(L, D)``, three ``(H, L, D)``.
     cos, sin : array_like of float, shape (n, r / 2)
         The tables, of `rope_tables` or others; read in the type of the computation. The columns from ``r``
         on pass through. Tables that have each column twice, as Hugging Face's ``(n, r)``, are refused.
@@ -111,10 +109,6 @@ def rope(
 
     All are raised before any work; `out` is then untouched.
 
-    See Also
-    --------
-    rope_tables : the tables.
-
     Notes
     -----
     The same in NumPy, for ``r = D`` and pairs that are not interleaved::
@@ -123,15 +117,10 @@ def rope(
         c, s = cos[positions], sin[positions]
         out = np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    Accuracy: both products are rounded, and then their sum, without fused multiply-adds: the error is at most
-    ``eps * (|a cos| + |b sin|)``, with eps the distance from 1 to the next number. The bits are those of the
-    NumPy above, on every instruction set and with or without the compiled extension, and do not depend on
-    threads, strides, layout or other rows. `inverse` gives x back to rounding, and as far as the tables have
-    ``cos**2 + sin**2 = 1``.
-
-    Rows whose elements are contiguous are read and written in place; `x` of other layouts is copied into the
-    result first, and an `out` of other layouts is copied to at the end. The threads are those of
-    `set_num_threads`, and one for small arrays.
+    Both products are rounded, and then their sum, without fused multiply-adds: the error is at most
+    ``eps * (|a cos| + |b sin|)``. The bits are those of the NumPy above, on every instruction set and with or
+    without the compiled extension, and do not depend on threads, strides, layout or other rows. Rows whose
+    elements are contiguous are read and written in place; others are copied.
 
     The pairing belongs to the weights of a model. To use weights of a model with interleaved pairs with the
     others, put the columns of each head's query and key projections in the order below; attention scores stay
@@ -176,13 +165,14 @@ def rope(
         if done is not None:
             return done
     try:
-        call = _normalize(x, cos, sin, positions, interleaved, inverse, layout, out)
+        rotation, result, staged = _normalize(x, cos, sin, positions, interleaved, inverse, layout, out)
     except (TypeError, ValueError) as error:
         raised = TypeError if isinstance(error, TypeError) else ValueError
         shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
         raise raised(f"{error}; {shapes}") from None
-    function("rope", call.rotation)(call.rotation)
-    result = call.finish()
+    function("rope", rotation)(rotation)
+    if staged is not None:
+        result[...] = staged
     return in_library_of(x, result) if out is None else out
 
 
@@ -190,28 +180,14 @@ def _thread_limit() -> int:
     return load("cython").thread_limit(host.get_num_threads())
 
 
-class _Call(NamedTuple):
-    """A call of `rope`, checked."""
-
-    rotation: Rotation
-    result: np.ndarray  #: what the caller gets
-    staged: np.ndarray | None  #: in what is filled instead of it, where its rows are not contiguous
-
-    def finish(self) -> np.ndarray:
-        if self.staged is not None:
-            self.result[...] = self.staged
-        return self.result
-
-
 def _normalize(
     x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, inverse: Any, layout: Any, out: Any
-) -> _Call:
-    """The arguments of `rope`, of any kind, as arrays that the kernels read; see there for what is raised."""
+) -> tuple[Rotation, np.ndarray, np.ndarray | None]:
+    """What to rotate, the result, and what is filled in its place where its rows are not contiguous."""
     swapped = is_swapped(layout)
     check_bool(interleaved, "interleaved")
     check_bool(inverse, "inverse")
-    x = _on_host(x, "x")
-    check_number_dtype(x, "x")
+    x = host_numbers(x, "x")
     dtype = FLOAT64 if x.dtype.kind in "biu" else x.dtype.newbyteorder("=")
     if x.ndim < 2:
         raise ValueError("x must have at least 2 axes")
@@ -227,7 +203,8 @@ def _normalize(
 
     result = np.empty(x.shape, dtype) if out is None else out
     if out is not None:
-        if not _same_memory(out, x) and overlap(out, x):
+        is_x = (out.ctypes.data, out.strides, out.dtype) == (x.ctypes.data, x.strides, x.dtype)
+        if not is_x and overlap(out, x):
             x = x.copy()
         cos, sin = (table.copy() if overlap(out, table) else table for table in (cos, sin))
     real = FLOAT64 if dtype == FLOAT64 else FLOAT32
@@ -242,11 +219,7 @@ def _normalize(
         filled[...] = x
         x = filled
     filled, x = (_with_heads(array, swapped) for array in (filled, x))
-    return _Call(Rotation(filled, x, cos, sin, positions, interleaved, inverse), result, staged)
-
-
-def _on_host(value: Any, name: str) -> np.ndarray:
-    return host_array(as_array(value, name), name)
+    return Rotation(filled, x, cos, sin, positions, interleaved, inverse), result, staged
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:
@@ -257,7 +230,7 @@ def _shape(value: Any) -> tuple[int, ...] | str:
 
 
 def _table(value: Any, name: str) -> np.ndarray:
-    table = _on_host(value, name)
+    table = host_array(as_array(value, name), name)
     if storage_of(table.dtype) == REAL and not (table.dtype.kind == "f" and table.dtype.itemsize in (4, 8)):
         raise TypeError(
             f"{name} must be a float16, bfloat16, float32 or float64 array, got dtype {table.dtype}"
@@ -335,11 +308,6 @@ def _positions(value: Any, lead: tuple[int, ...], length: int, rows: int) -> np.
     return positions
 
 
-def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether each element of two arrays of one shape and dtype is where it is in the other."""
-    return a.ctypes.data == b.ctypes.data and a.strides == b.strides and a.dtype == b.dtype
-
-
 def _has_contiguous_rows(array: np.ndarray) -> bool:
     return array.strides[-1] == array.itemsize
 
@@ -398,15 +366,9 @@ def rope_tables(
 
     Raises
     ------
-    TypeError
-        A number that is not one, a dtype other than those two.
-    ValueError
-        A negative number of positions, a rotary_dim that is odd or not positive, a base not above 1, a
-        scaling that there is not, or with other numbers than it takes.
-
-    See Also
-    --------
-    rope : the rotation.
+    TypeError, ValueError
+        A number of the wrong kind or out of its range, a dtype other than those two, a scaling that there is
+        not, or with other numbers than it takes.
 
     Notes
     -----
@@ -437,8 +399,8 @@ def rope_tables(
            [0.141, 0.03 ]], dtype=float32)
     >>> tables = fastattn.rope_tables(8192, 128, base=500000.0, scaling=("llama3", 8, 1, 4, 8192))
     """
-    n = _count(n_positions, "n_positions", 0)
-    r = _count(rotary_dim, "rotary_dim", 2)
+    n = count(n_positions, "n_positions", 0, MAX_ROWS)
+    r = count(rotary_dim, "rotary_dim", 2, MAX_ROWS)
     if r % 2:
         raise ValueError(f"rotary_dim must be even, got {rotary_dim!r}")
     base = _positive(base, "base")
@@ -484,22 +446,17 @@ def _scaled(r: int, base: float, scaling: Any) -> tuple[np.ndarray, float]:
         return _frequencies(r, base * factor ** (r / (r - 2))), 1.0
     if name == "yarn":
         return _yarn(r, base, factor, *rest, **options)
-    low, high, _ = rest
+    low, high, original_length = rest
     if low >= high:
         raise ValueError(f"scaling 'llama3' must have low < high, got {low} and {high}")
-    return _llama3(_frequencies(r, base), factor, *rest), 1.0
+    frequency = _frequencies(r, base)
+    turns = original_length * frequency / (2 * pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequency / factor + kept * frequency, 1.0
 
 
 def _frequencies(r: int, base: float) -> np.ndarray:
     return base ** (-np.arange(0, r, 2) / r)
-
-
-def _llama3(
-    frequency: np.ndarray, factor: float, low: float, high: float, original_length: float
-) -> np.ndarray:
-    turns = original_length * frequency / (2 * pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * frequency / factor + kept * frequency
 
 
 def _yarn(
@@ -554,13 +511,6 @@ def _yarn_options(options: Any) -> dict[str, Any]:
         else:
             check_bool(value, "scaling 'yarn': truncate")
     return given
-
-
-def _count(value: Any, name: str, least: int) -> int:
-    count = as_integer(value, name)
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    return count
 
 
 def _positive(value: Any, name: str, or_zero: bool = False) -> float:

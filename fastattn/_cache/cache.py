@@ -8,16 +8,10 @@ import numpy as np
 
 from fastattn._api.attention import attend
 from fastattn._api.prepared import ATTENTION, known, signature, signature_of
-from fastattn._cache.pages import (
-    KEYS,
-    NO_PAGE,
-    VALUES,
-    PagePool,
-    read_rows,
-)
+from fastattn._cache.pages import KEYS, NO_PAGE, VALUES, PagePool, read_rows
 from fastattn._cache.state import Settings, State, rounded_length
 from fastattn._cache.store import PageStore, Undo, Views
-from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window, count
+from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window, count, promote
 from fastattn._call.options import complete, public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT64, MAX_ROWS
 from fastattn._call.storage import Rows
@@ -90,9 +84,9 @@ class KVCache(PageStore):
 
     Notes
     -----
-    Rows are kept in pages, as in PagedAttention [1]_: growth copies nothing, and caches made by `fork` and
-    `select` share pages until one of them writes. `keep_first` with a `window` is StreamingLLM's pattern
-    [2]_, except that positions are absolute: rotate keys before `append`, and do not rotate again.
+    Rows are kept in pages, as in PagedAttention [1]_: growth copies nothing. `keep_first` with a `window` is
+    StreamingLLM's pattern [2]_, except that positions are absolute: rotate keys before `append`, and do not
+    rotate again.
 
     The same queries over the same tokens give the same bits, however those were appended, truncated, forked,
     paged or loaded, and whatever the other items hold. Nothing past an item's length is ever read.
@@ -145,7 +139,7 @@ class KVCache(PageStore):
             batch, num_kv_heads, head_dim, value_dim, dtype, window, keep_first, rollback, page_size, layout
         )
         none, ids = np.zeros(settings.batch, np.int64), np.zeros((settings.batch, 0), np.int64)
-        self._begin(settings, State(none, none, none), PagePool(settings.page_shape()), ids)
+        self._begin(settings, State(none, none, none), PagePool(settings), ids)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a KVCache is not copied or pickled: fork() it, or save() and KVCache.load() it")
@@ -198,13 +192,13 @@ class KVCache(PageStore):
         value : array_like, shape (batch, K, T, E)
         lengths : array_like of int, optional
             Broadcasts to ``(batch,)``: so many of the T rows are tokens, from the first on; the others are
-            padding, never looked at. All of them when not given.
+            padding, never looked at.
 
         Raises
         ------
         TypeError, ValueError
-            Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, and so
-            it is where memory ends.
+            Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, as after
+            a MemoryError.
         """
         if unknown:
             refuse_arguments(KVCache.append, (), unknown)
@@ -225,24 +219,6 @@ class KVCache(PageStore):
         As there, an item's last query stands at its last position. Where `lengths` differ and queries are
         padded at the end, as keys are, say ``causal=False, mask=Causal(offset=starts)``, where `starts` are
         the `lengths` of the cache before.
-
-        Parameters
-        ----------
-        query : array_like, shape (batch, H, L, D)
-        key, value, lengths
-            As in `append`.
-        **options
-            As in `attend`.
-
-        Returns
-        -------
-        ndarray, or a tuple of them
-            As `attend`.
-
-        Raises
-        ------
-        TypeError, ValueError, BackendError
-            As `append` and `attend` do.
         """
         state, last, undo = self._state, self._last, None
         if lengths is not None or not self._append_in_place(key, value):
@@ -263,16 +239,9 @@ class KVCache(PageStore):
         Parameters
         ----------
         lengths : array_like of int
-            Broadcasts to ``(batch,)``: the new length of each item, at most its present one.
-
-        Raises
-        ------
-        TypeError
-            `lengths` that are not integers.
-        ValueError
-            More than an item's length, or, on a cache with a `window`, so few that rows which the next query
-            would see are no longer held. It is certain to reach back `rollback` tokens from the greatest
-            length that the item has had.
+            Broadcasts to ``(batch,)``: the new length of each item, at most its present one. A cache with a
+            `window` can always go back `rollback` tokens from the greatest length that the item has had.
+            Further back is a ValueError, unless all rows that the next query would see are still held.
         """
         state, settings = self._settle(), self._settings
         new = self._per_item(lengths, "lengths")
@@ -337,7 +306,7 @@ class KVCache(PageStore):
         Returns
         -------
         ndarray, or a tuple of them
-            As `attention` returns.
+            As `attention`.
 
         Raises
         ------
@@ -361,32 +330,31 @@ class KVCache(PageStore):
 
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
-        completed = complete("C", KVCache.attend, options)
-        given = query
+        completed = complete("C", KVCache.attend, options) if options else {}
+        given, get = query, completed.get
         query = given if type(given) is np.ndarray else as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
         if query.ndim != 4 or query.shape[0] != settings.batch:
             axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
             raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
-        rule: Any = causal_rule(completed["causal"])
+        rule = causal_rule(get("causal", True))
         len_q = query.shape[2 if settings.layout == "bhsd" else 1]
         if len_q > self._longest and 0 not in query.shape:
             self._check_tokens(len_q, rule, query.shape)
         if settings.window is not None:
-            completed["window"] = self._within(completed["window"], len_q)
-        completed |= {"causal": rule, "key_lengths": lengths, "layout": settings.layout}
-        views, described = self._views, None
-        is_plain = completed["mask"] is completed["bias"] is None and completed["return_weights"] is False
-        out, backend = completed["out"], completed["backend"]
+            completed["window"] = self._within(get("window"), len_q)
+        completed["causal"], completed["key_lengths"], completed["layout"] = rule, lengths, settings.layout
+        views, described, out = self._views, None, get("out")
+        is_plain = get("mask") is get("bias") is None and get("return_weights", False) is False
         if is_plain and out is None:
             described = signature(ATTENTION, query, None, None, completed, default_backend(), views.token)
             call = known(described)
-            results = None if call is None else call.on_rows(query, views.rows, lengths, completed["sinks"])
+            results = None if call is None else call.on_rows(query, views.rows, lengths, get("sinks"))
             if results is not None:
                 return results if query is given else _in_library_of(given, results, None)
-        if not (is_plain and _is_compiled(backend)):
+        if not (is_plain and _is_compiled(get("backend"))):
             views = self._view(self._longest)
-        if _counts_as_float64(query.dtype) or FLOAT64 in (views.key.dtype, views.value.dtype):
+        if promote(query=query) == FLOAT64 or FLOAT64 in (views.key.dtype, views.value.dtype):
             key, value = (self._in_float64(x, of) for x, of in ((views.key, KEYS), (views.value, VALUES)))
             views = Views(views.length, key, value, self._keep_first)
         if views is not self._views or described is None:
@@ -472,20 +440,8 @@ class KVCache(PageStore):
     def select(self, items: Sequence[int] | np.ndarray) -> KVCache:
         """A new cache of some items of this one, in any order, once or several times, as beam search needs.
 
-        Parameters
-        ----------
-        items : array_like of int, shape (n,)
-            Each in ``0 .. batch - 1``.
-
-        Returns
-        -------
-        KVCache
-            Of batch ``n``. Pages are shared until one of the caches writes.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `items` that are not integers, not one-dimensional, or out of range.
+        `items` are integers in ``0 .. batch - 1``, of shape ``(n,)``: else TypeError or ValueError. Pages are
+        shared until one of the caches writes.
         """
         chosen = mask_arguments.integers(as_array(items, "items"), "items")
         if chosen.ndim != 1:
@@ -502,10 +458,6 @@ class KVCache(PageStore):
         The file holds the pages of each item in order of position, and in its header the settings, the
         lengths and checksums. Caches that hold the same give the same file. It is written under another name
         and then moved to `path`, so that a file there is replaced as a whole or not at all.
-
-        Parameters
-        ----------
-        path : path-like
 
         Raises
         ------
@@ -524,16 +476,8 @@ class KVCache(PageStore):
     def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> KVCache:
         """A cache that `save` wrote.
 
-        Parameters
-        ----------
-        path : path-like
-        mmap : bool, default False
-            Map the file instead of reading it: its pages are read from disk as `attend` needs them, and never
-            written; a page that is appended to is copied first. The file must stay as it is.
-
-        Returns
-        -------
-        KVCache
+        With `mmap` the file is mapped instead of read: its pages are read from disk as `attend` needs them,
+        and never written; a page that is appended to is copied first. The file must stay as it is.
 
         Raises
         ------
@@ -587,17 +531,11 @@ def _in_library_of(query: Any, results: Any, out: Any) -> Any:
 
 def causal_rule(causal: Any) -> Any:
     """`causal` as `attention` has it."""
-    if causal is True or (isinstance(causal, str) and causal == "bottom_right"):
-        return "bottom_right"
-    if causal is False:
-        return False
-    if isinstance(causal, np.bool_):
-        return causal_rule(bool(causal))
+    if isinstance(causal, (bool, np.bool_)):
+        return "bottom_right" if causal else False
+    if isinstance(causal, str) and causal == "bottom_right":
+        return causal
     raise ValueError(f"causal must be True or False, got {causal!r}")
-
-
-def _counts_as_float64(dtype: np.dtype) -> bool:
-    return dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize == 8)
 
 
 def _is_compiled(backend: Any) -> bool:

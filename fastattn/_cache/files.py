@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import chain
 from math import prod
 from stat import S_ISFIFO
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def write(
             f"{_SPARSE} entries without a page, which load() would refuse: select() and save the long items "
             "apart"
         )
-    tensors = _tensors(settings.page_shape(), pages)
+    tensors = _tensors(settings, pages)
     checksums = {tensor.name: "0" * 2 * _CHECKSUM for tensor in tensors}
     path = os.fsdecode(path)
     temporary = f"{path}.{secrets.token_hex(8)}"
@@ -102,7 +102,7 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
     settings, state, checksums = _parse(header)
     entries = [_entries(settings, state, item) for item in range(settings.batch)]
     pages = sum(map(len, chain(*entries)))
-    tensors = _tensors(settings.page_shape(), pages)
+    tensors = _tensors(settings, pages)
     if set(checksums) != {tensor.name for tensor in tensors}:
         raise _Damaged("the checksums are not those of its tensors")
     start = 8 + length
@@ -121,7 +121,7 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
             ids[item, run.start : run.stop] = np.arange(number, number + len(run))
             number += len(run)
 
-    pool = PagePool(settings.page_shape())
+    pool = PagePool(settings)
     slab: list[np.ndarray | None] = [None] * len(PART_NAMES)
     if mmap:
         # The whole file: a tensor without bytes cannot be mapped.
@@ -138,7 +138,7 @@ def _read(file: IO[bytes], mmap: bool) -> tuple[Settings, State, PagePool, np.nd
                 raise _Damaged(f"{tensor.name} do not have the checksum in its header")
             slab[tensor.part] = part.view(tensor.dtype).reshape(tensor.shape)
     if pages:
-        (pool.map if mmap else pool.adopt)(tuple(slab))
+        pool.add(tuple(slab), forever=mmap)
     return settings, state, pool, ids
 
 
@@ -235,20 +235,30 @@ def _header(settings: Settings, state: State, tensors: list[_Tensor], checksums:
 
 
 def _parse(header: bytes) -> tuple[Settings, State, dict[str, str]]:
-    """Settings, state and checksums that a header gives; each is in its range."""
-    whole = _object(header)
-    metadata = whole.get("__metadata__")
-    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
-        raise _Damaged(f"its format is not {_FORMAT!r}")
-    given, state, checksums = (_object(metadata.get(name)) for name in ("settings", "state", "checksums"))
-    settings = _settings(given)
-    lengths, greatest, retained = (_counts(state.get(name), settings.batch) for name in State._fields)
-    for checksum in checksums.values():
-        if not isinstance(checksum, str) or len(checksum) != 2 * _CHECKSUM:
-            raise _Damaged("a checksum is none")
-    if (lengths > greatest).any() or settings.batch * settings.num_kv_heads * max(
-        lengths.tolist(), default=0
-    ) > MAX_ROWS:
+    """Settings, state and checksums that a header gives, each in its range.
+
+    What else is wrong shows where the header is compared with what `write` gives such a cache.
+    """
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        if metadata["format"] != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT!r}")
+        given, of_items, checksums = (
+            json.loads(metadata[name]) for name in ("settings", "state", "checksums")
+        )
+        if not all(name in _DTYPES for name in given["dtype"]):
+            raise ValueError(f"a cache has no dtype {given['dtype']}")
+        settings = Settings.checked(**given)
+        state = State(*(np.array(of_items[name], np.int64) for name in State._fields))
+        if not all(isinstance(x, str) and len(x) == 2 * _CHECKSUM for x in checksums.values()):
+            raise ValueError("a checksum is none")
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise _Damaged(f"its header is none of a cache: {error!r}") from None
+    lengths, greatest, retained = state
+    if not all(x.shape == (settings.batch,) and ((x >= 0) & (x <= MAX_ROWS)).all() for x in state):
+        raise _Damaged("its lengths are not numbers, one for each item")
+    longest = int(lengths.max(initial=0))
+    if (lengths > greatest).any() or settings.batch * settings.num_kv_heads * longest > MAX_ROWS:
         raise _Damaged("lengths that no cache has")
     window = settings.window
     if retained.any() and window is None:
@@ -259,44 +269,4 @@ def _parse(header: bytes) -> tuple[Settings, State, dict[str, str]]:
         possible &= retained + window + settings.rollback <= greatest
         if (moved & ~possible).any():
             raise _Damaged("rows were dropped that no window drops")
-    return settings, State(lengths, greatest, retained), checksums
-
-
-def _object(text: Any) -> dict[str, Any]:
-    """A JSON object."""
-    if not isinstance(text, (str, bytes)):
-        raise _Damaged("its header lacks a field")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise _Damaged("its header is not JSON") from None
-    if not isinstance(found, dict):
-        raise _Damaged("its header is not an object of JSON")
-    return found
-
-
-def _settings(given: dict[str, Any]) -> Settings:
-    dtype = given.get("dtype")
-    if (
-        set(given) != {*_NUMBERS, "dtype", "layout"}
-        or given["value_dim"] is None
-        or given["page_size"] is None
-        or not isinstance(dtype, list)
-        or not all(isinstance(name, str) and name in _DTYPES for name in dtype)
-    ):
-        raise _Damaged("its settings are not those of a cache")
-    try:
-        return Settings.checked(**given)
-    except (TypeError, ValueError) as error:
-        raise _Damaged(str(error)) from None
-
-
-def _counts(given: Any, batch: int) -> np.ndarray:
-    """A list of numbers, one for each item."""
-    if (
-        not isinstance(given, list)
-        or len(given) != batch
-        or not all(type(number) is int and 0 <= number <= MAX_ROWS for number in given)
-    ):
-        raise _Damaged("its lengths are not numbers, one for each item")
-    return np.array(given, np.int64)
+    return settings, state, checksums

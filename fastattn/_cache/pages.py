@@ -10,8 +10,9 @@ from __future__ import annotations
 from _thread import allocate_lock  # `threading` takes long to import
 from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -22,11 +23,10 @@ from fastattn._machine.threads import no_fork
 
 try:
     import fastattn.backends.cython.backend  # noqa: F401  # which chooses the kernels that the driver calls
-    from fastattn.backends.cython.driver import write_page_rows as _write_page_rows
+    from fastattn.backends.cython.driver import write_page_rows as write_page_rows
 except ImportError:
-    _write_page_rows = None
+    write_page_rows = None
 
-write_page_rows = _write_page_rows
 IS_COMPILED = write_page_rows is not None
 
 NO_PAGE = 0  #: the number of no page; where it is read, it is one of zeros
@@ -43,7 +43,8 @@ no_fork.hold_at_fork(_lock.acquire, _lock.release)
 Slab = tuple[Any, ...]  #: of each part an array ``(pages, K, page_size, columns)``, or None
 
 
-class PageShape(NamedTuple):
+@dataclass(frozen=True)
+class PageShape:
     """What all pages of a pool have in common."""
 
     num_kv_heads: int
@@ -52,6 +53,10 @@ class PageShape(NamedTuple):
     value_dim: int
     key_dtype: np.dtype  #: float64, float32, float16, bfloat16 or int8, native
     value_dtype: np.dtype
+
+    def stored(self, part: int) -> np.dtype:
+        """The dtype of keys or of values."""
+        return self.value_dtype if part == VALUES else self.key_dtype
 
     def parts(self) -> list[tuple[tuple[int, ...], np.dtype] | None]:
         """Shape and dtype of each part of a page."""
@@ -70,18 +75,14 @@ class PageShape(NamedTuple):
         """Arrays with the shape, the strides and the dtype of one page, and no memory behind them."""
         arrays: list[Any] = []
         for part in self.parts():
-            if part is None:
+            if part is not None:
+                (heads, rows, columns), dtype = part
+                row = columns * dtype.itemsize
+                strides = (heads * rows * row, rows * row, row, dtype.itemsize)
+                arrays.append(as_strided(np.empty((), dtype), (1, heads, rows, columns), strides))
+            else:
                 arrays.append(None)
-                continue
-            (heads, rows, columns), dtype = part
-            row = columns * dtype.itemsize
-            strides = (heads * rows * row, rows * row, row, dtype.itemsize)
-            arrays.append(as_strided(np.empty((), dtype), (1, heads, rows, columns), strides))
         return tuple(arrays)
-
-    @property
-    def page_nbytes(self) -> int:
-        return sum(prod(part[0]) * part[1].itemsize for part in self.parts() if part is not None)
 
 
 class PagePool:
@@ -92,7 +93,7 @@ class PagePool:
 
     def __init__(self, shape: PageShape) -> None:
         self.shape = shape
-        self.page_nbytes = shape.page_nbytes
+        self.page_nbytes = sum(prod(part[0]) * part[1].itemsize for part in shape.parts() if part)
         #: ``(4, 1 + pages)`` int64: where each part of a page begins
         self.addresses = np.zeros((4, 1), np.int64)
         self._holders = np.full(1, _FOREVER, np.int64)
@@ -135,15 +136,10 @@ class PagePool:
                 self._collect()
         return bool(self._holders[number] > 1)
 
-    def map(self, slab: Slab) -> int:
-        """Takes read-only memory for pages that stay for good; the number of the first."""
+    def add(self, slab: Slab, *, forever: bool) -> None:
+        """Takes memory for pages, each held once; or read-only memory, for pages that stay for good."""
         with _lock:
-            return self._add(slab, _FOREVER)
-
-    def adopt(self, slab: Slab) -> int:
-        """Takes memory for pages, each held once; the number of the first."""
-        with _lock:
-            return self._add(slab, 1)
+            self._add(slab, _FOREVER if forever else 1)
 
     def need_zeros(self) -> None:
         """Gives `NO_PAGE` an address, from which zeros are read."""
@@ -159,7 +155,7 @@ class PagePool:
         at = number - self._starts[slab]
         return tuple(None if part is None else part[at] for part in self._slabs[slab])
 
-    def _add(self, slab: Slab, holders: int) -> int:
+    def _add(self, slab: Slab, holders: int) -> None:
         pages, first = len(slab[KEYS]), self._holders.size
         addresses = np.zeros((4, pages), np.int64)
         for row, part in zip(addresses, slab, strict=True):
@@ -171,7 +167,6 @@ class PagePool:
         self._starts.append(first)
         if not holders:
             self._free += range(first + pages - 1, first - 1, -1)
-        return first
 
     def _collect(self) -> None:
         while self._left:
@@ -217,21 +212,18 @@ def write_rows(
 
     `ids` and `tables` are the pages ``(B, n)`` and the addresses of their parts; `part` is KEYS or VALUES.
     """
-    shape = pool.shape
-    dtype = shape.value_dtype if part == VALUES else shape.key_dtype
-    rows = _convertible(rows, dtype)
+    rows = _convertible(rows, pool.shape.stored(part))
     if write_page_rows is None:
-        write_rows_by_numpy(rows, pool, ids, starts, counts, part)
-        return
-    write_page_rows(rows, *target(pool, tables, part), starts, counts)
+        _write_rows_by_numpy(rows, pool, ids, starts, counts, part)
+    else:
+        write_page_rows(rows, *target(pool, tables, part), starts, counts)
 
 
 def target(pool: PagePool, tables: list[Any], part: int) -> tuple[Any, ...]:
     """What compiled code has to know of the pages that it writes rows to."""
-    shape = pool.shape
-    dtype = shape.value_dtype if part == VALUES else shape.key_dtype
+    dtype = pool.shape.stored(part)
     storage = INT8 if dtype == np.int8 else storage_of(dtype)
-    return dtype.itemsize, storage, tables[part], tables[part + 1], shape.page_size
+    return dtype.itemsize, storage, tables[part], tables[part + 1], pool.shape.page_size
 
 
 def _convertible(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -243,7 +235,7 @@ def _convertible(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rows.astype(FLOAT32 if is_short else FLOAT64)
 
 
-def write_rows_by_numpy(
+def _write_rows_by_numpy(
     rows: np.ndarray, pool: PagePool, ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, part: int
 ) -> None:
     """`write_rows` of convertible rows without the extension, with the same bits."""
@@ -264,11 +256,10 @@ def write_rows_by_numpy(
 
 def read_rows(pool: PagePool, ids: np.ndarray, start: int, stop: int, part: int) -> np.ndarray:
     """The rows start .. stop - 1 of an item, decoded: a copy ``(K, stop - start, columns)``."""
-    shape, values = pool.shape, part == VALUES
-    stored, dim = (shape.value_dtype, shape.value_dim) if values else (shape.key_dtype, shape.head_dim)
+    shape, stored, at = pool.shape, pool.shape.stored(part), start
+    dim = shape.value_dim if part == VALUES else shape.head_dim
     dtype = FLOAT32 if stored == np.int8 else stored
     result = np.empty((shape.num_kv_heads, stop - start, dim), dtype)
-    at = start
     while at < stop:
         entry, row = divmod(at, shape.page_size)
         n = min(shape.page_size - row, stop - at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,19 +19,14 @@ PAGE_SIZE = 256  #: by default: one key tile of the kernels, so that no tile cro
 _STORAGES = "float64, float32, float16, bfloat16 or int8"
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings(PageShape):
     """What a cache was made with, checked."""
 
     batch: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    key_dtype: np.dtype
-    value_dtype: np.dtype
     window: int | None
     keep_first: int
     rollback: int
-    page_size: int
     layout: LayoutName
 
     @classmethod
@@ -50,31 +46,23 @@ class Settings(NamedTuple):
         """Those of a caller; raises where they are none."""
         is_swapped(layout)  # which checks it
         head_dim = count(head_dim, "head_dim", 1, MAX_DIM)
+        key_dtype, value_dtype = storages(dtype)
         settings = cls(
-            count(batch, "batch", 0, MAX_ROWS),
-            count(num_kv_heads, "num_kv_heads", 1, MAX_ROWS),
-            head_dim,
-            head_dim if value_dim is None else count(value_dim, "value_dim", 0, MAX_DIM),
-            *storages(dtype),
-            None if window is None else count(window, "window", 1, MAX_ROWS),
-            count(keep_first, "keep_first", 0, MAX_ROWS),
-            count(rollback, "rollback", 0, MAX_ROWS),
-            PAGE_SIZE if page_size is None else count(page_size, "page_size", 1, MAX_ROWS),
-            layout,
+            batch=count(batch, "batch", 0, MAX_ROWS),
+            num_kv_heads=count(num_kv_heads, "num_kv_heads", 1, MAX_ROWS),
+            head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else count(value_dim, "value_dim", 0, MAX_DIM),
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
+            window=None if window is None else count(window, "window", 1, MAX_ROWS),
+            keep_first=count(keep_first, "keep_first", 0, MAX_ROWS),
+            rollback=count(rollback, "rollback", 0, MAX_ROWS),
+            page_size=PAGE_SIZE if page_size is None else count(page_size, "page_size", 1, MAX_ROWS),
+            layout=layout,
         )
         if (rows := settings.num_kv_heads * settings.page_size) > MAX_ROWS:
             raise ValueError(f"num_kv_heads * page_size must be at most {MAX_ROWS}, got {rows}")
         return settings
-
-    def page_shape(self) -> PageShape:
-        return PageShape(
-            self.num_kv_heads,
-            self.page_size,
-            self.head_dim,
-            self.value_dim,
-            self.key_dtype,
-            self.value_dtype,
-        )
 
 
 class State(NamedTuple):

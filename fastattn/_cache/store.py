@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,10 +56,10 @@ class PageStore:
     _ids: np.ndarray  # (batch, n) int64: the page of each page_size tokens, NO_PAGE where there is none
     _tables: list[Any]  # of each part, the addresses of those pages
     _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
-    _last: np.ndarray | None  # where appends began that do not count for `retained` yet
+    _last: np.ndarray | None  # where an append began that `retained` does not count yet
     _room: int  # so many tokens can be appended to each item in place
     _longest: int  # tokens of the longest item
-    _views: Views  # all keys and values, of that length rounded up, which compiled code reads no further for
+    _views: Views  # all keys and values, of that length rounded up; compiled code reads only its tokens
     _keep_first: int  # 0 where there is no window
     # What is looked up at each step:
     _sizes: tuple[int, int, int, int]
@@ -116,11 +117,13 @@ class PageStore:
 
     def _add(self, keys: np.ndarray, values: np.ndarray, counts: np.ndarray) -> Undo:
         """Appends so many of the rows ``(batch, K, T, D or E)`` of each item, and gives up nothing yet."""
-        self._settle()
-        starts = self._state.lengths
+        starts, greatest, retained = self._settle()
         undo = Undo(self._state, None, [])
         try:
-            self._state = self._extended(counts)
+            lengths = starts + counts
+            greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
+            passed = self._passed(starts, greatest, retained)
+            self._state = State(lengths, greatest, np.where(counts > 0, passed, retained))
             self._fit()
             self._make_room(starts, counts, undo)
             pages = (self._pool, self._ids, self._tables, starts, counts)
@@ -130,14 +133,6 @@ class PageStore:
             self._take_back(undo)
             raise
         return undo
-
-    def _extended(self, counts: np.ndarray) -> State:
-        """The state with so many more tokens."""
-        starts, greatest, retained = self._state
-        lengths = starts + counts
-        greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
-        moves = counts > 0
-        return State(lengths, greatest, np.where(moves, self._passed(starts, greatest, retained), retained))
 
     def _passed(self, starts: np.ndarray, greatest: np.ndarray, retained: np.ndarray) -> np.ndarray:
         """The first position that is needed after an append from `starts` on."""
@@ -288,6 +283,6 @@ class PageStore:
         ids = self._ids[items]
         self._pool.hold(ids[ids != NO_PAGE])
         self._room = 0  # its last pages are shared now
-        cache._begin(self._settings._replace(batch=len(items)), state, self._pool, ids)
+        cache._begin(replace(self._settings, batch=len(items)), state, self._pool, ids)
         cache._freed = self._freed[items]
         return cache

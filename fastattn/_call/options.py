@@ -17,7 +17,7 @@ from fastattn._machine.threads import no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Literal, TypeAlias, TypedDict
+    from typing import Generic, Literal, TypeAlias, TypedDict
 
     import numpy as np
     from numpy.typing import ArrayLike
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     RowsLike: TypeAlias = ArrayLike | Quantized | Paged  # keys or values
     LayoutName: TypeAlias = Literal["bhsd", "bshd"]
     WindowBounds: TypeAlias = tuple[int | None, int | None]
+    Yes: TypeAlias = Literal[True]
+    No: TypeAlias = Literal[False]
+    Lse = TypeVar("Lse", bound=bool)  #: `return_lse`: `Yes`, `No`, or `bool` where a checker does not know
+    Weights = TypeVar("Weights", bound=bool)  #: the same of `return_weights`
 
     class _ScoreOptions(TypedDict, total=False):
         window: WindowBounds | None
@@ -49,10 +53,12 @@ if TYPE_CHECKING:
         dropout: float
         seed: int | None
 
-    class AttentionOptions(_WeightOptions, total=False):
+    class AttentionOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule
         layout: LayoutName
         out: np.ndarray | None
+        return_lse: Lse
+        return_weights: Weights
 
     class BackwardOptions(_WeightOptions, total=False):
         causal: CausalRule
@@ -66,7 +72,7 @@ if TYPE_CHECKING:
         return_lse: bool
         return_weights: bool | Literal["mean"]
 
-    class FlexOptions(_BatchOptions, total=False):
+    class FlexOptions(_BatchOptions, Generic[Lse, Weights], total=False):
         score_mod: Callable[..., Any] | None
         mask_mod: Callable[..., Any] | None
         block_mask: Mask | None
@@ -74,10 +80,13 @@ if TYPE_CHECKING:
         causal: CausalRule
         layout: LayoutName
         out: np.ndarray | None
+        return_lse: Lse
+        return_weights: Weights
 
-    class VarlenOptions(_ScoreOptions, total=False):
+    class VarlenOptions(_ScoreOptions, Generic[Lse], total=False):
         causal: CausalRule
         out: np.ndarray | None
+        return_lse: Lse
 
     class AttendOptions(_ScoreOptions, total=False):
         mask: Mask | ArrayLike | None

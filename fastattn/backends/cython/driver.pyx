@@ -231,22 +231,14 @@ cdef class Prepared:
 
     cdef int solve(self, Job *job, score_mod) except -1:
         """Fills the outputs of a record with addresses."""
-        cdef char *partials = NULL
-        cdef bint failed
+        cdef bint done
         cdef int64_t outside, at
         with nogil:
-            if job.n_splits > 1:
-                partials = new_partials(job)
-            if job.n_splits > 1 and partials == NULL:
-                failed = True
-            else:
-                run_job(job, self.num_threads)
-                failed = job.failed
+            done = run_job(job, self.num_threads)
             outside = job.read_outside
             at = job.outside_at - 1
-            free(partials)
             free(job)
-        if failed:
+        if not done:
             raise MemoryError("no memory for the tiles of a thread")
         if self.loop is not None:
             self.loop.check(outside, self.sizes, score_mod, at)

@@ -275,23 +275,18 @@ cdef int run_kept(const fastattn_call *call, Record *record, int num_threads) no
     cdef int64_t *lengths = NULL
     cdef int64_t item
     cdef Job *job = &record.job
-    cdef char *partials = NULL
-    cdef bint failed = False
+    cdef bint done = True, fits = True
     if may_overlap(call):
         return NOT_ALIKE
     if call.key_lengths.data != NULL:
         lengths = few
         if call.batch > SHORT_LENGTHS:
             lengths = <int64_t *>malloc(call.batch * sizeof(int64_t))
-        failed = lengths == NULL
-        if not failed:
+        done = lengths != NULL
+        for item in range(call.batch if done else 0):
             # Copied, so that nobody changes them after the check.
-            for item in range(call.batch):
-                memcpy(lengths + item, <char *>call.key_lengths.data + item * call.key_lengths.strides[0], sizeof(int64_t))
-                if not 0 <= lengths[item] <= call.len_k:
-                    if lengths != few:
-                        free(lengths)
-                    return NOT_ALIKE
+            memcpy(lengths + item, <char *>call.key_lengths.data + item * call.key_lengths.strides[0], sizeof(int64_t))
+            fits = fits and 0 <= lengths[item] <= call.len_k
     job.query.data = <int64_t><size_t>call.query.data
     job.key.data = <int64_t><size_t>call.key.data
     job.value.data = <int64_t><size_t>call.value.data
@@ -301,19 +296,14 @@ cdef int run_kept(const fastattn_call *call, Record *record, int num_threads) no
     job.dense.data = <int64_t><size_t>call.mask.data
     job.key_lengths.data = <int64_t><size_t>lengths
     job.sinks = <int64_t><size_t>call.sinks.data
-    if not failed and job.n_splits > 1:
-        partials = new_partials(job)
-        failed = partials == NULL
-    if not failed:
-        run_job(job, num_threads)
-        failed = job.failed
-    free(partials)
+    if done and fits:
+        done = run_job(job, num_threads)
     if lengths != few:
         free(lengths)
-    if failed:
+    if not done:
         say(call, "no memory for the tiles of a thread")
         return FASTATTN_NO_MEMORY
-    return FASTATTN_OK
+    return FASTATTN_OK if fits else NOT_ALIKE
 
 
 cdef void say(const fastattn_call *call, const char *message) noexcept nogil:

@@ -58,12 +58,10 @@ cdef inline const fastattn_fused *fused_of(const Job *job) noexcept nogil:
 
 
 cdef inline Py_ssize_t groups_in(Py_ssize_t n) noexcept nogil:
-    """How many groups n rows or columns take."""
     return (n + GROUP_KEYS - 1) // GROUP_KEYS
 
 
 cdef inline Py_ssize_t key_groups_nbytes(const Job *job) noexcept nogil:
-    """Bytes of the groups of 32 keys."""
     return groups_in(job.head_dim) * PART_NBYTES * job.n_parts
 
 
@@ -325,7 +323,6 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
 
 
 cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number) noexcept nogil:
-    """Writes the outputs of a task's block."""
     cdef const Block *block = &task.blocks[number]
     select_block(job, w, number)
     if not task.is_started[number]:
@@ -334,7 +331,7 @@ cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                            job.exponent_factor, job.kept_share)
-    task.is_nonfinite[number] = write_out(job, w, block)
+    task.is_nonfinite[number] = write_out(job, w, block, w.acc, block.ld)
     write_lse(job, w, block)
 
 
@@ -395,7 +392,6 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
 
 
 cdef void run_units(Job *job, Scratch *w, Task *task) noexcept nogil:
-    """Runs all units of a task through the pipeline."""
     cdef Unit *scored
     cdef Unit *weighted = NULL
     cdef Unit *added = NULL

@@ -202,11 +202,11 @@ cdef inline void lose_row(const Linear *n, Py_ssize_t item, Py_ssize_t head, Py_
 cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first, Py_ssize_t stop,
                       bint has_chunk) noexcept nogil:
     """The results of the queries of some positions, all heads of the group, from the rounded sums and the chunk."""
-    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i, e
+    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i, e, col
     cdef int n_vectors
     cdef bint nonfinite
     cdef char *sums
-    cdef char *at
+    cdef char **rows
     cdef double total
     while row < stop * n.group:
         n_rows = min(lanes * n.kernels.max_vectors, stop * n.group - row)
@@ -242,18 +242,19 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
             if not n.least <= total <= n.most:
                 lose_row(n, item, head, row + lane)
         n.kernels.finish(t.inverse, NULL, NULL, sums, ld, 1, 1)
+        rows = t.out_rows
+        col = n.out.col
         if n.out.storage:
+            rows = t.staged_rows
+            col = n.itemsize
             for lane in range(n_rows):
-                t.staged_rows[lane] = t.staged + lane * n.value_dim * n.itemsize
-            nonfinite = n.kernels.unpack(t.staged_rows, n.itemsize, n_rows, t.acc, ld, n.value_dim, t.inverse)
-            for lane in range(n_rows):
-                n.kernels.store_row(t.out_rows[lane], n.out.col, t.staged_rows[lane], n.value_dim, n.out.storage & STORAGE)
-        else:
-            nonfinite = n.kernels.unpack(t.out_rows, n.out.col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+                rows[lane] = t.staged + lane * n.value_dim * n.itemsize
+        nonfinite = n.kernels.unpack(rows, col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+        for lane in range(n_rows if n.out.storage else 0):
+            n.kernels.store_row(t.out_rows[lane], n.out.col, rows[lane], n.value_dim, n.out.storage & STORAGE)
         for lane in range(n_rows if nonfinite else 0):
-            at = t.staged_rows[lane] if n.out.storage else t.out_rows[lane]
             for e in range(n.value_dim):
-                if not isfinite(get_real(at + e * (n.itemsize if n.out.storage else n.out.col), n.itemsize)):
+                if not isfinite(get_real(rows[lane] + e * col, n.itemsize)):
                     lose_row(n, item, head, row + lane)
                     break
         row += n_rows
@@ -331,7 +332,7 @@ cdef void run_linear_task(const Linear *n, LinearTiles *t, Py_ssize_t task) noex
             memcpy(n.sums + head * n.n_sums, t.sums, n.n_sums * sizeof(double))
 
 
-cdef void run_linear_tasks(void *call, Share *shares, int thread, int num_threads) noexcept nogil:
+cdef void run_linear_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
     """Without memory for its tiles a thread runs no task, and the others run its share."""
     cdef const Linear *n = <const Linear *>call
     cdef LinearTiles tiles
@@ -343,15 +344,14 @@ cdef void run_linear_tasks(void *call, Share *shares, int thread, int num_thread
     set_linear_tiles(n, <char *>((<size_t>memory + 63) & ~<size_t>63), &tiles)
     for v in range(n.kernels.lanes * n.kernels.max_vectors):
         set_real(tiles.ones + v * n.itemsize, 1, n.itemsize)
-    while take_tasks(shares, thread, num_threads, 1, &turn, &task, &stop):
+    while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
         run_linear_task(n, &tiles, task)
     free(memory)
 
 
 cdef bint run_phase(Linear *n, LinearPhase phase, Py_ssize_t n_tasks, int num_threads) noexcept nogil:
-    """Whether all tasks were run."""
     n.phase = phase
-    return not run_on_threads(run_linear_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks))
+    return run_on_threads(run_linear_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks), False)
 
 
 cdef bint run_linear(Linear *n, int num_threads) noexcept nogil:

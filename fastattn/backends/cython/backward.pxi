@@ -2,8 +2,8 @@
 
 
 cdef void pass_bias_turns(const Job *job, const Gradients *g, const Tile *tile, int64_t *turns) noexcept nogil:
-    """Passes the turns of the query blocks that are done: where a query's heads are in two blocks and share a row of the
-    bias, the first is done with the second."""
+    """Passes the turns of the query blocks that are complete. Where the heads of one query are in two blocks and
+    share a row of the bias, the first block is complete when the second is."""
     cdef Py_ssize_t index, last, n_rows = job.len_q * job.group_size, size = block_rows(job)
     for index in range(max(0, tile.index - (job.group_size + size - 1) // size), tile.index + 1):
         last = min((index + 1) * size, n_rows) - 1
@@ -114,8 +114,8 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tile
     """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest `norm_of` a key is in
     w.inverse.
 
-    The decision is made of allowed keys alone. An lse that is the larger one may be of other keys as well: it is taken
-    for rounding within what is usual.
+    Allowed keys alone decide. A given lse that is the larger one may include other keys: the difference counts as
+    rounding only within the usual bound.
     """
     cdef Py_ssize_t size = job.itemsize
     cdef char *high = g.base + row * size
@@ -135,8 +135,8 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tile
 cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
     """The lse of each row of a query block, from the scores that its weights will be computed from.
 
-    It takes the place of the lse given where the two differ by no more than rounding: weights then add up to 1, however
-    large scores are. A row whose lse is of other keys as well, or of another softmax, keeps it.
+    It replaces the given lse where the two differ by rounding only: weights then add up to 1, however large scores
+    are. A row whose given lse includes other keys, or is of another softmax, keeps it.
     """
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, plain, plain_stop, n_loaded, key, next_key, j, lane

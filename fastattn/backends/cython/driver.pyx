@@ -14,8 +14,8 @@ its query block, the thread, or the other rows of the batch. Where a key/value h
 lanes run along keys and columns instead, and threads share the keys of one head.
 
 This file is the interface to Python: it selects the instruction set, and fills in and runs the record of a call
-(Job). The files that it includes hold the rest. Its functions are plain built-in ones (binding=False): with the stable
-ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the arguments first.
+(Job). The files that it includes hold the rest. binding=False makes plain built-in functions: with the stable
+ABI of Python 3.11, a call of Cython's own type of function builds a tuple of the arguments first.
 """
 
 from cython.parallel cimport parallel, prange, threadid

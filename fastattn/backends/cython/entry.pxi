@@ -133,7 +133,7 @@ cdef void set_key(const fastattn_call *call, fastattn_call *key) noexcept nogil:
 
 
 cdef int64_t hash_of(const fastattn_call *key) noexcept nogil:
-    """A number that differs between keys but for chance: two sums of products, which a CPU computes side by side."""
+    """A hash of a key: two independent chains of products, which a CPU computes in parallel."""
     cdef const uint64_t *words = <const uint64_t *>key
     cdef uint64_t even = 0x9e3779b97f4a7c15, odd = 0xc2b2ae3d27d4eb4f
     cdef size_t word
@@ -372,7 +372,7 @@ def keep_call(size_t key_address, Prepared prepared, int for_threads):
         kept = kept_calls + slot
         if (kept_hashes[slot] == hashed and kept.for_threads == for_threads
                 and memcmp(&kept.key, key, sizeof(fastattn_call)) == 0):
-            return  # it is kept, and Python had to decide all the same
+            return  # already kept; Python had to decide because of addresses or key lengths
     kept = kept_calls + next_kept
     version = kept.version
     store_word(&kept.version, version | 1, ATOMIC_RELAXED)

@@ -3,10 +3,10 @@
 #
 #     mask words -> score -> adjust -> score of grad_out and values -> differentiate -> three accumulations
 #
-# A weight is exp(score - lse). Where scores are large, the lse as it was rounded, or the score as it was computed, may be
-# off by units: weights would be off by any factor. Rows for which that may be so get an lse of their own first, from the
-# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`. A large lse tells
-# so before; scores that are large and cancel are found on the way, and all is done again.
+# A weight is exp(score - lse). Where scores are large, rounding of the lse or of the score may exceed 1, and the
+# weight would be off by any factor. Such rows first get an lse of their own, from the scores as they are computed
+# here, if it differs from the given one by rounding only: see `find_own_lse`. A large lse shows which rows these
+# are. Large scores that cancel are found during the computation, which then starts again.
 #
 # FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
 # values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
@@ -35,8 +35,8 @@ cdef struct Gradients:
     char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
                              # all_large, every block is taken for such
     bint needs_own_lse       # some block that is not large may have scores of large_norms or more
-    # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
-    # does are set to 0: queries when their block is prepared, keys and values by their task.
+    # The gradients, uninitialised: the first tile that contributes to a row sets it. Rows without a contribution
+    # are set to 0: those of queries when their block is prepared, those of keys and values by their task.
     char *query              # (heads, rows, query_ld)
     char *key                # (heads, len_k, query_ld)
     char *value              # (heads, len_k, value_ld)

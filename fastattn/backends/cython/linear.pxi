@@ -1,15 +1,15 @@
 # Linear attention with features elu(x) + 1. Each key/value head has sums over its keys, in float64: a row of `features`
 # for each column of the values, which adds up feature times value, and a last row, which adds up the features. A query's
 # products with these rows are its numerators and its denominator: the kernels' scores of query rows, with sums as keys.
-# Where the sums are running ones, keys are added a chunk at a time, and the scores of a chunk's own keys are masked and
-# accumulated as ever.
+# With running sums (causal), keys are added a chunk at a time; the keys of the current chunk are scored, masked and
+# accumulated as in attention.
 
 cdef enum:
     LINEAR_KEYS = 256  # of a partial sum that is added in float64
-    RUNNING_KEYS = 64  # the same where each row also meets the keys of its chunk one by one
+    RUNNING_KEYS = 64  # the same with running sums, where each row is also scored against its own chunk
     # Where there are fewer heads than LINEAR_HEADS, each is divided into segments, at most LINEAR_SEGMENTS, of at least
-    # LINEAR_SEGMENT positions. Sums of their own cost a pass over them, and running ones the products
-    # of keys a second time. All depends on sizes alone, so that no bit depends on the number of threads.
+    # LINEAR_SEGMENT positions. A segment costs a pass over its sums; with running sums, the products of keys are
+    # also computed twice. Sizes alone decide, so no bit depends on the number of threads.
     LINEAR_HEADS = 8
     LINEAR_SEGMENTS = 64
     LINEAR_SEGMENT = 1024

@@ -91,9 +91,9 @@ cdef void rotate_tasks(void *call, Share *shares, int own, int n_shares) noexcep
 
 
 cdef int run_rotation(Rotation *r, Py_ssize_t elements, thread_limit) except -1:
-    """Runs all tasks; no bit depends on which thread runs which. Each thread has consecutive ones, as a core that takes
-    over another's rows, from the call before, reads them from its cache: with tasks in any order two threads take twice
-    as long as one at 131072 elements, and not 0.6 of its time."""
+    """Runs all tasks; no bit depends on which thread runs which. Each thread has consecutive tasks: a core that gets
+    rows which another core wrote in the call before has to fetch them from its cache. With tasks in any order two
+    threads take twice the time of one at 131072 elements, instead of 0.6 of it."""
     cdef int num_threads = thread_limit() if elements >= ROPE_SMALL else 1
     if not elements:
         return 0

@@ -22,13 +22,6 @@ cdef inline char *acc_of(const Job *job, const Partial *partial) noexcept nogil:
     return partial.data + 2 * padded(job.max_lanes * job.itemsize)
 
 
-cdef inline void merge(const Job *job, Partial *partial, const Partial *other) noexcept nogil:
-    kernels_of(job).merge_rows(acc_of(job, partial), max_of(job, partial), sum_of(job, partial), acc_of(job, other),
-                           max_of(job, other), sum_of(job, other), job.len_q * job.group_size, job.acc_ld,
-                           job.exponent_factor)
-    partial.has_masked |= other.has_masked
-
-
 cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile) noexcept nogil:
     """Merges the subtrees that are complete before `key_tile`; the whole stack where key_tile is -1.
 
@@ -41,7 +34,10 @@ cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile)
         before = last - 1
         if key_tile >= 0 and (before.key_tile ^ last.key_tile) > (last.key_tile ^ key_tile):
             break
-        merge(job, before, last)
+        kernels_of(job).merge_rows(acc_of(job, before), max_of(job, before), sum_of(job, before), acc_of(job, last),
+                                   max_of(job, last), sum_of(job, last), job.len_q * job.group_size, job.acc_ld,
+                                   job.exponent_factor)
+        before.has_masked |= last.has_masked
         stack.depth -= 1
 
 

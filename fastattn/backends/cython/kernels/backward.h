@@ -45,14 +45,14 @@ INLINE void exp2_of_any(const int n, const int scaled, REAL factor, VEC x[], con
     for (int i = 0; i < n; i++) x[i] = y[i] * half_power[i];
 }
 
-/* Of an exponent, times the factor: from here on its first-order correction is not exact. */
+/* Above this, times the factor, the first-order correction of an exponent is not exact. */
 #define CORRECTED ((REAL)(REAL_BITS == 32 ? 0x1p-12 : 0x1p-27))
 #define LARGEST ((REAL)(REAL_BITS == 32 ? (double)FLT_MAX : DBL_MAX))
 
-/* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
- * So the weight is also multiplied by the power of 2 of what that leaves, to first order: of a unit of an lse below 2^10
- * the second is nothing. With is_large, what is left may be large, and is added to the difference first. What is left is
- * known where the lse is larger than the score; other weights are small, or have another lse than the scores'. */
+/* score - lse is rounded to a unit of the lse, which would be the largest error of a weight. So the weight is multiplied
+ * by the power of 2 of the remainder, to first order: for an lse below 2^10 the second order is lost in rounding. With
+ * is_large the remainder may be large, and is added to the difference first. The remainder is exact where the lse is
+ * larger than the score; other weights are small, or their lse is not of these scores. */
 INLINE void differentiate_scaled(const int scaled, const int drops, const int is_large, REAL *s_tile,
                                  REAL *change_tile, const REAL *high, const REAL *low, const REAL *delta,
                                  ptrdiff_t ld, ptrdiff_t n_keys, REAL factor, const uint32_t *words,

@@ -1,7 +1,7 @@
 /* Rotary position embedding: pairs of a row's elements, each turned by its angle. Included by kernels.c.
  *
  * Both products of a coordinate are rounded, and then their sum: multiply-adds are not fused, as portable code and NumPy
- * have none, so that the bits are the same on every ISA. Rows come from memory and go there, which takes longer. */
+ * have none, so that the bits are the same on every ISA. Reading and writing rows takes longer than these operations. */
 
 /* The next operation takes x as it is, and does not fuse with the multiplication before it. */
 INLINE VEC rounded(VEC x) {

@@ -30,10 +30,11 @@ PROBES = Path("fastattn", "bench", "probes")
 
 ISAS = SOURCE / "generated" / "isas.h"
 
-# What is compiled once per instruction set, with that set's flags, and linked into the extension.
+# What is compiled for each instruction set, with its flags, and linked into the extension: the source, and
+# the bits of each dtype that has an object of its own.
 PER_ISA = {
-    "fastattn.backends.cython.driver": KERNELS / "kernels.c",
-    "fastattn.bench.probes.driver": PROBES / "probes.c",
+    "fastattn.backends.cython.driver": (KERNELS / "kernels.c", (32, 64)),
+    "fastattn.bench.probes.driver": (PROBES / "probes.c", (32,)),
 }
 
 WITH_EXTENDED = {"fastattn.backends.cython.driver"}
@@ -106,24 +107,25 @@ class BuildKernels(build_ext):
         ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
         ext.extra_link_args += self.openmp
         for isa, flags in isas.items():
-            self.add_object(ext, PER_ISA[ext.name], isa, flags)
+            self.add_objects(ext, *PER_ISA[ext.name], isa, flags)
         if ext.name in WITH_EXTENDED and "avx512" in isas:
             for isa, own in EXTENDED.items():
                 flags = [*isas[own["vectors"]], *own["flags"].split()]
                 try:
-                    self.add_object(ext, KERNELS / own["source"], isa, flags)
+                    self.add_objects(ext, KERNELS / own["source"], (32,), isa, flags)
                 except CompileError:  # the compiler does not know its instructions: gcc before 11, or 10
                     continue
         super().build_extension(ext)
 
-    def add_object(self, ext, source, isa, flags):
-        ext.extra_objects += self.compiler.compile(
-            [str(source)],
-            output_dir=str(Path(self.build_temp) / isa),
-            macros=[("FASTATTN_ISA", isa)],
-            extra_preargs=[*BUILD_FLAGS, *flags],
-            depends=ext.depends,
-        )
+    def add_objects(self, ext, source, dtypes, isa, flags):
+        for bits in dtypes:
+            ext.extra_objects += self.compiler.compile(
+                [str(source)],
+                output_dir=str(Path(self.build_temp) / f"{isa}-{bits}"),
+                macros=[("FASTATTN_ISA", isa), ("REAL_BITS", str(bits))],
+                extra_preargs=[*BUILD_FLAGS, *flags],
+                depends=ext.depends,
+            )
         ext.define_macros.append((f"FASTATTN_HAVE_{isa.upper()}", "1"))
 
     @cached_property

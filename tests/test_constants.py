@@ -39,15 +39,7 @@ def test_storages():
         assert getattr(storage, name.removeprefix("FASTATTN_")) == number
 
 
-def test_polynomials_and_logarithms():
-    code = source(KERNELS / "vec.h")
-    arrays = re.findall(r"exp2_coefficients\)\[\] = \{(.*?)\};", code, re.DOTALL)
-    for itemsize, array in zip((4, 8), arrays, strict=True):
-        coefficients = tuple(float(x.strip().rstrip("f")) for x in array.split(","))
-        assert coefficients == constants.EXP2_COEFFICIENTS[itemsize]
-    of_floats = re.findall(r"#define (MANTISSA_BITS|EXPONENT_MIN) \(?(-?\d+)", code)
-    wanted = [("MANTISSA_BITS", constants.MANTISSA_BITS), ("EXPONENT_MIN", constants.EXPONENT_MIN)]
-    assert of_floats == [(name, str(table[itemsize])) for itemsize in (4, 8) for name, table in wanted]
+def test_logarithms():
     logarithms = defines(source(KERNELS / "base.h"))
     assert (float(logarithms["LOG2E"]), float(logarithms["LN2"])) == (constants.LOG2E, constants.LN2)
 

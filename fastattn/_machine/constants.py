@@ -1,7 +1,7 @@
 """Constants that more than one file uses, and tuning constants, with machine, date and script.
 
-The compiled kernels take those of the instruction sets from here and define the others in their own source;
-`tests/test_constants.py` compares the two.
+The compiled kernels take those of the dtypes and of the instruction sets from here and define the others in
+their own source; `tests/test_constants.py` compares the two.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ COUNTS = (
     "query_parts",  # likewise; 1 only where n_parts is
     "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
-    "failed",  # no thread could allocate its scratch memory
     "scratch_nbytes",
 )  # fmt: skip
 REALS = (

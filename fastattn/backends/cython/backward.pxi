@@ -2,8 +2,8 @@
 
 
 cdef void pass_bias_turns(const Job *job, const Gradients *g, const Tile *tile, int64_t *turns) noexcept nogil:
-    """Passes the turns of the query blocks that are done: where a query's heads are in two blocks and share a row of the
-    bias, the first is done with the second."""
+    """Passes the turns of the query blocks that are complete. Where the heads of one query are in two blocks and
+    share a row of the bias, the first block is complete when the second is."""
     cdef Py_ssize_t index, last, n_rows = job.len_q * job.group_size, size = block_rows(job)
     for index in range(max(0, tile.index - (job.group_size + size - 1) // size), tile.index + 1):
         last = min((index + 1) * size, n_rows) - 1
@@ -48,7 +48,6 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
 
 
 cdef void clear_keys(const Job *job, const Gradients *g, Py_ssize_t head, Py_ssize_t key, Py_ssize_t n_keys) noexcept nogil:
-    """Sets the gradients of some keys and values to 0."""
     cdef Py_ssize_t row = head * job.len_k + key
     if g.wants_key:
         memset(g.key + row * g.query_ld * job.itemsize, 0, n_keys * g.query_ld * job.itemsize)
@@ -115,8 +114,8 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tile
     """Decides between the lse given and that of w.row_max and w.row_sum, for a row whose largest `norm_of` a key is in
     w.inverse.
 
-    The decision is made of allowed keys alone. An lse that is the larger one may be of other keys as well: it is taken
-    for rounding within what is usual.
+    Allowed keys alone decide. A given lse that is the larger one may include other keys: the difference counts as
+    rounding only within the usual bound.
     """
     cdef Py_ssize_t size = job.itemsize
     cdef char *high = g.base + row * size
@@ -136,11 +135,12 @@ cdef void set_own_lse(const Job *job, const Gradients *g, Scratch *w, const Tile
 cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
     """The lse of each row of a query block, from the scores that its weights will be computed from.
 
-    It takes the place of the lse given where the two differ by no more than rounding: weights then add up to 1, however
-    large scores are. A row whose lse is of other keys as well, or of another softmax, keeps it.
+    It replaces the given lse where the two differ by rounding only: weights then add up to 1, however large scores
+    are. A row whose given lse includes other keys, or is of another softmax, keeps it.
     """
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, plain, plain_stop, n_loaded, key, next_key, j, lane
+    cdef SourceRows rows
     cdef Block block
     cdef Tile tile
     if not g.is_large[task]:
@@ -150,7 +150,8 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
     tile.first_row = tile.index * block_rows(job)
     find_query_block(job, g, w, &block, tile.head, tile.index)
     load_block(job, g, w, t, &block)
-    pack_query_rows(job, g, w, t, &block, 1)
+    rows = read_rows(job, w, &block, &job.query, job.query_storage, job.head_dim)
+    pack_rows(job, t.query_rows, g.query_ld, &rows, &block, job.head_dim, 1)
     start_rows(job, w, w.row_max, w.row_sum, block.ld)
     memset(w.inverse, 0, block.ld * size)
     next_key = block.low // job.block_k * job.block_k
@@ -180,11 +181,13 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
         set_own_lse(job, g, w, t, tile.head * g.padded_rows + tile.first_row + lane, lane)
 
 
-cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil:
-    """Takes the tasks of a stage in their order until there is none left."""
+cdef void run_gradient_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
+    cdef Gradients *g = <Gradients *>call
+    cdef Job *job = g.job
     cdef Scratch scratch
     cdef Tiles tiles
-    cdef Py_ssize_t task, nbytes = padded(job.scratch_nbytes), v
+    cdef Py_ssize_t task, stop, nbytes = padded(job.scratch_nbytes), v
+    cdef int turn = 0
     cdef char *memory = <char *>malloc(nbytes + set_tiles(job, g, NULL, &tiles) + 64)
     cdef char *base = <char *>((<size_t>memory + 63) & ~<size_t>63)
     if memory == NULL:
@@ -195,37 +198,22 @@ cdef void work_on_gradients(Job *job, Job *forward, Gradients *g) noexcept nogil
         set_real(tiles.ones + v * job.itemsize, 1, job.itemsize)
     if job.scores_on_tiles:
         fused_of(job).begin()
-    while True:
-        task = fetch_add(&g.next, 1, ATOMIC_RELAXED)
-        if task >= g.n_tasks:
-            break
+    while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
         if g.stage == STAGE_KEYS:
             run_keys(job, g, &scratch, &tiles, task)
         elif g.stage == STAGE_OWN_LSE:
             find_own_lse(job, g, &scratch, &tiles, task)
         else:
-            prepare_block(job, forward, g, &scratch, &tiles, task)
+            prepare_block(job, g.forward, g, &scratch, &tiles, task)
     if job.scores_on_tiles:
         fused_of(job).end()
     free(memory)
 
 
-cdef bint run_stage(Job *job, Job *forward, Gradients *g, Stage stage, Py_ssize_t n_tasks,
-                    int num_threads) noexcept nogil:
+cdef bint run_stage(Gradients *g, Stage stage, Py_ssize_t n_tasks, int num_threads) noexcept nogil:
     """Runs every task of a stage; False without memory for the tiles of any thread."""
-    cdef fastattn_spread spread
     g.stage = stage
-    g.next = 0
-    g.n_tasks = n_tasks
-    if num_threads > 1:
-        fastattn_spread_start(&spread)
-        with parallel(num_threads=num_threads):
-            fastattn_spread_enter(&spread, threadid())
-            work_on_gradients(job, forward, g)
-            fastattn_spread_leave(&spread, threadid())
-    else:
-        work_on_gradients(job, forward, g)
-    return g.next >= n_tasks
+    return run_on_threads(run_gradient_tasks, g, n_tasks, num_threads, True)
 
 
 def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants,
@@ -245,6 +233,8 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     set_addresses(job, tuple(arrays))
     set_addresses(forward, tuple(forward_arrays))
     memset(&g, 0, sizeof(Gradients))
+    g.job = job
+    g.forward = forward
     g.heads = job.batch * job.num_kv_heads
     g.padded_rows = base.shape[base.ndim - 1]
     g.query_ld = query.shape[query.ndim - 1]
@@ -278,10 +268,10 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     g.bias_turns = <int64_t *>address_of(room.bias_turns)
     g.bias_strides = <const Py_ssize_t *>address_of(room.bias_strides)
     with nogil:
-        done = run_stage(job, forward, &g, STAGE_PREPARE, n_blocks, num_threads)
+        done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
         if done and memchr(g.is_large, 1, n_blocks) != NULL:
-            done = run_stage(job, forward, &g, STAGE_OWN_LSE, n_blocks, num_threads)
-        done = done and run_stage(job, forward, &g, STAGE_KEYS, job.n_tasks, num_threads)
+            done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
+        done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
     free(job)
     free(forward)
     if not done:

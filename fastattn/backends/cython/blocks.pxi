@@ -56,6 +56,29 @@ cdef inline void find_rows_of(const Job *job, const Scratch *w, const Block *blo
         rows[lane] = lane_row(w, view, item, lane)
 
 
+cdef struct SourceRows:
+    # The rows of a block in the compute type, and the bytes from one element to the next.
+    const char *const *at
+    Py_ssize_t col
+
+
+cdef inline SourceRows read_rows(const Job *job, Scratch *w, const Block *block, const View *view, int64_t storage,
+                                 Py_ssize_t n_cols) noexcept nogil:
+    """The block's rows of an array: in place, or converted and contiguous."""
+    cdef SourceRows rows
+    cdef Py_ssize_t lane
+    find_rows_of(job, w, block, view, w.rows)
+    rows.at = <const char *const *>w.rows
+    rows.col = view.col
+    if storage:
+        rows.at = <const char *const *>w.staged_rows
+        rows.col = job.itemsize
+        for lane in range(block.ld):
+            w.staged_rows[lane] = w.staged + lane * n_cols * job.itemsize
+            load_row(job, w.staged_rows[lane], w.rows[lane], view.col, storage, n_cols)
+    return rows
+
+
 cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexcept nogil:
     """How the kernels read the block's values, and where the thread has its copies."""
     cdef fastattn_values *values = &block.values

@@ -43,7 +43,7 @@ def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndar
     cdef Py_ssize_t b, kv, t, c, position, row, n_groups = (D + SCALED - 1) // SCALED
     cdef int given = <int>cnp.PyArray_ITEMSIZE(rows)
     cdef Py_ssize_t col = rows.strides[3]
-    cdef bint is_same = given == 2
+    cdef bint is_same = given == itemsize
     cdef const fastattn_kernels *kernels = chosen[given == 8]
     cdef const int64_t *pages = <const int64_t *>cnp.PyArray_DATA(table)
     cdef const int64_t *scales = NULL
@@ -78,7 +78,7 @@ def write_page_rows(cnp.ndarray rows, Py_ssize_t itemsize, int storage, cnp.ndar
                     elif is_same:
                         memcpy(to, source, D * given)
                     elif storage == REAL:
-                        fastattn_store_reals(to, <int>itemsize, source, given, D)
+                        fastattn_convert_row(to, <int>itemsize, source, given, False, given, D)
                     else:
                         kernels.store_row(to, itemsize, source, D, storage)
         free(gathered)

@@ -1,7 +1,7 @@
-"""Writes down for Cython and C what is stated elsewhere: the record of a call, headers, instruction sets.
+"""Writes down for Cython and C what is stated elsewhere: the record, headers, instruction sets, dtypes.
 
 ``setup.py`` runs this file before anything is compiled. The record is stated in ``cpu/fields.py``, kernels
-and helpers in their headers, instruction sets in ``_machine/constants.py``, and nowhere else.
+and helpers in their headers, instruction sets and dtypes in ``_machine/constants.py``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _DECLARATIONS = re.compile(
 def write() -> None:
     """Writes the files; one that would not change is left alone, so that nothing is compiled again."""
     fields = runpy.run_path(str(HERE.parent / "cpu" / "fields.py"))
-    isas = runpy.run_path(str(HERE.parents[1] / "_machine" / "constants.py"))
+    constants = runpy.run_path(str(HERE.parents[1] / "_machine" / "constants.py"))
     headers = [declarations(Path(name).name, (HERE / name).read_text()) for name in HEADERS]
     GENERATED.mkdir(exist_ok=True)
     texts = {"headers.pxi": "\n".join(headers), "job.pxi": record(fields)}
-    texts["isas.h"] = instruction_sets(isas["VECTORS"], isas["EXTENDED"])
+    texts["isas.h"] = instruction_sets(constants["VECTORS"], constants["EXTENDED"])
+    texts["floats.h"] = float_types(constants)
     for name, text in texts.items():
         path = GENERATED / name
         if not path.exists() or path.read_text() != text:
@@ -88,6 +89,20 @@ def instruction_sets(vectors: dict[str, Any], extended: dict[str, Any]) -> str:
             f"#define {n.upper()} {value}" for n, value in (isa["blocking"] | isa.get("other", {})).items()
         ]
     return "\n".join([*lines, "#endif", "#endif", "", "#endif", ""])
+
+
+def float_types(constants: dict[str, Any]) -> str:
+    """The numbers of the dtype of REAL_BITS."""
+    lines = []
+    for itemsize, coefficients in constants["EXP2_COEFFICIENTS"].items():
+        lines += [
+            f"#if REAL_BITS == {8 * itemsize}",
+            f"#define MANTISSA_BITS {constants['MANTISSA_BITS'][itemsize]}",
+            f"#define EXPONENT_MIN ({constants['EXPONENT_MIN'][itemsize]})",
+            f"#define EXP2_COEFFICIENTS {', '.join(map(repr, coefficients))}",
+            "#endif",
+        ]
+    return "\n".join([*lines, ""])
 
 
 def declarations(name: str, header: str) -> str:

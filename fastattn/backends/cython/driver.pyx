@@ -14,8 +14,8 @@ its query block, the thread, or the other rows of the batch. Where a key/value h
 lanes run along keys and columns instead, and threads share the keys of one head.
 
 This file is the interface to Python: it selects the instruction set, and fills in and runs the record of a call
-(Job). The files that it includes hold the rest. Its functions are plain built-in ones (binding=False): with the stable
-ABI of Python 3.11, a call of Cython's own kind of function makes a tuple of the arguments first.
+(Job). The files that it includes hold the rest. binding=False makes plain built-in functions: with the stable
+ABI of Python 3.11, a call of Cython's own type of function builds a tuple of the arguments first.
 """
 
 from cython.parallel cimport parallel, prange, threadid
@@ -231,22 +231,14 @@ cdef class Prepared:
 
     cdef int solve(self, Job *job, score_mod) except -1:
         """Fills the outputs of a record with addresses."""
-        cdef char *partials = NULL
-        cdef bint failed
+        cdef bint done
         cdef int64_t outside, at
         with nogil:
-            if job.n_splits > 1:
-                partials = new_partials(job)
-            if job.n_splits > 1 and partials == NULL:
-                failed = True
-            else:
-                run_job(job, self.num_threads)
-                failed = job.failed
+            done = run_job(job, self.num_threads)
             outside = job.read_outside
             at = job.outside_at - 1
-            free(partials)
             free(job)
-        if failed:
+        if not done:
             raise MemoryError("no memory for the tiles of a thread")
         if self.loop is not None:
             self.loop.check(outside, self.sizes, score_mod, at)

@@ -1,5 +1,5 @@
-/* A row of float or double as it is stored: in float or double, or in int8 with a scale for each group. The bits are
- * those of NumPy's `astype`, and of fastattn._call.storage.encode_rows. */
+/* A row of float or double as int8 with a scale for each group. The bits are those of
+ * fastattn._call.storage.encode_rows. */
 #ifndef FASTATTN_ENCODE_H
 #define FASTATTN_ENCODE_H
 
@@ -9,27 +9,6 @@
 #include <string.h>
 
 enum { FASTATTN_SCALED = 64 }; /* elements of int8 that share a scale */
-
-/* to[i] = from[i], i < n; sizes are those of float and double. Of any alignment. */
-static inline void fastattn_store_reals(char *to, int to_size, const char *from, int from_size, ptrdiff_t n) {
-    if (to_size == from_size) {
-        memcpy(to, from, (size_t)(n * to_size));
-        return;
-    }
-    for (ptrdiff_t i = 0; i < n; i++) {
-        double x;
-        float y;
-        if (from_size == 4) {
-            memcpy(&y, from + i * 4, 4);
-            x = y;
-            memcpy(to + i * 8, &x, 8);
-        } else {
-            memcpy(&x, from + i * 8, 8);
-            y = (float)x;
-            memcpy(to + i * 4, &y, 4);
-        }
-    }
-}
 
 /* A group of n numbers. The greatest magnitude is found among bits without their sign, which are in the order of
  * magnitudes, and where NaN is above inf. Adding and subtracting ROUND rounds to a whole number, halves to even. */

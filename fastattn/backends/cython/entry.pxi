@@ -133,7 +133,7 @@ cdef void set_key(const fastattn_call *call, fastattn_call *key) noexcept nogil:
 
 
 cdef int64_t hash_of(const fastattn_call *key) noexcept nogil:
-    """A number that differs between keys but for chance: two sums of products, which a CPU computes side by side."""
+    """A hash of a key: two independent chains of products, which a CPU computes in parallel."""
     cdef const uint64_t *words = <const uint64_t *>key
     cdef uint64_t even = 0x9e3779b97f4a7c15, odd = 0xc2b2ae3d27d4eb4f
     cdef size_t word
@@ -275,23 +275,18 @@ cdef int run_kept(const fastattn_call *call, Record *record, int num_threads) no
     cdef int64_t *lengths = NULL
     cdef int64_t item
     cdef Job *job = &record.job
-    cdef char *partials = NULL
-    cdef bint failed = False
+    cdef bint done = True, fits = True
     if may_overlap(call):
         return NOT_ALIKE
     if call.key_lengths.data != NULL:
         lengths = few
         if call.batch > SHORT_LENGTHS:
             lengths = <int64_t *>malloc(call.batch * sizeof(int64_t))
-        failed = lengths == NULL
-        if not failed:
+        done = lengths != NULL
+        for item in range(call.batch if done else 0):
             # Copied, so that nobody changes them after the check.
-            for item in range(call.batch):
-                memcpy(lengths + item, <char *>call.key_lengths.data + item * call.key_lengths.strides[0], sizeof(int64_t))
-                if not 0 <= lengths[item] <= call.len_k:
-                    if lengths != few:
-                        free(lengths)
-                    return NOT_ALIKE
+            memcpy(lengths + item, <char *>call.key_lengths.data + item * call.key_lengths.strides[0], sizeof(int64_t))
+            fits = fits and 0 <= lengths[item] <= call.len_k
     job.query.data = <int64_t><size_t>call.query.data
     job.key.data = <int64_t><size_t>call.key.data
     job.value.data = <int64_t><size_t>call.value.data
@@ -301,19 +296,14 @@ cdef int run_kept(const fastattn_call *call, Record *record, int num_threads) no
     job.dense.data = <int64_t><size_t>call.mask.data
     job.key_lengths.data = <int64_t><size_t>lengths
     job.sinks = <int64_t><size_t>call.sinks.data
-    if not failed and job.n_splits > 1:
-        partials = new_partials(job)
-        failed = partials == NULL
-    if not failed:
-        run_job(job, num_threads)
-        failed = job.failed
-    free(partials)
+    if done and fits:
+        done = run_job(job, num_threads)
     if lengths != few:
         free(lengths)
-    if failed:
+    if not done:
         say(call, "no memory for the tiles of a thread")
         return FASTATTN_NO_MEMORY
-    return FASTATTN_OK
+    return FASTATTN_OK if fits else NOT_ALIKE
 
 
 cdef void say(const fastattn_call *call, const char *message) noexcept nogil:
@@ -382,7 +372,7 @@ def keep_call(size_t key_address, Prepared prepared, int for_threads):
         kept = kept_calls + slot
         if (kept_hashes[slot] == hashed and kept.for_threads == for_threads
                 and memcmp(&kept.key, key, sizeof(fastattn_call)) == 0):
-            return  # it is kept, and Python had to decide all the same
+            return  # already kept; Python had to decide because of addresses or key lengths
     kept = kept_calls + next_kept
     version = kept.version
     store_word(&kept.version, version | 1, ATOMIC_RELAXED)

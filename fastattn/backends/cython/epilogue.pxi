@@ -113,7 +113,7 @@ cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssiz
 
 
 cdef void note_outside(Job *job, const Scratch *w, const Block *block, const ScoreTile *s) noexcept nogil:
-    """Sets job.read_outside where a score, masked by now, is still the mark of a score_mod that read out of bounds."""
+    """Sets job.read_outside where a score is the mark of a score_mod that read out of bounds and no mask hid it."""
     cdef uint64_t mark = <uint64_t>MARK_FLOAT64 if job.itemsize == 8 else <uint64_t>MARK_FLOAT32
     cdef uint64_t arrays = (<uint64_t>1 << MARK_BITS) - 1, bits
     cdef uint32_t word

@@ -2,8 +2,9 @@
 # some query blocks, of one head or of several, over key tiles in an order that keeps the blocks and a few tiles in L2.
 # A thread splits a key tile into groups when the first block of its task gets there.
 #
-# The bits of a row depend on its own keys and on the grid of key tiles alone. What has no groups, such as nonfinite
-# numbers, is computed by the other kernels, one score or one product at a time, and changes no bit of anything else.
+# The bits of a row depend on its own keys and on the grid of key tiles alone. Numbers that cannot be split into
+# groups, such as NaN and inf, go to the other kernels, one score or one product at a time. They change no bit of
+# other results.
 
 cdef enum:
     TILE_GROUPS = 8          # of a key tile
@@ -58,12 +59,10 @@ cdef inline const fastattn_fused *fused_of(const Job *job) noexcept nogil:
 
 
 cdef inline Py_ssize_t groups_in(Py_ssize_t n) noexcept nogil:
-    """How many groups n rows or columns take."""
     return (n + GROUP_KEYS - 1) // GROUP_KEYS
 
 
 cdef inline Py_ssize_t key_groups_nbytes(const Job *job) noexcept nogil:
-    """Bytes of the groups of 32 keys."""
     return groups_in(job.head_dim) * PART_NBYTES * job.n_parts
 
 
@@ -85,7 +84,7 @@ cdef TileGroups *split_keys(const Job *job, Scratch *w, HeadTiles *held, const B
     cdef TileGroups *tile = &held.tiles[held.newest]
     cdef const char *at
     if tile.tile != number:
-        # Masks skip tiles, so their numbers say nothing about which of those held is the oldest.
+        # Not by number: masks skip tiles, so a number does not say which tile is the oldest.
         held.newest = (held.newest + 1) % HEAD_TILES
         tile = &held.tiles[held.newest]
         tile.tile = number
@@ -149,9 +148,9 @@ cdef Py_ssize_t find_bias_prefetches(const Job *job, Scratch *w, Task *task, Py_
                                      Py_ssize_t n_keys) noexcept nogil:
     """Lists in w.prefetch the bias of the block after a unit's, for the same keys, and returns how many entries it has.
 
-    A bias of each head is read once, from memory, while the tile unit waits. This takes 4 % off 8 heads of 2048 by
-    2048; the same for queries, keys, values and outputs took nothing off batches of short heads, and made calls whose
-    arrays are in the cache up to 12 % slower. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
+    A bias of each head is read once, from memory, while the tile unit waits. This saves 4 % with 8 heads of 2048
+    by 2048. To prefetch queries, keys, values and outputs as well saved nothing in batches of short heads, and
+    cost up to 12 % where arrays are in the cache. 2 cores of an Intel Xeon with AMX, 2026-11-24, interleaved A/B.
     """
     cdef Block *block = &task.blocks[number + 1]
     if number + 1 == task.n_blocks or job.bias.head == 0:
@@ -325,7 +324,6 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
 
 
 cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number) noexcept nogil:
-    """Writes the outputs of a task's block."""
     cdef const Block *block = &task.blocks[number]
     select_block(job, w, number)
     if not task.is_started[number]:
@@ -334,14 +332,14 @@ cdef void finish_block(const Job *job, Scratch *w, Task *task, Py_ssize_t number
     end_rows(job, w, w.row_max, w.row_sum, block.ld)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                            job.exponent_factor, job.kept_share)
-    task.is_nonfinite[number] = write_out(job, w, block)
+    task.is_nonfinite[number] = write_out(job, w, block, w.acc, block.ld)
     write_lse(job, w, block)
 
 
 cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
-    """What takes the scores of finished blocks once more: weights, and outputs that may have overflowed.
+    """Computes the scores of finished blocks again, for weights and for outputs that may have overflowed.
 
-    The scores are those of the tile unit: those of other kernels are rounded otherwise, and may be larger than row_max.
+    The tile unit computes them: other kernels round differently, and a score could exceed row_max.
     """
     cdef Unit *unit = &task.units[0]
     cdef Block *block
@@ -395,7 +393,6 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
 
 
 cdef void run_units(Job *job, Scratch *w, Task *task) noexcept nogil:
-    """Runs all units of a task through the pipeline."""
     cdef Unit *scored
     cdef Unit *weighted = NULL
     cdef Unit *added = NULL

@@ -3,10 +3,10 @@
 #
 #     mask words -> score -> adjust -> score of grad_out and values -> differentiate -> three accumulations
 #
-# A weight is exp(score - lse). Where scores are large, the lse as it was rounded, or the score as it was computed, may be
-# off by units: weights would be off by any factor. Rows for which that may be so get an lse of their own first, from the
-# scores as they are computed here, if it agrees with the one given but for rounding: see `find_own_lse`. A large lse tells
-# so before; scores that are large and cancel are found on the way, and all is done again.
+# A weight is exp(score - lse). Where scores are large, rounding of the lse or of the score may exceed 1, and the
+# weight would be off by any factor. Such rows first get an lse of their own, from the scores as they are computed
+# here, if it differs from the given one by rounding only: see `find_own_lse`. A large lse shows which rows these
+# are. Large scores that cancel are found during the computation, which then starts again.
 #
 # FlashAttention-2's Algorithm 2 (Dao, 2023) with query rows as lanes of the score tile. The gradients of keys and
 # values are the task's own. Those of queries are sums over key tiles, added in the order of the tiles: each query block
@@ -25,6 +25,8 @@ cdef enum Stage:
 cdef struct Gradients:
     # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
     # of a key/value head, row = i * group + g, and have a whole number of vectors.
+    Job *job
+    Job *forward             # of which `out` is the outputs
     char *base               # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
     char *delta              # (heads, padded_rows): grad_scale * (rowsum(grad_out * out) - grad_lse); before, grad_lse
     char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
@@ -33,8 +35,8 @@ cdef struct Gradients:
     char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
                              # all_large, every block is taken for such
     bint needs_own_lse       # some block that is not large may have scores of large_norms or more
-    # The gradients, which hold anything before. The first tile that contributes to rows sets them; rows to which none
-    # does are set to 0: queries when their block is prepared, keys and values by their task.
+    # The gradients, uninitialised: the first tile that contributes to a row sets it. Rows without a contribution
+    # are set to 0: those of queries when their block is prepared, those of keys and values by their task.
     char *query              # (heads, rows, query_ld)
     char *key                # (heads, len_k, query_ld)
     char *value              # (heads, len_k, value_ld)
@@ -54,7 +56,6 @@ cdef struct Gradients:
     double large_norms
     double score_rounding, usual_rounding
     Stage stage
-    Py_ssize_t next, n_tasks
 
 
 cdef struct Tiles:
@@ -134,14 +135,10 @@ cdef void find_query_block(Job *job, const Gradients *g, Scratch *w, Block *bloc
         block.low -= block.low % GROUP_KEYS
 
 
-cdef void pack_query_rows(const Job *job, const Gradients *g, Scratch *w, Tiles *t, const Block *block,
-                          double factor) noexcept nogil:
-    """The query rows of a block, times a factor, into t.query_rows."""
-    cdef const char *const *rows
-    find_rows_of(job, w, block, &job.query, w.rows)
-    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
-    kernels_of(job).pack_rows(t.query_rows, g.query_ld, rows, block.n_rows,
-                              job.itemsize if job.query_storage else job.query.col, job.head_dim, factor)
+cdef inline void pack_rows(const Job *job, char *to, Py_ssize_t ld, const SourceRows *rows, const Block *block,
+                           Py_ssize_t n_cols, double factor) noexcept nogil:
+    """The rows of a block, times a factor, without gaps and padded with zeros."""
+    kernels_of(job).pack_rows(to, ld, rows.at, block.n_rows, rows.col, n_cols, factor)
 
 
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
@@ -150,7 +147,7 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
     cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
-    cdef const char *const *rows
+    cdef SourceRows rows
     cdef Block block
     cdef double sum
     cdef const char *grad
@@ -162,17 +159,14 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
         row = head * job.len_q * job.group_size + index * block_rows(job)
         memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)
     if masks_any(job):
-        pack_query_rows(job, g, w, t, &block, 1)
+        rows = read_rows(job, w, &block, &job.query, job.query_storage, job.head_dim)
+        pack_rows(job, t.query_rows, g.query_ld, &rows, &block, job.head_dim, 1)
         nonfinite = is_nonfinite(job, t.query_rows, block.n_rows, g.query_ld)
     if not in_place:
-        find_rows_of(job, w, &block, &job.out, w.rows)
-        rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
-        kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, size if job.out_storage else job.out.col,
-                          job.value_dim, 1)
-        find_rows_of(forward, w, &block, &forward.out, w.rows)
-        rows = rows_to_read(job, w, forward.out.col, forward.out_storage, block.ld, job.value_dim)
-        kernels.pack_rows(t.values, g.value_ld, rows, block.n_rows, size if forward.out_storage else forward.out.col,
-                          job.value_dim, 1)
+        rows = read_rows(job, w, &block, &job.out, job.out_storage, job.value_dim)
+        pack_rows(job, t.grad_rows, g.value_ld, &rows, &block, job.value_dim, 1)
+        rows = read_rows(forward, w, &block, &forward.out, forward.out_storage, job.value_dim)
+        pack_rows(job, t.values, g.value_ld, &rows, &block, job.value_dim, 1)
     for row in range(block.n_rows):
         grad = t.grad_rows + row * g.value_ld * size
         out = t.values + row * g.value_ld * size
@@ -307,7 +301,6 @@ cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const 
 
 
 cdef void split_task_keys(const Job *job, const Gradients *g, Tiles *t, Py_ssize_t n_keys) noexcept nogil:
-    """The groups of the keys of a task."""
     cdef Py_ssize_t i, row = g.query_ld * job.itemsize
     for i in range(groups_in(n_keys)):
         t.key_flags[i] = fused_of(job).split_keys(
@@ -387,23 +380,18 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
 cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:
     """The query rows and the gradients of the outputs of a block, as rows and as columns."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
-    cdef const char *const *rows
-    cdef Py_ssize_t col, i
-    find_rows_of(job, w, block, &job.query, w.rows)
-    rows = rows_to_read(job, w, job.query.col, job.query_storage, block.ld, job.head_dim)
-    col = job.itemsize if job.query_storage else job.query.col
-    kernels.pack(w.query, block.ld, rows, col, job.head_dim, job.query_factor)
+    cdef SourceRows rows = read_rows(job, w, block, &job.query, job.query_storage, job.head_dim)
+    cdef Py_ssize_t i
+    kernels.pack(w.query, block.ld, rows.at, rows.col, job.head_dim, job.query_factor)
     if job.scores_on_tiles:
         for i in range(groups_in(block.n_rows)):
             t.query_flags[i] = fused_of(job).split_queries(
                 t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, <const float *>w.query + i * FUSED_LANES,
                 block.ld, job.head_dim)
-    kernels.pack_rows(t.query_rows, g.query_ld, rows, block.n_rows, col, job.head_dim, g.scale)
-    find_rows_of(job, w, block, &job.out, w.rows)
-    rows = rows_to_read(job, w, job.out.col, job.out_storage, block.ld, job.value_dim)
-    col = job.itemsize if job.out_storage else job.out.col
-    kernels.pack(t.grad, block.ld, rows, col, job.value_dim, g.grad_scale)
-    kernels.pack_rows(t.grad_rows, g.value_ld, rows, block.n_rows, col, job.value_dim, 1)
+    pack_rows(job, t.query_rows, g.query_ld, &rows, block, job.head_dim, g.scale)
+    rows = read_rows(job, w, block, &job.out, job.out_storage, job.value_dim)
+    kernels.pack(t.grad, block.ld, rows.at, rows.col, job.value_dim, g.grad_scale)
+    pack_rows(job, t.grad_rows, g.value_ld, &rows, block, job.value_dim, 1)
 
 
 cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Block *block, char *rows) noexcept nogil:

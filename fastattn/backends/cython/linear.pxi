@@ -1,15 +1,15 @@
 # Linear attention with features elu(x) + 1. Each key/value head has sums over its keys, in float64: a row of `features`
 # for each column of the values, which adds up feature times value, and a last row, which adds up the features. A query's
 # products with these rows are its numerators and its denominator: the kernels' scores of query rows, with sums as keys.
-# Where the sums are running ones, keys are added a chunk at a time, and the scores of a chunk's own keys are masked and
-# accumulated as ever.
+# With running sums (causal), keys are added a chunk at a time; the keys of the current chunk are scored, masked and
+# accumulated as in attention.
 
 cdef enum:
     LINEAR_KEYS = 256  # of a partial sum that is added in float64
-    RUNNING_KEYS = 64  # the same where each row also meets the keys of its chunk one by one
+    RUNNING_KEYS = 64  # the same with running sums, where each row is also scored against its own chunk
     # Where there are fewer heads than LINEAR_HEADS, each is divided into segments, at most LINEAR_SEGMENTS, of at least
-    # LINEAR_SEGMENT positions. Sums of their own cost a pass over them, and running ones the products
-    # of keys a second time. All depends on sizes alone, so that no bit depends on the number of threads.
+    # LINEAR_SEGMENT positions. A segment costs a pass over its sums; with running sums, the products of keys are
+    # also computed twice. Sizes alone decide, so no bit depends on the number of threads.
     LINEAR_HEADS = 8
     LINEAR_SEGMENTS = 64
     LINEAR_SEGMENT = 1024
@@ -202,11 +202,11 @@ cdef inline void lose_row(const Linear *n, Py_ssize_t item, Py_ssize_t head, Py_
 cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first, Py_ssize_t stop,
                       bint has_chunk) noexcept nogil:
     """The results of the queries of some positions, all heads of the group, from the rounded sums and the chunk."""
-    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i, e
+    cdef Py_ssize_t lanes = n.kernels.lanes, row = first * n.group, n_rows, ld, lane, v, h, i, e, col
     cdef int n_vectors
     cdef bint nonfinite
     cdef char *sums
-    cdef char *at
+    cdef char **rows
     cdef double total
     while row < stop * n.group:
         n_rows = min(lanes * n.kernels.max_vectors, stop * n.group - row)
@@ -242,18 +242,19 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
             if not n.least <= total <= n.most:
                 lose_row(n, item, head, row + lane)
         n.kernels.finish(t.inverse, NULL, NULL, sums, ld, 1, 1)
+        rows = t.out_rows
+        col = n.out.col
         if n.out.storage:
+            rows = t.staged_rows
+            col = n.itemsize
             for lane in range(n_rows):
-                t.staged_rows[lane] = t.staged + lane * n.value_dim * n.itemsize
-            nonfinite = n.kernels.unpack(t.staged_rows, n.itemsize, n_rows, t.acc, ld, n.value_dim, t.inverse)
-            for lane in range(n_rows):
-                n.kernels.store_row(t.out_rows[lane], n.out.col, t.staged_rows[lane], n.value_dim, n.out.storage & STORAGE)
-        else:
-            nonfinite = n.kernels.unpack(t.out_rows, n.out.col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+                rows[lane] = t.staged + lane * n.value_dim * n.itemsize
+        nonfinite = n.kernels.unpack(rows, col, n_rows, t.acc, ld, n.value_dim, t.inverse)
+        for lane in range(n_rows if n.out.storage else 0):
+            n.kernels.store_row(t.out_rows[lane], n.out.col, rows[lane], n.value_dim, n.out.storage & STORAGE)
         for lane in range(n_rows if nonfinite else 0):
-            at = t.staged_rows[lane] if n.out.storage else t.out_rows[lane]
             for e in range(n.value_dim):
-                if not isfinite(get_real(at + e * (n.itemsize if n.out.storage else n.out.col), n.itemsize)):
+                if not isfinite(get_real(rows[lane] + e * col, n.itemsize)):
                     lose_row(n, item, head, row + lane)
                     break
         row += n_rows
@@ -331,7 +332,7 @@ cdef void run_linear_task(const Linear *n, LinearTiles *t, Py_ssize_t task) noex
             memcpy(n.sums + head * n.n_sums, t.sums, n.n_sums * sizeof(double))
 
 
-cdef void run_linear_tasks(void *call, Share *shares, int thread, int num_threads) noexcept nogil:
+cdef void run_linear_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
     """Without memory for its tiles a thread runs no task, and the others run its share."""
     cdef const Linear *n = <const Linear *>call
     cdef LinearTiles tiles
@@ -343,15 +344,14 @@ cdef void run_linear_tasks(void *call, Share *shares, int thread, int num_thread
     set_linear_tiles(n, <char *>((<size_t>memory + 63) & ~<size_t>63), &tiles)
     for v in range(n.kernels.lanes * n.kernels.max_vectors):
         set_real(tiles.ones + v * n.itemsize, 1, n.itemsize)
-    while take_tasks(shares, thread, num_threads, 1, &turn, &task, &stop):
+    while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
         run_linear_task(n, &tiles, task)
     free(memory)
 
 
 cdef bint run_phase(Linear *n, LinearPhase phase, Py_ssize_t n_tasks, int num_threads) noexcept nogil:
-    """Whether all tasks were run."""
     n.phase = phase
-    return not run_on_threads(run_linear_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks))
+    return run_on_threads(run_linear_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks), False)
 
 
 cdef bint run_linear(Linear *n, int num_threads) noexcept nogil:

@@ -241,7 +241,6 @@ cdef inline void score_keys(const Job *job, Scratch *w, const Block *block, char
 
 cdef inline void adjusted_scores(Job *job, Scratch *w, const Block *block, TileState state, Py_ssize_t key0,
                                  Py_ssize_t first, Py_ssize_t n_keys) noexcept nogil:
-    """`score_keys`, then `adjust_scores`."""
     cdef ScoreTile scores
     if n_keys > 0:
         score_keys(job, w, block, NULL, key0, first, n_keys)

@@ -43,8 +43,8 @@ cdef class SmallCall:
                  bint mask_is_bias, bint on_cache):
         """arrays: those that every call reads, and None for the others, as `fastattn._call.problem.Arrays`.
 
-        Of the results it takes the shapes, None where one is not wanted, and two dtypes: that of out and weights, and
-        lse's.
+        out, lse, weights: the shapes of the results, None where one is not wanted. dtypes: that of out and weights, and
+        that of lse.
         """
         set_addresses(<Job *>prepared.record, tuple(arrays))
         self.prepared, self.held, self.mask_is_bias, self.on_cache = prepared, arrays, mask_is_bias, on_cache

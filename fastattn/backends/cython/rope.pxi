@@ -83,21 +83,26 @@ cdef inline void cut(Rotation *r) noexcept nogil:
     r.n_tasks = r.items * r.n_blocks
 
 
-cdef void rotate_tasks(void *call, Share *shares, int thread, int num_threads) noexcept nogil:
+cdef void rotate_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
     cdef int turn = 0
     cdef Py_ssize_t task, stop
-    while take_tasks(shares, thread, num_threads, 1, &turn, &task, &stop):
+    while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
         rotate_task(<const Rotation *>call, task)
 
 
-cdef void run_rotation(Rotation *r, int num_threads) noexcept nogil:
-    """Runs all tasks; no bit depends on which thread runs which. Each thread has consecutive ones, as a core that takes
-    over another's rows, from the call before, reads them from its cache: with tasks in any order two threads take twice
-    as long as one at 131072 elements, and not 0.6 of its time."""
-    if num_threads > 1 and r.n_tasks < num_threads * ROPE_TASKS:
-        r.block = max(<Py_ssize_t>1, r.items * r.length // (num_threads * ROPE_TASKS))
-        cut(r)
-    run_on_threads(rotate_tasks, r, r.n_tasks, <int>min(<Py_ssize_t>num_threads, r.n_tasks))
+cdef int run_rotation(Rotation *r, Py_ssize_t elements, thread_limit) except -1:
+    """Runs all tasks; no bit depends on which thread runs which. Each thread has consecutive tasks: a core that gets
+    rows which another core wrote in the call before has to fetch them from its cache. With tasks in any order two
+    threads take twice the time of one at 131072 elements, instead of 0.6 of it."""
+    cdef int num_threads = thread_limit() if elements >= ROPE_SMALL else 1
+    if not elements:
+        return 0
+    with nogil:
+        if num_threads > 1 and r.n_tasks < num_threads * ROPE_TASKS:
+            r.block = max(<Py_ssize_t>1, r.items * r.length // (num_threads * ROPE_TASKS))
+            cut(r)
+        run_on_threads(rotate_tasks, r, r.n_tasks, <int>min(<Py_ssize_t>num_threads, r.n_tasks), False)
+    return 0
 
 
 cdef int bfloat16_type = -1  # NumPy's number of ml_dtypes.bfloat16, from the first call with it on
@@ -120,7 +125,7 @@ cdef inline Py_ssize_t distance(Py_ssize_t stride) noexcept:
 
 
 cdef Py_ssize_t set_rows(Rotation *r, cnp.ndarray to, cnp.ndarray source, cnp.ndarray cosines, cnp.ndarray sines,
-                         bint heads_inside, int storage) noexcept:
+                         bint heads_inside, int storage, bint interleaved, bint inverse) noexcept:
     """All but positions; the number of elements. The axes of both arrays are (*lead, head, position, column), or the
     middle two in the other order, or two, without heads."""
     cdef int ndim = source.ndim, axis, row_axis = ndim - 3 if heads_inside and ndim > 2 else ndim - 2
@@ -154,6 +159,8 @@ cdef Py_ssize_t set_rows(Rotation *r, cnp.ndarray to, cnp.ndarray source, cnp.nd
     r.kernels = chosen[cnp.PyArray_ITEMSIZE(cosines) == 8]
     r.kind.dim = source.shape[ndim - 1]
     r.kind.n_pairs = cosines.shape[1]
+    r.kind.interleaved = interleaved
+    r.kind.inverse = inverse
     r.table_row = r.kind.n_pairs * cnp.PyArray_ITEMSIZE(cosines)
     r.block = max(<Py_ssize_t>1, <Py_ssize_t>ROPE_TABLE_NBYTES // max(<Py_ssize_t>1, 2 * r.table_row))
     r.items = items
@@ -258,7 +265,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
     is, and where anything is wrong. thread_limit() is asked where several threads may be faster than one."""
     cdef Rotation r
     cdef cnp.ndarray source, to, cosines, sines, copied
-    cdef int storage, real, overflow = 0, num_threads = 1, in_layout = layout_code(layout)
+    cdef int storage, real, overflow = 0, in_layout = layout_code(layout)
     cdef Py_ssize_t elements, i, size
     cdef int64_t rows, position
     if not (cnp.PyArray_CheckExact(x) and cnp.PyArray_CheckExact(cos) and cnp.PyArray_CheckExact(sin)):
@@ -283,9 +290,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
         to = out
     else:
         return None
-    elements = set_rows(&r, to, source, cosines, sines, in_layout == 1, storage)
-    r.kind.interleaved = interleaved
-    r.kind.inverse = inverse
+    elements = set_rows(&r, to, source, cosines, sines, in_layout == 1, storage, interleaved, inverse)
     rows = cosines.shape[0]
     if positions is None:
         if r.length > rows:
@@ -306,10 +311,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
                 return None
     else:
         return None
-    if elements >= ROPE_SMALL:
-        num_threads = thread_limit()
-    with nogil:
-        run_rotation(&r, num_threads)
+    run_rotation(&r, elements, thread_limit)
     return to
 
 
@@ -320,15 +322,8 @@ def rotate(cnp.ndarray out, cnp.ndarray x, cnp.ndarray cos, cnp.ndarray sin, cnp
     contiguous, broadcast to (*lead, position) and lie within the tables."""
     global bfloat16_type
     cdef Rotation r
-    cdef int num_threads = 1
     if storage == 2:
         bfloat16_type = cnp.PyArray_TYPE(x)
-    elements = set_rows(&r, out, x, cos, sin, False, storage)
-    r.kind.interleaved = interleaved
-    r.kind.inverse = inverse
+    elements = set_rows(&r, out, x, cos, sin, False, storage, interleaved, inverse)
     set_positions(&r, positions)
-    if elements >= ROPE_SMALL:
-        num_threads = thread_limit()
-    if elements:
-        with nogil:
-            run_rotation(&r, num_threads)
+    run_rotation(&r, elements, thread_limit)

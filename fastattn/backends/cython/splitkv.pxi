@@ -22,13 +22,6 @@ cdef inline char *acc_of(const Job *job, const Partial *partial) noexcept nogil:
     return partial.data + 2 * padded(job.max_lanes * job.itemsize)
 
 
-cdef inline void merge(const Job *job, Partial *partial, const Partial *other) noexcept nogil:
-    kernels_of(job).merge_rows(acc_of(job, partial), max_of(job, partial), sum_of(job, partial), acc_of(job, other),
-                           max_of(job, other), sum_of(job, other), job.len_q * job.group_size, job.acc_ld,
-                           job.exponent_factor)
-    partial.has_masked |= other.has_masked
-
-
 cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile) noexcept nogil:
     """Merges the subtrees that are complete before `key_tile`; the whole stack where key_tile is -1.
 
@@ -41,7 +34,10 @@ cdef inline void merge_before(const Job *job, Stack *stack, Py_ssize_t key_tile)
         before = last - 1
         if key_tile >= 0 and (before.key_tile ^ last.key_tile) > (last.key_tile ^ key_tile):
             break
-        merge(job, before, last)
+        kernels_of(job).merge_rows(acc_of(job, before), max_of(job, before), sum_of(job, before), acc_of(job, last),
+                                   max_of(job, last), sum_of(job, last), job.len_q * job.group_size, job.acc_ld,
+                                   job.exponent_factor)
+        before.has_masked |= last.has_masked
         stack.depth -= 1
 
 
@@ -162,22 +158,15 @@ cdef void add_sinks(const Job *job, const Scratch *w, Stack *stack) noexcept nog
 cdef bint write_rows(const Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
     """Writes the outputs from the stack; whether any is nonfinite."""
     cdef Partial *partial = &stack.partials[0]
-    cdef char *const *rows
-    cdef bint nonfinite
     add_sinks(job, w, stack)
     kernels_of(job).finish(w.inverse, w.lse if job.has_lse else NULL, max_of(job, partial), sum_of(job, partial),
                        job.max_lanes, job.exponent_factor, job.kept_share)
-    rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
-    nonfinite = kernels_of(job).unpack_rows(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
-                                            acc_of(job, partial), job.acc_ld, job.value_dim, w.inverse, job.max_lanes)
-    store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
-    return nonfinite
+    return write_out(job, w, block, acc_of(job, partial), job.acc_ld)
 
 
 cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Partial *partial) noexcept nogil:
     """The weights of all rows, recomputed from their scores with the final row_max and row_sum in partial."""
-    cdef Py_ssize_t key0, n_keys, plain, plain_stop, lane, key_tile
-    cdef char *const *rows
+    cdef Py_ssize_t key0, n_keys, plain, plain_stop, key_tile
     cdef TileState state
     clear_weights(job, w, block)
     for key_tile in range(block.low // job.block_k, (block.high + job.block_k - 1) // job.block_k):
@@ -190,17 +179,10 @@ cdef void write_row_weights(Job *job, Scratch *w, const Block *block, const Part
         kernels_of(job).softmax_rows(w.scores, job.block_k, max_of(job, partial), w.row_sum, block.n_rows, n_keys,
                                  job.exponent_factor, True)
         drop_row_weights(job, w, block, key0, n_keys)
-        for lane in range(block.n_rows):
-            w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
-        rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
-        if kernels_of(job).unpack_rows(rows, job.itemsize, block.n_rows, w.scores, job.block_k, n_keys, w.inverse,
-                                       job.max_lanes):
-            clear_masked(job, w, block, state, rows, n_keys)
-        store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
+        write_tile_weights(job, w, block, state, key0, n_keys)
 
 
 cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) noexcept nogil:
-    """Writes all outputs of one key/value head from the stack."""
     cdef bint nonfinite = write_rows(job, w, block, stack)
     if nonfinite and stack.partials[0].has_masked:
         # Where some keys are masked for some rows: it may be 0 times the NaN or inf of a masked value.
@@ -219,16 +201,16 @@ cdef void finish_rows(Job *job, Scratch *w, const Block *block, Stack *stack) no
 cdef void run_split_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     """Some key tiles of one key/value head of one batch item; the last task of a head to end writes its outputs."""
     cdef Block block
+    cdef SourceRows rows
     cdef Stack stack
     cdef Partial *partial
     cdef Py_ssize_t head = task // job.n_splits, first = task % job.n_splits * job.split_tiles
     block.ld = block.n_rows = job.len_q * job.group_size
     block.n_vectors = 0
     find_block(job, w, &block, head // job.num_kv_heads, head % job.num_kv_heads, 0)
-    find_rows_of(job, w, &block, &job.query, w.rows)
+    rows = read_rows(job, w, &block, &job.query, job.query_storage, job.head_dim)
     find_rows_of(job, w, &block, &job.out, w.out_rows)
-    kernels_of(job).pack_rows(w.query, job.query_ld, query_rows(job, w, block.n_rows), block.n_rows,
-                              job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
+    kernels_of(job).pack_rows(w.query, job.query_ld, rows.at, block.n_rows, rows.col, job.head_dim, job.query_factor)
     attend_key_tiles(job, w, &block, first, first + job.split_tiles, &stack, NULL, False)
     if job.n_splits > 1:
         partial = &partials_of(job)[task]

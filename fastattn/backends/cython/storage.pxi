@@ -23,14 +23,12 @@ cdef inline bint same_rows(const HeadRows *a, const HeadRows *b) noexcept nogil:
 
 
 cdef inline char *row_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
-    """Where a row begins."""
     if rows.page_size == 0:
         return rows.at + key * rows.row
     return rows.at + rows.table[key // rows.page_size] + key % rows.page_size * rows.row
 
 
 cdef inline char *scale_at(const HeadRows *rows, Py_ssize_t key) noexcept nogil:
-    """Where the scales of a row of int8 begin."""
     if rows.page_size == 0:
         return rows.scale + key * rows.scale_row
     return rows.scale + rows.scale_table[key // rows.page_size] + key % rows.page_size * rows.scale_row
@@ -133,39 +131,3 @@ cdef inline void load_scored_keys(const Job *job, char *to, const HeadRows *rows
         to += n * key_nbytes(job)
         key += n
         n_keys -= n
-
-
-cdef inline const char *const *rows_to_read(const Job *job, Scratch *w, Py_ssize_t col, int64_t storage,
-                                            Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
-    """The rows w.rows in the compute type: in place, or converted and contiguous."""
-    cdef Py_ssize_t lane
-    if not storage:
-        return <const char *const *>w.rows
-    for lane in range(n_rows):
-        w.staged_rows[lane] = w.staged + lane * n_cols * job.itemsize
-        load_row(job, w.staged_rows[lane], w.rows[lane], col, storage, n_cols)
-    return <const char *const *>w.staged_rows
-
-
-cdef inline const char *const *query_rows(const Job *job, Scratch *w, Py_ssize_t n_rows) noexcept nogil:
-    return rows_to_read(job, w, job.query.col, job.query_storage, n_rows, job.head_dim)
-
-
-cdef inline char *const *rows_to_fill(const Job *job, Scratch *w, char **rows, int64_t storage, Py_ssize_t n_rows,
-                                      Py_ssize_t n_cols) noexcept nogil:
-    """Where the kernels write results of the compute type: `rows`, or rows that `store_rows` then converts."""
-    cdef Py_ssize_t lane
-    if not storage:
-        return rows
-    for lane in range(n_rows):
-        w.staged_rows[lane] = w.staged + lane * n_cols * job.itemsize
-    return w.staged_rows
-
-
-cdef inline void store_rows(const Job *job, const Scratch *w, char *const *rows, Py_ssize_t col, int64_t storage,
-                            Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
-    """Rounds what was written to the rows of `rows_to_fill` to 16 bits, where `rows` are so."""
-    cdef Py_ssize_t lane
-    if storage:
-        for lane in range(n_rows):
-            kernels_of(job).store_row(rows[lane], col, w.staged_rows[lane], n_cols, storage & STORAGE)

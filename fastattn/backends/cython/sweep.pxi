@@ -28,8 +28,8 @@ cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *vi
 cdef inline void prefetch_keys(const Job *job, Scratch *w, Block *block, Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
     """Adds keys that are to be converted to the block's prefetch list, as far as it has room.
 
-    With the values, see `score_keys`, that takes 12 to 14 % off 32 query rows and 16-bit keys from memory: 2 cores of
-    Zen 5, 2026-11-25, interleaved A/B.
+    Together with the prefetch of values in `score_keys` this saves 12 to 14 % with 32 query rows and 16-bit keys from
+    memory: 2 cores of Zen 5, 2026-11-25, interleaved A/B.
     """
     cdef Py_ssize_t key
     block.prefetch_nbytes = max(block.prefetch_nbytes, stored_nbytes(job, &block.key, job.head_dim))
@@ -163,6 +163,34 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
                 set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
 
 
+cdef bint write_tile(const Job *job, Scratch *w, const Block *block, char **rows, Py_ssize_t col, int64_t storage,
+                     const char *tile, Py_ssize_t ld, Py_ssize_t n_cols, const TileState *state) noexcept nogil:
+    """Writes a tile, of lanes or of rows, times w.inverse to rows of the caller's; whether any number is nonfinite.
+
+    state: of the tile of weights, which are 0 where a key is masked; else NULL.
+    """
+    cdef Py_ssize_t lane
+    cdef char **to = rows
+    cdef Py_ssize_t step = col
+    cdef bint nonfinite
+    if storage:
+        to = w.staged_rows
+        step = job.itemsize
+        for lane in range(block.n_rows):
+            to[lane] = w.staged + lane * n_cols * job.itemsize
+    if job.uses_split_kv:
+        nonfinite = kernels_of(job).unpack_rows(<char *const *>to, step, block.n_rows, tile, ld, n_cols, w.inverse,
+                                                job.max_lanes)
+    else:
+        nonfinite = kernels_of(job).unpack(<char *const *>to, step, block.n_rows, tile, ld, n_cols, w.inverse)
+    if nonfinite and state != NULL:
+        clear_masked(job, w, block, state[0], <char *const *>to, n_cols)
+    if storage:
+        for lane in range(block.n_rows):
+            kernels_of(job).store_row(rows[lane], col, to[lane], n_cols, storage & STORAGE)
+    return nonfinite
+
+
 cdef inline void clear_weights(const Job *job, const Scratch *w, const Block *block) noexcept nogil:
     cdef Py_ssize_t lane
     for lane in range(block.n_rows):
@@ -185,13 +213,10 @@ cdef void write_tile_weights(const Job *job, Scratch *w, const Block *block, Til
                              Py_ssize_t n_keys) noexcept nogil:
     """Writes the weights of a key tile, by w.inverse; every vector has all keys."""
     cdef Py_ssize_t lane
-    cdef char *const *rows
     for lane in range(block.ld):
         w.rows[lane] = lane_row(w, &job.weights, block.weights, lane) + key0 * job.weights_nbytes
-    rows = rows_to_fill(job, w, w.rows, job.weights_storage, block.n_rows, n_keys)
-    if kernels_of(job).unpack(rows, job.itemsize, block.n_rows, w.scores, block.ld, n_keys, w.inverse):
-        clear_masked(job, w, block, state, rows, n_keys)
-    store_rows(job, w, w.rows, job.weights_nbytes, job.weights_storage, block.n_rows, n_keys)
+    write_tile(job, w, block, w.rows, job.weights_nbytes, job.weights_storage, w.scores,
+               job.block_k if job.uses_split_kv else block.ld, n_keys, &state)
 
 
 cdef void write_weights(Job *job, Scratch *w, const Block *block) noexcept nogil:
@@ -250,13 +275,10 @@ cdef inline void write_lse(const Job *job, const Scratch *w, const Block *block)
             memcpy(lane_row(w, &job.lse, item, lane), w.lse + lane * job.itemsize, job.itemsize)
 
 
-cdef inline bint write_out(const Job *job, Scratch *w, const Block *block) noexcept nogil:
+cdef inline bint write_out(const Job *job, Scratch *w, const Block *block, const char *acc,
+                           Py_ssize_t ld) noexcept nogil:
     """The outputs of the block; whether any is nonfinite."""
-    cdef char *const *rows = rows_to_fill(job, w, w.out_rows, job.out_storage, block.n_rows, job.value_dim)
-    cdef bint nonfinite = kernels_of(job).unpack(rows, job.itemsize if job.out_storage else job.out.col, block.n_rows,
-                                                 w.acc, block.ld, job.value_dim, w.inverse)
-    store_rows(job, w, w.out_rows, job.out.col, job.out_storage, block.n_rows, job.value_dim)
-    return nonfinite
+    return write_tile(job, w, block, w.out_rows, job.out.col, job.out_storage, acc, ld, job.value_dim, NULL)
 
 
 cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_ssize_t ld, const char *acc, Py_ssize_t row,
@@ -296,14 +318,11 @@ cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_s
 
 
 cdef void pack_block(const Job *job, Scratch *w, const Block *block) noexcept nogil:
-    """The packed queries of a block, in w.query."""
-    find_rows_of(job, w, block, &job.query, w.rows)
-    kernels_of(job).pack(w.query, block.ld, query_rows(job, w, block.ld),
-                         job.itemsize if job.query_storage else job.query.col, job.head_dim, job.query_factor)
+    cdef SourceRows rows = read_rows(job, w, block, &job.query, job.query_storage, job.head_dim)
+    kernels_of(job).pack(w.query, block.ld, rows.at, rows.col, job.head_dim, job.query_factor)
 
 
 cdef void pack_pairs(const Job *job, Scratch *w, Block *block) noexcept nogil:
-    """The pairs of a block's queries, in w.query_pairs."""
     cdef Py_ssize_t lane, nbytes = job.head_dim * (PAIR_NBYTES // 2)
     cdef char **rows = w.rows
     find_rows_of(job, w, block, &job.query, w.rows)
@@ -339,13 +358,13 @@ cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
     kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
                    job.exponent_factor, job.kept_share)
 
-    nonfinite = write_out(job, w, &block)
+    nonfinite = write_out(job, w, &block, w.acc, block.ld)
     if nonfinite and partial:
         # Where some keys are masked for some lanes: it may be 0 times the NaN or inf of a masked value.
         start_rows(job, w, w.row_max, w.row_sum, block.ld)
         attend(job, w, &block, w.clean, False)
         end_rows(job, w, w.row_max, w.row_sum, block.ld)
-        nonfinite = write_out(job, w, &block)
+        nonfinite = write_out(job, w, &block, w.acc, block.ld)
     if nonfinite:
         # Sums of finite values may have overflowed.
         attend(job, w, &block, w.clean if partial else NULL, True)

@@ -1,9 +1,9 @@
 /* The kernels that only gradients need; see kernels.h, "Gradients". Their five products are those of `score` and
- * `accumulate`. Included by body.h. */
+ * `accumulate`. Included by kernels.c. */
 
 /* The sum over c < n of a[c] * b[c], in double. */
-static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
-    const NAME(real_unaligned) *const x = a, *const y = b;
+static double dot(const void *a, const void *b, ptrdiff_t n) {
+    const real_unaligned *const x = a, *const y = b;
     double sum[8] = {};
     ptrdiff_t c = 0;
     for (; c + 8 <= n; c += 8)
@@ -14,13 +14,13 @@ static double NAME(dot)(const void *a, const void *b, ptrdiff_t n) {
 }
 
 /* Whether any of n REAL is NaN or inf. */
-static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
-    const NAME(real_unaligned) *const x = a;
+static int has_nonfinite(const void *a, ptrdiff_t n) {
+    const real_unaligned *const x = a;
     VEC rest = {};
     REAL last = 0;
     ptrdiff_t c = 0;
     for (; c + LANES <= n; c += LANES) {
-        const VEC y = NAME(load)(x + c);
+        const VEC y = load(x + c);
         rest += y - y; /* 0, or NaN */
     }
     for (; c < n; c++) last += x[c] - x[c];
@@ -30,13 +30,13 @@ static int NAME(has_nonfinite)(const void *a, ptrdiff_t n) {
 
 /* Each x becomes 2^(factor * x) * (1 + correction), factor >= 1 and |correction| <= 1/2, for x of any size and sign: 0 and
  * inf beyond what REAL holds, NaN for NaN. */
-INLINE void NAME(exp2_of_any)(const int n, const int scaled, REAL factor, VEC x[], const VEC correction[]) {
-    const VEC highest = NAME(splat)((3 - EXPONENT_MIN) / factor); /* of which the power is inf, by its exponent alone */
+INLINE void exp2_of_any(const int n, const int scaled, REAL factor, VEC x[], const VEC correction[]) {
+    const VEC highest = splat((3 - EXPONENT_MIN) / factor); /* of which the power is inf, by its exponent alone */
     VEC half_power[8], y[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < n; i++) x[i] = NAME(min)(highest, x[i]);
-    NAME(split_exponent)(n, scaled, factor, x, half_power);
-    NAME(twice_exp2m1_over_f)(n, x, y);
+    for (int i = 0; i < n; i++) x[i] = min(highest, x[i]);
+    split_exponent(n, scaled, factor, x, half_power);
+    twice_exp2m1_over_f(n, x, y);
 #pragma GCC unroll 8
     for (int i = 0; i < n; i++) y[i] = y[i] * x[i] + 2;
 #pragma GCC unroll 8
@@ -45,54 +45,54 @@ INLINE void NAME(exp2_of_any)(const int n, const int scaled, REAL factor, VEC x[
     for (int i = 0; i < n; i++) x[i] = y[i] * half_power[i];
 }
 
-/* Of an exponent, times the factor: from here on its first-order correction is not exact. */
+/* Above this, times the factor, the first-order correction of an exponent is not exact. */
 #define CORRECTED ((REAL)(REAL_BITS == 32 ? 0x1p-12 : 0x1p-27))
 #define LARGEST ((REAL)(REAL_BITS == 32 ? (double)FLT_MAX : DBL_MAX))
 
-/* The difference of a score and its row's lse is rounded to units of the lse, which would be the largest error of a weight.
- * So the weight is also multiplied by the power of 2 of what that leaves, to first order: of a unit of an lse below 2^10
- * the second is nothing. With is_large, what is left may be large, and is added to the difference first. What is left is
- * known where the lse is larger than the score; other weights are small, or have another lse than the scores'. */
-INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, const int is_large, REAL *s_tile,
-                                       REAL *change_tile, const REAL *high, const REAL *low, const REAL *delta,
-                                       ptrdiff_t ld, ptrdiff_t n_keys, REAL factor, const uint32_t *words,
-                                       REAL kept_factor) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY), half = NAME(splat)((REAL)0.5), largest = NAME(splat)(LARGEST);
-    const VEC corrected = NAME(splat)(CORRECTED / factor);
+/* score - lse is rounded to a unit of the lse, which would be the largest error of a weight. So the weight is multiplied
+ * by the power of 2 of the remainder, to first order: for an lse below 2^10 the second order is lost in rounding. With
+ * is_large the remainder may be large, and is added to the difference first. The remainder is exact where the lse is
+ * larger than the score; other weights are small, or their lse is not of these scores. */
+INLINE void differentiate_scaled(const int scaled, const int drops, const int is_large, REAL *s_tile,
+                                 REAL *change_tile, const REAL *high, const REAL *low, const REAL *delta,
+                                 ptrdiff_t ld, ptrdiff_t n_keys, REAL factor, const uint32_t *words,
+                                 REAL kept_factor) {
+    const VEC masked = splat(-(REAL)INFINITY), half = splat((REAL)0.5), largest = splat(LARGEST);
+    const VEC corrected = splat(CORRECTED / factor);
     const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
-        const VEC base = NAME(load)(high + lane), rest = NAME(load)(low + lane), mean = NAME(load)(delta + lane);
+        const VEC base = load(high + lane), rest = load(low + lane), mean = load(delta + lane);
         REAL *s = s_tile + lane, *change = change_tile + lane;
 #define KEYS(n)                                                                                                \
     do {                                                                                                       \
         VEC x[n], correction[n];                                                                               \
         IVEC allowed[n], word = {};                                                                            \
-        if (drops) word = NAME(load_words)(words + j / 32 * ld + lane) >> (j % 32);                            \
+        if (drops) word = load_words(words + j / 32 * ld + lane) >> (j % 32);                                  \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
-            const VEC score = NAME(load)(s + i * ld);                                                          \
+            const VEC score = load(s + i * ld);                                                                \
             allowed[i] = (IVEC)(score != masked);                                                              \
             x[i] = score - base;                                                                               \
             VEC left = (score - (x[i] + base)) - rest;                                                         \
             if (is_large) {                                                                                    \
                 /* NaN beside an infinite difference must not change it. */                                    \
-                left = NAME(min)(largest, NAME(max)(left, -largest));                                          \
-                const IVEC small = (IVEC)(NAME(max)(left, -left) <= corrected);                                \
+                left = min(largest, max(left, -largest));                                                      \
+                const IVEC small = (IVEC)(max(left, -left) <= corrected);                                      \
                 const VEC sum = x[i] + left;                                                                   \
-                left = NAME(select)(small, left, left - (sum - x[i]));                                         \
-                x[i] = NAME(select)(small, x[i], sum);                                                         \
+                left = select_lanes(small, left, left - (sum - x[i]));                                         \
+                x[i] = select_lanes(small, x[i], sum);                                                         \
             }                                                                                                  \
-            correction[i] = NAME(min)(half, NAME(max)(left * slope, -half));                                   \
+            correction[i] = min(half, max(left * slope, -half));                                               \
         }                                                                                                      \
-        NAME(exp2_of_any)(n, scaled, factor, x, correction);                                                   \
+        exp2_of_any(n, scaled, factor, x, correction);                                                         \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
             const VEC weight = (VEC)((IVEC)x[i] & allowed[i]);                                                 \
-            VEC kept = weight, of_kept = NAME(load)(change + i * ld);                                          \
+            VEC kept = weight, of_kept = load(change + i * ld);                                                \
             if (drops) {                                                                                       \
-                kept = NAME(select_by_bit)(word >> i, kept * kept_factor, (VEC){});                            \
-                of_kept = NAME(select_by_bit)(word >> i, of_kept * kept_factor, (VEC){});                      \
+                kept = select_by_bit(word >> i, kept * kept_factor, (VEC){});                                  \
+                of_kept = select_by_bit(word >> i, of_kept * kept_factor, (VEC){});                            \
             }                                                                                                  \
-            NAME(store)(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));               \
-            NAME(store)(s + i * ld, kept);                                                                     \
+            store(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));                     \
+            store(s + i * ld, kept);                                                                           \
         }                                                                                                      \
     } while (0)
         ptrdiff_t j = 0;
@@ -102,12 +102,12 @@ INLINE void NAME(differentiate_scaled)(const int scaled, const int drops, const 
     }
 }
 
-static void NAME(differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
-                                ptrdiff_t n_keys, double exponent_factor, int is_large, const uint32_t *words,
-                                double kept_share) {
+static void differentiate(void *s, void *change, const void *high, const void *low, const void *delta,
+                          ptrdiff_t ld, ptrdiff_t n_keys, double exponent_factor, int is_large,
+                          const uint32_t *words, double kept_share) {
     const REAL factor = (REAL)exponent_factor, kept_factor = (REAL)(1 / kept_share);
 #define DIFFERENTIATE(scaled, drops, is_large)                                                                 \
-    NAME(differentiate_scaled)(scaled, drops, is_large, s, change, high, low, delta, ld, n_keys, factor, words,    \
+    differentiate_scaled(scaled, drops, is_large, s, change, high, low, delta, ld, n_keys, factor, words,      \
                                kept_factor)
     if (words && is_large)
         DIFFERENTIATE(1, 1, 1);
@@ -122,43 +122,43 @@ static void NAME(differentiate)(void *s, void *change, const void *high, const v
 #undef DIFFERENTIATE
 }
 
-static double NAME(largest_square)(const void *rows, ptrdiff_t n_rows, ptrdiff_t ld) {
+static double largest_square(const void *rows, ptrdiff_t n_rows, ptrdiff_t ld) {
     const REAL *row = rows;
     VEC largest = {};
     for (ptrdiff_t left = n_rows; left > 0; left -= LANES) {
         VEC sum[LANES] = {};
         for (int i = 0; i < LANES && i < left; i++, row += ld)
             for (ptrdiff_t c = 0; c < ld; c += LANES) {
-                const VEC x = NAME(load)(row + c);
+                const VEC x = load(row + c);
                 sum[i] += x * x;
             }
-        NAME(transpose)(sum);
+        transpose(sum);
         for (int i = 1; i < LANES; i++) sum[0] += sum[i];
-        largest = NAME(max)(sum[0], largest);
+        largest = max(sum[0], largest);
     }
     REAL square = 0;
     for (int i = 0; i < LANES; i++) square = largest[i] > square ? largest[i] : square;
     return square;
 }
 
-static void NAME(find_largest)(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,
-                               ptrdiff_t n_keys) {
+static void find_largest(void *tile_max, void *largest, const void *s, const void *sizes, ptrdiff_t ld,
+                         ptrdiff_t n_keys) {
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         REAL *const to_max = (REAL *)tile_max + lane, *const to_largest = (REAL *)largest + lane;
-        VEC top = NAME(load)(to_max), size = NAME(load)(to_largest);
+        VEC top = load(to_max), size = load(to_largest);
         for (ptrdiff_t j = 0; j < n_keys; j++) {
-            const VEC score = NAME(load)((const REAL *)s + j * ld + lane);
+            const VEC score = load((const REAL *)s + j * ld + lane);
             const IVEC allowed = (IVEC)(score != -(REAL)INFINITY);
-            top = NAME(max)(top, score);
-            size = NAME(max)(size, (VEC)((IVEC)NAME(splat)(((const REAL *)sizes)[j]) & allowed));
+            top = max(top, score);
+            size = max(size, (VEC)((IVEC)splat(((const REAL *)sizes)[j]) & allowed));
         }
-        NAME(store)(to_max, top);
-        NAME(store)(to_largest, size);
+        store(to_max, top);
+        store(to_largest, size);
     }
 }
 
-static void NAME(add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
-                              ptrdiff_t n_keys) {
+static void add_columns(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                        ptrdiff_t n_keys) {
     const REAL *src = tile;
     const ptrdiff_t blocked = stride == sizeof(REAL) ? n_keys / LANES * LANES : 0;
     for (ptrdiff_t first = 0; first < n_rows; first += LANES) {
@@ -167,33 +167,30 @@ static void NAME(add_columns)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_r
         for (; j < blocked; j += LANES) {
             VEC x[LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) x[i] = NAME(load)(src + (j + i) * ld + first);
-            NAME(transpose)(x);
+            for (int i = 0; i < LANES; i++) x[i] = load(src + (j + i) * ld + first);
+            transpose(x);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
                 if (i >= n_live) break;
                 char *const to = rows[first + i] + j * stride;
-                NAME(store)(to, NAME(load)(to) + x[i]);
+                store(to, load(to) + x[i]);
             }
         }
         for (; j < n_keys; j++)
             for (int i = 0; i < n_live; i++) {
                 char *const to = rows[first + i] + j * stride;
-                const REAL sum = NAME(scalar)(to) + src[j * ld + first + i];
+                const REAL sum = scalar(to) + src[j * ld + first + i];
                 memcpy(to, &sum, sizeof sum);
             }
     }
 }
 
-static void NAME(uncap)(void *change_tile, const void *capped_tile, ptrdiff_t ld, ptrdiff_t n_keys, double softcap) {
+static void uncap(void *change_tile, const void *capped_tile, ptrdiff_t ld, ptrdiff_t n_keys, double softcap) {
     REAL *change = change_tile;
     const REAL *capped = capped_tile;
-    const VEC inverse = NAME(splat)((REAL)(1 / softcap));
+    const VEC inverse = splat((REAL)(1 / softcap));
     for (ptrdiff_t at = 0; at < n_keys * ld; at += LANES) {
-        const VEC x = NAME(load)(change + at), ratio = NAME(load)(capped + at) * inverse;
-        NAME(store)(change + at, NAME(select)((IVEC)(x == 0), x, x * ((1 - ratio) * (1 + ratio))));
+        const VEC x = load(change + at), ratio = load(capped + at) * inverse;
+        store(change + at, select_lanes((IVEC)(x == 0), x, x * ((1 - ratio) * (1 + ratio))));
     }
 }
-
-#undef CORRECTED
-#undef LARGEST

@@ -6,6 +6,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "../generated/floats.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define LOG2E 1.4426950408889634074
 #define LN2 0.69314718055994530942

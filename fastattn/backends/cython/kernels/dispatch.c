@@ -13,10 +13,10 @@
 #include "../generated/isas.h"
 #include "kernels.h"
 
-#define DECLARE(isa, supported) extern const fastattn_kernels fastattn_kernels_##isa##_f32, fastattn_kernels_##isa##_f64;
+#define DECLARE(isa, supported) extern const fastattn_kernels fastattn_kernels_##isa##_32, fastattn_kernels_##isa##_64;
 #define ENTRY(isa, supported)                                                                                  \
     if (strcmp(name, #isa) == 0)                                                                               \
-        return !(supported) ? NULL : itemsize == 4 ? &fastattn_kernels_##isa##_f32 : &fastattn_kernels_##isa##_f64;
+        return !(supported) ? NULL : itemsize == 4 ? &fastattn_kernels_##isa##_32 : &fastattn_kernels_##isa##_64;
 
 EACH_ISA(DECLARE)
 

@@ -10,10 +10,7 @@
 #include "fused.h"
 #include "tile_unit.h"
 
-#define REAL float
-#define REAL_BITS 32
 #define VECTOR_BYTES 64
-#define NAME(name) CONCAT(name, fused)
 #include "vec.h"
 
 #define LD FASTATTN_FUSED_LANES
@@ -30,7 +27,7 @@
  * there: the model need not be fast. */
 #if defined(FASTATTN_MODEL)
 #define OUTLINE static __attribute__((noinline))
-OUTLINE void NAME(to_columns)(VEC x[LANES]) {
+OUTLINE void to_columns(VEC x[LANES]) {
     for (int i = 1; i < LANES; i++)
         for (int j = 0; j < i; j++) {
             const float other = x[i][j];
@@ -39,69 +36,71 @@ OUTLINE void NAME(to_columns)(VEC x[LANES]) {
         }
 }
 /* `scaled` is known where each is compiled, or products and sums are not fused. */
-OUTLINE void NAME(scaled_power)(float factor, VEC *x) { NAME(exp2)(1, 1, factor, x); }
-OUTLINE void NAME(plain_power)(VEC *x) { NAME(exp2)(1, 0, 1, x); }
-INLINE void NAME(powers)(const int n, const int scaled, float factor, VEC x[]) {
+OUTLINE void scaled_power(float factor, VEC *x) { exp2_vectors(1, 1, factor, x); }
+OUTLINE void plain_power(VEC *x) { exp2_vectors(1, 0, 1, x); }
+INLINE void powers(const int n, const int scaled, float factor, VEC x[]) {
     for (int i = 0; i < n; i++)
         if (scaled)
-            NAME(scaled_power)(factor, x + i);
+            scaled_power(factor, x + i);
         else
-            NAME(plain_power)(x + i);
+            plain_power(x + i);
 }
 #else
 #define OUTLINE INLINE
-INLINE void NAME(to_columns)(VEC x[LANES]) { NAME(transpose)(x); }
-INLINE void NAME(powers)(const int n, const int scaled, float factor, VEC x[]) { NAME(exp2)(n, scaled, factor, x); }
+INLINE void to_columns(VEC x[LANES]) { transpose(x); }
+INLINE void powers(const int n, const int scaled, float factor, VEC x[]) { exp2_vectors(n, scaled, factor, x); }
 #endif
 
-OUTLINE VEC NAME(larger)(VEC a, VEC b) { return NAME(max)(a, b); }
+INLINE ptrdiff_t groups_of(ptrdiff_t n) { return (n + GROUP_ROWS - 1) / GROUP_ROWS; }
 
-INLINE VEC NAME(upper)(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
+OUTLINE VEC larger(VEC a, VEC b) { return max(a, b); }
+
+INLINE VEC upper(VEC x) { return (VEC)((IVEC)x & HIGH_HALF); }
 /* Rounded to 8 bits, half away from 0: what is left has its sign and one bit less. */
-INLINE VEC NAME(rounded)(VEC x) { return (VEC)(((NAME(words))x + 0x8000) & (uint32_t)HIGH_HALF); }
+INLINE VEC rounded(VEC x) { return (VEC)(((WORDS)x + 0x8000) & (uint32_t)HIGH_HALF); }
 
 /* Lane i: the bfloat16 of a in the lower half, that of b in the upper one; both are cut off. On hardware by one shuffle:
  * shifts share a port with multiply-adds, which have but that one while the tile unit works. */
-INLINE IVEC NAME(pair)(VEC a, VEC b) {
+INLINE IVEC pair(VEC a, VEC b) {
 #if defined(__AVX512BW__)
     const __mmask64 lower_halves = 0x3333333333333333;
     const __m512i from_upper = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
     return (IVEC)_mm512_mask_shuffle_epi8((__m512i)b, lower_halves, (__m512i)a, from_upper);
 #else
-    return (IVEC)(((NAME(words))a >> 16) | ((NAME(words))b & (uint32_t)HIGH_HALF));
+    return (IVEC)(((WORDS)a >> 16) | ((WORDS)b & (uint32_t)HIGH_HALF));
 #endif
 }
 
 /* The parts of pairs (a, b), which are finite, in the tile row at `to`. */
-OUTLINE void NAME(store_split)(const int n_parts, char *to, VEC a, VEC b) {
+OUTLINE void store_split(const int n_parts, char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
     for (int part = 0; part < n_parts; part++) {
-        const VEC x = part < 2 ? NAME(rounded)(a) : a, y = part < 2 ? NAME(rounded)(b) : b;
-        NAME(store)(to + part * PART, (VEC)NAME(pair)(x, y));
+        const VEC x = part < 2 ? rounded(a) : a, y = part < 2 ? rounded(b) : b;
+        store(to + part * PART, (VEC)pair(x, y));
         a -= x;
         b -= y;
     }
 }
 
 /* The same by cutting off, for weights: fewer operations, and no part of a number from 0 on is negative. */
-OUTLINE void NAME(store_cut)(char *to, VEC a, VEC b) {
+OUTLINE void store_cut(char *to, VEC a, VEC b) {
 #pragma GCC unroll 3
     for (int part = 0; part < 3; part++) {
-        NAME(store)(to + part * PART, (VEC)NAME(pair)(a, b));
-        a -= NAME(upper)(a);
-        b -= NAME(upper)(b);
+        store(to + part * PART, (VEC)pair(a, b));
+        a -= upper(a);
+        b -= upper(b);
     }
 }
 
 /* Negative lanes where x is nonfinite or has no parts as a number of queries and keys; with `clean` those become 0. */
-OUTLINE IVEC NAME(check_operand)(const int clean, VEC *x) {
+OUTLINE IVEC check_operand(const int clean, VEC *x) {
     const IVEC bad = LARGEST_BITS - 1 - ((IVEC)*x & ABS_BITS);
     if (clean) *x = (VEC)((IVEC)*x & (bad >= 0));
     return bad;
 }
 
 /* The same for values: negative where `fastattn_is_split` is false. */
-OUTLINE IVEC NAME(check_value)(const int clean, VEC *x) {
+OUTLINE IVEC check_value(const int clean, VEC *x) {
     const IVEC bits = (IVEC)*x & ABS_BITS;
     const int32_t least = (127 - 64) << 23, limit = (127 + 120) << 23;
     const IVEC bad = ((limit - 1 - bits) | (bits - least)) & (bits != 0);
@@ -109,7 +108,7 @@ OUTLINE IVEC NAME(check_value)(const int clean, VEC *x) {
     return bad;
 }
 
-INLINE int NAME(any_negative)(IVEC x) {
+INLINE int any_negative(IVEC x) {
 #if defined(__AVX512F__)
     return _mm512_movepi32_mask((__m512i)x) != 0;
 #else
@@ -120,69 +119,69 @@ INLINE int NAME(any_negative)(IVEC x) {
 }
 
 /* n elements of a row, of any alignment; the rest is 0. */
-OUTLINE VEC NAME(load_some)(const char *p, ptrdiff_t n) {
-    return n >= LANES ? NAME(load)(p) : n > 0 ? NAME(load_partial)(p, (int)n) : (VEC){};
+OUTLINE VEC load_some(const char *p, ptrdiff_t n) {
+    return n >= LANES ? load(p) : n > 0 ? load_partial(p, (int)n) : (VEC){};
 }
 
-INLINE uint32_t NAME(split_query_groups)(const int clean, char *groups, const float *tile, ptrdiff_t ld,
-                                           ptrdiff_t head_dim) {
+INLINE uint32_t split_query_groups(const int clean, char *groups, const float *tile, ptrdiff_t ld,
+                                   ptrdiff_t head_dim) {
     IVEC bad[2] = {};
     for (ptrdiff_t d = 0; d < head_dim; d += GROUP_ROWS, groups += FASTATTN_GROUP_NBYTES)
         for (ptrdiff_t k = 0; k < TILE_SIDE; k++)
             for (int half = 0; half < 2; half++) {
                 const float *const at = tile + (d + k) * ld + half * LANES;
-                VEC a = d + k < head_dim ? NAME(load)(at) : (VEC){};
-                VEC b = d + k + TILE_SIDE < head_dim ? NAME(load)(at + TILE_SIDE * ld) : (VEC){};
-                bad[half] |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
-                NAME(store_split)(3, groups + half * TILE_NBYTES + k * 64, a, b);
+                VEC a = d + k < head_dim ? load(at) : (VEC){};
+                VEC b = d + k + TILE_SIDE < head_dim ? load(at + TILE_SIDE * ld) : (VEC){};
+                bad[half] |= check_operand(clean, &a) | check_operand(clean, &b);
+                store_split(3, groups + half * TILE_NBYTES + k * 64, a, b);
             }
     uint32_t lanes = 0;
     for (int i = 0; i < LANES; i++) lanes |= (uint32_t)(bad[0][i] < 0) << i | (uint32_t)(bad[1][i] < 0) << (LANES + i);
     return lanes;
 }
 
-static uint32_t NAME(split_queries)(char *groups, const float *tile, ptrdiff_t ld, ptrdiff_t head_dim) {
-    const uint32_t lanes = NAME(split_query_groups)(0, groups, tile, ld, head_dim);
-    if (lanes) NAME(split_query_groups)(1, groups, tile, ld, head_dim);
+static uint32_t split_queries(char *groups, const float *tile, ptrdiff_t ld, ptrdiff_t head_dim) {
+    const uint32_t lanes = split_query_groups(0, groups, tile, ld, head_dim);
+    if (lanes) split_query_groups(1, groups, tile, ld, head_dim);
     return lanes;
 }
 
 /* One key, to its row of the groups; whether a number of it has no parts. */
-INLINE int NAME(split_key)(const int n_parts, const int clean, char *groups, const char *k, ptrdiff_t head_dim) {
+INLINE int split_key(const int n_parts, const int clean, char *groups, const char *k, ptrdiff_t head_dim) {
     IVEC bad = {};
     for (ptrdiff_t left = head_dim; left > 0; left -= GROUP_ROWS, k += 128, groups += n_parts * PART) {
-        VEC a = left >= GROUP_ROWS ? NAME(load)(k) : NAME(load_some)(k, left);
-        VEC b = left >= GROUP_ROWS ? NAME(load)(k + 64) : NAME(load_some)(k + 64, left - LANES);
-        bad |= NAME(check_operand)(clean, &a) | NAME(check_operand)(clean, &b);
-        NAME(store_split)(n_parts, groups, a, b);
+        VEC a = left >= GROUP_ROWS ? load(k) : load_some(k, left);
+        VEC b = left >= GROUP_ROWS ? load(k + 64) : load_some(k + 64, left - LANES);
+        bad |= check_operand(clean, &a) | check_operand(clean, &b);
+        store_split(n_parts, groups, a, b);
     }
-    return NAME(any_negative)(bad);
+    return any_negative(bad);
 }
 
-INLINE uint32_t NAME(split_key_groups)(const int n_parts, char *groups, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
-                                       ptrdiff_t head_dim) {
+INLINE uint32_t split_key_groups(const int n_parts, char *groups, const char *k, ptrdiff_t row,
+                                 ptrdiff_t n_keys, ptrdiff_t head_dim) {
     uint32_t keys = 0;
     for (ptrdiff_t j = 0; j < GROUP_ROWS; j++, k += row, groups += 64) {
         if (j < n_keys) {
-            if (!NAME(split_key)(n_parts, 0, groups, k, head_dim)) continue;
-            NAME(split_key)(n_parts, 1, groups, k, head_dim);
+            if (!split_key(n_parts, 0, groups, k, head_dim)) continue;
+            split_key(n_parts, 1, groups, k, head_dim);
             keys |= (uint32_t)1 << j;
         } else {
-            for (ptrdiff_t at = 0; at < (head_dim + GROUP_ROWS - 1) / GROUP_ROWS * n_parts; at++)
+            for (ptrdiff_t at = 0; at < groups_of(head_dim) * n_parts; at++)
                 memset(groups + at * PART, 0, 64);
         }
     }
     return keys;
 }
 
-static uint32_t NAME(split_keys)(char *groups, int n_parts, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
-                                 ptrdiff_t head_dim) {
-    return n_parts == 1 ? NAME(split_key_groups)(1, groups, k, row, n_keys, head_dim)
-                        : NAME(split_key_groups)(3, groups, k, row, n_keys, head_dim);
+static uint32_t split_keys(char *groups, int n_parts, const char *k, ptrdiff_t row, ptrdiff_t n_keys,
+                           ptrdiff_t head_dim) {
+    return n_parts == 1 ? split_key_groups(1, groups, k, row, n_keys, head_dim)
+                        : split_key_groups(3, groups, k, row, n_keys, head_dim);
 }
 
-OUTLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, char *groups, ptrdiff_t tile_groups,
-                                          const char *v, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+OUTLINE uint32_t split_value_groups(const int n_parts, const int clean, char *groups, ptrdiff_t tile_groups,
+                                    const char *v, ptrdiff_t row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
     const ptrdiff_t next_columns = tile_groups * n_parts * PART;
     IVEC bad[GROUP_ROWS] = {};
     uint32_t keys = 0;
@@ -200,24 +199,24 @@ OUTLINE uint32_t NAME(split_value_groups)(const int n_parts, const int clean, ch
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) {
                     const ptrdiff_t key = i * TILE_SIDE + j;
-                    x[i][j] = key < n_keys ? NAME(load_some)(v + key * row + column * 4, left) : (VEC){};
-                    bad[key] |= NAME(check_value)(clean, &x[i][j]);
+                    x[i][j] = key < n_keys ? load_some(v + key * row + column * 4, left) : (VEC){};
+                    bad[key] |= check_value(clean, &x[i][j]);
                 }
-                NAME(to_columns)(x[i]);
+                to_columns(x[i]);
             }
 #pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) NAME(store_split)(n_parts, to + j * 64, x[0][j], x[1][j]);
+            for (int j = 0; j < LANES; j++) store_split(n_parts, to + j * 64, x[0][j], x[1][j]);
         }
-    for (int j = 0; j < GROUP_ROWS; j++) keys |= (uint32_t)NAME(any_negative)(bad[j]) << j;
+    for (int j = 0; j < GROUP_ROWS; j++) keys |= (uint32_t)any_negative(bad[j]) << j;
     return keys;
 }
 
-static uint32_t NAME(split_values)(char *groups, int n_parts, ptrdiff_t tile_groups, const char *v, ptrdiff_t row,
-                                   ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group) {
+static uint32_t split_values(char *groups, int n_parts, ptrdiff_t tile_groups, const char *v, ptrdiff_t row,
+                             ptrdiff_t n_keys, ptrdiff_t value_dim, ptrdiff_t group) {
     groups += group * n_parts * PART;
 #define SPLIT(clean)                                                                                           \
-    (n_parts == 1 ? NAME(split_value_groups)(1, clean, groups, tile_groups, v, row, n_keys, value_dim)         \
-                  : NAME(split_value_groups)(3, clean, groups, tile_groups, v, row, n_keys, value_dim))
+    (n_parts == 1 ? split_value_groups(1, clean, groups, tile_groups, v, row, n_keys, value_dim)               \
+                  : split_value_groups(3, clean, groups, tile_groups, v, row, n_keys, value_dim))
     const uint32_t keys = SPLIT(0);
     if (keys) SPLIT(1);
 #undef SPLIT
@@ -235,28 +234,28 @@ typedef struct {
     ptrdiff_t due, n_turns; /* a pair is due every n_turns / n turns of the tile unit */
     const char *const *prefetch; /* likewise */
     ptrdiff_t n_prefetch, due_prefetch;
-} NAME(weighing);
+} weighed_unit;
 
 /* The weights of two keys, one from each half of a group: row `k` of their tiles. */
-OUTLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) *w) {
+OUTLINE void weigh_pair(const int scaled, const int drops, weighed_unit *w) {
     const ptrdiff_t group = w->next / TILE_SIDE, k = w->next % TILE_SIDE;
     const float *const s = w->scores + (group * GROUP_ROWS + k) * LD;
     char *const to = w->weights + group * FASTATTN_GROUP_NBYTES + k * 64;
     VEC x[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) x[i] = NAME(load)(s + i % 2 * TILE_SIDE * LD + i / 2 * LANES) - w->base[i / 2];
-    NAME(powers)(4, scaled, w->factor, x);
+    for (int i = 0; i < 4; i++) x[i] = load(s + i % 2 * TILE_SIDE * LD + i / 2 * LANES) - w->base[i / 2];
+    powers(4, scaled, w->factor, x);
     w->sum[0] += x[0] + x[1];
     w->sum[1] += x[2] + x[3];
     if (drops)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            const IVEC word = NAME(load_words)(w->drop_words + group * LD + half * LANES);
-            x[2 * half] = NAME(select_by_bit)(word >> k, x[2 * half], (VEC){});
-            x[2 * half + 1] = NAME(select_by_bit)(word >> (k + TILE_SIDE), x[2 * half + 1], (VEC){});
+            const IVEC word = load_words(w->drop_words + group * LD + half * LANES);
+            x[2 * half] = select_by_bit(word >> k, x[2 * half], (VEC){});
+            x[2 * half + 1] = select_by_bit(word >> (k + TILE_SIDE), x[2 * half + 1], (VEC){});
         }
-    NAME(store_cut)(to, x[0], x[1]);
-    NAME(store_cut)(to + TILE_NBYTES, x[2], x[3]);
+    store_cut(to, x[0], x[1]);
+    store_cut(to + TILE_NBYTES, x[2], x[3]);
     if (k == TILE_SIDE - 1)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
@@ -266,14 +265,14 @@ OUTLINE void NAME(weigh_pair)(const int scaled, const int drops, NAME(weighing) 
     w->next++;
 }
 
-INLINE void NAME(weigh_when_due)(const int scaled, const int drops, NAME(weighing) *w) {
+INLINE void weigh_when_due(const int scaled, const int drops, weighed_unit *w) {
     w->due_prefetch += w->n_prefetch;
     for (; w->due_prefetch >= w->n_turns; w->due_prefetch -= w->n_turns, w->prefetch++)
         for (int at = 0; at < FASTATTN_PREFETCH_NBYTES; at += 64) __builtin_prefetch(*w->prefetch + at, 0, 2);
     w->due += w->n;
     while (w->due >= w->n_turns) {
         w->due -= w->n_turns;
-        NAME(weigh_pair)(scaled, drops, w);
+        weigh_pair(scaled, drops, w);
     }
 }
 
@@ -284,7 +283,7 @@ typedef struct {
     float *to;
     ptrdiff_t ld; /* of the rows at `to` */
     ptrdiff_t n_groups;
-} NAME(job);
+} tile_job;
 
 /* A turn is four tile products; an operand's tile is loaded with the next turn's right after its last use. */
 #define TURN_LEFT(next)                                                                                        \
@@ -295,7 +294,7 @@ typedef struct {
         TILE_PRODUCT(2, 5, 6);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next) + TILE_NBYTES);                                                                    \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                \
+        weigh_when_due(scaled, drops, w);                                                                      \
     } while (0)
 #define TURN_RIGHT(next)                                                                                       \
     do {                                                                                                       \
@@ -305,7 +304,7 @@ typedef struct {
         TILE_PRODUCT(1, 4, 7);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(7, (next) + TILE_NBYTES);                                                                    \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                \
+        weigh_when_due(scaled, drops, w);                                                                      \
     } while (0)
 #define TURN_BOTH(next_left, next_right)                                                                       \
     do {                                                                                                       \
@@ -317,7 +316,7 @@ typedef struct {
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next_left) + TILE_NBYTES);                                                               \
         TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
-        NAME(weigh_when_due)(scaled, drops, w);                                                                \
+        weigh_when_due(scaled, drops, w);                                                                      \
     } while (0)
 #define TURNS(n_parts, right_parts) ((n_parts) == 3 ? 6 : (right_parts)) /* for each group */
 
@@ -328,22 +327,26 @@ typedef struct {
 #define FIRST_RIGHT(job)                                                                                       \
     ((job)->right + (n_parts == 3 ? 0 : (job)->right_parts == 3 ? PART : LAST(job, FASTATTN_GROUP_NBYTES)))
 
-INLINE void NAME(load_first)(const int n_parts, const NAME(job) *job) {
+INLINE void load_first(const int n_parts, const tile_job *job) {
     TILE_LOAD(4, FIRST_LEFT(job));
     TILE_LOAD(5, FIRST_LEFT(job) + TILE_NBYTES);
     TILE_LOAD(6, FIRST_RIGHT(job));
     TILE_LOAD(7, FIRST_RIGHT(job) + TILE_NBYTES);
 }
 
-/* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
- * those of the high parts. */
-INLINE void NAME(multiply)(const int n_parts, const int right_parts, const int scaled, const int drops,
-                           const NAME(job) *job, const NAME(job) *next, NAME(weighing) *w) {
-    const char *left = job->left, *right = job->right;
+INLINE void zero_sums(void) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
+}
+
+/* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
+ * those of the high parts. */
+INLINE void multiply(const int n_parts, const int right_parts, const int scaled, const int drops,
+                     const tile_job *job, const tile_job *next, weighed_unit *w) {
+    const char *left = job->left, *right = job->right;
+    zero_sums();
     for (ptrdiff_t i = 1; right_parts == 3; i++, left += n_parts * PART, right += FASTATTN_GROUP_NBYTES) {
         if (n_parts == 3) {
             TURN_LEFT(left + PART);
@@ -374,24 +377,24 @@ INLINE void NAME(multiply)(const int n_parts, const int right_parts, const int s
 }
 
 /* acc = rescale * acc + change for n_columns columns, or change alone. */
-OUTLINE void NAME(add_to_acc)(float *acc, const float *change, const fastattn_unit *unit, ptrdiff_t n_columns) {
-    const VEC scale[2] = {NAME(load)(unit->rescale), NAME(load)(unit->rescale + LANES)};
+OUTLINE void add_to_acc(float *acc, const float *change, const fastattn_unit *unit, ptrdiff_t n_columns) {
+    const VEC scale[2] = {load(unit->rescale), load(unit->rescale + LANES)};
     const int is_first = unit->is_first;
     for (ptrdiff_t at = 0; at < n_columns * LD; at += 2 * LANES)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            VEC x = NAME(load)(change + at + half * LANES);
-            if (!is_first) x += NAME(load)(acc + at + half * LANES) * scale[half];
-            NAME(store)(acc + at + half * LANES, x);
+            VEC x = load(change + at + half * LANES);
+            if (!is_first) x += load(acc + at + half * LANES) * scale[half];
+            store(acc + at + half * LANES, x);
         }
 }
 
 /* The scores of one group of keys are there: -inf past the last key, and the largest of the plain ones. */
-OUTLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[2]) {
+OUTLINE void find_max(const fastattn_unit *unit, ptrdiff_t first, VEC top[2]) {
     float *const s = unit->scores + first * LD;
     for (ptrdiff_t j = unit->n_keys - first; j < GROUP_ROWS; j++) {
-        NAME(store)(s + j * LD, NAME(splat)(-INFINITY));
-        NAME(store)(s + j * LD + LANES, NAME(splat)(-INFINITY));
+        store(s + j * LD, splat(-INFINITY));
+        store(s + j * LD + LANES, splat(-INFINITY));
     }
     if (first < unit->plain || first >= unit->plain_stop) return;
     VEC more[2] = {top[0], top[1]};
@@ -399,107 +402,107 @@ OUTLINE void NAME(find_max)(const fastattn_unit *unit, ptrdiff_t first, VEC top[
     for (int j = 0; j < TILE_SIDE; j++)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            top[half] = NAME(larger)(top[half], NAME(load)(s + j * LD + half * LANES));
-            more[half] = NAME(larger)(more[half], NAME(load)(s + (TILE_SIDE + j) * LD + half * LANES));
+            top[half] = larger(top[half], load(s + j * LD + half * LANES));
+            more[half] = larger(more[half], load(s + (TILE_SIDE + j) * LD + half * LANES));
         }
-    top[0] = NAME(larger)(top[0], more[0]);
-    top[1] = NAME(larger)(top[1], more[1]);
+    top[0] = larger(top[0], more[0]);
+    top[1] = larger(top[1], more[1]);
 }
 
 /* Raises row_max by the unit's scores; its weights are powers relative to it, and what was summed is rescaled. */
-OUTLINE void NAME(begin_weights)(const int scaled, float factor, fastattn_unit *unit, NAME(weighing) *w) {
+OUTLINE void begin_weights(const int scaled, float factor, fastattn_unit *unit, weighed_unit *w) {
     for (int half = 0; half < 2; half++) {
         float *const row_max = unit->row_max + half * LANES;
-        const VEC old = NAME(load)(row_max), top = NAME(max)(old, NAME(load)(unit->tile_max + half * LANES));
-        const VEC base = NAME(select)((IVEC)(top == NAME(splat)(-INFINITY)), (VEC){}, top);
+        const VEC old = load(row_max), top = max(old, load(unit->tile_max + half * LANES));
+        const VEC base = select_lanes((IVEC)(top == splat(-INFINITY)), (VEC){}, top);
         VEC scale = old - base;
-        NAME(powers)(1, scaled, factor, &scale);
-        NAME(store)(row_max, top);
-        NAME(store)(unit->rescale + half * LANES, scale);
+        powers(1, scaled, factor, &scale);
+        store(row_max, top);
+        store(unit->rescale + half * LANES, scale);
         w->base[half] = base;
     }
     w->scores = unit->scores;
     w->weights = unit->weights;
     w->drop_words = unit->drop_words;
     w->factor = factor;
-    w->n = (unit->n_keys + GROUP_ROWS - 1) / GROUP_ROWS * TILE_SIDE;
+    w->n = groups_of(unit->n_keys) * TILE_SIDE;
 }
 
-INLINE void NAME(run_step)(const int n_parts, const int query_parts, const int scaled, const int drops,
-                           fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
-                           ptrdiff_t value_dim, float factor) {
-    const ptrdiff_t key_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
-    const ptrdiff_t n_added = added ? (value_dim + GROUP_ROWS - 1) / GROUP_ROWS : 0;
-    const ptrdiff_t n_scored = scored ? (scored->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
-    const ptrdiff_t added_groups = added ? (added->n_keys + GROUP_ROWS - 1) / GROUP_ROWS : 0;
+INLINE void run_step(const int n_parts, const int query_parts, const int scaled, const int drops,
+                     fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
+                     ptrdiff_t value_dim, float factor) {
+    const ptrdiff_t key_groups = groups_of(head_dim);
+    const ptrdiff_t n_added = added ? groups_of(value_dim) : 0;
+    const ptrdiff_t n_scored = scored ? groups_of(scored->n_keys) : 0;
+    const ptrdiff_t added_groups = added ? groups_of(added->n_keys) : 0;
     const ptrdiff_t n_jobs = n_added + n_scored;
     float change[2][GROUP_ROWS * LD] __attribute__((aligned(64)));
-    NAME(weighing) weighing = {.n_turns = TURNS(n_parts, 3) * n_added * added_groups
+    weighed_unit weighing = {.n_turns = TURNS(n_parts, 3) * n_added * added_groups
                                         + TURNS(n_parts, query_parts) * n_scored * key_groups};
-    NAME(weighing) *const w = &weighing;
+    weighed_unit *const w = &weighing;
     VEC top[2] = {};
     if (scored) {
-        top[0] = NAME(load)(scored->tile_max);
-        top[1] = NAME(load)(scored->tile_max + LANES);
+        top[0] = load(scored->tile_max);
+        top[1] = load(scored->tile_max + LANES);
         w->prefetch = scored->prefetch;
         w->n_prefetch = scored->n_prefetch;
     }
-    if (weighted) NAME(begin_weights)(scaled, factor, weighted, w);
+    if (weighted) begin_weights(scaled, factor, weighted, w);
 
     /* The i-th product of the step: columns of the accumulators, then groups of keys. */
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
-         ? (NAME(job)){added->value + (i) * added->tile_groups * n_parts * PART, added->weights, 3,            \
+         ? (tile_job){added->value + (i) * added->tile_groups * n_parts * PART, added->weights, 3,             \
                        change[(i) % 2], LD, added_groups}                                                      \
-         : (NAME(job)){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query, query_parts, \
+         : (tile_job){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query, query_parts, \
                        scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
     /* What the vector units do with it, one product later. */
 #define AFTER(i)                                                                                               \
     do {                                                                                                       \
         if ((i) < n_added)                                                                                     \
-            NAME(add_to_acc)(added->acc + (i) * GROUP_ROWS * LD, change[(i) % 2], added,                       \
-                             value_dim - (i) * GROUP_ROWS < GROUP_ROWS ? value_dim - (i) * GROUP_ROWS : GROUP_ROWS); \
+            add_to_acc(added->acc + (i) * GROUP_ROWS * LD, change[(i) % 2], added,                             \
+                       value_dim - (i) * GROUP_ROWS < GROUP_ROWS ? value_dim - (i) * GROUP_ROWS : GROUP_ROWS); \
         else                                                                                                   \
-            NAME(find_max)(scored, ((i) - n_added) * GROUP_ROWS, top);                                         \
+            find_max(scored, ((i) - n_added) * GROUP_ROWS, top);                                               \
     } while (0)
 
     TILE_FENCE();
     if (n_jobs > 0) {
-        NAME(job) job = JOB(0);
-        NAME(load_first)(n_parts, &job);
+        tile_job job = JOB(0);
+        load_first(n_parts, &job);
         for (ptrdiff_t i = 0; i < n_jobs; i++) {
-            const NAME(job) next = i + 1 < n_jobs ? JOB(i + 1) : job;
+            const tile_job next = i + 1 < n_jobs ? JOB(i + 1) : job;
             if (query_parts == 1 && i >= n_added)
-                NAME(multiply)(n_parts, 1, scaled, drops, &job, &next, w);
+                multiply(n_parts, 1, scaled, drops, &job, &next, w);
             else
-                NAME(multiply)(n_parts, 3, scaled, drops, &job, &next, w);
+                multiply(n_parts, 3, scaled, drops, &job, &next, w);
             TILE_FENCE();
             if (i > 0) AFTER(i - 1);
             job = next;
         }
         AFTER(n_jobs - 1);
     }
-    while (w->next < w->n) NAME(weigh_pair)(scaled, drops, w);
+    while (w->next < w->n) weigh_pair(scaled, drops, w);
     TILE_FENCE();
 #undef JOB
 #undef AFTER
 
     if (scored) {
-        NAME(store)(scored->tile_max, top[0]);
-        NAME(store)(scored->tile_max + LANES, top[1]);
+        store(scored->tile_max, top[0]);
+        store(scored->tile_max + LANES, top[1]);
     }
     if (weighted)
         for (int half = 0; half < 2; half++) {
             float *const sum = weighted->row_sum + half * LANES;
-            NAME(store)(sum, NAME(load)(sum) * NAME(load)(weighted->rescale + half * LANES) + w->total[half]);
+            store(sum, load(sum) * load(weighted->rescale + half * LANES) + w->total[half]);
         }
 }
 
 #define STEP(name, n_parts, query_parts, scaled, drops)                                                        \
-    static __attribute__((noinline)) void NAME(name)(fastattn_unit *scored, fastattn_unit *weighted,           \
-                                                     fastattn_unit *added, ptrdiff_t head_dim,                 \
-                                                     ptrdiff_t value_dim, float factor) {                      \
-        NAME(run_step)(n_parts, query_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor); \
+    static __attribute__((noinline)) void name(fastattn_unit *scored, fastattn_unit *weighted,                 \
+                                               fastattn_unit *added, ptrdiff_t head_dim,                       \
+                                               ptrdiff_t value_dim, float factor) {                            \
+        run_step(n_parts, query_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor); \
     }
 /* By the parts of keys and values, and of queries. */
 STEP(plain_step_33, 3, 3, 0, 0)
@@ -512,43 +515,44 @@ STEP(scaled_step_11, 1, 1, 1, 0)
 STEP(dropping_step_11, 1, 1, 1, 1)
 #undef STEP
 
-static void NAME(step)(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
-                       ptrdiff_t value_dim, float exponent_factor) {
+static void step(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
+                 ptrdiff_t value_dim, float exponent_factor) {
     const fastattn_unit *const any = scored ? scored : weighted ? weighted : added;
     const int drops = weighted && weighted->drop_words, scaled = exponent_factor != 1;
-#define CHOOSE(parts, otherwise) (drops ? NAME(dropping_step_##parts) : scaled ? NAME(scaled_step_##parts) : otherwise)
-    (any->n_parts == 3       ? CHOOSE(33, NAME(plain_step_33))
-     : any->query_parts == 3 ? CHOOSE(13, NAME(plain_step_13))
-                             : CHOOSE(11, NAME(scaled_step_11)))(scored, weighted, added, head_dim, value_dim, exponent_factor);
+#define CHOOSE(parts, otherwise) (drops ? dropping_step_##parts : scaled ? scaled_step_##parts : otherwise)
+    (any->n_parts == 3       ? CHOOSE(33, plain_step_33)
+     : any->query_parts == 3 ? CHOOSE(13, plain_step_13)
+                             : CHOOSE(11, scaled_step_11))(scored, weighted, added, head_dim, value_dim,
+                                                           exponent_factor);
 #undef CHOOSE
 }
 
-INLINE void NAME(score_keys)(const int n_parts, float *scores, ptrdiff_t ld, const char *query, const char *key,
-                             ptrdiff_t n_keys, ptrdiff_t head_dim) {
-    const ptrdiff_t n_groups = (head_dim + GROUP_ROWS - 1) / GROUP_ROWS;
-    NAME(weighing) none = {.n_turns = 1};
-    NAME(job) job = {key, query, 3, scores, ld, n_groups};
+INLINE void score_keys(const int n_parts, float *scores, ptrdiff_t ld, const char *query, const char *key,
+                       ptrdiff_t n_keys, ptrdiff_t head_dim) {
+    const ptrdiff_t n_groups = groups_of(head_dim);
+    weighed_unit none = {.n_turns = 1};
+    tile_job job = {key, query, 3, scores, ld, n_groups};
     TILE_FENCE();
-    NAME(load_first)(n_parts, &job);
+    load_first(n_parts, &job);
     for (ptrdiff_t j = 0; j < n_keys; j += GROUP_ROWS) {
-        NAME(job) next = job;
+        tile_job next = job;
         next.left += j + GROUP_ROWS < n_keys ? n_groups * n_parts * PART : 0;
         next.to += GROUP_ROWS * ld;
-        NAME(multiply)(n_parts, 3, 0, 0, &job, &next, &none);
+        multiply(n_parts, 3, 0, 0, &job, &next, &none);
         job = next;
     }
     TILE_FENCE();
 }
 
-static void NAME(score)(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts, ptrdiff_t n_keys,
-                        ptrdiff_t head_dim) {
+static void score(float *scores, ptrdiff_t ld, const char *query, const char *key, int n_parts,
+                  ptrdiff_t n_keys, ptrdiff_t head_dim) {
     if (n_parts == 1)
-        NAME(score_keys)(1, scores, ld, query, key, n_keys, head_dim);
+        score_keys(1, scores, ld, query, key, n_keys, head_dim);
     else
-        NAME(score_keys)(3, scores, ld, query, key, n_keys, head_dim);
+        score_keys(3, scores, ld, query, key, n_keys, head_dim);
 }
 
-static double NAME(peak)(long steps) {
+static double peak(long steps) {
     static const uint32_t numbers[TILE_NBYTES / 4] = {[0 ... TILE_NBYTES / 4 - 1] = 0x3f013efe};
     enum { PRODUCTS = 16, OF_A_FLOAT = 6 };
     TILE_FENCE();
@@ -556,10 +560,7 @@ static double NAME(peak)(long steps) {
     TILE_LOAD(5, numbers);
     TILE_LOAD(6, numbers);
     TILE_LOAD(7, numbers);
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    zero_sums();
     for (long step = 0; step < steps; step++)
 #pragma GCC unroll 4
         for (int i = 0; i < PRODUCTS / 4; i++) {
@@ -575,10 +576,10 @@ static double NAME(peak)(long steps) {
 const fastattn_fused CONCAT(fastattn_fused, FASTATTN_ISA) = {
     .begin = tiles_begin,
     .end = tiles_end,
-    .split_queries = NAME(split_queries),
-    .split_keys = NAME(split_keys),
-    .split_values = NAME(split_values),
-    .score = NAME(score),
-    .step = NAME(step),
-    .peak = NAME(peak),
+    .split_queries = split_queries,
+    .split_keys = split_keys,
+    .split_values = split_values,
+    .score = score,
+    .step = step,
+    .peak = peak,
 };

@@ -1,5 +1,5 @@
-/* The micro-kernels for one ISA, float32 and float64: one body, instantiated twice here and once more for
- * each ISA that setup.py builds an object for (FASTATTN_ISA names it, the compiler's -m flags enable it). */
+/* The micro-kernels for one ISA and dtype: setup.py builds an object for each (FASTATTN_ISA names the ISA, the compiler's
+ * -m flags enable it; REAL_BITS is 32 or 64). */
 
 #include "base.h"
 
@@ -99,12 +99,36 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
     return to;
 }
 
-#define REAL float
-#define REAL_BITS 32
-#define NAME(name) CONCAT(name, f32)
-#include "body.h"
+#include "vec.h"
 
-#define REAL double
-#define REAL_BITS 64
-#define NAME(name) CONCAT(name, f64)
-#include "body.h"
+#include "storage.h"
+
+#include "lanes.h"
+#include "rows.h"
+
+#include "backward.h"
+#include "linear.h"
+#include "rope.h"
+
+#define KERNEL(name) .name = name
+#define SCORE_ROWS_OF(name, storage) [storage] = score_rows_##name,
+#define ACCUMULATE_ROWS_OF(name, storage) [storage] = accumulate_rows_##name,
+#define ROPE_OF(name, storage) [storage] = rope_##name,
+
+const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS) = {
+    .isa = STRING(FASTATTN_ISA),
+    .vectors = STRING(FASTATTN_ISA),
+    .lanes = LANES,
+    .max_vectors = BLOCK_VECTORS,
+    .panel_cols = TILE_ROWS,
+    KERNEL(pack), KERNEL(score), KERNEL(adjust), KERNEL(softmax), KERNEL(drop), KERNEL(pack_values),
+    KERNEL(accumulate), KERNEL(accumulate_nonfinite), KERNEL(finish), KERNEL(unpack),
+    KERNEL(mask_words), KERNEL(draw_words), KERNEL(load_row), KERNEL(store_row),
+    KERNEL(pack_rows), KERNEL(adjust_rows), KERNEL(softmax_rows), KERNEL(merge_rows), KERNEL(unpack_rows),
+    .score_rows = {EACH_READ(EACH_STORED, SCORE_ROWS_OF)},
+    .accumulate_rows = {EACH_READ(EACH_STORED, ACCUMULATE_ROWS_OF)}, KERNEL(accumulate_rows_nonfinite),
+    .rope = {EACH_READ(EACH_WRITTEN, ROPE_OF)},
+    KERNEL(elu_plus_one), KERNEL(add_sums), KERNEL(round_sums),
+    KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
+    KERNEL(add_columns), KERNEL(uncap),
+};

@@ -1,4 +1,4 @@
-/* Linear attention: features, and sums over keys. Included by body.h only. */
+/* Linear attention: features, and sums over keys. Included by kernels.c. */
 
 #if REAL_BITS == 32
 #define LN2_HIGH 0x1.63p-1 /* so few bits that its product with an exponent is exact */
@@ -11,43 +11,39 @@
 
 /* exp(x) = 2^n 2^f for x <= 0: n from x * log2(e), and f from what is left of x, which Cody and Waite's two parts of
  * log(2) give to a rounding. Where x > 0 the power is 1. */
-INLINE void NAME(elu_plus_one_vectors)(const int n, REAL *x) {
+INLINE void elu_plus_one_vectors(const int n, REAL *x) {
     const REAL round = (REAL)1.5 * (REAL)((LANE_INT)1 << MANTISSA_BITS) - EXPONENT_MIN;
-    const VEC lowest = NAME(splat)((REAL)(EXPONENT_MIN * LN2));
+    const VEC lowest = splat((REAL)(EXPONENT_MIN * LN2));
     VEC above[FEATURE_VECTORS], f[FEATURE_VECTORS], half_power[FEATURE_VECTORS], y[FEATURE_VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < n; i++) {
-        const VEC all = NAME(load)(x + i * LANES);
-        above[i] = NAME(max)(all, (VEC){});
-        f[i] = NAME(max)(lowest, NAME(select)((IVEC)(all > 0), (VEC){}, all)); /* NaN stays NaN */
+        const VEC all = load(x + i * LANES);
+        above[i] = max(all, (VEC){});
+        f[i] = max(lowest, select_lanes((IVEC)(all > 0), (VEC){}, all)); /* NaN stays NaN */
         half_power[i] = f[i] * (REAL)LOG2E + round;
         const VEC whole = half_power[i] - round;
         f[i] = ((f[i] - whole * (REAL)LN2_HIGH) - whole * (REAL)LN2_LOW) * (REAL)LOG2E;
         half_power[i] = (VEC)((IVEC)half_power[i] << MANTISSA_BITS);
     }
-    NAME(twice_exp2m1_over_f)(n, f, y);
+    twice_exp2m1_over_f(n, f, y);
 #pragma GCC unroll 4
     for (int i = 0; i < n; i++)
-        NAME(store)(x + i * LANES, above[i] + (y[i] * f[i] + 2) * half_power[i]);
+        store(x + i * LANES, above[i] + (y[i] * f[i] + 2) * half_power[i]);
 }
 
-static void NAME(elu_plus_one)(void *tile, ptrdiff_t n) {
+static void elu_plus_one(void *tile, ptrdiff_t n) {
     REAL *x = tile;
     for (; n >= FEATURE_VECTORS * LANES; n -= FEATURE_VECTORS * LANES, x += FEATURE_VECTORS * LANES)
-        NAME(elu_plus_one_vectors)(FEATURE_VECTORS, x);
-    for (; n > 0; n -= LANES, x += LANES) NAME(elu_plus_one_vectors)(1, x);
+        elu_plus_one_vectors(FEATURE_VECTORS, x);
+    for (; n > 0; n -= LANES, x += LANES) elu_plus_one_vectors(1, x);
 }
 
-static void NAME(add_sums)(double *sums, const void *part, ptrdiff_t n) {
+static void add_sums(double *sums, const void *part, ptrdiff_t n) {
     const REAL *const from = part;
     for (ptrdiff_t i = 0; i < n; i++) sums[i] += from[i];
 }
 
-static void NAME(round_sums)(void *rounded, const double *sums, ptrdiff_t n) {
+static void round_sums(void *rounded, const double *sums, ptrdiff_t n) {
     REAL *const to = rounded;
     for (ptrdiff_t i = 0; i < n; i++) to[i] = (REAL)sums[i];
 }
-
-#undef LN2_HIGH
-#undef LN2_LOW
-#undef FEATURE_VECTORS

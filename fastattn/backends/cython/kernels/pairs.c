@@ -6,9 +6,6 @@
 #include "blocking.h"
 #include "pairs.h"
 
-#define REAL float
-#define REAL_BITS 32
-#define NAME(name) CONCAT(name, pairs)
 #include "vec.h"
 
 #define HIGH_HALF ((int32_t)0xffff0000)
@@ -25,13 +22,13 @@ INLINE IVEC scaled(VEC number, VEC factor, IVEC *is_other) {
 INLINE void pack_block(const int n, float *to, ptrdiff_t ld, const char *const *rows, size_t at, VEC factor,
                        IVEC *is_other) {
     VEC x[LANES];
-    NAME(load_columns)(n, x, rows, at);
+    load_columns(n, x, rows, at);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         if (i >= n) break;
         const IVEC low = scaled((VEC)((IVEC)x[i] << 16), factor, is_other);
         const IVEC high = scaled((VEC)((IVEC)x[i] & HIGH_HALF), factor, is_other);
-        NAME(store)(to + i * ld, (VEC)((IVEC)((NAME(words))low >> 16) | (high & HIGH_HALF)));
+        store(to + i * ld, (VEC)((IVEC)((WORDS)low >> 16) | (high & HIGH_HALF)));
     }
 }
 
@@ -42,9 +39,9 @@ static uint64_t pack(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_
         IVEC is_other = {};
         ptrdiff_t p = 0;
         for (; p + LANES <= n_pairs; p += LANES)
-            pack_block(LANES, to + p * ld, ld, rows, (size_t)p * sizeof(REAL), NAME(splat)(factor), &is_other);
+            pack_block(LANES, to + p * ld, ld, rows, (size_t)p * sizeof(REAL), splat(factor), &is_other);
         if (p < n_pairs)
-            pack_block((int)(n_pairs - p), to + p * ld, ld, rows, (size_t)p * sizeof(REAL), NAME(splat)(factor), &is_other);
+            pack_block((int)(n_pairs - p), to + p * ld, ld, rows, (size_t)p * sizeof(REAL), splat(factor), &is_other);
         for (int i = 0; i < LANES; i++) other_lanes |= (uint64_t)(is_other[i] != 0) << (lane + i);
     }
     return other_lanes;
@@ -73,13 +70,12 @@ INLINE VEC splat_pair(const char *at) {
 #define SCORE_STEP(sum)                                                                                        \
     do {                                                                                                       \
         VEC x[SCORE_VECTORS];                                                                                  \
-        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = NAME(load)(q + v * LANES);                  \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
         _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
             const VEC y = splat_pair(k + r * k_row);                                                           \
             _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] = add_products((sum)[r][v], x[v], y); \
         }                                                                                                      \
     } while (0)
-#define SCORE(name) name
 #include "score.h"
 
 const fastattn_pairs CONCAT(fastattn_pairs, FASTATTN_ISA) = {.pack = pack, .score = score};

@@ -1,5 +1,5 @@
 /* The kernels for few query rows, too few to fill vectors of lanes; see kernels.h, "Row tiles". Lanes run along
- * columns in products and along keys in the softmax. Included by body.h.
+ * columns in products and along keys in the softmax. Included by kernels.c.
  *
  * A row's result does not depend on the other rows: register tiles of any number of rows do the same operations on
  * each, and lanes are added in a tree of fixed shape. */
@@ -38,79 +38,75 @@
 #define EACH_FOLD(M, x, COMBINE) M(x, COMBINE, 8) M(x, COMBINE, 4) M(x, COMBINE, 2) M(x, COMBINE, 1)
 #endif
 
-INLINE VEC NAME(add)(VEC a, VEC b) { return a + b; }
+INLINE VEC add(VEC a, VEC b) { return a + b; }
 
-INLINE void NAME(sum_vectors)(VEC x[LANES]) { EACH_FOLD(FOLD_VECTORS, x, NAME(add)) }
+INLINE void sum_vectors(VEC x[LANES]) { EACH_FOLD(FOLD_VECTORS, x, add) }
 
-INLINE VEC NAME(sum_lanes)(VEC x) {
-    EACH_FOLD(FOLD_LANES, x, NAME(add))
+INLINE VEC sum_lanes(VEC x) {
+    EACH_FOLD(FOLD_LANES, x, add)
     return x;
 }
 
-INLINE VEC NAME(max_lanes)(VEC x) {
-    EACH_FOLD(FOLD_LANES, x, NAME(max))
+INLINE VEC max_lanes(VEC x) {
+    EACH_FOLD(FOLD_LANES, x, max)
     return x;
 }
 
 /* The number of each lane. */
-INLINE IVEC NAME(lane_numbers)(void) {
+INLINE IVEC lane_numbers(void) {
     IVEC x;
     for (int i = 0; i < LANES; i++) x[i] = i;
     return x;
 }
 
-static void NAME(pack_rows)(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
-                            ptrdiff_t n_cols, double factor) {
+static void pack_rows(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t n_rows, ptrdiff_t stride,
+                      ptrdiff_t n_cols, double factor) {
     VEC high, low;
-    NAME(split_factor)(factor, &high, &low);
+    split_factor(factor, &high, &low);
     REAL *to = tile;
     for (ptrdiff_t r = 0; r < n_rows; r++, to += ld)
         for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
             VEC x = {};
             if (stride == sizeof(REAL))
-                x = NAME(load_upto)(FASTATTN_REAL, rows[r] + c * stride, n_cols - c);
+                x = load_upto(FASTATTN_REAL, rows[r] + c * stride, n_cols - c);
             else
-                for (int i = 0; i < LANES && c + i < n_cols; i++) x[i] = NAME(scalar)(rows[r] + (c + i) * stride);
-            NAME(store)(to + c, NAME(multiply_exactly)(x, high, low));
+                for (int i = 0; i < LANES && c + i < n_cols; i++) x[i] = scalar(rows[r] + (c + i) * stride);
+            store(to + c, multiply_exactly(x, high, low));
         }
 }
 
-static int NAME(unpack_rows)(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
-                             ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld) {
+static int unpack_rows(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                       ptrdiff_t n_cols, const void *factor, ptrdiff_t factor_ld) {
     const REAL *from = tile, *const high = factor, *const low = high + factor_ld;
     IVEC nonfinite = {};
     for (ptrdiff_t r = 0; r < n_rows; r++, from += ld)
         for (ptrdiff_t c = 0; c < n_cols; c += LANES) {
             const ptrdiff_t n = n_cols - c;
             char *const to = rows[r] + c * stride;
-            VEC x = NAME(multiply_exactly)(NAME(load)(from + c), NAME(splat)(high[r]), NAME(splat)(low[r]));
-            if (n < LANES) x = NAME(select)((IVEC)(NAME(lane_numbers)() < (LANE_INT)n), x, (VEC){});
-            nonfinite |= NAME(nonfinite)(x);
+            VEC x = multiply_exactly(load(from + c), splat(high[r]), splat(low[r]));
+            if (n < LANES) x = select_lanes((IVEC)(lane_numbers() < (LANE_INT)n), x, (VEC){});
+            nonfinite |= nonfinite_lanes(x);
             if (stride != sizeof(REAL))
                 for (int i = 0; i < LANES && i < n; i++) memcpy(to + i * stride, (const REAL *)&x + i, sizeof(REAL));
-            else if (n < LANES)
-                NAME(store_partial)(to, x, (int)n);
             else
-                NAME(store)(to, x);
+                store_upto(FASTATTN_REAL, to, x, n);
         }
-    LANE_INT any = 0;
-    for (int i = 0; i < LANES; i++) any |= nonfinite[i];
-    return any != 0;
+    return any_lane(nonfinite);
 }
 
 /* How many cache lines of a row of n_cols elements are prefetched before row r of n_rows is computed. The prefetches
  * are spread over the rows: a core has few outstanding loads, and none would be left for the time of the later rows.
  * With all prefetches in the first rows, 16 rows over 4096 keys took 1.14 to 1.19 times as long, 4 rows about 1.1. 2
  * cores of Emerald Rapids, 2026-11-21, keys and values from memory, interleaved A/B. */
-INLINE ptrdiff_t NAME(lines_before)(const int storage, ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
+INLINE ptrdiff_t lines_before(const int storage, ptrdiff_t r, ptrdiff_t n_rows, ptrdiff_t n_cols) {
     return (n_cols + STORED_LINE(storage) - 1) / STORED_LINE(storage) * r / n_rows;
 }
 
 /* One register tile of `score_rows`: R rows by DOTS / R keys from k on, of which n are to be written. Prefetches the
  * elements prefetch_from .. prefetch_to - 1 of the rows ahead. */
-INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld,
-                                  const fastattn_rows *k, ptrdiff_t first, ptrdiff_t n, ptrdiff_t head_dim,
-                                  ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
+INLINE void score_rows_tile(const int storage, const int R, REAL *s, ptrdiff_t ld, const REAL *q,
+                            ptrdiff_t q_ld, const fastattn_rows *k, ptrdiff_t first, ptrdiff_t n,
+                            ptrdiff_t head_dim, ptrdiff_t prefetch_from, ptrdiff_t prefetch_to) {
     const int n_keys = DOTS / R;
     const char *key[DOTS], *scale[DOTS];
     VEC sum[DOTS] = {};
@@ -129,10 +125,10 @@ INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdi
         VEC x[4];                                                                                              \
         if (d % STORED_LINE(storage) == 0 && d >= prefetch_from && d < prefetch_to)                            \
             _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++)                                          \
-                __builtin_prefetch(key[j] + ahead + d * STORED_SIZE(storage), 0, 2);                        \
-        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = NAME(load)(q + r * q_ld + d);               \
+                __builtin_prefetch(key[j] + ahead + d * STORED_SIZE(storage), 0, 2);                           \
+        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) x[r] = load(q + r * q_ld + d);                     \
         _Pragma("GCC unroll 16") for (int j = 0; j < n_keys; j++) {                                            \
-            const VEC y = NAME(load_elements)(storage, key[j], scale[j], d, n_elements);                       \
+            const VEC y = load_elements(storage, key[j], scale[j], d, n_elements);                             \
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r * n_keys + j] += x[r] * y;               \
         }                                                                                                      \
     } while (0)
@@ -142,8 +138,8 @@ INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdi
     REAL score[DOTS];
 #pragma GCC unroll 4
     for (int i = 0; i < DOTS; i += LANES) {
-        NAME(sum_vectors)(sum + i);
-        NAME(store)(score + i, sum[i]);
+        sum_vectors(sum + i);
+        store(score + i, sum[i]);
     }
     if (n >= n_keys) {
 #pragma GCC unroll 4
@@ -153,8 +149,8 @@ INLINE void NAME(score_rows_tile)(const int storage, const int R, REAL *s, ptrdi
     }
 }
 
-INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld, ptrdiff_t n_rows,
-                             const fastattn_rows *k, ptrdiff_t n_keys, ptrdiff_t head_dim) {
+INLINE void score_rows(const int storage, REAL *s, ptrdiff_t ld, const REAL *q, ptrdiff_t q_ld,
+                       ptrdiff_t n_rows, const fastattn_rows *k, ptrdiff_t n_keys, ptrdiff_t head_dim) {
     /* All rows for DOTS keys before the next keys, so that those keys stay in L1. */
     for (ptrdiff_t start = 0; start < n_keys; start += DOTS) {
         const ptrdiff_t stop = n_keys - start < DOTS ? n_keys : start + DOTS;
@@ -162,10 +158,10 @@ INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REA
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
         const ptrdiff_t prefetch_to =                                                                          \
-            k->ahead ? NAME(lines_before)(storage, r + R, n_rows, head_dim) * STORED_LINE(storage) : 0;        \
+            k->ahead ? lines_before(storage, r + R, n_rows, head_dim) * STORED_LINE(storage) : 0;              \
         for (ptrdiff_t j = start; j < stop; j += DOTS / R)                                                     \
-            NAME(score_rows_tile)(storage, R, s + r * ld + j, ld, q + r * q_ld, q_ld, k, j, stop - j, head_dim, \
-                                  prefetched, prefetch_to);                                                    \
+            score_rows_tile(storage, R, s + r * ld + j, ld, q + r * q_ld, q_ld, k, j, stop - j, head_dim, \
+                            prefetched, prefetch_to);                                                          \
         prefetched = prefetch_to;                                                                              \
     }
         ROWS(4)
@@ -175,100 +171,94 @@ INLINE void NAME(score_rows)(const int storage, REAL *s, ptrdiff_t ld, const REA
     }
 }
 
-static void NAME(adjust_rows)(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double root,
-                              double softcap, const char *const *bias_rows, const uint32_t *words) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY), cap = NAME(splat)((REAL)softcap), half = NAME(splat)((REAL)root);
-    const IVEC lane = NAME(lane_numbers)();
+static void adjust_rows(void *s_tile, ptrdiff_t ld, ptrdiff_t n_rows, ptrdiff_t n_keys, double root,
+                        double softcap, const char *const *bias_rows, const uint32_t *words) {
+    const VEC masked = splat(-(REAL)INFINITY), cap = splat((REAL)softcap), half = splat((REAL)root);
+    const IVEC lane = lane_numbers();
     for (ptrdiff_t r = 0; r < n_rows; r++)
         for (ptrdiff_t j = 0; j < n_keys; j += LANES) {
             REAL *const s = (REAL *)s_tile + r * ld + j;
-            VEC x = NAME(load)(s);
+            VEC x = load(s);
             if (root != 1) x = half * (half * x);
-            if (softcap > 0) x = cap * NAME(tanh)(x);
+            if (softcap > 0) x = cap * tanh_vector(x);
             if (bias_rows) {
-                const VEC bias = NAME(load_upto)(FASTATTN_REAL, bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);
-                x = NAME(select)((IVEC)(bias == masked), masked, x + bias);
+                const VEC bias = load_upto(FASTATTN_REAL, bias_rows[r] + j * (ptrdiff_t)sizeof(REAL), n_keys - j);
+                x = select_lanes((IVEC)(bias == masked), masked, x + bias);
             }
             if (words) {
                 const LANE_INT word = words[j / 32 * n_rows + r] >> (j % 32);
-                x = NAME(select_by_bit)((word - (IVEC){}) >> lane, x, masked);
+                x = select_by_bit((word - (IVEC){}) >> lane, x, masked);
             }
-            NAME(store)(s, x);
+            store(s, x);
         }
 }
 
 /* Vectors of one row of scores from s on, less `base`; past the n-th score as if masked. */
-INLINE void NAME(load_scores)(const int n_vectors, VEC x[], const REAL *s, ptrdiff_t n, VEC base) {
-    const VEC masked = NAME(splat)(-(REAL)INFINITY);
-    const IVEC lane = NAME(lane_numbers)();
+INLINE void load_scores(const int n_vectors, VEC x[], const REAL *s, ptrdiff_t n, VEC base) {
+    const VEC masked = splat(-(REAL)INFINITY);
+    const IVEC lane = lane_numbers();
 #pragma GCC unroll 8
     for (int i = 0; i < n_vectors; i++) {
-        x[i] = NAME(load)(s + i * LANES) - base;
-        if (n - i * LANES < LANES) x[i] = NAME(select)((IVEC)(lane < (LANE_INT)(n - i * LANES)), x[i], masked);
+        x[i] = load(s + i * LANES) - base;
+        if (n - i * LANES < LANES) x[i] = select_lanes((IVEC)(lane < (LANE_INT)(n - i * LANES)), x[i], masked);
     }
 }
 
-INLINE void NAME(softmax_rows_scaled)(const int scaled, REAL *s, ptrdiff_t ld, REAL *row_max, REAL *row_sum,
-                                      ptrdiff_t n_rows, ptrdiff_t n_keys, REAL factor, int has_max) {
+INLINE void softmax_rows_scaled(const int scaled, REAL *s, ptrdiff_t ld, REAL *row_max, REAL *row_sum,
+                                ptrdiff_t n_rows, ptrdiff_t n_keys, REAL factor, int has_max) {
     enum { STEP = EXP2_KEYS };
-    const VEC empty = NAME(splat)(-(REAL)INFINITY);
+    const VEC empty = splat(-(REAL)INFINITY);
     for (ptrdiff_t r = 0; r < n_rows; r++, s += ld) {
-        VEC top = has_max ? NAME(splat)(row_max[r]) : empty;
+        VEC top = has_max ? splat(row_max[r]) : empty;
         if (!has_max) {
             for (ptrdiff_t j = 0; j < n_keys; j += LANES) {
                 VEC x;
-                NAME(load_scores)(1, &x, s + j, n_keys - j, (VEC){});
-                top = NAME(max)(top, x);
+                load_scores(1, &x, s + j, n_keys - j, (VEC){});
+                top = max(top, x);
             }
-            top = NAME(max_lanes)(top);
+            top = max_lanes(top);
             row_max[r] = top[0];
         }
         /* -inf - 0 where the row is empty: -inf - -inf would be NaN. */
-        const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
+        const VEC base = select_lanes((IVEC)(top == empty), (VEC){}, top);
         VEC sum = {};
         ptrdiff_t j = 0;
         for (; j + STEP * LANES <= n_keys; j += STEP * LANES) {
             VEC x[STEP];
-            NAME(load_scores)(STEP, x, s + j, STEP * LANES, base);
-            NAME(exp2)(STEP, scaled, factor, x);
+            load_scores(STEP, x, s + j, STEP * LANES, base);
+            exp2_vectors(STEP, scaled, factor, x);
 #pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++) NAME(store)(s + j + i * LANES, x[i]);
-#pragma GCC unroll 8
-            for (int half = STEP / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-                for (int i = 0; i < half; i++) x[i] += x[i + half];
-            sum += x[0];
+            for (int i = 0; i < STEP; i++) store(s + j + i * LANES, x[i]);
+            sum += sum_tree(x);
         }
         if (j < n_keys) { /* the same tree, as if the missing keys were masked */
             VEC x[STEP] = {};
             for (int i = 0; i < STEP && j + i * LANES < n_keys; i++) {
-                NAME(load_scores)(1, x + i, s + j + i * LANES, n_keys - j - i * LANES, base);
-                NAME(exp2)(1, scaled, factor, x + i);
-                NAME(store)(s + j + i * LANES, x[i]);
+                load_scores(1, x + i, s + j + i * LANES, n_keys - j - i * LANES, base);
+                exp2_vectors(1, scaled, factor, x + i);
+                store(s + j + i * LANES, x[i]);
             }
-            for (int half = STEP / 2; half > 0; half /= 2)
-                for (int i = 0; i < half; i++) x[i] += x[i + half];
-            sum += x[0];
+            sum += sum_tree(x);
         }
-        row_sum[r] = NAME(sum_lanes)(sum)[0];
+        row_sum[r] = sum_lanes(sum)[0];
     }
 }
 
-static void NAME(softmax_rows)(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows, ptrdiff_t n_keys,
-                               double exponent_factor, int has_max) {
+static void softmax_rows(void *s, ptrdiff_t ld, void *row_max, void *row_sum, ptrdiff_t n_rows,
+                         ptrdiff_t n_keys, double exponent_factor, int has_max) {
     if (exponent_factor == 1)
-        NAME(softmax_rows_scaled)(0, s, ld, row_max, row_sum, n_rows, n_keys, 1, has_max);
+        softmax_rows_scaled(0, s, ld, row_max, row_sum, n_rows, n_keys, 1, has_max);
     else
-        NAME(softmax_rows_scaled)(1, s, ld, row_max, row_sum, n_rows, n_keys, (REAL)exponent_factor, has_max);
+        softmax_rows_scaled(1, s, ld, row_max, row_sum, n_rows, n_keys, (REAL)exponent_factor, has_max);
 }
 
 /* One register tile of `accumulate_rows`: R rows by V vectors of columns from e on, the last of n_last columns, over one
  * chunk of keys, `first` and the next; added to what acc holds where `adds`. Prefetches for each key n_lines cache lines
  * of the row ahead from the byte `prefetch` on. */
-INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int V, REAL *acc, ptrdiff_t ld,
-                                       const REAL *p, ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first,
-                                       ptrdiff_t n_keys, ptrdiff_t e, const int n_last, int adds, ptrdiff_t prefetch,
-                                       ptrdiff_t n_lines) {
+INLINE void accumulate_rows_tile(const int storage, const int R, const int V, REAL *acc, ptrdiff_t ld,
+                                 const REAL *p, ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first,
+                                 ptrdiff_t n_keys, ptrdiff_t e, const int n_last, int adds,
+                                 ptrdiff_t prefetch, ptrdiff_t n_lines) {
     const char *row = v->at + first * v->row, *ahead = row + prefetch + (first < v->near ? v->ahead : v->far);
     const char *scale = storage == FASTATTN_INT8 ? v->scale + first * v->scale_row : NULL;
     VEC sum[4][8] = {};
@@ -278,7 +268,7 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
         for (ptrdiff_t i = 0; i < n_lines; i++) __builtin_prefetch(ahead + i * 64, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++)
-            x[i] = NAME(load_elements)(storage, row, scale, e + i * LANES, i == V - 1 ? n_last : LANES);
+            x[i] = load_elements(storage, row, scale, e + i * LANES, i == V - 1 ? n_last : LANES);
         if (storage == FASTATTN_INT8) {
             if (n_lines && j % 8 == 0) __builtin_prefetch(scale + (first + j < v->near ? v->scale_ahead : v->scale_far), 0, 2);
             scale += v->scale_row;
@@ -295,22 +285,22 @@ INLINE void NAME(accumulate_rows_tile)(const int storage, const int R, const int
 #pragma GCC unroll 8
         for (int i = 0; i < V; i++) {
             REAL *const to = acc + r * ld + e + i * LANES;
-            if (adds) sum[r][i] += NAME(load)(to);
-            NAME(store)(to, sum[r][i]);
+            if (adds) sum[r][i] += load(to);
+            store(to, sum[r][i]);
         }
 }
 
 /* R rows of `accumulate_rows` over one chunk of keys, all columns; prefetches the cache lines from the `line`-th on. */
-INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *acc, ptrdiff_t ld, const REAL *p,
-                                        ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first, ptrdiff_t n_keys,
-                                        ptrdiff_t value_dim, int adds, ptrdiff_t line, ptrdiff_t n_lines) {
+INLINE void accumulate_rows_chunk(const int storage, const int R, REAL *acc, ptrdiff_t ld, const REAL *p,
+                                  ptrdiff_t p_ld, const fastattn_rows *v, ptrdiff_t first, ptrdiff_t n_keys,
+                                  ptrdiff_t value_dim, int adds, ptrdiff_t line, ptrdiff_t n_lines) {
     ptrdiff_t e = 0, prefetched = 0;
 #define TILE(V, n_last)                                                                                        \
     do {                                                                                                       \
         const ptrdiff_t stop = e + (V - 1) * LANES + n_last;                                                   \
         const ptrdiff_t prefetch_to = n_lines ? n_lines * stop / value_dim : 0;                                \
-        NAME(accumulate_rows_tile)(storage, R, V, acc, ld, p, p_ld, v, first, n_keys, e, n_last, adds,         \
-                                   (line + prefetched) * 64, prefetch_to - prefetched);                        \
+        accumulate_rows_tile(storage, R, V, acc, ld, p, p_ld, v, first, n_keys, e, n_last, adds,               \
+                             (line + prefetched) * 64, prefetch_to - prefetched);                              \
         e = stop, prefetched = prefetch_to;                                                                    \
     } while (0)
 #define COLUMNS(V)                                                                                             \
@@ -324,9 +314,9 @@ INLINE void NAME(accumulate_rows_chunk)(const int storage, const int R, REAL *ac
 #undef TILE
 }
 
-INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
-                                  ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                  int adds) {
+INLINE void accumulate_rows(const int storage, REAL *acc, ptrdiff_t ld, const REAL *p, ptrdiff_t p_ld,
+                            ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys, ptrdiff_t value_dim,
+                            int adds) {
     /* From memory, values are read fastest in the order in which they lie. Two rows have registers for twice the columns
      * of four: with 4 rows and value_dim 128 (on AVX-512) one thread takes 0.81, two 0.79 to 0.96 of the time of 64
      * columns at a time (float32; 16 bits 0.94 to 0.96), with 8 and more rows up to 1.07. 2 cores of Zen 5, 2026-11-25,
@@ -337,9 +327,9 @@ INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, co
         ptrdiff_t r = 0, prefetched = 0;
 #define ROWS(R)                                                                                                \
     for (; r + R <= n_rows; r += R) {                                                                          \
-        const ptrdiff_t prefetch_to = v->ahead ? NAME(lines_before)(storage, r + R, n_rows, value_dim) : 0;    \
-        NAME(accumulate_rows_chunk)(storage, R, acc + r * ld, ld, p + r * p_ld + start, p_ld, v, start, n,     \
-                                    value_dim, adds || start > 0, prefetched, prefetch_to - prefetched);       \
+        const ptrdiff_t prefetch_to = v->ahead ? lines_before(storage, r + R, n_rows, value_dim) : 0;          \
+        accumulate_rows_chunk(storage, R, acc + r * ld, ld, p + r * p_ld + start, p_ld, v, start, n,           \
+                              value_dim, adds || start > 0, prefetched, prefetch_to - prefetched);             \
         prefetched = prefetch_to;                                                                              \
     }
         if (!by_pairs) ROWS(4)
@@ -351,76 +341,46 @@ INLINE void NAME(accumulate_rows)(const int storage, REAL *acc, ptrdiff_t ld, co
 
 /* The kernels of the table, for each storage. */
 #define OF_STORAGE(name, storage)                                                                              \
-    static void NAME(score_rows_##name)(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld,                  \
-                                        ptrdiff_t n_rows, const fastattn_rows *k, ptrdiff_t n_keys,            \
-                                        ptrdiff_t head_dim) {                                                  \
-        NAME(score_rows)(storage, s, ld, q, q_ld, n_rows, k, n_keys, head_dim);                                \
+    static void score_rows_##name(void *s, ptrdiff_t ld, const void *q, ptrdiff_t q_ld,                        \
+                                  ptrdiff_t n_rows, const fastattn_rows *k, ptrdiff_t n_keys,                  \
+                                  ptrdiff_t head_dim) {                                                        \
+        score_rows(storage, s, ld, q, q_ld, n_rows, k, n_keys, head_dim);                                      \
     }                                                                                                          \
-    static void NAME(accumulate_rows_##name)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,           \
-                                             ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys,       \
-                                             ptrdiff_t value_dim, int adds) {                                  \
-        NAME(accumulate_rows)(storage, acc, ld, p, p_ld, n_rows, v, n_keys, value_dim, adds);                  \
+    static void accumulate_rows_##name(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,                 \
+                                       ptrdiff_t n_rows, const fastattn_rows *v, ptrdiff_t n_keys,             \
+                                       ptrdiff_t value_dim, int adds) {                                        \
+        accumulate_rows(storage, acc, ld, p, p_ld, n_rows, v, n_keys, value_dim, adds);                        \
     }
-OF_STORAGE(real, FASTATTN_REAL)
-#if REAL_BITS == 32
-EACH_STORED(OF_STORAGE)
-#endif
+EACH_READ(EACH_STORED, OF_STORAGE)
 #undef OF_STORAGE
 
-static void NAME(accumulate_rows_nonfinite)(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld, ptrdiff_t n_rows,
-                                           const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
-                                           const char *const *bias_rows, const uint32_t *words, void *clean_v) {
-    REAL *const clean = clean_v;
-    for (ptrdiff_t j = 0; j < n_keys; j++)
-        for (ptrdiff_t e = 0; e < value_dim; e++) {
-            const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
-            clean[j * value_dim + e] = isfinite(x) ? x : 0;
-        }
-    const fastattn_rows finite = {.at = clean_v, .row = value_dim * (ptrdiff_t)sizeof(REAL)};
-    NAME(accumulate_rows_real)(acc, ld, p, p_ld, n_rows, &finite, n_keys, value_dim, 0);
-    for (ptrdiff_t j = 0; j < n_keys; j++)
-        for (ptrdiff_t e = 0; e < value_dim; e++) {
-            const REAL x = NAME(scalar)(v + j * v_row + e * (ptrdiff_t)sizeof(REAL));
-            if (isfinite(x)) continue;
-            for (ptrdiff_t r = 0; r < n_rows; r++) {
-                if (words && !(words[j / 32 * n_rows + r] >> (j % 32) & 1)) continue;
-                if (bias_rows && NAME(scalar)(bias_rows[r] + j * (ptrdiff_t)sizeof(REAL)) == -(REAL)INFINITY) continue;
-                ((REAL *)acc)[r * ld + e] += ((const REAL *)p)[r * p_ld + j] * x;
-            }
-        }
+static void accumulate_rows_nonfinite(void *acc, ptrdiff_t ld, const void *p, ptrdiff_t p_ld,
+                                      ptrdiff_t n_rows, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys,
+                                      ptrdiff_t value_dim, const char *const *bias_rows,
+                                      const uint32_t *words, void *clean) {
+    const fastattn_values values = {v, v_row, sizeof(REAL), PANEL_ROW};
+    const fastattn_rows finite = {.at = clean, .row = value_dim * (ptrdiff_t)sizeof(REAL)};
+    clean_values(clean, &values, n_keys, value_dim);
+    accumulate_rows_real(acc, ld, p, p_ld, n_rows, &finite, n_keys, value_dim, 0);
+    add_nonfinite(acc, ld, 1, p, p_ld, 1, n_rows, &values, n_keys, value_dim, bias_rows, words);
 }
 
-INLINE void NAME(merge_rows_scaled)(const int scaled, REAL *acc, REAL *row_max, REAL *row_sum, const REAL *acc_2,
-                                    const REAL *row_max_2, const REAL *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld,
-                                    REAL factor) {
-    const VEC empty = NAME(splat)(-(REAL)INFINITY);
+static void merge_rows(void *acc_v, void *row_max_v, void *row_sum_v, const void *acc_2_v,
+                       const void *row_max_2_v, const void *row_sum_2_v, ptrdiff_t n_rows, ptrdiff_t ld,
+                       double exponent_factor) {
+    REAL *acc = acc_v, *const row_max = row_max_v, *const row_sum = row_sum_v;
+    const REAL *acc_2 = acc_2_v, *const row_max_2 = row_max_2_v, *const row_sum_2 = row_sum_2_v;
+    const VEC empty = splat(-(REAL)INFINITY);
     for (ptrdiff_t r = 0; r < n_rows; r++, acc += ld, acc_2 += ld) {
-        VEC x[2] = {NAME(splat)(row_max[r]), NAME(splat)(row_max_2[r])};
-        const VEC top = NAME(max)(x[0], x[1]);
-        const VEC base = NAME(select)((IVEC)(top == empty), (VEC){}, top);
+        VEC x[2] = {splat(row_max[r]), splat(row_max_2[r])};
+        const VEC top = max(x[0], x[1]);
+        const VEC base = select_lanes((IVEC)(top == empty), (VEC){}, top);
         x[0] -= base;
         x[1] -= base;
-        NAME(exp2)(2, scaled, factor, x);
+        exp2_vectors(2, 1, (REAL)exponent_factor, x);
         row_max[r] = top[0];
         row_sum[r] = row_sum[r] * x[0][0] + row_sum_2[r] * x[1][0];
         for (ptrdiff_t c = 0; c < ld; c += LANES)
-            NAME(store)(acc + c, NAME(load)(acc + c) * x[0] + NAME(load)(acc_2 + c) * x[1]);
+            store(acc + c, load(acc + c) * x[0] + load(acc_2 + c) * x[1]);
     }
 }
-
-static void NAME(merge_rows)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
-                             const void *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld, double exponent_factor) {
-    if (exponent_factor == 1)
-        NAME(merge_rows_scaled)(0, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, 1);
-    else
-        NAME(merge_rows_scaled)(1, acc, row_max, row_sum, acc_2, row_max_2, row_sum_2, n_rows, ld, (REAL)exponent_factor);
-}
-
-#undef DOTS
-#undef ROW_VECTORS
-#undef FOLD_SELF
-#undef FOLD_OTHER
-#undef FOLD
-#undef FOLD_VECTORS
-#undef FOLD_LANES
-#undef EACH_FOLD

@@ -1,5 +1,5 @@
 /* `score` of kernels.h. Included once for each kind of products: SCORE_STEP adds those of one column to the sums, and
- * SCORE(name) is the name of a function. To pairs.c a pair is a column, whose chains are of twice as many products. */
+ * name is the name of a function. To pairs.c a pair is a column, whose chains are of twice as many products. */
 
 #define SCORE_TILE score_tile
 #define ROWS SCORE_ROWS
@@ -9,9 +9,9 @@
 #include "score_tile.h"
 
 /* `score` for the keys j .. stop - 1 and n_cols columns, see `score_tile`. */
-static void SCORE(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
-                                const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
-                                ptrdiff_t k_row, ptrdiff_t k_col, int is_first, prefetched_rows ahead) {
+static void score_columns(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                          const ptrdiff_t *stops, ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols,
+                          ptrdiff_t k_row, ptrdiff_t k_col, int is_first, prefetched_rows ahead) {
     const int is_unit = k_col == sizeof(REAL);
     const prefetched_rows none = {.nbytes = 0};
     int first = 0;
@@ -19,7 +19,7 @@ static void SCORE(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld
     k += j * k_row;
     /* All lanes for a few keys before the next keys, so that those keys stay in L1. */
 #define TILE(R, V, k_col, i, ahead)                                                                            \
-    SCORE(score_tile)(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,   \
+    score_tile(R, V, s + (i)*LANES, top ? top + (i)*LANES : NULL, q + (i)*LANES, ld, k, n_cols, k_row,         \
                      k_col, is_first, ahead)
 #define FULL(V, unit, i)                                                                                       \
     TILE(SCORE_ROWS, V, unit ? (ptrdiff_t)sizeof(REAL) : k_col, i, i == first ? prefetched_from(ahead, j) : none)
@@ -42,15 +42,15 @@ static void SCORE(score_columns)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld
 
 /* `score_columns` for blocks of one or two vectors and the keys that both have, NARROW_ROWS at a time. Returns where it
  * stopped. */
-static ptrdiff_t SCORE(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
-                                    ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
-                                    int is_first, prefetched_rows ahead) {
+static ptrdiff_t score_narrow(REAL *s, REAL *top, const REAL *q, ptrdiff_t ld, int n_vectors, const char *k,
+                              ptrdiff_t j, ptrdiff_t stop, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col,
+                              int is_first, prefetched_rows ahead) {
     const int is_unit = k_col == sizeof(REAL);
     s += j * ld;
     k += j * k_row;
     for (; j + NARROW_ROWS <= stop; j += NARROW_ROWS, s += NARROW_ROWS * ld, k += NARROW_ROWS * k_row) {
 #define TILE(V, k_col)                                                                                         \
-    SCORE(score_narrow_tile)(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first,                  \
+    score_narrow_tile(NARROW_ROWS, V, s, top, q, ld, k, n_cols, k_row, k_col, is_first,                        \
                             prefetched_from(ahead, j))
         if (n_vectors == 1 && is_unit)
             TILE(1, (ptrdiff_t)sizeof(REAL));
@@ -65,9 +65,9 @@ static ptrdiff_t SCORE(score_narrow)(REAL *s, REAL *top, const REAL *q, ptrdiff_
     return j;
 }
 
-static void SCORE(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
-                        const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
-                        const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
+static void score(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
+                  const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
+                  const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes) {
     const ptrdiff_t n_keys = stops[n_vectors - 1];
     for (ptrdiff_t j = 0; j < n_keys; j += SCORE_KEYS) {
         const ptrdiff_t stop = n_keys - j < SCORE_KEYS ? n_keys : j + SCORE_KEYS;
@@ -79,10 +79,11 @@ static void SCORE(score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, i
             REAL *const top = is_last ? tile_max : NULL;
             ptrdiff_t from = j;
             if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors < SCORE_VECTORS)
-                from = SCORE(score_narrow)(s, top, columns, ld, n_vectors, k + start * k_col, j,
-                                          stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0, ahead);
-            SCORE(score_columns)(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
-                                k_col, start == 0, ahead);
+                from = score_narrow(s, top, columns, ld, n_vectors, k + start * k_col, j,
+                                    stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0,
+                                    ahead);
+            score_columns(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
+                          k_col, start == 0, ahead);
         }
     }
 }

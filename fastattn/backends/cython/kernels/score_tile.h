@@ -8,9 +8,9 @@
  *
  * Each score is a sum of partial sums over SCORE_CHAIN columns, or SCORE_REST where fewer are left: short chains round
  * less, and most of the error of attention comes from here. */
-INLINE void SCORE(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
-                             const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
-                             prefetched_rows ahead) {
+INLINE void SCORE_TILE(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
+                       const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
+                       prefetched_rows ahead) {
     VEC total[ROWS][SCORE_VECTORS] = {};
     for (ptrdiff_t left = n_cols; left > 0;) {
         VEC sum[ROWS][SCORE_VECTORS] = {};
@@ -38,15 +38,15 @@ INLINE void SCORE(SCORE_TILE)(const int R, const int V, REAL *s, REAL *tile_max,
     while (ahead.nbytes > 0) prefetch_line(R, &ahead);
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-        VEC top = tile_max ? NAME(load)(tile_max + v * LANES) : (VEC){};
+        VEC top = tile_max ? load(tile_max + v * LANES) : (VEC){};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             REAL *const to = s + r * ld + v * LANES;
-            if (!is_first) total[r][v] += NAME(load)(to);
-            NAME(store)(to, total[r][v]);
-            top = NAME(max)(top, total[r][v]);
+            if (!is_first) total[r][v] += load(to);
+            store(to, total[r][v]);
+            top = max(top, total[r][v]);
         }
-        if (tile_max) NAME(store)(tile_max + v * LANES, top);
+        if (tile_max) store(tile_max + v * LANES, top);
     }
 }
 

@@ -1,0 +1,432 @@
+/* The kernels for many query rows, one in each lane; see kernels.h. Included by kernels.c. */
+
+#define PANEL_ROW ((ptrdiff_t)(TILE_ROWS * sizeof(REAL)))
+
+/* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
+#define SCORE_STEP(sum)                                                                                        \
+    do {                                                                                                       \
+        VEC x[SCORE_VECTORS];                                                                                  \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
+            const REAL y = scalar(k + r * k_row);                                                              \
+            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] += x[v] * y;                        \
+        }                                                                                                      \
+    } while (0)
+
+/* `pack` and `unpack` for the columns c .. c + n - 1 of LANES rows, n <= LANES; with constant n the
+ * usual full block has no branches. */
+INLINE void pack_block(const int n, REAL *dst, ptrdiff_t ld, const char *const *rows, size_t at, VEC high,
+                       VEC low) {
+    VEC x[LANES];
+    load_columns(n, x, rows, at);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (i < n) store(dst + i * ld, multiply_exactly(x[i], high, low));
+}
+
+/* Returns the lanes that are nonfinite. */
+INLINE IVEC unpack_block(const int n, const int n_live, char *const *rows, size_t at, const REAL *src,
+                         ptrdiff_t ld, VEC high, VEC low) {
+    VEC x[LANES];
+    IVEC nonfinite = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        x[i] = i < n ? multiply_exactly(load(src + i * ld), high, low) : (VEC){};
+    transpose(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i >= n_live) break;
+        nonfinite |= nonfinite_lanes(x[i]);
+        if (n == LANES)
+            store(rows[i] + at, x[i]);
+        else
+            store_partial(rows[i] + at, x[i], n);
+    }
+    return nonfinite;
+}
+
+/* `factor` as high + low for `multiply_exactly`, so that its own rounding does not matter. */
+INLINE void split_factor(double factor, VEC *high, VEC *low) {
+    REAL rounded = (REAL)factor;
+    if (fabs(rounded) > fabs(factor)) rounded = towards_zero(rounded);
+    REAL rest = isfinite(rounded) ? (REAL)(factor - rounded) : rounded;
+    if (rest == 0) rest = rounded * no_low;
+    *high = splat(rounded);
+    *low = splat(rest);
+}
+
+static void pack(void *tile, ptrdiff_t ld, const char *const *rows, ptrdiff_t stride, ptrdiff_t n_cols,
+                 double factor) {
+    const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
+    VEC high, low;
+    split_factor(factor, &high, &low);
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES, rows += LANES) {
+        REAL *dst = (REAL *)tile + lane;
+        ptrdiff_t c = 0;
+        for (; c + LANES <= blocked; c += LANES, dst += LANES * ld)
+            pack_block(LANES, dst, ld, rows, (size_t)c * sizeof(REAL), high, low);
+        if (c < blocked)
+            pack_block((int)(blocked - c), dst, ld, rows, (size_t)c * sizeof(REAL), high, low);
+        for (c = blocked; c < n_cols; c++, dst += ld) {
+            VEC x;
+            for (int i = 0; i < LANES; i++) x[i] = scalar(rows[i] + c * stride);
+            store(dst, multiply_exactly(x, high, low));
+        }
+    }
+}
+
+static int unpack(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const void *tile, ptrdiff_t ld,
+                  ptrdiff_t n_cols, const void *factor) {
+    const REAL *src_lane = tile, *high_lane = factor;
+    const ptrdiff_t blocked = stride == sizeof(REAL) ? n_cols : 0;
+    IVEC nonfinite = {};
+    for (ptrdiff_t left = n_rows; left > 0; left -= LANES, rows += LANES, src_lane += LANES, high_lane += LANES) {
+        const int n_live = left < LANES ? (int)left : LANES;
+        const VEC high = load(high_lane), low = load(high_lane + ld);
+        const REAL *src = src_lane;
+        ptrdiff_t c = 0;
+        if (n_live == LANES)
+            for (; c + LANES <= blocked; c += LANES, src += LANES * ld)
+                nonfinite |= unpack_block(LANES, LANES, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
+        for (; c < blocked; c += LANES, src += LANES * ld) {
+            const int n = blocked - c < LANES ? (int)(blocked - c) : LANES;
+            nonfinite |= unpack_block(n, n_live, rows, (size_t)c * sizeof(REAL), src, ld, high, low);
+        }
+        for (c = blocked; c < n_cols; c++, src += ld) {
+            const VEC x = multiply_exactly(load(src), high, low);
+            for (int i = 0; i < n_live; i++) {
+                const REAL y = x[i];
+                nonfinite[0] |= !isfinite(y);
+                memcpy(rows[i] + c * stride, &y, sizeof y);
+            }
+        }
+    }
+    return any_lane(nonfinite);
+}
+
+/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Partial sums run over KEY_CHUNK
+ * keys each, as short chains round less. is_packed: the rows of values are contiguous, and prefetched by the
+ * hardware. */
+INLINE void accumulate_tile(const int R, const int V, const int is_packed, REAL *acc, const REAL *p,
+                            const REAL *rescale, ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops,
+                            ptrdiff_t chunk_stop, ptrdiff_t v_row, ptrdiff_t v_col,
+                            const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_byte) {
+    ptrdiff_t j = 0, start = 0;
+    do { /* once even without a key: acc may have to be written */
+        VEC sum[WIDE_ROWS][TILE_VECTORS] = {};
+        /* The vectors before `first` have no more keys in this chunk. */
+#pragma GCC unroll 8
+        for (int first = 0; first < V; first++) {
+            const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
+            for (; j < stop; j++, v_rows += v_row, p += ld) {
+                VEC x[TILE_VECTORS];
+                if (R > TILE_ROWS && j < n_prefetch) __builtin_prefetch(prefetch[j] + prefetch_byte + 64, 0, 3);
+                if (!is_packed)
+                    __builtin_prefetch(j < n_prefetch ? prefetch[j] + prefetch_byte : v_rows + PREFETCH_VALUES * v_row, 0, 3);
+                else if (j < n_prefetch)
+                    __builtin_prefetch(prefetch[j] + prefetch_byte, 0, 3);
+#pragma GCC unroll 8
+                for (int v = first; v < V; v++) x[v] = load(p + v * LANES);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++) {
+                    const REAL y = scalar(v_rows + r * v_col);
+#pragma GCC unroll 8
+                    for (int v = first; v < V; v++) sum[r][v] += x[v] * y;
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const VEC scale = rescale ? load(rescale + v * LANES) : splat(1);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                REAL *const to = acc + r * ld + v * LANES;
+                if (start > 0)
+                    sum[r][v] += load(to);
+                else if (rescale)
+                    sum[r][v] += load(to) * scale;
+                store(to, sum[r][v]);
+            }
+        }
+        start = chunk_stop;
+        chunk_stop += KEY_CHUNK;
+    } while (start < stops[V - 1]);
+}
+
+#define name name
+#include "score.h"
+
+static void pack_values(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,
+                        ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    const ptrdiff_t blocked = v_col == sizeof(REAL) ? value_dim / TILE_ROWS : 0;
+    for (ptrdiff_t j = 0; j < n_keys; j++, v += v_row) {
+        char *to = (char *)panels + j * PANEL_ROW;
+        for (ptrdiff_t at = 0; at < blocked * PANEL_ROW; at += 64) __builtin_prefetch(v + PREFETCH_PACKED * v_row + at);
+        for (ptrdiff_t i = 0; i < blocked; i++) memcpy(to + i * panel, v + i * PANEL_ROW, PANEL_ROW);
+        for (ptrdiff_t e = blocked * TILE_ROWS; e < value_dim; e++)
+            memcpy(to + e / TILE_ROWS * panel + e % TILE_ROWS * (ptrdiff_t)sizeof(REAL), v + e * v_col, sizeof(REAL));
+    }
+}
+
+/* `accumulate` for one group of V vectors, whose weights stay in L1 for all columns of the values. */
+INLINE void accumulate_group(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
+                             const fastattn_values *values, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                             ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                             ptrdiff_t prefetch_nbytes) {
+    const char *v = values->at;
+    ptrdiff_t prefetch_byte = 0;
+#define TILE(R, v_row, v_col)                                                                                  \
+    accumulate_tile(R, V, (v_row == PANEL_ROW && v_col == sizeof(REAL)) || v_col == FASTATTN_GRADIENT_ROW, \
+                          acc, p, rescale, ld, v, stops, first_chunk, v_row, v_col, prefetch, prefetch_byte < prefetch_nbytes ? n_prefetch : 0, prefetch_byte)
+    if (V == 1 && WIDE_ROWS > TILE_ROWS && values->panel == TILE_ROWS * (ptrdiff_t)sizeof(REAL))
+        for (; value_dim >= WIDE_ROWS; value_dim -= WIDE_ROWS, acc += WIDE_ROWS * ld, v += 2 * values->panel) {
+            TILE(WIDE_ROWS, values->row, sizeof(REAL));
+            prefetch_byte += 128;
+        }
+    for (; value_dim >= TILE_ROWS; value_dim -= TILE_ROWS, acc += TILE_ROWS * ld, v += values->panel) {
+        if (values->row == sizeof(REAL) && values->col == FASTATTN_GRADIENT_ROW)
+            TILE(TILE_ROWS, (ptrdiff_t)sizeof(REAL), FASTATTN_GRADIENT_ROW);
+        else if (values->row == FASTATTN_GRADIENT_ROW && values->col == sizeof(REAL))
+            TILE(TILE_ROWS, FASTATTN_GRADIENT_ROW, sizeof(REAL));
+        else if (values->col != sizeof(REAL))
+            TILE(TILE_ROWS, values->row, values->col);
+        else if (values->row != PANEL_ROW)
+            TILE(TILE_ROWS, values->row, sizeof(REAL));
+        else
+            TILE(TILE_ROWS, PANEL_ROW, sizeof(REAL));
+        prefetch_byte += 64;
+    }
+#define REST(R)                                                                                                \
+    for (; value_dim >= R; value_dim -= R, acc += R * ld, v += R * values->col, prefetch_byte += 64)           \
+    TILE(R, values->row, values->col)
+    REST(4);
+    REST(2);
+    REST(1);
+#undef REST
+#undef TILE
+}
+
+static void accumulate(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+                       const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                       ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                       ptrdiff_t prefetch_nbytes) {
+#define GROUP(V, unit, i)                                                                                      \
+    accumulate_group(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                                  \
+                     rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, v, stops + (i),                   \
+                           first_chunk, value_dim, prefetch, n_prefetch, prefetch_nbytes)
+    EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
+#undef GROUP
+}
+
+/* Bias and mask for the keys j .. j + n - 1 of one vector of lanes, n <= LANES; returns the new top. */
+INLINE VEC adjust_keys(const int has_bias, const int has_words, const int n, VEC top, REAL *s, ptrdiff_t ld,
+                       const char *const *bias_rows, ptrdiff_t j, const uint32_t *words) {
+    const VEC masked = splat(-(REAL)INFINITY);
+    VEC bias[LANES];
+    if (has_bias) {
+        const size_t at = (size_t)j * sizeof(REAL);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            bias[i] = n == LANES ? load(bias_rows[i] + at) : load_partial(bias_rows[i] + at, n);
+        transpose(bias);
+    }
+    IVEC word = {};
+    if (has_words) word = load_words(words + (j / 32) * ld) >> (j % 32);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i >= n) break;
+        VEC x = load(s + i * ld);
+        if (has_bias) x = select_lanes((IVEC)(bias[i] == masked), masked, x + bias[i]);
+        if (has_words) x = select_by_bit(word >> i, x, masked);
+        store(s + i * ld, x);
+        top = max(top, x);
+    }
+    return top;
+}
+
+/* How many elements of a row come before the first at a vector boundary; 0 where none is at one. */
+INLINE ptrdiff_t keys_to_boundary(const char *row) {
+    const uintptr_t past = (uintptr_t)row % VECTOR_BYTES;
+    return past % sizeof(REAL) ? 0 : (ptrdiff_t)((VECTOR_BYTES - past) % VECTOR_BYTES / sizeof(REAL));
+}
+
+static void adjust(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double root,
+                   double softcap, const char *const *bias_rows, const uint32_t *words) {
+    const VEC half = splat((REAL)root), cap = splat((REAL)softcap);
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        REAL *s = (REAL *)s_tile + lane, *const lane_max = (REAL *)tile_max + lane;
+        VEC top = load(lane_max);
+        if (root != 1)
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const VEC x = half * (half * load(s + j * ld));
+                store(s + j * ld, x);
+                if (softcap == 0 && !bias_rows && !words) top = max(top, x);
+            }
+        if (softcap > 0)
+            for (ptrdiff_t j = 0; j < n_keys; j++) {
+                const VEC x = cap * tanh_vector(load(s + j * ld));
+                store(s + j * ld, x);
+                if (!bias_rows && !words) top = max(top, x);
+            }
+        if (bias_rows || words) {
+            const char *const *const rows = bias_rows ? bias_rows + lane : NULL;
+            const uint32_t *const lane_words = words ? words + lane : NULL;
+#define KEYS(n)                                                                                                \
+    (!words  ? adjust_keys(1, 0, n, top, s, ld, rows, j, lane_words)                                           \
+     : !rows ? adjust_keys(0, 1, n, top, s, ld, rows, j, lane_words)                                           \
+             : adjust_keys(1, 1, n, top, s, ld, rows, j, lane_words))
+            /* Arrays often start 16 bytes into a cache line, and rows a power of two apart map to the same cache set:
+             * of loads across two lines, each line would be evicted before its second use. So vectors are aligned,
+             * except where there are words, of which each has 32 keys. */
+            const ptrdiff_t lead = words ? 0 : keys_to_boundary(rows[0]);
+            ptrdiff_t j = 0;
+            if (0 < lead && lead <= n_keys) {
+                top = KEYS((int)lead);
+                j = lead;
+                s += lead * ld;
+            }
+            for (; j + LANES <= n_keys; j += LANES, s += LANES * ld) top = KEYS(LANES);
+            if (j < n_keys) top = KEYS((int)(n_keys - j));
+#undef KEYS
+        }
+        store(lane_max, top);
+    }
+}
+
+/* The sum of EXP2_KEYS vectors. */
+INLINE VEC sum_tree(VEC x[]) {
+#pragma GCC unroll 8
+    for (int half = EXP2_KEYS / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+INLINE void softmax_scaled(const int scaled, REAL *s_tile, const REAL *tile_max, REAL *row_max, REAL *row_sum,
+                           REAL *rescale, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                           REAL factor) {
+    const VEC empty = splat(-(REAL)INFINITY);
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        REAL *s = s_tile + lane;
+        const VEC old = load(row_max + lane);
+        const VEC top = max(old, load(tile_max + lane));
+        /* -inf - 0 where the row is still empty: -inf - -inf would be NaN. */
+        const VEC base = select_lanes((IVEC)(top == empty), (VEC){}, top);
+        VEC total = {};
+        for (ptrdiff_t start = 0, stop = first_chunk; start < n_keys; start = stop, stop += KEY_CHUNK) {
+            VEC sum = {};
+            ptrdiff_t left = (n_keys < stop ? n_keys : stop) - start;
+            /* EXP2_KEYS keys at once: the operations on one key depend on each other. */
+            for (; left >= EXP2_KEYS; left -= EXP2_KEYS, s += EXP2_KEYS * ld) {
+                VEC x[EXP2_KEYS];
+#pragma GCC unroll 8
+                for (int i = 0; i < EXP2_KEYS; i++) x[i] = load(s + i * ld) - base;
+                exp2_vectors(EXP2_KEYS, scaled, factor, x);
+#pragma GCC unroll 8
+                for (int i = 0; i < EXP2_KEYS; i++) store(s + i * ld, x[i]);
+                sum += sum_tree(x);
+            }
+            if (left > 0) {
+                /* As if the missing keys were masked: where a vector's keys end depends on its other lanes. */
+                VEC x[EXP2_KEYS] = {};
+                for (int i = 0; i < left; i++, s += ld) {
+                    x[i] = load(s) - base;
+                    exp2_vectors(1, scaled, factor, x + i);
+                    store(s, x[i]);
+                }
+                sum += sum_tree(x);
+            }
+            total += sum;
+        }
+        VEC scale = old - base;
+        exp2_vectors(1, scaled, factor, &scale);
+        store(rescale + lane, scale);
+        store(row_sum + lane, load(row_sum + lane) * scale + total);
+        store(row_max + lane, top);
+    }
+}
+
+static void softmax(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
+                    const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor) {
+    if (exponent_factor == 1)
+        softmax_scaled(0, s, tile_max, row_max, row_sum, rescale, ld, stops, first_chunk, 1);
+    else
+        softmax_scaled(1, s, tile_max, row_max, row_sum, rescale, ld, stops, first_chunk,
+                       (REAL)exponent_factor);
+}
+
+INLINE REAL value_at(const fastattn_values *v, ptrdiff_t j, ptrdiff_t e) {
+    return scalar(v->at + j * v->row + e / TILE_ROWS * v->panel + e % TILE_ROWS * v->col);
+}
+
+/* Values without gaps, with 0 in the place of the nonfinite ones. */
+static void clean_values(REAL *clean, const fastattn_values *v, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    for (ptrdiff_t j = 0; j < n_keys; j++)
+        for (ptrdiff_t e = 0; e < value_dim; e++) {
+            const REAL x = value_at(v, j, e);
+            clean[j * value_dim + e] = isfinite(x) ? x : 0;
+        }
+}
+
+/* Adds the products with the nonfinite values, for the lanes (or rows) that may read them. Strides of acc and p are in
+ * elements: from one lane to the next, and from one column or key to the next. */
+static void add_nonfinite(REAL *acc, ptrdiff_t acc_lane, ptrdiff_t acc_col, const REAL *p, ptrdiff_t p_lane,
+                          ptrdiff_t p_key, ptrdiff_t n_lanes, const fastattn_values *v, ptrdiff_t n_keys,
+                          ptrdiff_t value_dim, const char *const *bias_rows, const uint32_t *words) {
+    for (ptrdiff_t j = 0; j < n_keys; j++)
+        for (ptrdiff_t e = 0; e < value_dim; e++) {
+            const REAL x = value_at(v, j, e);
+            if (isfinite(x)) continue;
+            for (ptrdiff_t lane = 0; lane < n_lanes; lane++) {
+                if (words && !(words[j / 32 * n_lanes + lane] >> (j % 32) & 1)) continue;
+                if (bias_rows && scalar(bias_rows[lane] + j * (ptrdiff_t)sizeof(REAL)) == -(REAL)INFINITY) continue;
+                acc[lane * acc_lane + e * acc_col] += p[lane * p_lane + j * p_key] * x;
+            }
+        }
+}
+
+static void accumulate_nonfinite(void *acc, const void *p, const void *rescale, ptrdiff_t ld,
+                                 const fastattn_values *v, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                 ptrdiff_t value_dim, const char *const *bias_rows, const uint32_t *words,
+                                 void *clean) {
+    const fastattn_values finite = {clean, value_dim * (ptrdiff_t)sizeof(REAL), sizeof(REAL), PANEL_ROW};
+    const ptrdiff_t n_keys = stops[ld / LANES - 1];
+    clean_values(clean, v, n_keys, value_dim);
+    accumulate(acc, p, rescale, ld, (int)(ld / LANES), &finite, stops, first_chunk, value_dim, NULL, 0, 0);
+    add_nonfinite(acc, 1, ld, p, 1, ld, ld, v, n_keys, value_dim, bias_rows, words);
+}
+
+static void drop(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, const uint32_t *words) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        REAL *s = (REAL *)s_tile + lane;
+        IVEC word = {};
+        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld, word >>= 1) {
+            if (j % 32 == 0) word = load_words(words + j / 32 * ld + lane);
+            store(s, select_by_bit(word, load(s), (VEC){}));
+        }
+    }
+}
+
+static void finish(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
+                   double exponent_factor, double kept_share) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const VEC sum = load((const REAL *)row_sum + lane) * (REAL)kept_share;
+        const IVEC is_some = (IVEC)(sum != 0);
+        VEC high = 1 / sum;
+        /* Down by one ULP where it was rounded up: for a positive float that is 1 less as an integer. */
+        high = (VEC)((IVEC)high + (IVEC)(one_minus_product(high, sum) < 0));
+        const VEC left = one_minus_product(high, sum);
+        const VEC low = select_lanes((IVEC)(left == 0), high * no_low, left * high);
+        store((REAL *)inverse + lane, (VEC)((IVEC)high & is_some));
+        store((REAL *)inverse + ld + lane, (VEC)((IVEC)low & is_some));
+    }
+    if (!lse) return;
+    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+        const double top = ((const REAL *)row_max)[lane], sum = ((const REAL *)row_sum)[lane];
+        /* In natural units, whatever the units of the scores. */
+        ((REAL *)lse)[lane] = (REAL)(top * (exponent_factor == LOG2E ? 1.0 : exponent_factor * LN2) + log(sum));
+    }
+}

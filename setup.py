@@ -9,9 +9,11 @@ error, as it must be for a wheel.
 
 import os
 import runpy
+import shutil
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
+from setuptools.modified import newer_group
 
 INCLUDE = Path("fastattn", "include")
 SOURCE = Path("fastattn", "backends", "cython")
@@ -54,7 +57,9 @@ KERNEL_FLAGS = [
 BUILD_FLAGS = [*KERNEL_FLAGS, "-g0"]
 
 # The instruction sets and their flags, as the package has them.
-CONSTANTS = runpy.run_path(str(Path("fastattn", "_machine", "constants.py")))
+TABLES = Path("fastattn", "_machine", "constants.py")
+CONSTANTS = runpy.run_path(str(TABLES))
+FOR_ALL = ["setup.py", str(TABLES)]  # flags
 VECTORS, EXTENDED = CONSTANTS["VECTORS"], CONSTANTS["EXTENDED"]
 
 # Windows: MSVC has no vector types, and gcc does not align vectors that it spills to the stack (bug 54412),
@@ -91,6 +96,7 @@ class BuildKernels(build_ext):
         return super().get_libraries(ext)
 
     def run(self):
+        self.is_for_source = self.inplace  # setuptools builds elsewhere, and copies
         try:
             super().run()
         except (CCompilerError, ExecError, PlatformError, FileNotFoundError) as error:
@@ -100,33 +106,49 @@ class BuildKernels(build_ext):
             self.extensions = []
 
     def build_extension(self, ext):
-        if ext.name not in PER_ISA:
-            super().build_extension(ext)
+        target = Path(self.get_ext_fullpath(ext.name))
+        present = Path(*ext.name.split(".")[:-1], target.name)
+        is_old = self.force or newer_group([*ext.sources, *ext.depends], str(present))
+        if self.is_for_source and not is_old:
+            # pip gives each editable install a new folder to build in.
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(present, target)
             return
-        isas = flags_of(machine_of(self.plat_name))
-        ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
-        ext.extra_link_args += self.openmp
-        for isa, flags in isas.items():
-            self.add_objects(ext, *PER_ISA[ext.name], isa, flags)
-        if ext.name in WITH_EXTENDED and "avx512" in isas:
-            for isa, own in EXTENDED.items():
-                flags = [*isas[own["vectors"]], *own["flags"].split()]
-                try:
-                    self.add_objects(ext, KERNELS / own["source"], (32,), isa, flags)
-                except CompileError:  # the compiler does not know its instructions: gcc before 11, or 10
-                    continue
+        if ext.name in PER_ISA:
+            ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
+            ext.extra_link_args += self.openmp
+            self.add_objects(ext)
         super().build_extension(ext)
 
-    def add_objects(self, ext, source, dtypes, isa, flags):
-        for bits in dtypes:
-            ext.extra_objects += self.compiler.compile(
-                [str(source)],
-                output_dir=str(Path(self.build_temp) / f"{isa}-{bits}"),
-                macros=[("FASTATTN_ISA", isa), ("REAL_BITS", str(bits))],
-                extra_preargs=[*BUILD_FLAGS, *flags],
-                depends=ext.depends,
-            )
-        ext.define_macros.append((f"FASTATTN_HAVE_{isa.upper()}", "1"))
+    def add_objects(self, ext):
+        """One for each instruction set and dtype, as many at a time as there are cores."""
+        isas = flags_of(machine_of(self.plat_name))
+        wanted = {isa: (*PER_ISA[ext.name], flags) for isa, flags in isas.items()}
+        if ext.name in WITH_EXTENDED and "avx512" in isas:
+            wanted |= {
+                isa: (KERNELS / own["source"], (32,), [*isas[own["vectors"]], *own["flags"].split()])
+                for isa, own in EXTENDED.items()
+            }
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = {
+                isa: [pool.submit(self.compile, ext, isa, source, bits, flags) for bits in dtypes]
+                for isa, (source, dtypes, flags) in wanted.items()
+            }
+        for isa, objects in compiled.items():
+            if isa in EXTENDED and any(isinstance(it.exception(), CompileError) for it in objects):
+                continue  # the compiler does not know its instructions: gcc before 11, or 10
+            for it in objects:
+                ext.extra_objects += it.result()
+            ext.define_macros.append((f"FASTATTN_HAVE_{isa.upper()}", "1"))
+
+    def compile(self, ext, isa, source, bits, flags):
+        return self.compiler.compile(
+            [str(source)],
+            output_dir=str(Path(self.build_temp) / f"{isa}-{bits}"),
+            macros=[("FASTATTN_ISA", isa), ("REAL_BITS", str(bits))],
+            extra_preargs=[*BUILD_FLAGS, *flags],
+            depends=ext.depends,
+        )
 
     @cached_property
     def openmp(self):
@@ -188,6 +210,7 @@ setup(
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *ABI_MACROS],
                 libraries=["m"],
                 depends=[
+                    *FOR_ALL,
                     str(INCLUDE / "fastattn.h"),
                     *sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
                 ],
@@ -196,7 +219,7 @@ setup(
             Extension(
                 "fastattn.bench.probes.driver",
                 [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
-                depends=[str(PROBES / "probes.h"), str(PROBES / "probes.c"), str(ISAS)],
+                depends=[*FOR_ALL, str(PROBES / "probes.h"), str(PROBES / "probes.c"), str(ISAS)],
                 define_macros=[*ABI_MACROS],
                 py_limited_api=IS_ABI3,
             ),
@@ -206,7 +229,7 @@ setup(
                 include_dirs=[str(INCLUDE)],
                 define_macros=[*ABI_MACROS],
                 extra_compile_args=["-std=gnu11", "-g0"],
-                depends=[str(INCLUDE / "fastattn.h")],
+                depends=[*FOR_ALL, str(INCLUDE / "fastattn.h")],
                 py_limited_api=IS_ABI3,
             ),
         ]

@@ -4,10 +4,11 @@
 rules say what is run, and where:
 
 * *Pairs.* Of a test's parameters the default run has every pair of values once at least, and not every
-  combination: each dtype meets each option, each option each backend, and so on. The slow run has every
-  triple. `uncovered` chooses.
+  combination: each dtype meets each option, each option each backend, and so on. The slow run has the pairs
+  on each compiled backend. `uncovered` chooses.
 * *One instruction set.* The default run uses the best of this machine. The slow run has the pairs on each of
-  the others. Files named by `EVERY_ISA` have all of them in both: what is computed in every size.
+  the others whose kernels the test reaches, see `kernels_of`. Files named by `EVERY_ISA` have all but the
+  models of instructions by default: what is computed in every size.
 * *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
 """
 
@@ -113,11 +114,20 @@ ENGINES = (
 )
 #: Files whose tests run on every instruction set by default.
 EVERY_ISA = ("test_forward.py",)
+#: For what does not depend on the instruction set.
+OF_ONE_ISA = tuple(it for it in ENGINES if it.isa in (None, *ISAS[:1]))
+#: What NumPy computes: its own code meets all values in pairs of other engines.
+NUMPY = (Engine("reference"), "reference", "numpy", None)
+#: Files about kernels beside those of vectors, which say themselves what they run on.
+OF_EXTENDED = ("test_fused.py", "test_pairs.py")
 
 
 def on(engines: Iterable[Any]) -> pytest.MarkDecorator:
-    """Has a test run on these engines alone. What the others refuse is for one test to show."""
-    return pytest.mark.parametrize("engine", [*engines], ids=lambda engine: engine.name, indirect=True)
+    """Has a test run on these engines alone. What the others refuse is for one test to show.
+
+    The `engines` of a file are those of all its tests, and `pytest_generate_tests` takes them.
+    """
+    return pytest.mark.engines.with_args([*engines])
 
 
 def without(is_nothing: Callable[..., bool]) -> pytest.MarkDecorator:
@@ -125,6 +135,12 @@ def without(is_nothing: Callable[..., bool]) -> pytest.MarkDecorator:
     return pytest.mark.without.with_args(is_nothing)
 
 
+#: For tests of a process of its own, whose imports take seconds.
+quick_on_cython = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.slow if name != "cython" else ()) for name in USABLE],
+    indirect=True,
+)
 #: For tests that take the reference seconds, and the compiled backends none.
 reference_is_slow = on(
     pytest.param(it, marks=pytest.mark.slow if it.backend == "reference" else ()) for it in ENGINES
@@ -173,15 +189,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
 
 
-def uncovered(combined: Iterable[Iterable[Hashable]], size: int) -> Iterator[bool]:
-    """For each combination of parameters in turn, whether it has `size` values together that none had before.
+def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
+    """For each combination of parameters in turn, whether it has two values together that none had before.
 
-    Those that have hold every such pair, or triple. Fewer parameters are taken as a whole.
+    Those that have hold every such pair. One parameter alone is taken as a whole.
     """
     seen: set[Hashable] = set()
     for parameters in combined:
         values = list(enumerate(parameters))
-        parts = {*combinations(values, min(size, len(values)))}
+        parts = {*combinations(values, min(2, len(values)))}
         yield not parts <= seen
         seen |= parts
 
@@ -204,31 +220,70 @@ def name_of_test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+def engine_of(item: pytest.Function) -> Any:
+    """What the test is about: a backend and its instruction set, or a way."""
+    params = item.callspec.params
+    return next((params[name] for name in ("engine", "way", "backend") if name in params), None)
+
+
 def isa_of(item: pytest.Function) -> str:
     """The best of this machine, for what has none of its own."""
-    params = item.callspec.params
-    own = params["engine"].isa if isinstance(params.get("engine"), Engine) else params.get("way")
-    return own if own in ISAS and item.path.name not in EVERY_ISA else ISAS[0] if ISAS else ""
+    engine = engine_of(item)
+    own = engine.isa if isinstance(engine, Engine) else engine
+    is_apart = item.path.name not in EVERY_ISA or own in constants.MODEL_ISAS
+    return own if own in ISAS and is_apart else ISAS[0] if ISAS else ""
 
 
-def chosen(of_one_test: list[pytest.Function]) -> Iterator[pytest.Function]:
-    """By the rules above, those that are run at all, and which of them are slow."""
-    usual: list[pytest.Function] = []
-    others: dict[str, list[pytest.Function]] = {}
-    for item in of_one_test:
-        (usual if isa_of(item) in ISAS[:1] or not ISAS else others.setdefault(isa_of(item), [])).append(item)
-    quick = [item for item in usual if not item.get_closest_marker("slow")]
-    default = {*compress(quick, uncovered(map(values_of, quick), 2))}
-    first = sorted(usual, key=lambda item: item not in default)
-    yield from default
-    for item in compress(first, uncovered(map(values_of, first), 3)):
-        if item not in default:
-            item.add_marker(pytest.mark.slow)
-            yield item
-    for its in others.values():
-        for item in compress(its, uncovered(map(values_of, its), 2)):
-            item.add_marker(pytest.mark.slow)
-            yield item
+def kernels_of(isa: str, item: pytest.Function) -> str:
+    """The instruction set whose kernels a test reaches on `isa`.
+
+    One with kernels beside those of vectors has fused ones for scores of float32, or those of pairs for
+    bfloat16. Anything else it computes as its vectors do, which need not be tested twice.
+    """
+    reached = "bfloat16" in item.name if isa in constants.PAIRS_ISAS else "float64" not in item.name
+    if isa not in constants.EXTENDED_ISAS or reached or item.path.name in OF_EXTENDED:
+        return isa
+    return constants.EXTENDED_ISAS[isa]
+
+
+def has_own_kernels(item: pytest.Function) -> bool:
+    isa = isa_of(item)
+    return isa == next((it for it in ISAS if kernels_of(it, item) == kernels_of(isa, item)), "")
+
+
+def chosen(of_one_test: list[pytest.Function]) -> set[pytest.Function]:
+    """By the rules above, those that are run at all; and marks which of them are slow."""
+    own = [item for item in of_one_test if has_own_kernels(item)]
+    quick = [it for it in own if isa_of(it) in ("", *ISAS[:1]) and not it.get_closest_marker("slow")]
+    default = {*compress(quick, uncovered(map(values_of, quick)))}
+    apart: dict[Any, list[pytest.Function]] = {None: []}
+    for item in sorted(own, key=lambda item: item not in default):
+        if isa_of(item) in ("", *ISAS[:1]):
+            apart[None].append(item)  # with the values that are slow
+        if engine_of(item) not in NUMPY:
+            apart.setdefault(engine_of(item), []).append(item)
+    kept = {it for items in apart.values() for it in compress(items, uncovered(map(values_of, items)))}
+    for item in kept - default:
+        item.add_marker(pytest.mark.slow)
+    return kept
+
+
+def engines_for(metafunc: pytest.Metafunc) -> list[Any]:
+    """Those that a test is made for: the default run makes none of what it would leave out."""
+    mark = metafunc.definition.get_closest_marker("engines")
+    engines = getattr(metafunc.module, "engines", ENGINES)
+    if metafunc.config.option.markexpr == "not slow":
+        others = () if metafunc.definition.path.name in EVERY_ISA else constants.ISAS
+        engines = [it for it in engines if it in OF_ONE_ISA or it.isa not in (*others, *constants.MODEL_ISAS)]
+    return [it for it in (mark.args[0] if mark else engines) if getattr(it, "values", [it])[0] in engines]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.path.parent != Path(__file__).parent:
+        return
+    chosen_elsewhere = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "engine" in metafunc.fixturenames and "engine" not in chosen_elsewhere:
+        metafunc.parametrize("engine", engines_for(metafunc), ids=lambda engine: engine.name, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
@@ -239,7 +294,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for _, group in groupby(items, key=name_of_test):
         of_one_test = list(group)
         if here in of_one_test[0].path.parents and hasattr(of_one_test[0], "callspec"):
-            kept = {*chosen(of_one_test)}
+            kept = chosen(of_one_test)
             of_one_test = engines_together(item for item in of_one_test if item in kept)
         ordered += of_one_test
     items[:] = ordered
@@ -289,26 +344,18 @@ def backend(request: pytest.FixtureRequest) -> Engine:
     return Engine(request.param)
 
 
-def fixture_of(engines: Iterable[Engine]) -> Any:
-    """The fixture `engine` of a file whose tests run on these alone."""
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Every backend on every instruction set that the test is for."""
+    chosen: Engine = request.param
+    if chosen.isa is None:
+        context: Any = nullcontext()
+    else:
+        from fastattn.backends.cython import backend as cython_backend
 
-    @pytest.fixture(params=[*engines], ids=lambda engine: engine.name)
-    def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-        """Every such backend on every instruction set this machine has."""
-        chosen: Engine = request.param
-        if chosen.isa is None:
-            context: Any = nullcontext()
-        else:
-            from fastattn.backends.cython import backend as cython_backend
-
-            context = cython_backend.use_isa(chosen.isa)
-        with context:
-            yield chosen
-
-    return engine
-
-
-engine = fixture_of(ENGINES)
+        context = cython_backend.use_isa(chosen.isa)
+    with context:
+        yield chosen
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +364,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "_rope_at_once", None)
 
 
-@pytest.fixture(params=[*ISAS, "numpy"])
+@pytest.fixture(params=[*(isa for isa in ISAS if isa not in constants.EXTENDED_ISAS), "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of functions beside `attention`: each instruction set, and the way without the compiled extension."""
     if request.param == "numpy":

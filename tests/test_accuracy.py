@@ -187,8 +187,8 @@ REDUCED = dict.fromkeys(table.reduced() for table in FULL_SIZE)  # of some rows 
 
 
 def _takes_seconds(table):
-    """The definition does where there are many rows."""
-    return table.sizes[2] > 100
+    """The definition does where there are many scores."""
+    return table.sizes[2] * table.sizes[3] > 300
 
 
 @on_compiled

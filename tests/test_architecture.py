@@ -226,7 +226,7 @@ def flow_of_a_call() -> list[str]:
     return [name for _, name in lines]
 
 
-@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize("backend", ["cython", pytest.param("numba", marks=pytest.mark.slow)])
 def test_a_call_flows_as_the_docstring_says(backend):
     pytest.importorskip("numba")
     names: dict[Any, str] = {}

@@ -701,7 +701,7 @@ def shares_threads() -> bool:
 
 
 #: They compile for seconds; and AVX2 has the adapter of the best instruction set.
-SLOW_PEERS = ("torch", "torch-flex", "onnxruntime", "openvino", "jax", "fastattn-numba", "fastattn-avx2")
+SLOW_PEERS = tuple(name for name in PEERS if name not in ("numpy", "fastattn"))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ def crowded() -> dict[str, Picture]:
     return drawn(many_cases())
 
 
-@pytest.mark.parametrize("results", ["everything", pytest.param("crowded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("results", ["everything", "crowded"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_words_overlap_or_leave_the_page(
     results: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +133,7 @@ def test_no_words_overlap_or_leave_the_page(
         assert not boxes[first].overlaps(boxes[second]), (first, second)
 
 
+@pytest.mark.slow
 def test_ratios_name_every_case_of_the_catalogue_once(everything: dict[str, Picture]) -> None:
     cases, labels = make_document()["cases"], {}
     for picture in (everything[name] for name in ("ratios", "storages", "gradients")):
@@ -161,6 +163,7 @@ def test_ratios_beyond_the_axis_stand_at_its_edge() -> None:
     assert [0 < line.get_xdata()[0] < right for line in points] == [True]
 
 
+@pytest.mark.slow
 def test_roofline_shows_every_case(everything: dict[str, Picture]) -> None:
     document = make_document()
     (axes,) = everything["roofline"].figure.axes
@@ -175,6 +178,7 @@ def test_roofline_shows_every_case(everything: dict[str, Picture]) -> None:
         assert (case["flops"] / case["nbytes"], max(speed, floor)) in shown, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "panel", "size"), [("time", 0, "len_k"), ("sizes", 0, "head_dim"), ("sizes", 2, "threads")]
 )
@@ -196,6 +200,7 @@ def test_curves_go_through_what_was_measured(
         np.testing.assert_allclose(lines[library].get_ydata(), wanted)
 
 
+@pytest.mark.slow
 def test_memory_ends_where_a_library_fails(everything: dict[str, Picture]) -> None:
     (axes,) = everything["memory"].figure.axes
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}

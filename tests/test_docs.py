@@ -34,7 +34,14 @@ def modules():
             yield info.name
 
 
-@pytest.mark.parametrize("name", ["fastattn", *modules()])
+#: Their examples are compiled.
+SLOW = ("fastattn.integrations.jax", "fastattn.integrations.numba")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=pytest.mark.slow if it in SLOW else ()) for it in ("fastattn", *modules())],
+)
 def test_docstring_examples(name):
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -127,6 +127,7 @@ class TestParity:
             out = attention(*divided(*arrays, chunks=(1, 2, 30, -1)), mask=mask)
             np.testing.assert_allclose(out.compute(scheduler="synchronous"), expected, atol=2e-6)
 
+    @pytest.mark.slow
     def test_every_division_of_queries_and_keys(self) -> None:
         arrays, _ = problem(len_q=4, len_k=5)
         options = {"causal": "bottom_right", "key_lengths": [3, 5], "sinks": np.zeros(HEADS, np.float32)}

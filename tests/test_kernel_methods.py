@@ -406,6 +406,7 @@ class TestShapes:
         for a, b in zip(whole, part, strict=True):
             assert_same_bits(a[some], b)
 
+    @pytest.mark.slow
     def test_memory_does_not_grow_with_both_lengths(self):
         points, x, y = problem(num_points=30_000, num_keys=3_000, dim=2, targets=1)
         fastattn.kernel_regression(points[:100], x, y, bandwidth=0.1)

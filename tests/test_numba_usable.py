@@ -64,7 +64,9 @@ def test_an_unknown_threading_layer(hidden):
         assert word in reason
 
 
-@pytest.mark.parametrize("layer", ["TBB", "safe", pytest.param("tbb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layer", ["TBB", *(pytest.param(it, marks=pytest.mark.slow) for it in ("safe", "tbb"))]
+)
 def test_a_threading_layer_that_does_not_load(layer):
     before = 'sys.modules["numba.np.ufunc.tbbpool"] = None'
     reason = reasons(before, needs=1, NUMBA_THREADING_LAYER=layer)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -205,6 +206,32 @@ class TestTarget:
         links = [line for line in lines if "driver.abi3" in line]
         assert len(links) == 2
         assert all(("-lpython3" in line.split()) == (platform == "win-amd64") for line in links)
+
+
+def test_an_editable_install_compiles_what_changed(unpacked, tmp_path):
+    """Each is built in a new folder: what is in the sources and newer than they are is taken."""
+    tree, compiler, log = tmp_path / "tree", tmp_path / "cc", tmp_path / "commands"
+    shutil.copytree(unpacked, tree)
+    compiler.write_text(FAKE_COMPILER)
+    compiler.chmod(0o755)
+
+    def compiled() -> set[str]:
+        log.write_text("")
+        (into := tmp_path / "wheel").mkdir(exist_ok=True)
+        done = build(
+            "editable", tree, into, CC=str(compiler), COMMANDS=str(log), FASTATTN_REQUIRE_EXTENSION="1"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return set(re.findall(r"\w+\.c\b", log.read_text()))
+
+    assert compiled() > {"kernels.c", "probes.c", "_xla.c"}
+    assert not compiled()
+    probes = tree / "fastattn" / "bench" / "probes" / "probes.c"
+    os.utime(probes, (time.time() + 10,) * 2)
+    assert compiled() >= {"probes.c"}
+    os.utime(probes)
+    os.utime(tree / "setup.py", (time.time() + 10,) * 2)
+    assert compiled() > {"kernels.c", "probes.c", "_xla.c"}
 
 
 class TestWithoutCompiler:

@@ -9,7 +9,7 @@ import pytest
 import fastattn
 from fastattn import Paged, Quantized, masks
 from tests.cases import MEMORY_LAYOUTS, random_arrays
-from tests.conftest import READS_STORAGE, fixture_of, on_cython
+from tests.conftest import READS_STORAGE, on_cython
 from tests.fake_gpu import FakeArray
 from tests.tolerances import assert_all_same, assert_same_bits
 
@@ -32,7 +32,7 @@ OPTIONS = {
 }
 
 
-engine = fixture_of(READS_STORAGE)
+engines = READS_STORAGE
 
 
 def dtype_of(storage):

@@ -13,7 +13,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from tests.cases import random_arrays
-from tests.conftest import USABLE
+from tests.conftest import USABLE, quick_on_cython
 from tests.process import python
 from tests.tolerances import assert_all_same, assert_same_bits
 
@@ -196,6 +196,7 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@quick_on_cython
 def test_forked_children(backend):
     environment = {"FASTATTN_BACKEND": backend.backend, "PYTHONWARNINGS": "ignore"}
     assert python(FORK, env=environment, timeout=100).strip() == "done"

@@ -8,7 +8,7 @@ import pytest
 
 import fastattn
 from fastattn._call.problem import MAX_DIM, MAX_ROWS
-from tests.conftest import on_compiled_backends
+from tests.conftest import on_compiled_backends, quick_on_cython
 from tests.process import python
 from tests.tolerances import assert_same_bits
 
@@ -79,6 +79,7 @@ def test_sizes_beyond_the_bounds(backend, name, options, monkeypatch):
         fastattn.attention(*HUGE[name], **options)
 
 
+@quick_on_cython
 def test_they_end_no_process(backend):
     """Both crashed the compiled backend."""
     printed = python(EACH.format(backend=backend.backend)).splitlines()

@@ -17,7 +17,7 @@ import fastattn
 from fastattn import masks
 from tests import naive
 from tests.cases import MEMORY_LAYOUTS, random_arrays
-from tests.conftest import READS_STORAGE, fixture_of, without
+from tests.conftest import READS_STORAGE, without
 from tests.tolerances import assert_attention, assert_same_bits, computes_as_upcast
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -47,7 +47,7 @@ OPTIONS = {
 }
 
 
-engine = fixture_of(READS_STORAGE)
+engines = READS_STORAGE
 
 
 def stored(arrays, storages):

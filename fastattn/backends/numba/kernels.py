@@ -16,7 +16,6 @@ from fastattn.backends.numba.blocks import (
     acc_of,
     copy_row,
     counts_of,
-    extra_of,
     first_chunk,
     head_of,
     lanes_of,
@@ -26,6 +25,7 @@ from fastattn.backends.numba.blocks import (
     view_of,
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.epilogue import is_allowed
 from fastattn.backends.numba.layout import LSE, OUT, VALUE
 from fastattn.backends.numba.register_tile import ROWS, multiply_rows, transpose
 from fastattn.backends.numba.vectors import (
@@ -276,16 +276,9 @@ def add_nonfinite_values(job, block, key0, n_keys):
             if math.isfinite(x):
                 continue
             for lane in range(block.n_lanes):
-                if not is_hidden(job, block, j, lane):
+                if is_allowed(job, block, j, lane):
                     acc[column, lane] += scores[j, lane] * x
     return 0
-
-
-@njit(**OPTIONS)
-def is_hidden(job, block, j, lane):
-    """Whether a lane may not read key j of the tile."""
-    is_plain = block.plain <= j < block.plain_stop
-    return block.is_partial and not is_plain and extra_of(job, block)[j, lane] == -np.inf
 
 
 @njit(**OPTIONS)

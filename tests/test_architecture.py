@@ -220,6 +220,16 @@ def test_no_wing_imports_from_one_above_it():
             assert is_program or WINGS.index(other) <= WINGS.index(own), f"{path} imports {name}"
 
 
+def test_no_two_folders_of_backends_import_each_other():
+    arrows = {
+        (backend_of(module_name(path)), backend_of(name))
+        for path in SOURCES
+        for name in imported(parsed(path))
+        if backend_of(module_name(path)) and backend_of(name)
+    }
+    assert [(a, b) for a, b in sorted(arrows) if a < b and (b, a) in arrows] == []
+
+
 def flow_of_a_call() -> list[str]:
     """The functions that the package's docstring lists, in order."""
     lines = re.findall(r"^(\d+)\. ``([\w.]+)``", fastattn.__doc__ or "", re.MULTILINE)

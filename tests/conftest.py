@@ -240,10 +240,11 @@ def kernels_of(isa: str, item: pytest.Function) -> str:
     One with kernels beside those of vectors has fused ones for scores of float32, or those of pairs for
     bfloat16. Anything else it computes as its vectors do, which need not be tested twice.
     """
-    reached = "bfloat16" in item.name if isa in constants.PAIRS_ISAS else "float64" not in item.name
-    if isa not in constants.EXTENDED_ISAS or reached or item.path.name in OF_EXTENDED:
+    own = constants.EXTENDED.get(isa)
+    if own is None or item.path.name in OF_EXTENDED:
         return isa
-    return constants.EXTENDED_ISAS[isa]
+    is_reached = "bfloat16" in item.name if own["source"] == "pairs.c" else "float64" not in item.name
+    return isa if is_reached else own["vectors"]
 
 
 def has_own_kernels(item: pytest.Function) -> bool:
@@ -364,7 +365,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "_rope_at_once", None)
 
 
-@pytest.fixture(params=[*(isa for isa in ISAS if isa not in constants.EXTENDED_ISAS), "numpy"])
+@pytest.fixture(params=[*(isa for isa in ISAS if isa not in constants.EXTENDED), "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of functions beside `attention`: each instruction set, and the way without the compiled extension."""
     if request.param == "numpy":

@@ -70,12 +70,13 @@ LAYERS = [
     {"backends.jit.frontend", "backends.jit.messages"},
     {"backends.jit.loops"},
     {"backends.jit.functions"},
-    {"backends.jit.mask_map", "backends.cpu.functions"},
+    {"backends.jit.mask_map", "backends.jit.loading"},
     {"backends.numba.layout", "backends.numba.cache", "backends.numba.vectors"},
     {"backends.numba.calls"},
     {"backends.numba.register_tile"},
     {"backends.numba.blocks"},
-    {"backends.numba.kernels", "backends.numba.row_kernels"},
+    {"backends.numba.epilogue", "backends.numba.row_kernels"},
+    {"backends.numba.kernels"},
     {"backends.numba.mask_tile"},
     {"backends.numba.sweep"},
     {"backends.numba.splitkv"},
@@ -217,6 +218,16 @@ def test_no_wing_imports_from_one_above_it():
             other = wing_of(name)
             is_program = {own, other} <= {"bench", "demo", ""}  # ``__main__`` starts them
             assert is_program or WINGS.index(other) <= WINGS.index(own), f"{path} imports {name}"
+
+
+def test_no_two_folders_of_backends_import_each_other():
+    arrows = {
+        (backend_of(module_name(path)), backend_of(name))
+        for path in SOURCES
+        for name in imported(parsed(path))
+        if backend_of(module_name(path)) and backend_of(name)
+    }
+    assert [(a, b) for a, b in sorted(arrows) if a < b and (b, a) in arrows] == []
 
 
 def flow_of_a_call() -> list[str]:

@@ -21,7 +21,7 @@ from fastattn._call.problem import Mod
 from fastattn._machine.device import as_device_array, host_array
 from fastattn._machine.host import check_num_threads, get_num_threads
 from fastattn._machine.threads import no_fork
-from fastattn.backends.cpu.functions import reasons_no_compiler
+from fastattn.backends.jit.loading import reasons_no_compiler
 from fastattn.backends.registry import BackendError
 from fastattn.masks import BlockMask, Dense, Mask
 from fastattn.masks.arguments import whole_number

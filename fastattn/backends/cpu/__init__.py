@@ -1,7 +1,8 @@
 """What the CPU drivers, Cython's and Numba's, have in common.
 
-    record      the record of a call: sizes, strides, options, scratch layout; of the Cython driver
-    functions   a score_mod compiled to a loop over a tile
+    fields      tables of the fields, arrays and tiles of the record of a call
+    record      that record: sizes, strides, options, scratch layout; of the Cython driver
+    backward    what a driver fills for gradients, and the gradients made of that
 
 Each knows those above it.
 """

@@ -20,8 +20,8 @@ from fastattn._machine import host, threads
 from fastattn._machine.constants import ISAS
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
-from fastattn.backends.cpu.functions import loop_of, reasons_no_compiler
 from fastattn.backends.cpu.record import write_record
+from fastattn.backends.jit.loading import loop_of, reasons_no_compiler
 
 try:
     import fastattn.backends.cython.driver as driver

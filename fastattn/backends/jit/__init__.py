@@ -12,6 +12,7 @@
 `memory`       how `aux` and captured arrays are passed to compiled code
 `messages`     errors for functions that do not compile, or read outside of an array
 `mask_map`     a mask_mod evaluated tile by tile
+`loading`      what drivers ask before Numba is loaded
 
 Numba is only the compiler here: any driver calls the loop through its address, once per tile. What does not
 change is compiled in (the function, its numbers); what may change is read at each call (`aux`, captured

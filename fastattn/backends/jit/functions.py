@@ -26,7 +26,7 @@ from fastattn._machine.device import as_device_array
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.jit.frontend import Typed, typed
-from fastattn.backends.jit.identity import captured_names, has_loop, identify
+from fastattn.backends.jit.identity import Walk, has_loop, identify
 from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
 from fastattn.backends.jit.memory import as_value, kind_of, small_counts, type_key, words_of
 
@@ -116,7 +116,7 @@ def _read(captured: Any, function: Any, place: int) -> Any:
     if type(captured) is float:
         return captured
     if type(captured) is not np.ndarray or captured.dtype.char not in PLAIN_DTYPES:
-        name = f"{captured_names(function)[place]}, which {messages.name_of(function)} reads,"
+        name = f"{Walk(function).names[place]}, which {messages.name_of(function)} reads,"
         as_device_array(captured, name)
         try:
             numba.from_dtype(captured.dtype.newbyteorder("="))

@@ -37,35 +37,13 @@ class Identity(NamedTuple):
 
 def identify(function: Any) -> Identity:
     """The identity of a function, or of a `functools.partial` of one."""
-    walk = _Walk()
-    walk.add(function)
+    walk = Walk(function)
     return Identity(tuple(walk.key), tuple(walk.captured))
-
-
-def captured_names(function: Any) -> list[str]:
-    """The names of the captured values of `identify`, in the same order."""
-    walk = _Walk()
-    walk.add(function)
-    return walk.names
-
-
-def reached(function: Any) -> Iterator[FunctionType]:
-    """The function and all functions that it calls by name."""
-    walk = _Walk()
-    walk.add(function)
-    return iter(walk.functions)
-
-
-def calls_compiled(function: Any) -> bool:
-    """Whether the function, or one that it calls by name, calls one that Numba has compiled."""
-    walk = _Walk()
-    walk.add(function)
-    return walk.calls_compiled
 
 
 def has_loop(function: Any) -> bool:
     """Whether the function, or one that it calls by name, jumps back."""
-    return any(_code(reached_one.__code__).has_loop for reached_one in reached(function))
+    return any(_code(called.__code__).has_loop for called in Walk(function).functions)
 
 
 def as_function(value: Any) -> FunctionType | None:
@@ -139,17 +117,18 @@ def nested(code: CodeType) -> Iterator[CodeType]:
             yield from nested(constant)
 
 
-class _Walk:
-    """Collects all that a function uses from outside."""
+class Walk:
+    """All that a function, or a `functools.partial` of one, uses from outside."""
 
-    def __init__(self) -> None:
-        self.key: list[Any] = []
+    def __init__(self, function: Any) -> None:
+        self.key: list[Any] = []  #: see `Identity`
         self.captured: list[Any] = []
-        self.names: list[str] = []
-        self.functions: list[FunctionType] = []
-        self.calls_compiled = False
+        self.names: list[str] = []  #: of what is captured
+        self.functions: list[FunctionType] = []  #: the function and all that it calls by name
+        self.calls_compiled = False  #: whether one of these calls one that Numba has compiled
+        self._add(function)
 
-    def add(self, value: Any, name: str = "", attributes: Any = ()) -> None:
+    def _add(self, value: Any, name: str = "", attributes: Any = ()) -> None:
         kind = type(value)
         if kind in _PLAIN:
             self.key.append((kind, value))
@@ -165,8 +144,8 @@ class _Walk:
             self.key.append((partial, len(value.args)))
             self.key += value.keywords.keys()
             for item in (*value.args, *value.keywords.values()):
-                self.add(item, "an argument of a functools.partial")
-            self.add(value.func)
+                self._add(item, "an argument of a functools.partial")
+            self._add(value.func)
         elif (function := as_function(value)) is not None:
             self.calls_compiled |= function is not value
             self._add_function(function)
@@ -179,11 +158,11 @@ class _Walk:
                     self._add_constant(getattr(value, attribute, None), f"{name}.{attribute}", attributes)
 
     def _add_constant(self, value: Any, name: str, attributes: Any = ()) -> None:
-        """`add` where Numba compiles floats in as constants."""
+        """`_add` where Numba compiles floats in as constants."""
         if type(value) is float:
             self.key.append(value.hex())
         else:
-            self.add(value, name, attributes)
+            self._add(value, name, attributes)
 
     def _capture(self, kind: Any, value: Any, name: str) -> None:
         # Several names of one object share one argument.
@@ -205,6 +184,6 @@ class _Walk:
         for value in function.__defaults__ or ():
             self._add_constant(value, "a default argument")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.add(cell.cell_contents, name, code.attributes)
+            self._add(cell.cell_contents, name, code.attributes)
         for name in code.globals:
-            self.add(function.__globals__.get(name), name, code.attributes)
+            self._add(function.__globals__.get(name), name, code.attributes)

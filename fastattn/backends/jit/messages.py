@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from fastattn.backends.jit.checks import OTHER
-from fastattn.backends.jit.identity import calls_compiled, captured_names, identify, nested, reached
+from fastattn.backends.jit.identity import Walk, identify, nested
 
 #: The file name of the wrapper that `functions` writes around a function.
 WRAPPER = "<fastattn>"
@@ -67,7 +67,7 @@ def wrong_result(kind: str, function: Any, returned: Any, arguments: Sequence[An
 
 def check_raises(kind: str, function: Any) -> None:
     """ValueError where the function may raise: a compiled loop cannot pass an exception on."""
-    for called in reached(function):
+    for called in Walk(function).functions:
         for code in nested(called.__code__):
             for instruction in get_instructions(code):
                 if instruction.opname == "RAISE_VARARGS":
@@ -96,7 +96,7 @@ def outside(
     at: Sequence[int] | None = None,
 ) -> IndexError:
     """The error of a loop that returned these bits, for the indices `at` if they are known."""
-    names = [f"aux[{i}]" for i in range(len(aux))] + captured_names(function)
+    names = [f"aux[{i}]" for i in range(len(aux))] + Walk(function).names
     arrays = [*aux, *identify(function).captured]
     wrong = [i for i in range(min(len(names), OTHER)) if bits >> i & 1]
     where, cause = _first_failure(kind, function, aux, dtype, sizes, at)
@@ -122,7 +122,7 @@ def _first_failure(
     called = plain(function)
     if isinstance(function, partial):
         called = partial(called, *function.args, **function.keywords)
-    if calls_compiled(called):
+    if Walk(called).calls_compiled:
         return known, None  # it would read out of bounds again, unchecked
     score = (dtype.type(0),) if kind == "score_mod" else ()
     corners = product(*[sorted({0, n - 1}) for n in sizes])

@@ -53,8 +53,7 @@ def _power(e: Emitter, x: Any, low: float, high: float, split: Any) -> Any:
     shifted = split(x, None, shift)
     n = e.sub(shifted, shift)
     f = split(x, n, None)
-    (y,) = twice_exp2m1_over_f(e, [f])
-    y = e.fma(y, e.mul(f, e.constant(0.5)), e.constant(1.0))
+    y = e.fma(twice_exp2m1_over_f(e, f), e.mul(f, e.constant(0.5)), e.constant(1.0))
     whole = builder.sub(builder.bitcast(shifted, e.integers), builder.bitcast(shift, e.integers))
     # As two factors: 2^n alone may underflow or overflow.
     half = builder.ashr(whole, e.integer_constant(1))

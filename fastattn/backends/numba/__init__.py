@@ -5,8 +5,9 @@
     vectors        registers of lanes as values of compiled code
     register_tile  the register tile of both products, in LLVM IR
     blocks         a query block: its rows, arrays, tiles and key intervals
+    epilogue       what is done to a tile of scores before the softmax
     kernels        what is done to tiles of scores and of outputs; row_kernels the products of few query rows
-    mask_tile      one key tile: its scores, with masks and bias
+    mask_tile      one key tile: its masks and bias, and its scores
     sweep          many query rows, as lanes: one query block over the key tiles
     splitkv        few query rows: the keys of one head split over threads
     work           all tasks, on all threads

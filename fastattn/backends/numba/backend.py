@@ -10,7 +10,7 @@ from typing import Any
 from fastattn._call.problem import Problem
 from fastattn._machine.threads import no_fork
 from fastattn.backends._base import Backend, Prepared
-from fastattn.backends.cpu.functions import reasons_no_compiler
+from fastattn.backends.jit.loading import reasons_no_compiler
 
 
 class NumbaBackend(Backend):

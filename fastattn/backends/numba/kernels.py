@@ -16,7 +16,6 @@ from fastattn.backends.numba.blocks import (
     acc_of,
     copy_row,
     counts_of,
-    extra_of,
     first_chunk,
     head_of,
     lanes_of,
@@ -26,6 +25,7 @@ from fastattn.backends.numba.blocks import (
     view_of,
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.epilogue import is_allowed
 from fastattn.backends.numba.layout import LSE, OUT, VALUE
 from fastattn.backends.numba.register_tile import ROWS, multiply_rows, transpose
 from fastattn.backends.numba.vectors import (
@@ -69,14 +69,6 @@ def keep_largest(job, block):
 
 
 @njit(**OPTIONS)
-def weigh(scores, j, lane, base, factor):
-    """Makes a vector of scores weights, and returns them."""
-    weight = exp2(load(scores, (j, lane)), base, factor)
-    store(scores, (j, lane), weight)
-    return weight
-
-
-@njit(**OPTIONS)
 def softmax(job, block, key0, n_keys):
     """One step of the online softmax.
 
@@ -96,20 +88,12 @@ def softmax(job, block, key0, n_keys):
         base, total = where(top == empty, zero, top), zero
         start, stop = 0, min(first_chunk(key0, KEY_CHUNK), n_keys)
         while start < n_keys:
-            # Four sums of every fourth key each: short chains round less.
+            # Four sums of every fourth key each, as short chains round less.
             a = b = c = d = zero
-            for j in range(start, stop - 3, 4):
-                a = a + weigh(scores, j, lane, base, factor)
-                b = b + weigh(scores, j + 1, lane, base, factor)
-                c = c + weigh(scores, j + 2, lane, base, factor)
-                d = d + weigh(scores, j + 3, lane, base, factor)
-            left = (stop - start) % 4
-            if left > 0:
-                a = a + weigh(scores, stop - left, lane, base, factor)
-            if left > 1:
-                b = b + weigh(scores, stop - left + 1, lane, base, factor)
-            if left > 2:
-                c = c + weigh(scores, stop - 1, lane, base, factor)
+            for j in range(start, stop):
+                weight = exp2(load(scores, (j, lane)), base, factor)
+                store(scores, (j, lane), weight)
+                a, b, c, d = b, c, d, a + weight
             total = total + ((a + c) + (b + d))
             start, stop = stop, min(stop + KEY_CHUNK, n_keys)
         scale = exp2(old, base, factor)
@@ -276,16 +260,9 @@ def add_nonfinite_values(job, block, key0, n_keys):
             if math.isfinite(x):
                 continue
             for lane in range(block.n_lanes):
-                if not is_hidden(job, block, j, lane):
+                if is_allowed(job, block, j, lane):
                     acc[column, lane] += scores[j, lane] * x
     return 0
-
-
-@njit(**OPTIONS)
-def is_hidden(job, block, j, lane):
-    """Whether a lane may not read key j of the tile."""
-    is_plain = block.plain <= j < block.plain_stop
-    return block.is_partial and not is_plain and extra_of(job, block)[j, lane] == -np.inf
 
 
 @njit(**OPTIONS)

@@ -1,62 +1,40 @@
-"""One key tile: its scores, with all that is done to them. The only file of the driver that knows masks and
-bias.
+"""One key tile: which of its keys each row may attend to, and its scores.
 
-What is added to scores is a tile of its own, `extra`: the bias, or 0, and -inf where the key is masked or the
-bias is -inf. Scores become -inf there, whatever they were.
+What bias and masks add to scores is a tile of its own, `extra`: the bias, or 0, and -inf where the key is
+masked or the bias is -inf. Scores become -inf there, whatever they were.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from fastattn.backends.cpu.record import MARK_BITS, MARKS
-from fastattn.backends.jit.codegen.emit import INTP as COUNT
-from fastattn.backends.numba.blocks import (
-    INTP,
-    copy_row,
-    counts_of,
-    extra_of,
-    head_of,
-    rows_of,
-    scores_of,
-    view_of,
-)
+from fastattn.backends.numba.blocks import copy_row, counts_of, extra_of, head_of, rows_of, scores_of, view_of
 from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.epilogue import adjust_scores, note_masked
 from fastattn.backends.numba.kernels import fill
 from fastattn.backends.numba.layout import BIAS, DENSE, KEY, MASK_INDEX, VALUE
 from fastattn.backends.numba.register_tile import ROWS, multiply_rows, prefetch_row, transpose
 from fastattn.backends.numba.row_kernels import PREFETCHED_ROWS, SCORE_COLUMNS, score_rows
-from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
+from fastattn.backends.numba.vectors import tile_at
+from fastattn.masks.map import INDEX_EMPTY, INDEX_FULL
 
 WORD = 32  #: keys whose mask bits are in one word
-INDEX_FULL, INDEX_EMPTY = -1, -2  #: entries of a mask map without bits
-MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
 
 
 @stage
 def score_tile(job, block, key0, n_keys):
     """Scores of the keys from key0 on, -inf where masked; 0, and no scores, where no row may attend any."""
     block.is_partial = 0
-    if job.has_extra and extra_tile(job, block, key0, n_keys) == 0:
+    if job.has_extra and mask_tile(job, block, key0, n_keys) == 0:
         return 0
     if job.uses_rows:
         score_rows(job, block, key0, n_keys)
     else:
         score_keys(job, block, key0, n_keys)
-    if job.is_adjusted:
-        adjust(job, block, n_keys, 0)
-    marks = 0
-    if job.has_score_mod:
-        marks = modify_scores(job, block, key0, n_keys)
-    if block.is_partial:
-        add_extra(job, block, n_keys, 0)
-    if marks != 0:
-        note_outside(job, block, key0, n_keys)
+    adjust_scores(job, block, key0, n_keys)
     if job.has_score_mod and (job.is_safe or job.has_weights):
-        note_hidden(job, block, n_keys, 0)
+        note_masked(job, block, n_keys, 0)
     return 1
 
 
@@ -80,31 +58,7 @@ def score_keys(job, block, key0, n_keys):
 
 
 @stage
-def adjust(job, block, n_keys, y):
-    """s = root * (root * s), in two steps as root * root may not be a number; then softcap * tanh(s)."""
-    scores, root, cap = scores_of(job, block), splat(job.score_root), splat(job.softcap)
-    for j in range(n_keys):
-        for lane in range(0, block.n_lanes, job.lanes):
-            x = root * (root * load(scores, (j, lane)))
-            store(scores, (j, lane), cap * tanh(x) if job.softcap > 0 else x)
-    return 0
-
-
-@stage
-def add_extra(job, block, n_keys, y):
-    """s += extra, -inf where that is -inf."""
-    scores, extra, masked = scores_of(job, block), extra_of(job, block), splat(type(job.zero)(-np.inf))
-    for j in range(n_keys):
-        if block.plain <= j < block.plain_stop:
-            continue
-        for lane in range(0, block.n_lanes, job.lanes):
-            x = load(extra, (j, lane))
-            store(scores, (j, lane), where(x == masked, masked, load(scores, (j, lane)) + x))
-    return 0
-
-
-@stage
-def extra_tile(job, block, key0, n_keys):
+def mask_tile(job, block, key0, n_keys):
     """Makes the tile `extra` of the keys, or leaves block.is_partial 0 where it would be 0 throughout.
     Returns 0 where no row may attend any of the keys."""
     block.plain = block.plain_stop = 0
@@ -116,7 +70,7 @@ def extra_tile(job, block, key0, n_keys):
         if state == INDEX_FULL and is_inside and not (job.has_bias or job.has_dense):
             return 1
     if job.has_bias or job.has_dense or job.has_mask_map:
-        n_allowed = extra_rows(job, block, key0, n_keys)
+        n_allowed = mask_rows(job, block, key0, n_keys)
         if n_allowed == 0:
             return 0
         if is_inside and not job.has_bias and n_allowed == n_keys * block.n_lanes:
@@ -133,7 +87,7 @@ def extra_tile(job, block, key0, n_keys):
 
 
 @stage
-def extra_rows(job, block, key0, n_keys):
+def mask_rows(job, block, key0, n_keys):
     """The tile `extra` of bias, mask array and mask map; how many of its elements the latter allow."""
     rows, n_allowed = rows_of(job, block), n_keys * block.n_lanes
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
@@ -209,63 +163,4 @@ def mask_intervals(job, block, key0, n_keys):
             x = row[lane] if has_rows else job.zero
             is_masked = (key0 + j < start[lane]) | (key0 + j >= stop[lane])
             row[lane] = masked if is_masked else x
-    return 0
-
-
-# The caller's function.
-
-
-@intrinsic
-def call_modify(context, address, scores, top, ld, n_vectors, stops, key0, item, row_h, row_i, aux):
-    """Calls the loop at an address, see `jit.loops`."""
-
-    def codegen(context, builder, signature, values):
-        function = ir.FunctionType(COUNT, [COUNT] * 10)
-        return builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
-
-    return types.intp(*[types.intp] * 11), codegen
-
-
-@stage
-def modify_scores(job, block, key0, n_keys):
-    """Applies the score_mod to the scores; not 0 if it left marks."""
-    stops = counts_of(block, block.stops)
-    for vector in range(block.n_vectors):
-        stops[vector] = n_keys
-    return call_modify(job.score_mod, block.scores, block.tile_max, block.n_lanes, block.n_vectors,
-                       block.stops, key0, block.item, block.row_h, block.row_i, job.aux)  # fmt: skip
-
-
-@stage
-def note_outside(job, block, key0, n_keys):
-    """Sets job.read_outside where a score, masked by now, is still the mark of a score_mod that read out of
-    bounds."""
-    shape = (job.block_k, block.n_lanes)
-    wide, narrow = tile_at(INTP, block.scores, shape), tile_at(np.uint32(0), block.scores, shape)
-    row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
-    for lane in range(block.n_rows):
-        head = block.item * job.num_kv_heads * job.group_size + row_h[lane]
-        for j in range(n_keys):
-            bits = wide[j, lane] if job.itemsize == 8 else np.int64(narrow[j, lane])
-            if bits & ~ARRAY_BITS != (MARK_64 if job.itemsize == 8 else MARK_32):
-                continue
-            place = (head * job.len_q + row_i[lane]) * job.len_k + key0 + j + 1
-            if job.outside_at == 0 or place < job.outside_at:
-                job.outside_at = place
-                job.read_outside = bits & ARRAY_BITS
-            break
-    return 0
-
-
-@stage
-def note_hidden(job, block, n_keys, y):
-    """Marks in `extra` the scores that a score_mod made -inf."""
-    scores, extra = scores_of(job, block), extra_of(job, block)
-    if not block.is_partial:
-        fill(job, extra, n_keys, job.zero)
-    block.is_partial = 1
-    for j in range(n_keys):
-        for lane in range(block.n_lanes):
-            if scores[j, lane] == -np.inf:
-                extra[j, lane] = -np.inf
     return 0

@@ -11,9 +11,9 @@ from fastattn._call.problem import Mod, Problem
 from fastattn._call.schedule import Schedule, make_schedule
 from fastattn._call.schedule import Target as DriverTarget
 from fastattn._machine.constants import FEW_ROWS, LOG2E
-from fastattn.backends.cpu.functions import loop_of
 from fastattn.backends.cpu.record import LINE_NBYTES, address_of, lines
 from fastattn.backends.jit.codegen.target import TARGET
+from fastattn.backends.jit.loading import loop_of
 from fastattn.backends.numba.blocks import PAD
 from fastattn.backends.numba.calls import reached, table
 from fastattn.backends.numba.layout import (
@@ -46,11 +46,11 @@ _CONDITIONS = {
     "uses_rows": ("score_rows", "accumulate_rows"),
     "has_splits": ("run_merge",),
     "has_starts": ("find_intervals", "mask_intervals"),
-    "has_extra": ("extra_tile",),
-    "has_rows": ("extra_rows",),
-    "adds_extra": ("add_extra",),
+    "has_extra": ("mask_tile",),
+    "has_rows": ("mask_rows",),
+    "adds_extra": ("mask_scores",),
     "is_adjusted": ("adjust",),
-    "has_score_mod": ("modify_scores", "note_outside", "note_hidden"),
+    "has_score_mod": ("call_score_mod", "note_outside", "note_masked"),
     "has_weights": ("write_weights",),
     "has_sinks": ("add_sinks",),
     "is_safe": ("clean_values", "add_nonfinite_values", "leave_headroom", "write_large"),

@@ -186,7 +186,7 @@ def prefetch(context: Any, array: Any, row: Any, byte: Any) -> Any:
     def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
         e, view = Emitter(builder, 4), make_array(array)(context, builder, values[0])
         step = cgutils.unpack_tuple(builder, view.strides)[0]
-        e.prefetch(e.at(builder.ptrtoint(view.data, INTP), (values[1], step), (values[2], 1)), locality=2)
+        e.prefetch(e.at(builder.ptrtoint(view.data, INTP), (values[1], step), (values[2], 1)))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen

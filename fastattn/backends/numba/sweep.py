@@ -24,12 +24,12 @@ from fastattn.backends.numba.blocks import (
     view_of,
 )
 from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.epilogue import is_allowed
 from fastattn.backends.numba.kernels import (
     accumulate,
     add_nonfinite_values,
     clean_values,
     fill,
-    is_hidden,
     keep_largest,
     leave_headroom,
     multiply_lanes,
@@ -102,7 +102,7 @@ def write_weights(job, block, x, y):
             row = weights[row_h[lane], row_i[lane]]
             for j in range(n_keys):
                 # In a row of NaN the weight of a masked key is 0 all the same.
-                row[key0 + j] = job.zero if is_hidden(job, block, j, lane) else rows[lane, j]
+                row[key0 + j] = rows[lane, j] if is_allowed(job, block, j, lane) else job.zero
     return 0
 
 

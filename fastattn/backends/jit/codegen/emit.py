@@ -31,11 +31,9 @@ class Variable:
         self._slot = cgutils.alloca_once_value(builder, value)
 
     def get(self) -> ir.Value:
-        """What it is now."""
         return self._builder.load(self._slot)
 
     def set(self, value: ir.Value) -> None:
-        """Makes it `value`."""
         self._builder.store(value, self._slot)
 
 
@@ -45,12 +43,12 @@ class Emitter:
     `builder` is at the place where instructions are to be written. Memory of the caller's has any alignment.
     """
 
-    def __init__(self, builder: ir.IRBuilder, itemsize: int, vector_bytes: int = TARGET.vector_bytes) -> None:
+    def __init__(self, builder: ir.IRBuilder, itemsize: int) -> None:
         self.builder = builder
         self.itemsize = itemsize
         self.real = ir.FloatType() if itemsize == 4 else ir.DoubleType()
         self.integer = ir.IntType(8 * itemsize)
-        self.lanes = vector_bytes // itemsize
+        self.lanes = TARGET.vector_bytes // itemsize
         self.vector = ir.VectorType(self.real, self.lanes)
         self.integers = ir.VectorType(self.integer, self.lanes)
 
@@ -59,7 +57,6 @@ class Emitter:
         return f"v{self.lanes}f{8 * self.itemsize}"
 
     def count(self, n: int) -> ir.Constant:
-        """n as a scalar `intp`."""
         return ir.Constant(INTP, n)
 
     def constant(self, x: float) -> ir.Constant:
@@ -67,7 +64,6 @@ class Emitter:
         return ir.Constant(self.vector, [ir.Constant(self.real, x)] * self.lanes)
 
     def zero(self) -> ir.Constant:
-        """0 in every lane."""
         return self.constant(0.0)
 
     def integer_constant(self, n: int) -> ir.Constant:
@@ -106,13 +102,13 @@ class Emitter:
         """The real at an address."""
         return self.builder.load(self.builder.inttoptr(address, self.real.as_pointer()), align=1)
 
-    def prefetch(self, address: ir.Value, locality: int = 3) -> None:
-        """Prefetches the cache line of an address: into L1 with locality 3, into L2 with 2."""
+    def prefetch(self, address: ir.Value) -> None:
+        """Prefetches the cache line of an address into L2."""
         pointer_type = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer_type, INT32, INT32, INT32])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         pointer = self.builder.inttoptr(address, pointer_type)
-        self.builder.call(prefetch, [pointer, INT32(0), INT32(locality), INT32(1)])
+        self.builder.call(prefetch, [pointer, INT32(0), INT32(2), INT32(1)])
 
     # Arithmetic, lane by lane.
 
@@ -123,15 +119,12 @@ class Emitter:
         return self.builder.shuffle_vector(first, undefined, self.indices([0] * self.lanes))
 
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """a + b."""
         return self.builder.fadd(a, b)
 
     def sub(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """a - b."""
         return self.builder.fsub(a, b)
 
     def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """a * b."""
         return self.builder.fmul(a, b)
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -158,11 +151,9 @@ class Emitter:
     # Counts and control.
 
     def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The smaller of two counts."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
     def variable(self, value: ir.Value) -> Variable:
-        """A `Variable` that is `value` at first."""
         return Variable(self.builder, value)
 
     @contextmanager

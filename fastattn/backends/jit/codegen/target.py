@@ -26,7 +26,6 @@ class Target(NamedTuple):
     block_vectors: int  #: vectors of lanes in a query block, at most
     row_sums: int  #: vectors of sums in a register tile of `accumulate_rows`
     has_fma: bool
-    few_registers: bool  #: 16 of x86; see `exponential._together`
 
 
 def usable_isas() -> list[str]:
@@ -51,4 +50,4 @@ def choose() -> str:
 
 
 ISA = choose()
-TARGET = Target(**VECTORS[ISA]["blocking"], has_fma=ISA != "portable", few_registers=ISA == "avx2")
+TARGET = Target(**VECTORS[ISA]["blocking"], has_fma=ISA != "portable")

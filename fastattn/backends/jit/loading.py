@@ -1,4 +1,4 @@
-"""A score_mod as both CPU drivers run it: a loop over a tile, compiled by Numba."""
+"""What drivers ask before Numba is loaded: whether it can compile here, and for the loop of a score_mod."""
 
 from __future__ import annotations
 

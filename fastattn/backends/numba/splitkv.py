@@ -50,12 +50,15 @@ def attend_tiles(job, block, task, first, stop):
     Each entry of the stack is the root of a larger subtree than the next.
     """
     low, high = tiles_of(job, block)
+    begin, end = max(first, low), min(stop, high)
+    if begin >= end:  # no key tile to read: the partial result is empty
+        begin, end = first, first + 1
     depth = 0
-    for tile in range(first, stop):
+    for tile in range(begin, end):
         use_sums(job, block, slot_of(job, block, task, depth))
         attend(job, block, tile, tile + 1 if low <= tile < high else tile)
         depth += 1
-        left, is_last = tile - first, tile + 1 == stop
+        left, is_last = tile - first, tile + 1 == end
         while depth > 1 and (left & 1 or is_last):
             depth -= 1
             merge_at(job, block, slot_of(job, block, task, depth - 1), slot_of(job, block, task, depth))

@@ -287,6 +287,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine", engines_for(metafunc), ids=lambda engine: engine.name, indirect=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Some tests take minutes: a process without work takes over tests that wait behind one of these."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [it for it in items if not any(map(partial(means_nothing, it), it.iter_markers("without")))]

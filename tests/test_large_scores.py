@@ -176,8 +176,10 @@ def test_equal_keys_share_a_weight(engine, softcap, dtype, factors):
     got = engine.backward(np.ones_like(out), query, key, ones, out, lse, wrt=("value",), **options)
     rtol = 64 * compute_eps(np.dtype(dtype))
     np.testing.assert_allclose(got.value.sum(), 40, rtol=rtol)
-    if engine.backend != "reference":  # BLAS may sum by a column's place, and a large score's last bit is all
-        np.testing.assert_allclose(got.value, 40 / 64, rtol=rtol)
+    products = query[0] @ np.ascontiguousarray(key[0]).T
+    if engine.backend == "reference" and (products != products[:, :1]).any():
+        return  # BLAS sums in an order of each column's own here, and the last bit of a large score is all
+    np.testing.assert_allclose(got.value, 40 / 64, rtol=rtol)
 
 
 @computes_gradients

@@ -65,7 +65,14 @@ Arrays = namedtuple(
 )
 NO_ARRAYS = Arrays(*[None] * 20)
 
-PARTS_OF_ROWS = Arrays._fields[12:18]
+PARTS_OF_ROWS = (
+    "key_scale",
+    "value_scale",
+    "key_table",
+    "value_table",
+    "key_scale_table",
+    "value_scale_table",
+)
 
 
 def parts_of_rows(key_parts: Sequence[Any], value_parts: Sequence[Any]) -> tuple[Any, ...]:

@@ -315,7 +315,7 @@ class _Not(_Combined):
 
 
 def _combined(kind: type[_Combined], *masks: Mask) -> _Combined:
-    """The masks combined. Parts of a mask of the same kind stand side by side with the others."""
+    """The masks combined. The parts of a mask of the same kind join the others."""
     parts: list[Mask] = []
     depth = 0
     for mask in masks:

@@ -533,6 +533,29 @@ def test_threads_are_determined_at_each_call(engine, monkeypatch):
         assert_same_bits(engine.attention(*arrays), expected)
 
 
+@pytest.mark.parametrize("out", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("length", [5, 300], ids=["small", "large"])
+def test_a_prepared_call_reads_its_seed(length, out):
+    """One call serves all seeds, and what it drops is what `dropout_mask` says of its own."""
+    pytest.importorskip("fastattn.backends.cython.driver")
+    arrays = random_arrays(lead=(2,), heads=3, len_q=length, len_k=length)
+    shape = (2, 3, length, length)
+    kept = {}
+    for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 1, 2**127, 2**128 - 1):
+        options = {"dropout": 0.5, "seed": seed, "return_weights": True, "backend": "cython"}
+        if out:
+            options["out"] = np.empty_like(arrays[0])
+        before = len(prepared._calls)
+        weights = [fastattn.attention(*arrays, **options)[1] for _ in range(2)]
+        assert len(prepared._calls) <= before + (not kept)
+        kept[seed] = fastattn.dropout_mask(shape, 0.5, seed)
+        for found in weights:
+            np.testing.assert_array_equal(found != 0, kept[seed])
+    for wrong, error in ((-1, ValueError), (2**128, ValueError), ("1", TypeError), (None, ValueError)):
+        with pytest.raises(error, match="seed"):
+            fastattn.attention(*arrays, **options | {"seed": wrong})
+
+
 def test_the_compiled_driver_reads_the_record_as_it_is_written():
     """It was built for these fields and arrays; `declarations.py` writes them down for it."""
     driver = pytest.importorskip("fastattn.backends.cython.driver")
@@ -562,7 +585,9 @@ def signatures():
         {"return_weights": True}, {"num_threads": 1}, {"num_threads": 2}, {"num_threads": True},
         {"num_threads": "2"},
         {"backend": "numba"}, {"backend": "reference"}, {"backend": "none"}, {"backend": 3},
-        {"token": 1}, {"dropout": 0.0}, {"dropout": 0}, {"dropout": 0.5}, {"seed": 1}, {"nothing": 1},
+        {"token": 1}, {"dropout": 0.0}, {"dropout": 0}, {"dropout": 0.5}, {"dropout": False}, {"seed": 0},
+        {"seed": 1}, {"seed": 2**64}, {"seed": 2**128 - 1}, {"seed": 2**128}, {"seed": -1}, {"seed": True},
+        {"seed": 1.0}, {"nothing": 1},
     ]  # fmt: skip
     return [
         (

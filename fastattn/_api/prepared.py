@@ -209,8 +209,8 @@ class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail", "_num_threads", "_out",
-        "_swapped", "_weights", "by_threads", "held_nbytes", "is_small",
+        "_dropout", "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail",
+        "_num_threads", "_out", "_swapped", "_weights", "by_threads", "held_nbytes", "is_small",
     )  # fmt: skip
 
     def __init__(
@@ -237,7 +237,7 @@ class PreparedCall:
             mask_index=None if mask_map is None else mask_map.index,
             mask_bits=None if mask_map is None else mask_map.bits,
         )
-        self._len_k = problem.len_k
+        self._len_k, self._dropout = problem.len_k, problem.dropout
         self._lead, self._swapped = problem.lead, request.swapped
         self._may_fail = problem.score_mod is not None
         self.held_nbytes = sum(
@@ -293,8 +293,10 @@ class PreparedCall:
             of_rows = parts_of_rows(key_parts, value_parts)
         if self._mask_is_bias:
             mask, bias = None, mask
+        dropout = self._dropout
+        drop_key = None if dropout is None else dropout._replace(seed=options["seed"]).key
         results = self._run(
-            prepared, score_mod, query, key, value, result, bias, mask, lengths, of_rows, sinks
+            prepared, score_mod, query, key, value, result, bias, mask, lengths, of_rows, sinks, drop_key
         )
         if out is not None and self._may_fail:
             out[...] = result
@@ -334,6 +336,7 @@ class PreparedCall:
         lengths: Any,
         rows: tuple[Any, ...],
         sinks: Any,
+        drop_key: Any = None,
     ) -> Any:
         """The results, of which `out` is there already."""
         lse = None if self._lse is None else np.empty(*self._lse)
@@ -341,7 +344,7 @@ class PreparedCall:
         held = self._held
         arrays = (  # `Arrays`, which take longer to make
             query, key, value, out, lse, weights, bias, dense, held.key_start, held.key_stop,
-            held.mask_index, lengths, *rows, sinks, held.mask_bits,
+            held.mask_index, lengths, *rows, sinks, held.mask_bits, drop_key,
         )  # fmt: skip
         prepared.run(arrays, score_mod)
         if lse is None:

@@ -11,13 +11,13 @@ from fastattn._call.options import (
     BOUNDS,
     CHOICE,
     COUNT,
-    DEFAULT,
     DEFAULTS,
     LENGTHS,
     MASK,
     NEVER,
     OPTIONS,
     REAL,
+    SEED,
 )  # fmt: skip
 from fastattn.masks import Mask
 
@@ -38,11 +38,11 @@ def signature(
     if values["backend"] is None:
         values["backend"] = backend
     parts: list[Any] = [function, token, *(_described(ARRAY, array) for array in (query, key, value))]
-    parts += [_described(o.part, values[o.name], o.choices, o.default) for o in OPTIONS]
+    parts += [_described(o.part, values[o.name], o.choices) for o in OPTIONS]
     return None if None in parts else tuple(parts)
 
 
-def _described(part: str, x: Any, choices: tuple[Any, ...] = (), default: Any = None) -> Any:
+def _described(part: str, x: Any, choices: tuple[Any, ...] = ()) -> Any:
     """An option as a part of a signature; None where it has no place in one."""
     is_in_it = True
     if part in (ARRAY, MASK, LENGTHS) and x is not None:
@@ -59,8 +59,8 @@ def _described(part: str, x: Any, choices: tuple[Any, ...] = (), default: Any = 
         is_in_it = x is None or is_pair
     elif part == CHOICE:
         is_in_it = any(x is choice or (type(x) is str and x == choice) for choice in choices)
-    elif part == DEFAULT:
-        is_in_it = x is default or (type(x) is float and x == default)
+    elif part == SEED and x is not None:
+        return (True,) if type(x) is int and 0 <= x < 2**128 else None
     return (None if part == NEVER else x,) if is_in_it else None
 
 

@@ -25,6 +25,11 @@ class Dropout(NamedTuple):
     seed: int  #: 128 bits
 
     @property
+    def key(self) -> np.ndarray:
+        """The seed as Philox's key of two words, the lower first."""
+        return np.array(divmod(self.seed, 2**64)[::-1], np.uint64)
+
+    @property
     def kept_share(self) -> float:
         """By which kept weights are divided."""
         return 1 - self.threshold / 65536

@@ -102,15 +102,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: How the signature of a call holds an option. A call with a value of another kind has no signature.
 PARTS = (
     NEVER,  # not at all: what it decides is in the signature otherwise, or its calls are not prepared
-    DEFAULT,  # not at all: it has its default
     ARRAY,  # dtype, shape and strides of an array, or None
     MASK,  # the same, or a mask object as itself
     LENGTHS,  # dtype and shape of an array, or None: its numbers are looked at in each call
     REAL,  # a float, or None
     COUNT,  # an int from 0 on, or None
+    SEED,  # whether there is an int below 2**128, or None: its value is read in each call
     BOUNDS,  # a pair of those
     CHOICE,  # one of a few
-) = ("never", "default", "array", "mask", "lengths", "real", "count", "bounds", "choice")
+) = ("never", "array", "mask", "lengths", "real", "count", "seed", "bounds", "choice")
 
 
 class Option(NamedTuple):
@@ -136,8 +136,8 @@ OPTIONS = (
     Option("softcap", None, REAL, "ABCFLV"),
     Option("sinks", None, ARRAY, "ABCFLV"),
     Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
-    Option("dropout", 0.0, DEFAULT, "ABL"),  # else the next call has another seed
-    Option("seed", None, DEFAULT, "ABL"),
+    Option("dropout", 0.0, REAL, "ABL"),
+    Option("seed", None, SEED, "ABL"),
     Option("wrt", ("query", "key", "value"), NEVER, "B"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),

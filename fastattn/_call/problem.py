@@ -56,14 +56,14 @@ class Mod(NamedTuple):
         return any(np.ndim(value) for value in (*self.aux, *self.captured))
 
 
-#: The arrays of a call, which change from one to the next. A driver reads all but the last two with strides.
+#: The arrays of a call, which change from one to the next. A driver reads the last three without strides.
 #: Of `Rows` there is more than key and value, see `Rows.arrays`.
 Arrays = namedtuple(
     "Arrays",
     "query key value out lse weights bias dense key_start key_stop mask_index key_lengths "
-    "key_scale value_scale key_table value_table key_scale_table value_scale_table sinks mask_bits",
+    "key_scale value_scale key_table value_table key_scale_table value_scale_table sinks mask_bits drop_key",
 )
-NO_ARRAYS = Arrays(*[None] * 20)
+NO_ARRAYS = Arrays(*[None] * 21)
 
 PARTS_OF_ROWS = (
     "key_scale",
@@ -155,6 +155,7 @@ class Problem(NamedTuple, Generic[Array]):
             **dict(zip(PARTS_OF_ROWS, parts, strict=True)),
             sinks=self.sinks,
             mask_bits=None if mask_map is None else mask_map.bits,
+            drop_key=None if self.dropout is None else self.dropout.key,
         )
 
     def stored(self) -> list[str]:

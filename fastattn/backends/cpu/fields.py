@@ -50,7 +50,8 @@ EPILOGUES = {
 COUNTS = (
     "kernels",  # address of the driver's table of kernels
     "n_lead", "batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim", "itemsize",
-    "sinks", "mask_bits", "score_mod", "aux",  # addresses; the last two: a loop and what it reads, see `jit`
+    "sinks", "mask_bits", "drop_key",  # addresses
+    "score_mod", "aux",  # addresses of a loop and of what it reads, see `jit`
     "read_outside",  # set by a thread to the bits of a mark, unless the score is masked
     "outside_at",  # 1 + the place of that score among B, H, L and S, the least of those seen
     "has_lse", "has_weights", "has_bias", "has_dense", "has_intervals", "has_mask_map", "has_band",
@@ -59,7 +60,7 @@ COUNTS = (
     "may_mask",  # by one of the `EPILOGUES`: keys may be masked without a mask word
     "adjusts_all",  # by one of them: a pass over all scores, masked or not
     "band_left", "band_right", "band_at_end", "has_lengths", "keep_first",  # see `Band`
-    "drop_key_low", "drop_key_high", "drop_threshold",  # see `Dropout`; threshold 0: none
+    "drop_threshold",  # see `Dropout`; 0: none
     "query_storage", "key_storage", "value_storage", "out_storage", "weights_storage", "bias_storage",
     "key_page_size", "value_page_size",  # keys of a page; 0 where they are not in pages
     "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element

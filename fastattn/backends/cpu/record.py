@@ -140,8 +140,6 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
     if problem.dropout is not None:
         fields["kept_share"] = problem.dropout.kept_share
         fields["drop_threshold"] = problem.dropout.threshold
-        seed = problem.dropout.seed.to_bytes(16, "little")
-        fields["drop_key_low"], fields["drop_key_high"] = struct.unpack("<2q", seed)
 
 
 def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, target: Target) -> None:

@@ -190,6 +190,7 @@ cdef inline int set_addresses(Job *job, tuple arrays) except -1:
         (&job.query)[number].data = address_of(arrays[number])
     job.sinks = address_of(arrays[N_VIEWS])
     job.mask_bits = address_of(arrays[N_VIEWS + 1])
+    job.drop_key = address_of(arrays[N_VIEWS + 2])
     return 0
 
 

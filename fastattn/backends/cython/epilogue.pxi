@@ -173,8 +173,7 @@ cdef const uint32_t *find_drop_words(const Job *job, Scratch *w, const Block *bl
     cdef fastattn_dropout dropout
     if not job.drop_threshold:
         return NULL
-    dropout.key[0] = <uint64_t>job.drop_key_low
-    dropout.key[1] = <uint64_t>job.drop_key_high
+    memcpy(dropout.key, <const char *><size_t>job.drop_key, sizeof(dropout.key))
     dropout.threshold = <uint64_t>job.drop_threshold
     for lane in range(ld):
         w.drop_rows[lane] = (first + w.row_h[lane]) * job.len_q + w.row_i[lane] if lane < block.n_rows else 0

@@ -53,11 +53,12 @@ cdef class SmallCall:
         set_lengths(&self.weights, weights)
         self.result, self.computed = dtypes
 
-    cdef object answer(self, query, key, value, mask, bias, sinks, key_lengths, tuple rows):
+    cdef object answer(self, query, key, value, mask, bias, sinks, key_lengths, tuple rows, seed):
         """The results; rows: the arrays of `Rows` beside key and value."""
         cdef Prepared prepared = self.prepared
         cdef Job *job
         cdef int number
+        cdef uint64_t drop_key[2]
         cdef object out = new_array(&self.out, self.result)
         cdef object lse = new_array(&self.lse, self.computed)
         cdef object weights = new_array(&self.weights, self.result)
@@ -73,6 +74,9 @@ cdef class SmallCall:
             job.dense.data = 0 if self.mask_is_bias else address_of(mask)
             job.key_lengths.data = address_of(key_lengths)
             job.sinks = address_of(sinks)
+            if seed is not None:
+                read_seed(seed, drop_key)
+                job.drop_key = <int64_t><size_t>drop_key
             if rows is not None:
                 for number in range(len(rows)):
                     (&job.key_scale)[number].data = address_of(rows[number])
@@ -85,7 +89,8 @@ cdef class SmallCall:
         cdef object mask = <object>values[mask_at]
         if mask is not None and not cnp.PyArray_CheckExact(mask):
             mask = None  # a mask object, of which the call holds all that it needs
-        return self.answer(query, key, value, mask, <object>values[bias_at], <object>values[sinks_at], None, None)
+        return self.answer(query, key, value, mask, <object>values[bias_at], <object>values[sinks_at], None, None,
+                           <object>values[seed_at])
 
     def __call__(self, score_mod, query, key, value, dict given):
         """The results of a call of this signature; None of one on a cache, see `on_rows`."""
@@ -97,7 +102,7 @@ cdef class SmallCall:
 
     def on_rows(self, query, tuple rows, key_lengths, sinks):
         """The results on a cache; see `fastattn._api.prepared.PreparedCall`."""
-        return self.answer(query, None, None, None, None, sinks, key_lengths, rows)
+        return self.answer(query, None, None, None, None, sinks, key_lengths, rows, None)
 
 
 def recall(int function, query, key, value, dict given, backend):

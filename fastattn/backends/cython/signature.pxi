@@ -8,12 +8,12 @@ cdef enum:
 
 cdef enum Part:
     PART_NEVER                   # as in `fastattn._call.options`
-    PART_DEFAULT
     PART_ARRAY
     PART_MASK
     PART_LENGTHS
     PART_REAL
     PART_COUNT
+    PART_SEED
     PART_BOUNDS
     PART_CHOICE
 
@@ -32,7 +32,7 @@ cdef struct Words:
 
 cdef OptionPart options[MAX_OPTIONS]
 cdef int n_options = 0
-cdef int mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at
+cdef int mask_at, bias_at, sinks_at, seed_at, backend_at
 cdef tuple option_table     # which owns what the parts point to
 cdef object mask_type
 cdef dict option_index = {}  # from names
@@ -41,7 +41,7 @@ cdef dict tokens = {}       # of mask objects, and of all else that has to be co
 
 def install_options(tuple table, tuple parts, type of_masks):
     """Sets the options of a call, as `fastattn._call.options` lists them, the names of their parts, and the type of masks."""
-    global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at
+    global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, seed_at, backend_at
     cdef int n
     if len(table) > MAX_OPTIONS:
         raise ValueError(f"there is room for {MAX_OPTIONS} options")
@@ -52,8 +52,8 @@ def install_options(tuple table, tuple parts, type of_masks):
         options[n].part = <Part><int>parts.index(option[2])
         options[n].choices = <PyObject *>option[4]
         option_index[option[0]] = n
-    mask_at, bias_at, sinks_at, out_at, lengths_at, backend_at = [
-        option_index[name] for name in ("mask", "bias", "sinks", "out", "key_lengths", "backend")
+    mask_at, bias_at, sinks_at, seed_at, backend_at = [
+        option_index[name] for name in ("mask", "bias", "sinks", "seed", "backend")
     ]
 
 
@@ -139,6 +139,29 @@ cdef inline bint put_count(Words *to, object count) except -1:
     return True
 
 
+cdef inline bint read_seed(object seed, uint64_t *key) except -1:
+    """Sets the key of a Philox stream; whether the seed is an int of 128 bits."""
+    cdef int overflow = 0
+    cdef long long low
+    if not PyLong_CheckExact(seed):
+        return False
+    low = PyLong_AsLongLongAndOverflow(seed, &overflow)
+    if overflow == 0:
+        key[0], key[1] = <uint64_t>low, 0
+        return low >= 0
+    if not 0 <= seed < 1 << 128:
+        return False
+    key[0], key[1] = seed & 0xffffffffffffffff, seed >> 64
+    return True
+
+
+cdef inline bint put_seed(Words *to, object seed) except -1:
+    """Whether there is a seed, whose value is no part of a signature."""
+    cdef uint64_t key[2]
+    put(to, seed is not None)
+    return seed is None or read_seed(seed, key)
+
+
 cdef inline bint put_bounds(Words *to, object bounds) except -1:
     """A pair of counts, or None; whether it is one of these."""
     if bounds is None:
@@ -151,9 +174,12 @@ cdef inline bint put_choice(Words *to, object value, tuple choices) except -1:
     """The place of a value among choices; whether it has one. 0 and 1 are not the bools that they equal."""
     cdef int n
     for n in range(len(choices)):
-        if value is choices[n] or (type(value) is str and value == choices[n]):
+        if value is choices[n]:
             put(to, n)
             return True
+    if type(value) is str and value in choices:
+        put(to, choices.index(value))
+        return True
     return False
 
 
@@ -179,8 +205,8 @@ cdef inline bint put_option(Words *to, const OptionPart *option, object value) e
         return put_mask(to, value)
     if option.part == PART_LENGTHS:
         return put_lengths(to, value)
-    if option.part == PART_DEFAULT:
-        return value is <object>option.value or (type(value) is float and value == <object>option.value)
+    if option.part == PART_SEED:
+        return put_seed(to, value)
     return True
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._call.problem import Mod, Problem
+from fastattn._call.problem import Arrays, Mod, Problem
 from fastattn._call.schedule import Schedule, make_schedule
 from fastattn._call.schedule import Target as DriverTarget
 from fastattn._machine.constants import FEW_ROWS, LOG2E
@@ -103,8 +103,8 @@ class Prepared:
         ]
         self.addresses += [
             (number, _INDEX[name])
-            for number, name in ((-2, "sinks"), (-1, "mask_bits"))
-            if arrays[number] is not None
+            for number, name in enumerate(Arrays._fields)
+            if name in ("sinks", "mask_bits") and arrays[number] is not None
         ]
         self.dtype = problem.dtype
 

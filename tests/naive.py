@@ -202,8 +202,9 @@ def attention(
                 top = logits.max()
                 raised = np.exp(logits - top)
                 share = raised / raised.sum()
-                *others, largest = np.sort(raised)  # NaN is the largest
-                lse[here] = top + np.log1p(sum(others) + (largest - 1))  # exact where the sum is near 1
+                rising = np.sort(raised)  # NaN is the largest
+                # Exact where the sum is near 1.
+                lse[here] = top + np.log1p(rising[:-1].sum() + (rising[-1] - 1))
                 weight = share[: chosen.size] * keep[here][read] / share_kept
                 out[here] = weight @ values
                 weights[here][read] = weight

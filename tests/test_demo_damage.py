@@ -28,9 +28,9 @@ for extra in (
 @pytest.mark.parametrize(
     ("demo", "count"),
     [
-        ("generate", 25),
-        ("embed", 40),
-        ("image", 10),
+        ("generate", 10),
+        ("embed", 15),
+        ("image", 5),
         pytest.param("generate", 1_000, marks=pytest.mark.slow),
         pytest.param("embed", 400, marks=pytest.mark.slow),
         pytest.param("image", 150, marks=pytest.mark.slow),

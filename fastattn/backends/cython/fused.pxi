@@ -39,8 +39,8 @@ cdef struct HeadTiles:
 
 
 cdef struct Cursor:
-    # The next unit to look at: all blocks of a key tile before the next.
-    Py_ssize_t key_tile, block
+    # The next unit to look at: all blocks of a key tile before the next. No block may attend the keys from stop on.
+    Py_ssize_t key_tile, block, stop
 
 
 cdef struct Task:
@@ -162,13 +162,23 @@ cdef Py_ssize_t find_bias_prefetches(const Job *job, Scratch *w, Task *task, Py_
     return block.n_prefetch
 
 
+cdef void start_units(const Job *job, Task *task) noexcept nogil:
+    """Sets the cursor to the first key tile that any block may attend."""
+    cdef Py_ssize_t low = job.len_k, high = 0, i
+    for i in range(task.n_blocks):
+        if task.blocks[i].low < task.blocks[i].high:
+            low = min(low, task.blocks[i].low)
+            high = max(high, task.blocks[i].high)
+    task.next.key_tile, task.next.block, task.next.stop = low // FUSED_KEYS, 0, high
+
+
 cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileState *state) noexcept nogil:
     """Fills in the next unit with a key to attend; False: there is none."""
     cdef Cursor *at = &task.next
     cdef Block *block
     cdef const TileGroups *tile
     cdef Py_ssize_t start, number, head, key0, n_keys, first, g
-    while at.key_tile * FUSED_KEYS < job.len_k:
+    while at.key_tile * FUSED_KEYS < at.stop:
         start = at.key_tile * FUSED_KEYS
         number = at.block
         at.block += 1
@@ -354,7 +364,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
         if job.has_weights:
             select_block(job, w, number)
             clear_weights(job, w, &task.blocks[number])
-    memset(&task.next, 0, sizeof(Cursor))
+    start_units(job, task)
     unit.words = w.kept_words
     unit.work.scores = <float *>w.score_tiles
     while next_unit(job, w, task, unit, &state):
@@ -444,7 +454,7 @@ cdef void run_fused_task(Job *job, Scratch *w, Py_ssize_t number) noexcept nogil
         tile.value = tile.key + job.tile_groups * key_groups_nbytes(job)
     for i in range(n_heads):
         task.heads[i].newest = 0
-    memset(&task.next, 0, sizeof(Cursor))
+    start_units(job, task)
     run_units(job, w, task)
     again = job.has_weights
     for i in range(task.n_blocks):

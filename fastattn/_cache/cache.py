@@ -344,7 +344,8 @@ class KVCache(PageStore):
         if settings.window is not None:
             completed["window"] = self._within(get("window"), len_q)
         completed["causal"], completed["key_lengths"], completed["layout"] = rule, lengths, settings.layout
-        views, described, out = self._views, None, get("out")
+        whole = views = self._whole()
+        described, out = None, get("out")
         is_plain = get("mask") is get("bias") is None and get("return_weights", False) is False
         if is_plain and out is None:
             described = signature(ATTENTION, query, None, None, completed, default_backend(), views.token)
@@ -356,8 +357,8 @@ class KVCache(PageStore):
             views = self._view(self._longest)
         if promote(query=query) == FLOAT64 or FLOAT64 in (views.key.dtype, views.value.dtype):
             key, value = (self._in_float64(x, of) for x, of in ((views.key, KEYS), (views.value, VALUES)))
-            views = Views(views.length, key, value, self._keep_first)
-        if views is not self._views or described is None:
+            views = Views(key, value, self._keep_first)
+        if views is not whole or described is None:
             described = signature_of(ATTENTION, query, None, None, completed, token=views.token)
         results = attend(
             ATTENTION, query, views.key, views.value, completed, signature=described or False,
@@ -422,7 +423,7 @@ class KVCache(PageStore):
         if rows.dtype != np.float32:
             return rows
         numbers, entries = np.unique(self._ids, return_inverse=True)
-        pages = np.zeros((len(numbers), *self._pool.shape.like()[part].shape[1:]), FLOAT64)
+        pages = np.zeros((len(numbers), *self._pool.shape.like[part].shape[1:]), FLOAT64)
         with np.errstate(all="ignore"):
             for page, number in zip(pages, numbers.tolist(), strict=True):
                 if number != NO_PAGE:

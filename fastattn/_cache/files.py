@@ -172,7 +172,7 @@ def _empty_entries(settings: Settings, state: State, pages: int) -> int:
 
 def _tensors(shape: PageShape, pages: int) -> list[_Tensor]:
     """The tensors of a file with so many pages: the widest numbers first, so that all are aligned."""
-    parts = [(number, *part) for number, part in enumerate(shape.parts()) if part is not None]
+    parts = [(number, *part) for number, part in enumerate(shape.parts) if part is not None]
     tensors, at = [], 0
     for number, page, dtype in sorted(parts, key=lambda part: (-part[2].itemsize, part[0])):
         nbytes = pages * prod(page) * dtype.itemsize

@@ -11,6 +11,7 @@ from _thread import allocate_lock  # `threading` takes long to import
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -58,6 +59,7 @@ class PageShape:
         """The dtype of keys or of values."""
         return self.value_dtype if part == VALUES else self.key_dtype
 
+    @cached_property
     def parts(self) -> list[tuple[tuple[int, ...], np.dtype] | None]:
         """Shape and dtype of each part of a page."""
         parts: list[tuple[tuple[int, ...], np.dtype] | None] = []
@@ -69,12 +71,13 @@ class PageShape:
 
     def empty(self, pages: int) -> Slab:
         """Memory of so many pages."""
-        return tuple(None if part is None else np.empty((pages, *part[0]), part[1]) for part in self.parts())
+        return tuple(None if part is None else np.empty((pages, *part[0]), part[1]) for part in self.parts)
 
+    @cached_property
     def like(self) -> Slab:
         """Arrays with the shape, the strides and the dtype of one page, and no memory behind them."""
         arrays: list[Any] = []
-        for part in self.parts():
+        for part in self.parts:
             if part is not None:
                 (heads, rows, columns), dtype = part
                 row = columns * dtype.itemsize
@@ -93,7 +96,7 @@ class PagePool:
 
     def __init__(self, shape: PageShape) -> None:
         self.shape = shape
-        self.page_nbytes = sum(prod(part[0]) * part[1].itemsize for part in shape.parts() if part)
+        self.page_nbytes = sum(prod(part[0]) * part[1].itemsize for part in shape.parts if part)
         #: ``(4, 1 + pages)`` int64: where each part of a page begins
         self.addresses = np.zeros((4, 1), np.int64)
         self._holders = np.full(1, _FOREVER, np.int64)
@@ -145,7 +148,7 @@ class PagePool:
         """Gives `NO_PAGE` an address, from which zeros are read."""
         with _lock:
             if self._zeros is None:
-                zeros = tuple(None if part is None else np.zeros(*part) for part in self.shape.parts())
+                zeros = tuple(None if part is None else np.zeros(*part) for part in self.shape.parts)
                 self.addresses[:, NO_PAGE] = [0 if part is None else part.ctypes.data for part in zeros]
                 self._zeros = zeros
 

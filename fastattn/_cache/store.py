@@ -37,12 +37,12 @@ class Undo(NamedTuple):
 
 
 class Views:
-    """Keys and values of a length, and what calls on them need."""
+    """Keys and values, and what calls on them need."""
 
-    __slots__ = ("key", "length", "rows", "token", "value")
+    __slots__ = ("key", "rows", "token", "value")
 
-    def __init__(self, length: int, key: Rows, value: Rows, keep_first: int) -> None:
-        self.length, self.key, self.value = length, key, value
+    def __init__(self, key: Rows, value: Rows, keep_first: int) -> None:
+        self.key, self.value = key, value
         self.token = token_of((key.signature(), value.signature(), keep_first))  #: of the signature of calls
         self.rows = parts_of_rows(key.arrays()[1:], value.arrays()[1:])
 
@@ -59,7 +59,8 @@ class PageStore:
     _last: np.ndarray | None  # where an append began that `retained` does not count yet
     _room: int  # so many tokens can be appended to each item in place
     _longest: int  # tokens of the longest item
-    _views: Views  # all keys and values, of that length rounded up; compiled code reads only its tokens
+    _capacity: int  # that length rounded up
+    _views: Views | None  # see `_whole`
     _keep_first: int  # 0 where there is no window
     # What is looked up at each step:
     _sizes: tuple[int, int, int, int]
@@ -76,7 +77,7 @@ class PageStore:
         self._sizes = settings.batch, settings.num_kv_heads, settings.head_dim, settings.value_dim
         self._keep_first = 0 if settings.window is None else settings.keep_first
         self._set_tables(ids)
-        self._views = self._view(-1)
+        self._capacity = -1
         self._fit()
 
     def __del__(self) -> None:
@@ -187,7 +188,7 @@ class PageStore:
         lengths, greatest, _ = self._state
         if not lengths.size or not IS_COMPILED:
             return 0
-        room = min(int((-lengths % size).min()), self._views.length - self._longest)
+        room = min(int((-lengths % size).min()), self._capacity - self._longest)
         if room and any(map(self._pool.is_shared, self._ids[np.arange(len(lengths)), lengths // size])):
             return 0
         if window is not None:
@@ -238,19 +239,19 @@ class PageStore:
         """Makes the tables as wide as the longest item needs: their width depends on nothing else."""
         self._longest = int(self._state.lengths.max(initial=0))
         capacity = rounded_length(self._longest)
-        if capacity == self._views.length:
+        if capacity == self._capacity:
             return
+        self._capacity, self._views = capacity, None
         width = -(-capacity // self._settings.page_size)
         if width != self._ids.shape[1]:
             ids = np.zeros((self._settings.batch, width), np.int64)
             both = min(width, self._ids.shape[1])
             ids[:, :both] = self._ids[:, :both]
             self._set_tables(ids)
-        self._views = self._view(capacity)
 
     def _set_tables(self, ids: np.ndarray) -> None:
         addresses = self._pool.addresses
-        parts = zip(self._pool.shape.parts(), addresses, strict=True)
+        parts = zip(self._pool.shape.parts, addresses, strict=True)
         self._tables = [None if part is None else of_part[ids] for part, of_part in parts]
         self._ids = ids
         self._targets = tuple(target(self._pool, self._tables, part) for part in (KEYS, VALUES))
@@ -261,9 +262,16 @@ class PageStore:
             if table is not None:
                 table[items, entries] = addresses[pages]
 
+    def _whole(self) -> Views:
+        """All keys and values, of the longest length rounded up, of which compiled code reads the tokens."""
+        views = self._views
+        if views is None:
+            views = self._views = self._view(self._capacity)
+        return views
+
     def _view(self, length: int) -> Views:
         """Keys and values, of which items have this length at most."""
-        pages, tables = self._pool.shape.like(), self._tables
+        pages, tables = self._pool.shape.like, self._tables
         key, value = (
             Rows(
                 pages[data],
@@ -275,7 +283,7 @@ class PageStore:
             )
             for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
         )
-        return Views(length, key, value, self._keep_first)
+        return Views(key, value, self._keep_first)
 
     def _of_items(self, items: np.ndarray) -> Self:
         cache = object.__new__(type(self))

@@ -99,6 +99,7 @@ def run_and_draw(
 def run(run_and_draw, monkeypatch: pytest.MonkeyPatch):
     """The same without the picture, which takes longer than all the rest."""
     monkeypatch.setattr("fastattn.demo.generate.picture.draw", lambda *given: None)
+    monkeypatch.setattr(comparison, "MAX_ROUNDS", 2)
     return run_and_draw
 
 
@@ -122,9 +123,18 @@ class TestCommand:
         for part in ("prefill", "decode"):
             assert re.search(rf"{part} +\d+ +tokens per second +\d+\.\d +\d+\.\d +\d+\.\d\d", out)
         assert out.count("attention, per token") == out.count("share of attention") == 2
+        assert re.search(r"both +\d+ +seconds +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d", out)
         difference = float(out.split("any token: ")[1].split()[0])
         assert 0 < difference < 1e-3
         assert Path("fastattn-demo.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_times_as_fast(self, run) -> None:
+        """The median of the rounds between the least and the greatest; of a single round, itself."""
+        assert cli._times_as_fast([(2.0, 3.0)]) == "1.50"
+        assert cli._times_as_fast([(2.0, 3.0), (1.0, 4.0), (1.0, 1.0)]) == "1.50 (1.00-4.00)"
+        out = run("--prompt", "the end", "--max-tokens", "3")[1]
+        assert "in 2 rounds" in out
+        assert re.search(r"prefill .* \d+\.\d\d \(\d+\.\d\d-\d+\.\d\d\)", out)
 
     def test_is_the_demo_without_a_name(self, run) -> None:
         given = ["--prompt", "the end", "--max-tokens", "4"]

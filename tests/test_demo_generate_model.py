@@ -32,7 +32,7 @@ from fastattn.demo.generate.attention import PlainAttention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.generation import Clocks, generate, new_cache
 from fastattn.demo.generate.loading import GGUFFile, load_model
-from fastattn.demo.generate.model import Llama, silu
+from fastattn.demo.generate.model import Llama, gate
 from fastattn.demo.generate.perplexity import log_likelihoods, perplexity
 from fastattn.demo.generate.tokenizer import TextTokenizer
 from tests.demo_generate_models import (
@@ -311,13 +311,16 @@ DECODERS = {
 }
 
 
-def test_silu_of_any_size() -> None:
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_gate_of_any_size(rows: int) -> None:
     x = np.array([-1e30, -200, -1, 0, 1, 200, 1e30], np.float32)
-    with np.errstate(all="raise", under="ignore"):
-        found = silu(x)
+    given = np.array([np.roll(x, row) for row in range(rows)])
+    up = np.random.default_rng(0).standard_normal(given.shape, np.float32)
     with np.errstate(over="ignore"):
-        expected = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        expected = up * (given.astype(np.float64) / (1 + np.exp(-given.astype(np.float64))))
+    with np.errstate(all="raise", under="ignore"):
+        gate(up, given)
+    np.testing.assert_allclose(up, expected, rtol=1e-6, atol=1e-6)
 
 
 # ---- generation

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -30,7 +31,7 @@ from fastattn.demo._decoding import Sampler
 from fastattn.demo._errors import DemoError
 from fastattn.demo._files import read_text
 from fastattn.demo.generate.clock import Clock
-from fastattn.demo.generate.comparison import Comparison, compare
+from fastattn.demo.generate.comparison import WAYS, Comparison, compare
 from fastattn.demo.generate.corpus import REQUEST, TEXT
 from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
 from fastattn.demo.generate.gguf_file import GGUFFile
@@ -230,8 +231,8 @@ def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
 def _print_comparison(result: Comparison, kv_dtype: str) -> None:
     print(
         f"\nTokens generated: {len(result.tokens)}; keys and values took {result.cache_nbytes / 1e6:.1f} MB "
-        f"in {kv_dtype}.\nThe same prompt and tokens once more with the plain NumPy formula, "
-        f"in the same model (threads of fastattn: {fastattn.get_num_threads()}):"
+        f"in {kv_dtype}.\nThe prompt and the first {result.compared} tokens timed both ways in one model, "
+        f"in {len(result.rounds)} rounds (threads of fastattn: {fastattn.get_num_threads()}):"
     )
     _print_times(result)
     if result.warning is not None:
@@ -249,33 +250,48 @@ def _print_comparison(result: Comparison, kv_dtype: str) -> None:
 
 
 def _print_times(result: Comparison) -> None:
-    columns = ("part", "tokens", "measure", "fastattn", "plain NumPy", "times as fast")
+    columns = ("part", "tokens", "measure", *WAYS, "times as fast")
     table = new_table(columns, left=("part", "measure"))
-    for name, fast, plain in (
-        ("prefill", result.fast.prefill, result.plain.prefill),
-        ("decode", result.fast.decode, result.plain.decode),
+    fast, plain = result.fast, result.plain
+    for name, pair, rounds in (
+        ("prefill", (fast.prefill, plain.prefill), [(f.prefill, p.prefill) for f, p in result.rounds]),
+        ("decode", (fast.decode, plain.decode), [(f.decode, p.decode) for f, p in result.rounds]),
     ):
-        if not fast.tokens:
+        if not pair[0].tokens:
             continue
-        speeds = fast.tokens_per_second, plain.tokens_per_second
-        of_token = [1000 * clock.seconds["attention"] / clock.tokens for clock in (fast, plain)]
+        seconds = [(f.total, p.total) for f, p in rounds]
         table.add_row(
             name,
-            str(fast.tokens),
+            str(pair[0].tokens),
             "tokens per second",
-            *(f"{speed:.1f}" for speed in speeds),
-            f"{speeds[0] / speeds[1]:.2f}",
+            *(f"{clock.tokens_per_second:.1f}" for clock in pair),
+            _times_as_fast(seconds),
         )
         table.add_row(
             "",
             "",
             "attention, per token",
-            *(f"{milliseconds:.3f} ms" for milliseconds in of_token),
-            f"{of_token[1] / of_token[0]:.2f}",
+            *(f"{1000 * clock.seconds['attention'] / clock.tokens:.3f} ms" for clock in pair),
+            _times_as_fast([(f.seconds["attention"], p.seconds["attention"]) for f, p in rounds]),
         )
-        table.add_row("", "", "share of attention", *(f"{c.attention_share:.0%}" for c in (fast, plain)), "")
+        table.add_row("", "", "share of attention", *(f"{c.attention_share:.0%}" for c in pair), "")
         table.add_section()
+    table.add_row(
+        "both",
+        str(fast.prefill.tokens + fast.decode.tokens),
+        "seconds",
+        f"{fast.total:.2f}",
+        f"{plain.total:.2f}",
+        _times_as_fast([(f.total, p.total) for f, p in result.rounds]),
+    )
     print_table(table)
+
+
+def _times_as_fast(seconds: Sequence[tuple[float, float]]) -> str:
+    """The median of plain over fast, and where there are several rounds the least and the greatest."""
+    ratios = sorted(plain / fast for fast, plain in seconds)
+    spread = f" ({ratios[0]:.2f}-{ratios[-1]:.2f})" if len(ratios) > 1 else ""
+    return f"{median(ratios):.2f}{spread}"
 
 
 # ---- a conversation

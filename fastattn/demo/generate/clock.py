@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
 from time import perf_counter
 
 #: The parts of the model, in the order of a picture.
@@ -23,6 +25,14 @@ class Clock:
         now = perf_counter()
         self.seconds[part] += now - self._last
         self._last = now
+
+    @classmethod
+    def median(cls, clocks: Sequence[Clock]) -> Clock:
+        """The median of each part, of runs of the same tokens."""
+        clock = cls()
+        clock.tokens = clocks[0].tokens
+        clock.seconds = {part: median(it.seconds[part] for it in clocks) for part in PARTS}
+        return clock
 
     @property
     def total(self) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from time import perf_counter
 
 import numpy as np
 
 from fastattn.bench.quiet import CoreProbes
 from fastattn.demo._command import track
 from fastattn.demo._decoding import Floats, Sampler
-from fastattn.demo.generate.attention import PlainAttention
+from fastattn.demo.generate.attention import Attention, PlainAttention
 from fastattn.demo.generate.generation import Clocks, generate, new_cache, until_end
 from fastattn.demo.generate.heads import Head, QueryRecorder
 from fastattn.demo.generate.model import Llama
@@ -19,21 +19,34 @@ from fastattn.demo.generate.model import Llama
 #: The most tokens that are generated both ways, as their logits are kept.
 COMPARED = 256
 
+WAYS = ("fastattn", "plain NumPy")
+
+#: Both ways are timed once in each round. More rounds than one are done within so many seconds.
+MAX_ROUNDS, SECONDS = 5, 8.0
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the two runs gave."""
+    """What the runs gave."""
 
     tokens: list[int]  #: generated with fastattn
-    fast: Clocks
-    plain: Clocks
-    compared: int  #: how many of the tokens the plain formula has generated as well
-    agreeing: int  #: how many of these it would have chosen itself, before the first that it would not
+    rounds: list[tuple[Clocks, Clocks]]  #: with fastattn and with the plain formula
+    compared: int  #: how many of the tokens both have generated in each round
+    agreeing: int  #: how many of these the plain formula chooses, too, before the first other one
     largest_difference: float  #: between the logits of the two
     largest_logit: float
     cache_nbytes: int
     head: Head | None  #: the head that copies most; None where a single token was generated
     warning: str | None  #: that the machine was too busy to be timed
+
+    @property
+    def fast(self) -> Clocks:
+        """Medians over the rounds."""
+        return Clocks.median([fast for fast, _ in self.rounds])
+
+    @property
+    def plain(self) -> Clocks:
+        return Clocks.median([plain for _, plain in self.rounds])
 
 
 def compare(
@@ -45,15 +58,12 @@ def compare(
     make_sampler: Callable[[], Sampler],
     show: Callable[[Iterator[int]], object],
 ) -> Comparison:
-    """Generate with fastattn, which `show` receives token by token, then force the same tokens the plain way.
+    """Generate with fastattn, which `show` receives token by token, then time the same tokens both ways.
 
-    Generation ends with `max_tokens`, with a token of `ends`, or with the context. The cores are probed
-    before, between and after.
+    Generation ends with `max_tokens`, with a token of `ends`, or with the context. It warms up, and is not
+    timed. The first of the timed runs is of the plain formula: its logits are compared. The order alternates
+    from round to round. The cores are probed between rounds.
     """
-    probes = CoreProbes()
-    _warm_up(model, kv_dtype)
-    probes.take()
-    fast, plain = Clocks(), Clocks()
     recorder = QueryRecorder(new_cache(model, kv_dtype))
     sampler = make_sampler()
     logits: list[Floats] = []
@@ -64,28 +74,50 @@ def compare(
             logits.append(given)
         return sampler(given)
 
-    generated = generate(model, prompt, recorder, choose, fast)
-    show(until_end(generated, max_tokens, ends, tokens))
-    probes.take()
+    show(until_end(generate(model, prompt, recorder, choose, Clocks()), max_tokens, ends, tokens))
 
     own = make_sampler()
     differences: list[float] = []
     agreed: list[bool] = []
 
-    def choose_the_same(given: Floats) -> int:
-        number = len(differences)
+    def compare_logits(given: Floats, number: int) -> None:
         differences.append(float(np.abs(given - logits[number]).max()))
         agreed.append(own(given) == tokens[number])
-        return tokens[number]
 
-    again = generate(model, prompt, PlainAttention(len(model.layers)), choose_the_same, plain)
-    for _ in track(range(len(logits)), "the same with the plain formula"):
-        next(again)
+    probes = CoreProbes()
+
+    def timed(way: str, number: int) -> Clocks:
+        """Clocks of the prompt and the tokens. In the first round the plain formula's logits are compared."""
+        attention: Attention = (
+            new_cache(model, kv_dtype) if way == WAYS[0] else PlainAttention(len(model.layers))
+        )
+        is_compared = number == 0 and way == WAYS[1]
+        clocks, places = Clocks(), iter(range(len(logits)))
+
+        def choose_the_same(given: Floats) -> int:
+            place = next(places)
+            if is_compared:
+                compare_logits(given, place)
+            return tokens[place]
+
+        again = generate(model, prompt, attention, choose_the_same, clocks)
+        for _ in track(range(len(logits)), f"timing {way}, round {number + 1}"):
+            next(again)
+        return clocks
+
+    def run_round(number: int) -> tuple[Clocks, Clocks]:
+        probes.take()
+        found = {way: timed(way, number) for way in (WAYS if number % 2 else WAYS[::-1])}
+        return found[WAYS[0]], found[WAYS[1]]
+
+    start = perf_counter()
+    rounds = [run_round(0)]
+    took = perf_counter() - start
+    rounds += [run_round(number) for number in range(1, min(MAX_ROUNDS, 1 + int(SECONDS / took)))]
     probes.take()
     return Comparison(
         tokens=tokens,
-        fast=fast,
-        plain=plain,
+        rounds=rounds,
         compared=len(agreed),
         agreeing=agreed.index(False) if False in agreed else len(agreed),
         largest_difference=max(differences),
@@ -94,11 +126,3 @@ def compare(
         head=recorder.copying_head(prompt, tokens),
         warning=probes.warning(),
     )
-
-
-def _warm_up(model: Llama, kv_dtype: str) -> None:
-    """A few tokens both ways, so that neither is timed while it is loaded or compiled."""
-    prompt = range(min(32, len(model.embedding), model.context_length - 1))
-    for attention in (new_cache(model, kv_dtype), PlainAttention(len(model.layers))):
-        for _ in islice(generate(model, prompt, attention, lambda logits: 0, Clocks()), 2):
-            pass

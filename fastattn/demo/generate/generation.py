@@ -22,6 +22,15 @@ class Clocks:
     prefill: Clock = field(default_factory=Clock)
     decode: Clock = field(default_factory=Clock)
 
+    @property
+    def total(self) -> float:
+        return self.prefill.total + self.decode.total
+
+    @classmethod
+    def median(cls, runs: Sequence[Clocks]) -> Clocks:
+        """Medians over runs of the same tokens."""
+        return cls(Clock.median([it.prefill for it in runs]), Clock.median([it.decode for it in runs]))
+
 
 def generate(
     model: Llama,

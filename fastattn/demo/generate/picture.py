@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from fastattn.demo._decoding import Floats
 from fastattn.demo._figures import save_figure
 from fastattn.demo.generate.clock import PARTS, Clock
-from fastattn.demo.generate.comparison import Comparison
+from fastattn.demo.generate.comparison import WAYS, Comparison
 from fastattn.demo.generate.heads import Head
 
-WAYS = ("fastattn", "plain NumPy")
 COLOURS = dict(zip(PARTS, ("#d1495b", "#edae49", "#30638e", "#7fb3d5", "#9aa5b1", "#4f6d7a"), strict=True))
 
 #: The prompt is drawn in so many columns at most, each the largest weight of its tokens.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -31,11 +31,15 @@ from fastattn._call.problem import MAX_DIM
 from fastattn.masks import Causal
 
 if TYPE_CHECKING:
-    from typing import Never, Unpack
+    from typing import Generic, Unpack
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import LayerOptions
+    from fastattn._call.options import LayerOptions, Lse, Mean, No, Pair, Triple, Weights, Yes
+
+    class _Options(LayerOptions[Lse, Weights], Generic[Lse, Weights], total=False):
+        cache: KVCache | None
+
 
 __all__ = ["MultiHeadAttention"]
 
@@ -213,7 +217,7 @@ class MultiHeadAttention:
 
     @classmethod
     @refusing
-    def from_torch(cls, state_dict: Mapping[str, Any], num_heads: int) -> MultiHeadAttention:
+    def from_torch(cls, state_dict: Mapping[str, ArrayLike], num_heads: int) -> MultiHeadAttention:
         """The layer of a ``torch.nn.MultiheadAttention``, by the names of its weights.
 
         Parameters
@@ -302,16 +306,56 @@ class MultiHeadAttention:
             f"num_kv_heads={self.num_kv_heads}, head_dim={self._head_dim}, dtype={self._like.dtype.name})"
         )
 
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        **options: Unpack[_Options[No, No]],
+    ) -> np.ndarray: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        **options: Unpack[_Options[Yes, No]],
+    ) -> Pair: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        **options: Unpack[_Options[No, Yes | Mean]],
+    ) -> Pair: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        **options: Unpack[_Options[Yes, Yes | Mean]],
+    ) -> Triple: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        **options: Unpack[_Options[bool, bool | Mean]],
+    ) -> np.ndarray | tuple[np.ndarray, ...]: ...
     @public("L")
     def __call__(
         self,
         query: ArrayLike,
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
-        *extra: Never,
+        *extra: Any,
         cache: KVCache | None = None,
-        **options: Unpack[LayerOptions],
-    ) -> Any:
+        **options: Any,
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
         """The layer on arrays.
 
         Parameters

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
 import re
+import subprocess
+import sys
 import typing
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +16,15 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn import masks
 from fastattn._call import options as _options
 from fastattn._call.hints import ANSWERS, _is_slip, refusal
 from fastattn.backends import registry
 from fastattn.layers import MultiHeadAttention
 from fastattn.masks import Causal
 from fastattn.masks.objects import Align
-from tests.process import python
+from tests import typing_uses
+from tests.process import ROOT, python
 
 X = np.ones((1, 2, 5, 4), np.float32)
 #: What `_call.options` has for checkers alone.
@@ -451,7 +457,26 @@ def test_a_message_computes_no_graph():
     )
 
 
-@pytest.mark.parametrize("function", [function for function, _, _ in FUNCTIONS.values()])
+def option_names(function, overload):
+    """What an overload takes by ``**options``, as its module or `_call.options` has it for checkers alone."""
+    options = inspect.signature(overload).parameters["options"].annotation
+    name = re.fullmatch(r"Unpack\[(\w+)(\[.*\])?\]", options)[1]
+    for node in ast.walk(ast.parse(Path(function.__code__.co_filename).read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = re.findall(r"\w+Options", ast.unparse(node.bases[0]))
+            own = [it.target.id for it in node.body if isinstance(it, ast.AnnAssign)]
+            return [*own, *(key for base in bases for key in OPTION_TYPES[base].__annotations__)]
+    return [*OPTION_TYPES[name].__annotations__]
+
+
+OVERLOADED = [
+    *(function for function, _, _ in FUNCTIONS.values()),
+    *(fastattn.attention_backward, fastattn.KVCache.attend, fastattn.KVCache.step),
+    *(MultiHeadAttention.__call__, fastattn.kernel_regression, fastattn.linear_attention),
+]
+
+
+@pytest.mark.parametrize("function", OVERLOADED, ids=lambda function: function.__qualname__)
 class TestSignature:
     def test_shows_the_options_alone(self, function):
         kinds = {p.kind for p in inspect.signature(function).parameters.values()}
@@ -459,14 +484,23 @@ class TestSignature:
 
     def test_overloads_have_the_same_options(self, function):
         """The checker would not see one that is missing there: the definition takes any name."""
+        function = inspect.unwrap(function)
         overloads = typing.get_overloads(function)
-        assert len(overloads) >= 3
-        for overload in overloads:
-            parameters = dict(inspect.signature(overload).parameters)
-            options = re.fullmatch(r"Unpack\[(\w+)\[.*\]\]", parameters.pop("options").annotation)[1]
-            names = [*parameters, *OPTION_TYPES[options].__annotations__]
+        assert len(overloads) >= 2
+        shown = set(inspect.signature(function).parameters)
+        for number, overload in enumerate(overloads):
+            parameters = [name for name in inspect.signature(overload).parameters if name != "options"]
+            names = [*parameters, *option_names(function, overload)]
             assert len(names) == len(set(names))
-            assert set(names) == set(inspect.signature(function).parameters)
+            of_default = {"wrt"} if function.__name__ == "attention_backward" and number == 0 else set()
+            assert set(names) == shown - of_default
+
+
+def test_signatures_name_types():
+    """What `help` shows is a type, and not "Any"."""
+    public = [*CALLABLES.values(), fastattn.KVCache.step, *(getattr(masks, name) for name in masks.__all__)]
+    for function in public:
+        assert not re.search(r"\bAny\b", str(inspect.signature(function))), function
 
 
 @pytest.mark.parametrize(
@@ -481,7 +515,8 @@ class TestSignature:
     ],
 )
 def test_every_option_has_a_type(taker, types):
-    assert OPTION_TYPES[types].__annotations__.keys() == _options.TAKERS[taker].keys()
+    of_overload = {"wrt"} if taker == "B" else set()
+    assert OPTION_TYPES[types].__annotations__.keys() == _options.TAKERS[taker].keys() - of_overload
 
 
 def test_choices_are_the_contract():
@@ -493,81 +528,39 @@ def test_choices_are_the_contract():
         fastattn.attention(X, X, X, causal=align, mask=Causal(align))
 
 
-SNIPPET = """
-from typing import assert_type
-
-import numpy as np
-
-import fastattn
-from fastattn.masks import Causal, Mask, Window
-
-x = np.ones((1, 2, 5, 4))
-flag = bool(x.any())
-
-assert_type(fastattn.attention(x, x, x), np.ndarray)
-assert_type(fastattn.attention(x, x, x, causal="top_left", window=(3, None), backend="numba"), np.ndarray)
-assert_type(fastattn.attention(x, x, x, mask=Causal() & ~Window(1, 1), out=x, return_lse=False), np.ndarray)
-assert_type(fastattn.attention(x, x, x, return_lse=True), tuple[np.ndarray, np.ndarray])
-assert_type(fastattn.attention(x, x, x, return_weights=True, mask=[[True]]), tuple[np.ndarray, np.ndarray])
-assert_type(
-    fastattn.attention(x, x, x, return_lse=True, return_weights=True, layout="bshd"),
-    tuple[np.ndarray, np.ndarray, np.ndarray],
-)
-assert_type(fastattn.attention(x, x, x, return_lse=flag), np.ndarray | tuple[np.ndarray, ...])
-assert_type(fastattn.varlen_attention(x, x, x, [0, 1], causal=True), np.ndarray)
-assert_type(fastattn.varlen_attention(x, x, x, [0], [0], return_lse=True), tuple[np.ndarray, np.ndarray])
-assert_type(
-    fastattn.varlen_attention(x, x, x, [0], return_lse=flag), np.ndarray | tuple[np.ndarray, np.ndarray]
-)
-assert_type(fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s), np.ndarray)
-assert_type(
-    fastattn.flex_attention(x, x, x, block_mask=Causal(), return_lse=True), tuple[np.ndarray, np.ndarray]
-)
-assert_type(fastattn.flex_attention(x, x, x, return_weights=flag), np.ndarray | tuple[np.ndarray, ...])
-assert_type(Causal() & Window(1, 1) | ~Causal("top_left"), Mask)
-"""
-WRONG = """
-import fastattn
-from fastattn.masks import Causal, Window
-
-x = [[1.0]]
-fastattn.attention(x, x, x, causal="topleft")
-fastattn.attention(x, x, x, layout="sbhd")
-fastattn.attention(x, x, x, backend="Cython")
-fastattn.attention(x, x, x, attn_mask=x)
-fastattn.attention(x, x, x, Causal())
-fastattn.varlen_attention(x, x, x, [0, 1], mask=Causal())
-fastattn.flex_attention(x, x, x, mask=Causal())
-fastattn.flex_attention(x, x, x, block_mask=x)
-fastattn.scaled_dot_product_attention(x, x, x, mask=x)
-fastattn.rope(x, x, x, position_ids=[0])
-fastattn.rope_tables(3, 4, theta=1e4)
-fastattn.linear_attention(x, x, x, eps=1e-6)
-fastattn.KVCache(batch_size=1, num_kv_heads=2, head_dim=4)
-fastattn.KVCache(1, 2, 4).append(x, x, seq_lens=[1])
-fastattn.KVCache(1, 2, 4).attend(x, is_causal=True)
-fastattn.layers.MultiHeadAttention(x, x, x, x, num_heads=1)(x, need_weights=True)
-Causal("left")
-Window(1, 1, align="middle")
-Causal() & None
-"""
+USES, MISUSES = (ROOT / "tests" / f"typing_{name}.py" for name in ("uses", "misuses"))
 
 
 @pytest.mark.slow
-def test_types_as_a_checker_sees_them(tmp_path):
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_types_as_a_checker_sees_them(checker, tmp_path):
     """Right calls have the right types, and each wrong line is an error."""
-    pytest.importorskip("mypy")
-    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
-    right.write_text(SNIPPET)
-    wrong.write_text(WRONG)
-    code = f"""
-import sys
-from mypy import api
-options = ["--strict", "--config-file=", "--cache-dir={tmp_path}", "--follow-imports=silent"]
-print(*api.run([*options, "--ignore-missing-imports", {str(right)!r}, {str(wrong)!r}]), sep="\\n")
-"""
-    said = python(code, timeout=300)
-    errors = re.findall(r"(right|wrong)\.py:(\d+): error", said)
-    lines = WRONG.splitlines()
-    expected = {("wrong", str(n)) for n, line in enumerate(lines, 1) if n > lines.index("x = [[1.0]]") + 1}
-    assert set(errors) == expected, said
+    pytest.importorskip(checker)
+    options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
+    options += ["--ignore-missing-imports"]
+    if checker == "basedpyright":  # with the rules of pyright
+        project = tmp_path / "pyrightconfig.json"
+        project.write_text(json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(ROOT)]}))
+        options = ["--project", str(project), "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", checker, *options, str(USES), str(MISUSES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    found = re.findall(r"(\w+)\.py:(\d+)(?:: |:\d+ - )error", done.stdout)
+    lines = MISUSES.read_text().splitlines()
+    first = lines.index("# Choices and names.") + 2
+    wrong = {str(n) for n, line in enumerate(lines, 1) if n >= first and line and line[0] != "#"}
+    assert set(found) == {(MISUSES.stem, n) for n in wrong}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "functions_of_the_caller" else ())
+        for name, it in vars(typing_uses).items()
+        if inspect.isfunction(it) and it.__module__ == typing_uses.__name__
+    ],
+)
+def test_typical_uses_run(name):
+    """So that what a checker is shown is no mistake."""
+    if name == "functions_of_the_caller":
+        pytest.importorskip("numba")
+    getattr(typing_uses, name)()

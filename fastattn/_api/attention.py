@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import AttentionOptions, No, RowsLike, VarlenOptions, Yes
+    from fastattn._call.options import AttentionOptions, No, Pair, RowsLike, Triple, VarlenOptions, Yes
     from fastattn._call.problem import Mod
 
 _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
@@ -36,21 +36,23 @@ def attention(
 @overload
 def attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, No]]
-) -> tuple[np.ndarray, np.ndarray]: ...
+) -> Pair: ...
 @overload
 def attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[No, Yes]]
-) -> tuple[np.ndarray, np.ndarray]: ...
+) -> Pair: ...
 @overload
 def attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, Yes]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+) -> Triple: ...
 @overload
 def attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[bool, bool]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("A")
-def attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
+def attention(
+    query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any
+) -> np.ndarray | tuple[np.ndarray, ...]:
     """Exact attention, ``softmax(scale * Q K^T + bias, over allowed keys) V``, in little memory.
 
     Letters: ``...`` any leading batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` query length,
@@ -282,7 +284,7 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
     **options: Unpack[VarlenOptions[Yes]],
-) -> tuple[np.ndarray, np.ndarray]: ...
+) -> Pair: ...
 @overload
 def varlen_attention(
     query: ArrayLike,
@@ -301,7 +303,7 @@ def varlen_attention(
     cu_seqlens_k: ArrayLike | None = None,
     *extra: Any,
     **options: Any,
-) -> Any:
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """Attention within each of several documents that are packed one after another, without padding.
 
     Letters: ``T`` all queries, ``T_k`` all keys, ``N`` documents, ``H`` query heads, ``K`` key/value heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from fastattn._machine.device import in_library_of, on_host
 from fastattn.backends.registry import select
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Unpack
 
     from numpy.typing import ArrayLike
@@ -22,6 +23,28 @@ if TYPE_CHECKING:
     from fastattn._call.options import BackwardOptions
 
 
+@overload
+def attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    **options: Unpack[BackwardOptions],
+) -> Gradients[np.ndarray]: ...
+@overload
+def attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    wrt: Iterable[str],
+    **options: Unpack[BackwardOptions],
+) -> Gradients: ...
 @public("B")
 def attention_backward(
     grad_out: ArrayLike,
@@ -30,8 +53,8 @@ def attention_backward(
     value: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
-    *extra: object,
-    **options: Unpack[BackwardOptions],
+    *extra: Any,
+    **options: Any,
 ) -> Gradients:
     """The gradients of a scalar that depends on `attention`, from its gradient with respect to the outputs.
 

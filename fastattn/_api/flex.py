@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._call.normalize import Request
-    from fastattn._call.options import FlexOptions, No, RowsLike, Yes
+    from fastattn._call.options import FlexOptions, No, Pair, RowsLike, Triple, Yes
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -47,21 +47,23 @@ def flex_attention(
 @overload
 def flex_attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, No]]
-) -> tuple[np.ndarray, np.ndarray]: ...
+) -> Pair: ...
 @overload
 def flex_attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[No, Yes]]
-) -> tuple[np.ndarray, np.ndarray]: ...
+) -> Pair: ...
 @overload
 def flex_attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, Yes]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+) -> Triple: ...
 @overload
 def flex_attention(
     query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[bool, bool]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("F")
-def flex_attention(query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any) -> Any:
+def flex_attention(
+    query: ArrayLike, key: RowsLike, value: RowsLike, *extra: Any, **options: Any
+) -> np.ndarray | tuple[np.ndarray, ...]:
     """Attention with Python functions that change its scores and make its mask.
 
     Letters as in `attention`.
@@ -181,13 +183,13 @@ def _normalize(
 
 @refusing
 def create_block_mask(
-    mask_mod: Callable[..., Any],
+    mask_mod: Callable[..., object],
     B: int | None,
     H: int | None,
     L: int,
     S: int,
     *,
-    aux: Sequence[Any] = (),
+    aux: Sequence[ArrayLike] = (),
     num_threads: int | None = None,
 ) -> BlockMask:
     """Evaluate a mask function for one problem size, for any number of calls.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from math import log, pi
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -17,7 +17,17 @@ from fastattn._machine.constants import SCORE_COLUMNS
 from fastattn.masks import Dense, Mask, NotSelf
 
 if TYPE_CHECKING:
+    from typing import Generic, TypedDict, Unpack
+
     from numpy.typing import ArrayLike
+
+    from fastattn._call.options import Flag, No, Pair, Yes
+
+    class _Options(TypedDict, Generic[Flag], total=False):
+        weights: ArrayLike | None
+        leave_one_out: bool
+        return_log_density: Flag
+
 
 _ROWS = 8192  # points worked on at once, which bounds the memory for their columns
 _PLAIN_REACH = 32.0  # plain products round to some 1e-13 up to this distance from the centre, in bandwidths
@@ -32,13 +42,25 @@ _LARGEST = 400  # exponent of the largest coordinate of an observation, in bandw
 _FAR = 500  # the same of a point: squares do not overflow, and it is still far from all observations
 
 
+@overload
+def kernel_regression(
+    points: ArrayLike, x: ArrayLike, y: ArrayLike, *, bandwidth: ArrayLike, **options: Unpack[_Options[No]]
+) -> np.ndarray: ...
+@overload
+def kernel_regression(
+    points: ArrayLike, x: ArrayLike, y: ArrayLike, *, bandwidth: ArrayLike, **options: Unpack[_Options[Yes]]
+) -> Pair: ...
+@overload
+def kernel_regression(
+    points: ArrayLike, x: ArrayLike, y: ArrayLike, *, bandwidth: ArrayLike, **options: Unpack[_Options[bool]]
+) -> np.ndarray | Pair: ...
 @refusing
 def kernel_regression(
     points: ArrayLike,
     x: ArrayLike,
     y: ArrayLike,
     *,
-    bandwidth: float | ArrayLike,
+    bandwidth: ArrayLike,
     weights: ArrayLike | None = None,
     leave_one_out: bool = False,
     return_log_density: bool = False,
@@ -167,7 +189,7 @@ def kernel_logsumexp(
     points: ArrayLike,
     x: ArrayLike,
     *,
-    bandwidth: float | ArrayLike,
+    bandwidth: ArrayLike,
     log_weights: ArrayLike | None = None,
 ) -> np.ndarray:
     """The log of a weighted sum of Gaussian kernels: a smooth minimum of the squared distances from `x`.

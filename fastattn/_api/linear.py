@@ -8,7 +8,7 @@ features that are relative to the largest, as random features always are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -30,29 +30,34 @@ from fastattn.backends.registry import function
 from fastattn.masks.arguments import broadcasts
 
 if TYPE_CHECKING:
-    from typing import Generic, TypeAlias, TypedDict, TypeVar, Unpack
+    from typing import Generic, Literal, TypeAlias, TypedDict, Unpack
 
     from numpy.typing import ArrayLike
 
-    FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
-    _Flag = TypeVar("_Flag", bound=bool)
+    from fastattn._call.options import Flag, No, Yes
 
-    class _Options(TypedDict, Generic[_Flag], total=False):
+    FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
+
+    class _Options(TypedDict, Generic[Flag], total=False):
         feature_map: FeatureMap
         causal: bool
         key_lengths: ArrayLike | None
         state: LinearState | None
-        return_state: _Flag
+        return_state: Flag
 
 
 @overload
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Literal[False]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[No]]
 ) -> np.ndarray: ...
 @overload
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Literal[True]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Yes]]
 ) -> tuple[np.ndarray, LinearState]: ...
+@overload
+def linear_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[bool]]
+) -> np.ndarray | tuple[np.ndarray, LinearState]: ...
 @refusing
 def linear_attention(
     query: ArrayLike,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import ceil, floor, isfinite, log, pi
 from typing import TYPE_CHECKING, Any
@@ -328,7 +328,7 @@ def rope_tables(
     rotary_dim: int,
     *,
     base: float = 10000.0,
-    scaling: Sequence[Any] | None = None,
+    scaling: Sequence[str | float | Mapping[str, float]] | None = None,
     dtype: DTypeLike = np.float32,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The cosines and sines by which `rope` rotates: of ``p * base**(-2 i / r)``, p a position, i a pair.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from fastattn._call.options import AttendOptions, LayoutName, WindowBounds
+    from fastattn._call.options import (
+        AttendOptions,
+        LayoutName,
+        No,
+        Pair,
+        StepOptions,
+        Triple,
+        WindowBounds,
+        Yes,
+    )
 
 
 class KVCache(PageStore):
@@ -205,6 +214,27 @@ class KVCache(PageStore):
         if lengths is not None or not self._append_in_place(key, value):
             self._keep(self._extend(key, value, lengths))
 
+    @overload
+    def step(
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[No, No]]
+    ) -> np.ndarray: ...
+    @overload
+    def step(
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[Yes, No]]
+    ) -> Pair: ...
+    @overload
+    def step(
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[No, Yes]]
+    ) -> Pair: ...
+    @overload
+    def step(
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[Yes, Yes]]
+    ) -> Triple: ...
+    @overload
+    def step(
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[bool, bool]]
+    ) -> np.ndarray | tuple[np.ndarray, ...]: ...
+    @public("C")
     def step(
         self,
         query: ArrayLike,
@@ -213,7 +243,7 @@ class KVCache(PageStore):
         *,
         lengths: ArrayLike | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
         """`append`, then `attend` with the `options`. Where either raises, nothing is appended.
 
         As there, an item's last query stands at its last position. Where `lengths` differ and queries are
@@ -284,8 +314,20 @@ class KVCache(PageStore):
 
     # Reading -------------------------------------------------------------------------------------
 
+    @overload
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[No, No]]) -> np.ndarray: ...
+    @overload
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[Yes, No]]) -> Pair: ...
+    @overload
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[No, Yes]]) -> Pair: ...
+    @overload
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[Yes, Yes]]) -> Triple: ...
+    @overload
+    def attend(
+        self, query: ArrayLike, **options: Unpack[AttendOptions[bool, bool]]
+    ) -> np.ndarray | tuple[np.ndarray, ...]: ...
     @public("C")
-    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
+    def attend(self, query: ArrayLike, **options: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Attention of queries at the end of each item over its keys and values.
 
         Parameters

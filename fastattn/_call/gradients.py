@@ -5,12 +5,21 @@ Letters as in `fastattn._call.problem`. `import fastattn` does not import this.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import numpy as np
 
 from fastattn._call.problem import FLOAT64, Problem
 from fastattn._machine.constants import SCORE_COLUMNS
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # which every checker has
+
+    Gradient = TypeVar("Gradient", covariant=True, default=np.ndarray | None)
+else:
+    from typing import TypeVar
+
+    Gradient = TypeVar("Gradient", covariant=True)
 
 #: What gradients there are with respect to.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
@@ -72,7 +81,7 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape)
 
 
-class Gradients(NamedTuple):
+class Gradients(NamedTuple, Generic[Gradient]):
     """Gradients with respect to the arguments of `attention`; None for what was not asked for.
 
     Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
@@ -81,8 +90,8 @@ class Gradients(NamedTuple):
     # What a backend returns is of a `Problem`, with all leading axes and of its dtype; of the bias it has
     # `Backward.bias_shape`, and may be float64, as that of the sinks is.
 
-    query: np.ndarray | None
-    key: np.ndarray | None
-    value: np.ndarray | None
+    query: Gradient  # an array where `wrt` is its default
+    key: Gradient
+    value: Gradient
     bias: np.ndarray | None
     sinks: np.ndarray | None

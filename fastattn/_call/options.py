@@ -9,14 +9,14 @@ each is declared by overloads that share them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from fastattn._machine.threads import no_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from typing import Generic, Literal, TypeAlias, TypedDict
 
     import numpy as np
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     WindowBounds: TypeAlias = tuple[int | None, int | None]
     Yes: TypeAlias = Literal[True]
     No: TypeAlias = Literal[False]
-    Lse = TypeVar("Lse", bound=bool)  #: `return_lse`: `Yes`, `No`, or `bool` where a checker does not know
-    Weights = TypeVar("Weights", bound=bool)  #: the same of `return_weights`
+    Mean: TypeAlias = Literal["mean"]
+    Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
+    Triple: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
+    Flag = TypeVar("Flag", bound=bool)  #: `Yes`, `No`, or `bool` where a checker does not know
+    Lse = TypeVar("Lse", bound=bool)  #: the same of `return_lse`
+    Weights = TypeVar("Weights", bound=bool | Mean)  #: the same of `return_weights`
 
     class _ScoreOptions(TypedDict, total=False):
         window: WindowBounds | None
@@ -64,19 +68,18 @@ if TYPE_CHECKING:
         causal: CausalRule
         layout: LayoutName
         grad_lse: ArrayLike | None
-        wrt: Iterable[str]
 
-    class LayerOptions(_WeightOptions, total=False):
+    class LayerOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule | None
         out: np.ndarray | None
-        return_lse: bool
-        return_weights: bool | Literal["mean"]
+        return_lse: Lse
+        return_weights: Weights
 
     class FlexOptions(_BatchOptions, Generic[Lse, Weights], total=False):
-        score_mod: Callable[..., Any] | None
-        mask_mod: Callable[..., Any] | None
+        score_mod: Callable[..., object] | None
+        mask_mod: Callable[..., object] | None
         block_mask: Mask | None
-        aux: Sequence[Any]
+        aux: Sequence[ArrayLike]
         causal: CausalRule
         layout: LayoutName
         out: np.ndarray | None
@@ -88,13 +91,16 @@ if TYPE_CHECKING:
         out: np.ndarray | None
         return_lse: Lse
 
-    class AttendOptions(_ScoreOptions, total=False):
+    class AttendOptions(_ScoreOptions, Generic[Lse, Weights], total=False):
         mask: Mask | ArrayLike | None
         bias: ArrayLike | None
         causal: Literal[True, False, "bottom_right"]
         out: np.ndarray | None
-        return_lse: bool
-        return_weights: bool
+        return_lse: Lse
+        return_weights: Weights
+
+    class StepOptions(AttendOptions[Lse, Weights], Generic[Lse, Weights], total=False):
+        lengths: ArrayLike | None
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

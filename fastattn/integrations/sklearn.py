@@ -131,7 +131,7 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
         X = validate_data(self, X, dtype=_FLOATS, reset=False)
         return fastattn.kernel_regression(
             X, self._X, self._y, bandwidth=self.bandwidth_, weights=self._weights
-        )  # type: ignore[return-value]  # one array, as no density is asked for
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -299,9 +299,7 @@ def _leave_one_out(
 
     Products round the gradient by ``eps * R**2`` for samples R bandwidths from the mean.
     """
-    predicted: Any = fastattn.kernel_regression(
-        X, X, y, bandwidth=bandwidth, weights=weights, leave_one_out=True
-    )
+    predicted = fastattn.kernel_regression(X, X, y, bandwidth=bandwidth, weights=weights, leave_one_out=True)
     wrong = predicted - y
     n, dim = X.shape
     X = X / bandwidth

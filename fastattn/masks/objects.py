@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from fastattn.masks.map import (
     make_intervals,
     segment_runs,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 Align = Literal["top_left", "bottom_right"]
 
@@ -82,7 +85,7 @@ class Causal(_PerItem):
     align: Align | None
     offset: Any
 
-    def __init__(self, align: Align | None = None, offset: Any = None) -> None:
+    def __init__(self, align: Align | None = None, offset: ArrayLike | None = None) -> None:
         if align is not None:
             check_align(align)
         if offset is not None:
@@ -157,7 +160,7 @@ class KeyLengths(_PerItem):
     __slots__ = ("lengths",)
     lengths: Any
 
-    def __init__(self, lengths: Any) -> None:
+    def __init__(self, lengths: ArrayLike) -> None:
         self._set(integers(lengths, "KeyLengths: lengths", minimum=0))
 
     def _bind(self, block: Block) -> Node:
@@ -197,7 +200,7 @@ class Segments(Mask):
     q_ids: Any
     k_ids: Any
 
-    def __init__(self, q_ids: Any, k_ids: Any = None) -> None:
+    def __init__(self, q_ids: ArrayLike, k_ids: ArrayLike | None = None) -> None:
         self._set(_segment_ids(q_ids, "q_ids"), None if k_ids is None else _segment_ids(k_ids, "k_ids"))
         _ = self._lead  # raises where the two do not broadcast
 
@@ -239,7 +242,7 @@ class PrefixLM(_PerItem):
     __slots__ = ("prefix_lengths",)
     prefix_lengths: Any
 
-    def __init__(self, prefix_lengths: Any) -> None:
+    def __init__(self, prefix_lengths: ArrayLike) -> None:
         self._set(integers(prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True))
 
     def _bind(self, block: Block) -> Node:
@@ -271,7 +274,7 @@ class GlobalTokens(Mask):
     __slots__ = ("index",)
     index: Any
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: ArrayLike) -> None:
         index = integers(index, "GlobalTokens: index", minimum=0)
         if index.ndim != 1:
             raise ValueError(f"GlobalTokens: index must have shape (n,), got {index.shape}")
@@ -333,7 +336,7 @@ class Dense(Mask):
     __slots__ = ("array",)
     array: Any
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: ArrayLike) -> None:
         on_gpu: Any = as_device_array(array, "mask")
         array = np.asarray(array) if on_gpu is None else on_gpu
         if array.dtype.kind not in "biu":

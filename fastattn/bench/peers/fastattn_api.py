@@ -43,7 +43,7 @@ class Fastattn(Peer):
     def _backward(self, case: Case, inputs: Inputs) -> Call:
         options = self._options(case, inputs)
         grad_out: Any = inputs.grad_out
-        given: tuple[Any, ...] = inputs.query, inputs.key, inputs.value
+        given: tuple[Any, Any, Any] = inputs.query, inputs.key, inputs.value
         out, lse = fastattn.attention(*given, return_lse=True, **options)
         wrt = ("query", "key", "value", "bias")[: 3 if inputs.bias is None else 4]
 

@@ -1,0 +1,114 @@
+"""Typical uses. `test_arguments` runs them, and has mypy and pyright check the types that they assert.
+
+Each line of `typing_misuses` is an error to both.
+"""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+
+import fastattn
+from fastattn.layers import MultiHeadAttention
+from fastattn.masks import Causal, Mask, Segments, Window
+
+Pair = tuple[np.ndarray, np.ndarray]
+Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+x = np.ones((1, 2, 5, 4))
+flag = bool(x.any())  # which a checker does not know
+
+
+def attention() -> None:
+    assert_type(fastattn.attention(x, x, x), np.ndarray)
+    assert_type(
+        fastattn.attention(x, x, x, causal="top_left", window=(3, None), backend="reference"), np.ndarray
+    )
+    mask = Causal() & ~Window(1, 1)
+    assert_type(fastattn.attention(x, x, x, mask=mask, out=np.empty_like(x), return_lse=False), np.ndarray)
+    assert_type(fastattn.attention(x, x, x, return_lse=True), Pair)
+    assert_type(fastattn.attention(x, x, x, return_weights=True, mask=[[True]]), Pair)
+    out, lse, weights = fastattn.attention(x, x, x, return_lse=True, return_weights=True)
+    assert_type(weights, np.ndarray)
+    assert_type(fastattn.attention(x, x, x, return_lse=flag), np.ndarray | tuple[np.ndarray, ...])
+    assert_type(fastattn.scaled_dot_product_attention(x, x, x, is_causal=True), np.ndarray)
+    assert_type(fastattn.merge_attention([out, out], [lse, lse]), Pair)
+
+
+def packed_documents() -> None:
+    rows = x[0].swapaxes(0, 1)
+    assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 2, 5], causal=True), np.ndarray)
+    assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 5], [0, 5], return_lse=True), Pair)
+    assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 5], return_lse=flag), np.ndarray | Pair)
+
+
+def functions_of_the_caller() -> None:
+    assert_type(fastattn.flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: -score), np.ndarray)
+    block_mask = fastattn.create_block_mask(lambda b, h, i, j: i != j, None, None, 5, 5)
+    assert_type(fastattn.flex_attention(x, x, x, block_mask=block_mask, return_lse=True), Pair)
+    found = fastattn.flex_attention(x, x, x, return_weights=flag)
+    assert_type(found, np.ndarray | tuple[np.ndarray, ...])
+
+
+def masks() -> None:
+    assert_type(Causal(offset=[1, 2]) & Window(1, 1) | ~Segments([0, 0, 1]), Mask)
+
+
+def gradients() -> None:
+    def of_any(gradients: fastattn.Gradients) -> None:
+        assert_type(gradients.query, np.ndarray | None)
+
+    out, lse = fastattn.attention(x, x, x, causal=True, return_lse=True)
+    found = fastattn.attention_backward(out, x, x, x, out, lse, causal=True)
+    assert_type(found, fastattn.Gradients[np.ndarray])
+    query, key, value, bias, _ = found
+    assert_type(query, np.ndarray)
+    assert_type(found.key, np.ndarray)
+    assert_type(bias, np.ndarray | None)
+    some = fastattn.attention_backward(out, x, x, x, out, lse, causal=True, wrt=("query", "key"))
+    assert_type(some.value, np.ndarray | None)
+    of_any(found)
+    of_any(some)
+    assert found.query.shape == key.shape == value.shape
+
+
+def a_cache() -> None:
+    cache = fastattn.KVCache(batch=1, num_kv_heads=2, head_dim=4)
+    assert_type(cache.step(x, x, x, lengths=[5]), np.ndarray)
+    assert_type(cache.step(x, x, x, return_lse=True, window=(3, None), mask=Window(1, 1)), Pair)
+    assert_type(cache.step(x, x, x, return_weights=True), Pair)
+    assert_type(cache.attend(x, return_lse=True, return_weights=True, causal=False), Triple)
+    assert_type(cache.attend(x, return_lse=flag), np.ndarray | tuple[np.ndarray, ...])
+    assert_type(cache.fork().select([0]).lengths, np.ndarray)
+
+
+def a_layer() -> None:
+    rows, w = x[0], np.eye(4)
+    layer = MultiHeadAttention(w, w, w, w, num_heads=2, rope=fastattn.rope_tables(10, 2))
+    assert_type(layer(rows, causal=True), np.ndarray)
+    out, weights = layer(rows, rows, rows, return_weights="mean")
+    assert_type(weights, np.ndarray)
+    assert_type(layer(out, return_lse=True, return_weights="mean", key_lengths=[5, 3]), Triple)
+    assert_type(layer(out, rows, return_weights=flag), np.ndarray | tuple[np.ndarray, ...])
+    cache = fastattn.KVCache(batch=2, num_kv_heads=2, head_dim=2, layout="bshd")
+    assert_type(layer(rows, cache=cache, return_lse=True), Pair)
+
+
+def relatives() -> None:
+    points, y = x[0, 0], x[0, 0, :, 0]
+    assert_type(fastattn.kernel_regression(points, points, y, bandwidth=0.5), np.ndarray)
+    out, log_density = fastattn.kernel_regression(points, points, y, bandwidth=1, return_log_density=True)
+    assert_type(log_density, np.ndarray)
+    found = fastattn.kernel_regression(points, points, out, bandwidth=[1, 2, 3, 4], return_log_density=flag)
+    assert_type(found, np.ndarray | Pair)
+    features = fastattn.random_features(4, 8, seed=0)
+    assert_type(fastattn.linear_attention(x, x, x, feature_map=features), np.ndarray)
+    out, state = fastattn.linear_attention(x, x, x, causal=True, return_state=True)
+    assert_type(state, fastattn.LinearState)
+    assert_type(
+        fastattn.linear_attention(x, x, x, state=state, return_state=flag),
+        np.ndarray | tuple[np.ndarray, fastattn.LinearState],
+    )
+    cos, sin = fastattn.rope_tables(5, 4, scaling=("yarn", 2.0, 4096, {"beta_fast": 32}))
+    assert_type(fastattn.rope(x, cos, sin), np.ndarray)

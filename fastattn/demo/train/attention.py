@@ -7,7 +7,7 @@ values, outputs and the gradients of all of them are ``(B, L, H, D)``.
 from __future__ import annotations
 
 import math
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class FastAttention:
 
     def backward(self, layer: int, grad_out: Floats) -> tuple[Floats, Floats, Floats]:
         gradients = fastattn.attention_backward(grad_out, *self._kept[layer], causal=True, layout="bshd")
-        return cast(tuple[Floats, Floats, Floats], gradients[:3])
+        return gradients.query, gradients.key, gradients.value
 
     @property
     def nbytes_kept(self) -> int:

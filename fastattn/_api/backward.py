@@ -121,10 +121,10 @@ def attention_backward(
     >>> query, key, value, target = np.random.default_rng(0).standard_normal((4, 8, 5, 16))
     >>> out, lse = fastattn.attention(query, key, value, causal=True, return_lse=True)
     >>> gradients = fastattn.attention_backward(out - target, query, key, value, out, lse, causal=True)
-    >>> gradients.key.shape
-    (8, 5, 16)
-    >>> gradients.bias is None
-    True
+    >>> gradients
+    Gradients(query=<float64 (8, 5, 16)>, key=<float64 (8, 5, 16)>, value=<float64 (8, 5, 16)>,
+              bias=None, sinks=None)
+    >>> query -= 0.1 * gradients.query
     """
     completed = complete("B", attention_backward, options, extra)
     backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)

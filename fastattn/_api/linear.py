@@ -156,8 +156,8 @@ def linear_attention(
     >>> _, state = fastattn.linear_attention(
     ...     query[first], key[first], value[first], causal=True, return_state=True
     ... )
-    >>> state.key_value_sum.shape
-    (2, 2, 16, 16)
+    >>> state
+    LinearState(key_value_sum=<float64 (2, 2, 16, 16)>, key_sum=<float64 (2, 2, 16)>, log_scale=None)
     >>> last = fastattn.linear_attention(query[rest], key[rest], value[rest], causal=True, state=state)
     >>> np.allclose(last, out[rest], atol=1e-5)
     True

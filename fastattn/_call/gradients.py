@@ -11,6 +11,7 @@ import numpy as np
 
 from fastattn._call.problem import FLOAT64, Problem
 from fastattn._machine.constants import SCORE_COLUMNS
+from fastattn.masks.arguments import show_shapes
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # which every checker has
@@ -95,3 +96,6 @@ class Gradients(NamedTuple, Generic[Gradient]):
     value: Gradient
     bias: np.ndarray | None
     sinks: np.ndarray | None
+
+    def __repr__(self) -> str:
+        return show_shapes(self)

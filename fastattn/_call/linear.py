@@ -11,6 +11,7 @@ import numpy as np
 from fastattn._call.arguments import as_array, check_number_dtype
 from fastattn._call.problem import FLOAT32, FLOAT64
 from fastattn._machine.device import host_array
+from fastattn.masks.arguments import show_shapes
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -39,6 +40,9 @@ class LinearState(NamedTuple):
     key_value_sum: np.ndarray
     key_sum: np.ndarray
     log_scale: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        return show_shapes(self)
 
 
 def each(state: LinearState, change: Callable[[np.ndarray, int], np.ndarray]) -> LinearState:

@@ -34,7 +34,18 @@ def hashable(value: Any) -> Any:
 def show(value: Any) -> str:
     if not isinstance(value, np.ndarray):
         return repr(value)
-    return str(value.tolist()) if value.size <= 8 and value.ndim <= 1 else f"<{value.dtype} {value.shape}>"
+    return str(value.tolist()) if value.size <= 8 and value.ndim <= 1 else show_shape(value)
+
+
+def show_shape(value: Any) -> str:
+    """An array of any library by its dtype and shape; anything else as it is."""
+    return f"<{value.dtype} {tuple(value.shape)}>" if hasattr(value, "dtype") else repr(value)
+
+
+def show_shapes(record: Any) -> str:
+    """A named tuple of arrays."""
+    fields = (f"{name}={show_shape(value)}" for name, value in record._asdict().items())
+    return f"{type(record).__name__}({', '.join(fields)})"
 
 
 def as_integer(value: Any, name: str, kind: str = "an integer") -> int:

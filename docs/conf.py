@@ -41,6 +41,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 60
 nb_output_stderr = "warn"
+nb_render_markdown_format = "myst"  # of what a cell shows
 nb_code_prompt_show = "The code of the figure"
 nb_code_prompt_hide = "The code of the figure"
 # Kernels import the package that this process imported, installed or not.

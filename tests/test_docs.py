@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn._call.options import OPTIONS
 from tests.process import ROOT, python
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -93,6 +94,21 @@ def test_cells(name, tmp_path, monkeypatch):
     namespace = {"np": np}
     for cell in code:
         exec(compile(cell, f"{name}.md", "exec"), namespace)
+
+
+def test_table_of_options():
+    """The page makes it of the signatures that `help` shows: a row for each option, a mark for each taker."""
+    pytest.importorskip("IPython")
+    [(_, code)] = CELL.findall((DOCS / "api" / "options.md").read_text())
+    namespace = {}
+    exec(compile(code, "options.md", "exec"), namespace)
+    _, _, *rows = (line.strip("| ").split(" | ") for line in namespace["table"].splitlines())
+    marks = {name.strip("`"): " ".join(cells).split() for name, _, *cells in rows}
+    others = {"causal": 1, "key_lengths": 1}  # of linear_attention
+    assert {name: len(cells) for name, cells in marks.items()} == {
+        option.name: len(option.takers) + others.get(option.name, 0) for option in OPTIONS
+    }
+    assert marks["causal"] == ["●", "●", "●", "●", "`True`", "`None`", "●"]
 
 
 def coming_from():

@@ -1,10 +1,10 @@
 """Publish a result: ``python -m benchmarks.publish [RESULTS.json --machine NAME [--note TEXT]] [--check]``.
 
-The newest result of each machine is kept, in a file of its own in `benchmarks/results`. The README's speed
-section and the pictures beside those files are written from them and from nothing else: the whole of the
-newest, and a column for each of the others. ``--check`` tells whether they still say what the files say. With
-RESULTS.json, what ``python -m fastattn bench --json RESULTS.json`` wrote becomes the file of the machine NAME
-first.
+The newest result of each machine is kept, in a file of its own in `benchmarks/results`. The figures of the
+README and of the page of benchmarks, and the pictures beside those files, are written from them and from
+nothing else: the whole of the newest, and a column for each of the others. ``--check`` tells whether they
+still say what the files say. With RESULTS.json, what ``python -m fastattn bench --json RESULTS.json`` wrote
+becomes the file of the machine NAME first.
 """
 
 from __future__ import annotations
@@ -15,25 +15,37 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from PIL import Image
 
 from fastattn.bench.cases import CASES
 from fastattn.bench.peers import OURS
-from fastattn.bench.plots import DIGEST_KEY, Picture, digest, draw_all, pictures
+from fastattn.bench.plots import DIGEST_KEY, Picture, compared, digest, draw_all, measured, pictures, shown
 from fastattn.bench.report import time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: The folder of the kept files and the pictures, and the file that holds the section, below the root.
-RESULTS, README = Path("benchmarks/results"), Path("README.md")
+#: The folder of the kept files and the pictures, and the files that hold figures, below the root.
+RESULTS, README, PAGE = Path("benchmarks/results"), Path("README.md"), Path("docs/benchmarks.md")
 
-#: What is between these lines in the README is written here.
-BEGIN = "<!-- Speed: written by python -m benchmarks.publish; changes belong there. -->"
-END = "<!-- End of what python -m benchmarks.publish wrote. -->"
+#: The folder of results for a link in the page.
+FROM_PAGE = Path("..") / RESULTS
 
-#: The rows of the table, as far as they were measured: one or two of each kind of work.
+#: The rows of the README's table, as far as they were measured, in words.
+SHORT = {
+    "square-2048-64": "8 heads of 64, 2048 tokens",
+    "causal-2048-64": "the same, causal",
+    "window-8192": "2 heads, 8192 tokens, window of 256",
+    "bert-batch": "BERT, 32 texts of 128 tokens",
+    "bert-ragged": "the same, padded texts",
+    "llama-decode": "Llama, one token after 4096",
+    "backward-2048-64": "gradients, 8 heads, 2048 tokens",
+    "tiny-16": "2 items of 4 heads, 16 tokens",
+}
+
+#: The rows of the page's tables, as far as they were measured: one or two of each kind of work.
 TELLING = (
     "square-512-64",
     "square-2048-64",
@@ -139,35 +151,74 @@ def kept(root: Path) -> list[dict[str, Any]]:
     return sorted(documents, key=lambda document: document["date"], reverse=True)
 
 
-def section(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]) -> str:
-    """The README's speed section, from `BEGIN` to `END`; `documents` are the kept ones, the newest first."""
-    newest, *others = documents
-    rows = [
-        (*_row(name, newest["cases"][name]), *(_best_ratio(other["cases"].get(name)) for other in others))
-        for name in TELLING
-        if name in newest["cases"]
-    ]
-    header = (
-        "case",
-        "B,H,L,S,D",
-        "options",
-        "fastattn",
-        "fastest peer / ours",
-        "PyTorch / ours",
-        "of the limit",
-        *(f"{other['machine']['name']}: fastest peer / ours" for other in others),
+def figure(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The README's one figure: the fastest peer's time over ours on each machine."""
+    runs = [run for document in documents for run in document["cases"].values()]
+    peers = shown(name for run in runs for name in run["summary"]["ratios"])
+    means = [_mean_ratio(document) for document in documents]
+    times = ", ".join(f"{ratio} times as long on {name}" for name, ratio in means)
+    cases = _count(len(documents[0]["cases"]), "case")
+    return (
+        f"**The fastest of {', '.join(peers)} takes {times}** (geometric mean over {cases}: [Speed](#speed))."
     )
-    table = [header, ("---",) * len(header), *rows]
+
+
+def _mean_ratio(document: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a machine, and the geometric mean of the ratios to the fastest peer there."""
+    ratios = [it.ratios[it.best]["median"] for it in measured(document) if it.best is not None]
+    return document["machine"]["name"], f"{geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def summary(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]) -> str:
+    """The README's speed section: a short table, what was not faster, and the first picture."""
+    names = [document["machine"]["name"] for document in documents]
+    cells = [
+        (label, *(_best_ratio(document["cases"].get(name)) for document in documents))
+        for name, label in SHORT.items()
+        if name in documents[0]["cases"]
+    ]
     return "\n\n".join(
         (
-            BEGIN,
-            f"{_provenance(newest)}:",
-            "\n".join(f"| {' | '.join(row)} |" for row in table),
-            *(f"{_provenance(other)}." for other in others),
-            *(f"![{picture.title}]({RESULTS / picture.name}.png)" for picture in drawn),
-            END,
+            _table(("fastest peer's time / ours", *names), cells),
+            "\n".join(f"* {_outcome(document)}" for document in documents),
+            *(f"![{picture.title}]({RESULTS / picture.name}.png)" for picture in drawn[:1]),
         )
     )
+
+
+def _outcome(document: Mapping[str, Any]) -> str:
+    """How often fastattn is faster on a machine, and each case that is not, with its ratio."""
+    cases = [it for it in measured(document) if it.best is not None]
+    worst = [it for it in cases if it.best is not None and it.ratios[it.best]["high"] < 1]
+    losses = ", ".join(f"`{it.name}` {_best_ratio(document['cases'][it.name])}" for it in worst)
+    where = f"{document['machine']['name']}, {_count(document['threads'], 'thread')}, {document['date'][:10]}"
+    return f"{where}: {compared(cases)}{f'. Slower: {losses}' if losses else ''}"
+
+
+def section(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]) -> str:
+    """The speed section of the page of benchmarks; `documents` are the kept ones, the newest first."""
+    newest, *others = documents
+    names = [name for name in TELLING if name in newest["cases"]]
+    header = ("case", "B,H,L,S,D", "options", "fastattn", "PyTorch / ours", "of the multiply-add peak")
+    beside = ("fastest peer / ours", *(document["machine"]["name"] for document in documents))
+    ratios = [
+        (f"`{name}`", *(_best_ratio(document["cases"].get(name)) for document in documents)) for name in names
+    ]
+    return "\n\n".join(
+        (
+            f"{_provenance(newest)}:",
+            _table(header, [_row(name, newest["cases"][name]) for name in names]),
+            "The fastest peer on each machine:",
+            _table(beside, ratios),
+            *(f"{_provenance(other)}." for other in others),
+            "\n".join(f"* {_outcome(document)}" for document in documents),
+            *(f"![{picture.title}]({FROM_PAGE / picture.name}.png)" for picture in drawn),
+        )
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
 
 
 def _provenance(document: Mapping[str, Any]) -> str:
@@ -185,14 +236,14 @@ def _provenance(document: Mapping[str, Any]) -> str:
     rounds = [run["rounds"] for run in cases.values()]
     fewest = "" if min(rounds) == max(rounds) else f"{min(rounds)} to "
     medians = f"Medians of {fewest}{_count(max(rounds), 'interleaved round')}"
-    file = file_of(document)
+    file = FROM_PAGE / file_of(document).name
     figures = f"some of {_count(len(cases), 'case')}, all in [{file.name}]({file})"
     note = f"**{document['note']}** " if "note" in document else ""
     return f"{note}{where}, {document['date'][:10]}; {versions}. {medians}; {figures}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -206,15 +257,19 @@ def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
         run["case"]["shape"],
         run["case"]["options"],
         time_text(seconds[OURS[0]]) if OURS[0] in seconds else "-",
-        _best_ratio(run),
         _ratio(summary, "torch"),
         share,
     )
 
 
 def _best_ratio(run: Mapping[str, Any] | None) -> str:
+    """The fastest peer's time over ours, and which peer it is; "equal" where the 95 % interval holds 1."""
     best = run and run["summary"]["best"]
-    return f"{_ratio(run['summary'], best)} ({best})" if run and best else "-"
+    if not (run and best):
+        return "-"
+    ratio = run["summary"]["ratios"][best]
+    equal = ", equal" if ratio["low"] <= 1 <= ratio["high"] else ""
+    return f"{ratio['median']:.2f} ({best}{equal})"
 
 
 def _ratio(summary: Mapping[str, Any], library: str) -> str:
@@ -222,35 +277,58 @@ def _ratio(summary: Mapping[str, Any], library: str) -> str:
     return "-" if found is None else f"{found['median']:.2f}"
 
 
-def replaced(text: str, new: str) -> str:
-    """`text` with what is between `BEGIN` and `END` replaced.
+def marks(name: str) -> tuple[str, str]:
+    """The lines around what is written here under `name`."""
+    begin = f"<!-- {name}: written by python -m benchmarks.publish; changes belong there. -->"
+    return begin, f"<!-- End of {name}, as python -m benchmarks.publish wrote it. -->"
+
+
+def replaced(text: str, name: str, new: str) -> str:
+    """`text` with what is between the marks of `name` replaced.
 
     Raises
     ------
     ValueError
         `text` does not have each of them once, in this order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in after:
-        raise ValueError(f"{README} must have these lines once, in this order:\n{BEGIN}\n{END}")
-    return f"{before}{new}{after}"
+    begin, end = marks(name)
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended) or begin in rest or end in after:
+        raise ValueError(f"a text with {name} must have these lines once, in this order:\n{begin}\n{end}")
+    return f"{before}{begin}\n\n{new}\n\n{end}{after}"
+
+
+def texts(
+    root: Path, documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]
+) -> Iterator[tuple[Path, str]]:
+    """The files that hold figures, below `root`, each with what it has to say."""
+    written = {
+        README: {"Figure": figure(documents), "Speed": summary(documents, drawn)},
+        PAGE: {"Speed": section(documents, drawn)},
+    }
+    for file, parts in written.items():
+        text = (root / file).read_text("utf-8")
+        for name, new in parts.items():
+            text = replaced(text, name, new)
+        yield file, text
 
 
 def publish(root: Path, document: Mapping[str, Any] | None = None) -> list[Path]:
-    """Keep `document` below `root`, and write the section and the pictures; the files that were written."""
+    """Keep `document` below `root`, and write the figures and the pictures; the files that were written."""
     (root / RESULTS).mkdir(parents=True, exist_ok=True)
     paths = []
     if document is not None:
         paths.append(root / file_of(document))
         paths[0].write_text(as_text(document), encoding="utf-8")
-    documents, readme = kept(root), root / README
-    drawn = pictures(documents[0])
-    readme.write_text(replaced(readme.read_text("utf-8"), section(documents, drawn)), "utf-8")
+    documents = kept(root)
+    for file, text in texts(root, documents, pictures(documents[0])):
+        (root / file).write_text(text, "utf-8")
+        paths.append(root / file)
     images = draw_all(documents[0], root / RESULTS)
     for stale in set((root / RESULTS).glob("*.png")) - set(images):
         stale.unlink()
-    return [*paths, readme, *images]
+    return [*paths, *images]
 
 
 def disagreements(root: Path) -> Iterator[str]:
@@ -266,9 +344,9 @@ def disagreements(root: Path) -> Iterator[str]:
             elif (run["case"]["shape"], run["case"]["options"]) != (CASES[name].shape, CASES[name].options):
                 yield f"{file}: the case {name} is another one now"
     drawn = pictures(documents[0])
-    text = (root / README).read_text("utf-8")
-    if replaced(text, section(documents, drawn)) != text:
-        yield f"{README}: the speed section"
+    for file, text in texts(root, documents, drawn):
+        if (root / file).read_text("utf-8") != text:
+            yield f"{file}: the figures"
     wanted = {f"{picture.name}.png" for picture in drawn}
     there = {path.name for path in (root / RESULTS).glob("*.png")}
     for name in sorted(wanted | there):
@@ -302,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--machine NAME says what RESULTS.json was measured on")
     if options.check:
         found = list(disagreements(ROOT))
-        print("\n".join(found) if found else "README and pictures say what the results say.")
+        print("\n".join(found) if found else "Pages and pictures say what the results say.")
         return 1 if found else 0
     document = None
     if options.results is not None:

@@ -1,4 +1,4 @@
-"""What is published says what was measured: the README's speed section, the pictures, the kept file."""
+"""What is published says what was measured: the figures of both pages, the pictures, the kept files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ pytest.importorskip("rich")
 
 from benchmarks import targets
 from benchmarks.publish import (
-    BEGIN,
-    END,
+    PAGE,
     README,
     RESULTS,
+    SHORT,
     TELLING,
     as_text,
     compact,
     disagreements,
+    figure,
     kept,
     main,
+    marks,
     publish,
     replaced,
     section,
+    summary,
 )
 from fastattn.bench import plots
 from fastattn.bench.cases import CASES
@@ -47,9 +50,9 @@ FILE = RESULTS / "made-up.json"
 SOME = [*map(CASES.__getitem__, ("square-512-64", "bert-batch", "llama-decode")), CASES["head-dim-16"]]
 
 
-def test_readme_and_pictures_say_what_the_kept_results_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_and_pictures_say_what_the_kept_results_say(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["--check"])
-    assert (status, capsys.readouterr().out) == (0, "README and pictures say what the results say.\n")
+    assert (status, capsys.readouterr().out) == (0, "Pages and pictures say what the results say.\n")
 
 
 def test_the_command_says_what_disagrees(
@@ -60,8 +63,8 @@ def test_the_command_says_what_disagrees(
     assert (status, capsys.readouterr().out) == (1, f"{ROOT}: one\ntwo\n")
 
 
-def test_rows_of_the_table_are_cases() -> None:
-    assert set(TELLING) <= set(CASES)
+def test_rows_of_the_tables_are_cases() -> None:
+    assert set(TELLING) | set(SHORT) <= set(CASES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +87,10 @@ def drawn_once() -> Iterator[None]:
 def pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like this project's, with made-up results published in it."""
     root = tmp_path_factory.mktemp("pattern")
-    (root / README).write_text(f"# Title\n\nBefore.\n\n{BEGIN}\nlast year\n{END}\n\nAfter.\n")
+    for file, names in {README: ("Figure", "Speed"), PAGE: ("Speed",)}.items():
+        parts = "\n\nBetween.\n\n".join("\nlast year\n".join(marks(name)) for name in names)
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).write_text(f"# Title\n\nBefore.\n\n{parts}\n\nAfter.\n")
     publish(root, compact(make_document(SOME)))
     assert list(disagreements(root)) == []
     return root
@@ -98,18 +104,25 @@ def published(pattern: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_publishing_leaves_the_rest_of_the_readme_alone(published: Path) -> None:
-    text = (published / README).read_text()
-    assert text.startswith("# Title\n\nBefore.\n\n")
-    assert text.endswith("\n\nAfter.\n")
-    assert "last year" not in text
+def test_publishing_leaves_the_rest_of_the_pages_alone(published: Path) -> None:
+    texts = {file: (published / file).read_text() for file in (README, PAGE)}
+    for text in texts.values():
+        assert text.startswith("# Title\n\nBefore.\n\n")
+        assert text.endswith("\n\nAfter.\n")
+        assert "last year" not in text
+    assert "\n\nBetween.\n\n" in texts[README]
     publish(published)
-    assert (published / README).read_text() == text
+    assert {file: (published / file).read_text() for file in texts} == texts
 
 
 def edit_readme(root: Path) -> None:
     path = root / README
     path.write_text(re.sub(r"(\d)\.(\d\d) \(", r"\g<1>.99 (", path.read_text(), count=1))
+
+
+def edit_page(root: Path) -> None:
+    path = root / PAGE
+    path.write_text(re.sub(r"(\d) %", r"\g<1>9 %", path.read_text(), count=1))
 
 
 def edit_results(root: Path) -> None:
@@ -140,10 +153,11 @@ def add_picture(root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (edit_readme, ["README.md: the speed section"]),
+        (edit_readme, ["README.md: the figures"]),
+        (edit_page, ["docs/benchmarks.md: the figures"]),
         pytest.param(
             edit_results,
-            ["README.md: the speed section", "ratios.png: was drawn from other results"],
+            ["docs/benchmarks.md: the figures", "ratios.png: was drawn from other results"],
             marks=pytest.mark.slow,
         ),
         pytest.param(rename_case, ["there is no case bart-batch any more"], marks=pytest.mark.slow),
@@ -163,10 +177,10 @@ def test_a_disagreement_is_named(change: Callable[[Path], None], named: list[str
     assert left == []
 
 
-@pytest.mark.parametrize("text", ["nothing", BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}"])
-def test_a_readme_without_its_marks_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["nothing", "{0}", "{1}", "{1}\n{0}", "{0}\n{0}\n{1}", "{0}\n{1}\n{1}"])
+def test_a_page_without_its_marks_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape("must have these lines once")):
-        replaced(text, "new")
+        replaced(text.format(*marks("Speed")), "Speed", "new")
 
 
 def test_the_kept_file_is_small_and_has_a_line_for_each_case() -> None:
@@ -194,7 +208,7 @@ def test_what_is_kept_is_what_was_measured() -> None:
 
 def rows(document: dict[str, Any]) -> dict[str, list[str]]:
     """The cells of the table by the name of the case."""
-    text = section([document], [])
+    text = section([document], []).partition("The fastest peer")[0]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {row[0].strip("`"): row[1:] for row in cells}
 
@@ -213,7 +227,7 @@ def test_the_table_shows_the_figures() -> None:
     }
     found = rows(document)
     assert list(found) == ["square-512-64", "bert-batch", "llama-decode"]
-    assert found["square-512-64"] == ["1,8,512,512,64", "", "2.69 ms", "1.25 (torch)", "1.25", "74 %"]
+    assert found["square-512-64"] == ["1,8,512,512,64", "", "2.69 ms", "1.25", "74 %"]
     assert found["llama-decode"][-1].endswith(" % (memory)")
 
 
@@ -222,21 +236,67 @@ def test_the_table_says_what_it_lacks() -> None:
     document["cases"]["square-512-64"]["summary"]["limit"] = None
     document["cases"]["bert-batch"]["summary"]["limit"]["share"] = None
     found = rows(document)
-    assert found["square-512-64"][-3:] == ["-", "-", "-"]
-    assert found["bert-batch"][-3:] == ["-", "-", "-"]
+    assert found["square-512-64"][-2:] == ["-", "-"]
+    assert found["bert-batch"][-2:] == ["-", "-"]
+    assert "| `bert-batch` | - |" in section([document], [])
 
 
 def test_another_machine_has_a_column() -> None:
     newest, other = make_document(SOME), make_document(SOME[:2])
     other["machine"]["name"] = "Older (2 cores)"
     other["date"] = "2025-01-01T00:00:00+00:00"
-    other["cases"]["bert-batch"]["summary"] |= {"best": "jax", "ratios": {"jax": {"median": 1.234}}}
+    ratio = {"median": 1.234, "low": 1.1, "high": 1.3}
+    other["cases"]["bert-batch"]["summary"] |= {"best": "jax", "ratios": {"jax": ratio}}
     text = section([newest, other], [])
-    assert "| of the limit | Older (2 cores): fastest peer / ours |" in text
+    assert "| fastest peer / ours | Made up | Older (2 cores) |" in text
     assert "Older (2 cores) (A made-up CPU), 2 threads on 2 cores, 2025-01-01" in text
-    assert "all in [older-2-cores.json](benchmarks/results/older-2-cores.json)." in text
+    assert "all in [older-2-cores.json](../benchmarks/results/older-2-cores.json)." in text
     last = {line.split("`")[1]: line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| `")}
     assert (last["bert-batch"], last["llama-decode"]) == ("1.23 (jax) |", "- |")
+
+
+def with_ratios(ratios: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
+    """Made-up results whose one peer has these medians and intervals."""
+    document = make_document([CASES[name] for name in ratios], ["fastattn", "torch"])
+    for name, (median, low, high) in ratios.items():
+        ratio = {"median": median, "low": low, "high": high}
+        document["cases"][name]["summary"]["ratios"]["torch"] = ratio
+    return document
+
+
+def test_what_is_equal_or_slower_is_said() -> None:
+    ratios = {
+        "square-2048-64": (2.0, 1.9, 2.1),
+        "bert-batch": (1.04, 0.98, 1.1),
+        "tiny-16": (0.5, 0.4, 0.6),
+        "square-512-64": (1.0, 1.0, 1.0),
+    }
+    document = with_ratios(ratios)
+    text = summary([document], [])
+    assert text.splitlines()[:2] == ["| fastest peer's time / ours | Made up |", "| --- | --- |"]
+    assert f"| {SHORT['square-2048-64']} | 2.00 (torch) |" in text
+    assert f"| {SHORT['bert-batch']} | 1.04 (torch, equal) |" in text
+    assert f"| {SHORT['tiny-16']} | 0.50 (torch) |" in text
+    counts = "faster than the fastest peer in 1, equal in 2, slower in 1 of 4 cases"
+    said = f"* Made up, 2 threads, 2026-11-21: {counts}. Slower: `tiny-16` 0.50 (torch)"
+    assert said in text.splitlines()
+    assert said in section([document], []).splitlines()
+    assert plots.pictures(document)[0].title == f"Made up: {counts}"
+
+
+def test_nothing_is_said_of_losses_that_there_are_not() -> None:
+    text = summary([with_ratios({"tiny-16": (2.0, 1.9, 2.1)})], [])
+    assert text.splitlines()[-1].endswith(": faster than the fastest peer in 1 of 1 cases")
+
+
+def test_the_figure_is_the_geometric_mean() -> None:
+    first = with_ratios({"tiny-16": (4.0, 3.0, 5.0), "bert-batch": (1.0, 0.9, 1.1)})
+    second = with_ratios({"tiny-16": (0.5, 0.4, 0.6), "bert-batch": (0.5, 0.4, 0.6)})
+    second["machine"]["name"] = "Other"
+    assert figure([first, second]).startswith(
+        "**The fastest of torch takes 2.00 times as long on Made up, 0.50 times as long on Other** "
+        "(geometric mean over 2 cases"
+    )
 
 
 def test_results_of_other_machines_stay(published: Path) -> None:
@@ -267,18 +327,20 @@ def test_arguments_that_say_too_little_or_too_much(
     assert message in capsys.readouterr().err
 
 
-def test_every_picture_is_in_the_section_with_a_text_for_who_cannot_see_it(published: Path) -> None:
-    text = (published / README).read_text()
-    shown = re.findall(r"!\[([^\]]{20,})\]\(([^)]+)\)", text)
-    assert sorted(target for _, target in shown) == sorted(
-        str(path.relative_to(published)) for path in (published / RESULTS).glob("*.png")
-    )
+def test_every_picture_is_shown_with_a_text_for_who_cannot_see_it(published: Path) -> None:
+    def shown(file: Path) -> list[Path]:
+        """The pictures of a page, from its own folder."""
+        found = re.findall(r"!\[([^\]]{20,})\]\(([^)]+)\)", (published / file).read_text())
+        return sorted((published / file).parent.joinpath(target).resolve() for _, target in found)
+
+    assert shown(PAGE) == sorted(path.resolve() for path in (published / RESULTS).glob("*.png"))
+    assert shown(README) == [(published / RESULTS / "ratios.png").resolve()]
 
 
 def test_a_note_comes_first() -> None:
     document = make_document(SOME) | {"note": "The clock was not steady."}
     text = section([compact(document)], [])
-    assert text.split("\n")[2].startswith(
+    assert text.startswith(
         "**The clock was not steady.** Made up (A made-up CPU), 2 threads on 2 cores, 2026-11-21"
     )
 

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from fastattn.bench.plots import ratios, roofline, scaling
-from fastattn.bench.plots._page import DIGEST_KEY, Picture, digest, house_style, save
+from fastattn.bench.plots._page import (
+    DIGEST_KEY,
+    Picture,
+    compared,
+    digest,
+    house_style,
+    measured,
+    save,
+    shown,
+)
 
-__all__ = ["DIGEST_KEY", "Picture", "digest", "draw_all", "pictures"]
+__all__ = ["DIGEST_KEY", "Picture", "compared", "digest", "draw_all", "measured", "pictures", "shown"]
 
 #: In the order in which they are shown.
 _DRAWN = (

@@ -115,6 +115,24 @@ def measured(document: Mapping[str, Any]) -> list[Measured]:
     ]
 
 
+def compared(cases: Iterable[Measured]) -> str:
+    """In how many of `cases` fastattn is faster than the fastest peer; also equal and slower, if in any.
+
+    Equal are cases whose 95 % interval holds 1.
+    """
+    best = [it.ratios[it.best] for it in cases if it.best is not None]
+    faster, slower = sum(it["low"] > 1 for it in best), sum(it["high"] < 1 for it in best)
+    counts = {"faster than the fastest peer": faster, "equal": len(best) - faster - slower, "slower": slower}
+    words = [f"{word} in {n}" for place, (word, n) in enumerate(counts.items()) if n or place == 0]
+    return f"{', '.join(words)} of {len(best)} cases"
+
+
+def headline(document: Mapping[str, Any], text: str) -> str:
+    """`text` after the name of the machine, where the result has one."""
+    name = document["machine"].get("name")
+    return f"{name}: {text}" if name else text
+
+
 def is_scaling(case: Mapping[str, Any]) -> bool:
     """Whether the case is a point of a curve rather than one of the catalogue."""
     return str(case["group"]).startswith("scaling-")

@@ -18,6 +18,8 @@ from fastattn.bench.plots._page import (
     LIGHT,
     Measured,
     Picture,
+    compared,
+    headline,
     is_scaling,
     mark,
     measured,
@@ -35,8 +37,8 @@ LARGEST = 16.0
 ROW, FRAME = 0.165, 1.5
 
 NOTE = (
-    "Shaded: the peer is faster. Line: 95 % interval. Large mark: the fastest peer, its ratio on the right. "
-    f"Arrowhead: above {LARGEST:g}."
+    "Shaded: the peer is faster. Line: 95 % interval; equal where it holds 1. "
+    f"Large mark: the fastest peer, its ratio on the right. Arrowhead: above {LARGEST:g}."
 )
 
 #: The peers of a row stand over this part of its height, so that one interval does not hide another.
@@ -77,18 +79,13 @@ def _drawn(document: Mapping[str, Any], name: str, cases: Sequence[Measured], ki
     columns = _columns(_rows(cases))
     height = FRAME + ROW * max(map(len, columns))
     peers = [name for name in shown(name for it in cases for name in it.ratios) if name not in OURS]
-    title = _title(cases) + kind
+    title = headline(document, compared(cases) + kind)
     figure = page(document, title, height, named(peers, linestyle="none"), NOTE)
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     lowest = _lowest(cases)
     for axes, rows in zip(panels, columns, strict=True):
         _draw_column(axes, rows, peers, lowest, max(map(len, columns)))
     return Picture(name, title, figure)
-
-
-def _title(cases: Sequence[Measured]) -> str:
-    faster = sum(it.ratios[it.best]["median"] > 1 for it in cases if it.best)
-    return f"fastattn is faster than the fastest peer in {faster} of {len(cases)} cases"
 
 
 def _rows(cases: Sequence[Measured]) -> list[list[Measured | str]]:

@@ -12,7 +12,7 @@ from matplotlib.transforms import Bbox
 
 from fastattn.bench.limits import ON_TILES
 from fastattn.bench.peers import OURS
-from fastattn.bench.plots._page import GREY, Measured, Picture, is_scaling, mark, measured, page
+from fastattn.bench.plots._page import GREY, Measured, Picture, headline, is_scaling, mark, measured, page
 
 #: The line of the roof of each dtype that is computed in; its cases are filled marks where the line is whole.
 ROOFS = {"float32": "-", "float64": "--", ON_TILES: "-."}
@@ -28,7 +28,10 @@ PLACES = (
 #: The axis begins at this fraction of the peak. Calls below it, mere overhead, are drawn at its end.
 DEPTH = 100
 
-NOTE = "Arrays that stay in the caches from call to call may be read faster than memory gives them."
+NOTE = (
+    "Shares are of float64's peak in float64, of the bandwidth where keys and values come from memory. "
+    "Arrays that stay in the caches may be read faster than memory gives them."
+)
 
 #: Labels per group: they show where its kind of cases lies, and do not name each case.
 LABELS = 2
@@ -45,7 +48,7 @@ def draw(document: Mapping[str, Any]) -> Picture | None:
     if not cases or bandwidth is None:
         return None
 
-    figure = page(document, title := _title(cases), 5.0, _handles(cases), NOTE)
+    figure = page(document, title := headline(document, _title(cases)), 5.0, _handles(cases), NOTE)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylabel="GFLOP/s", xlabel="FLOPs per byte of inputs and output")
     intensities = [_intensity(it) for it in cases]
@@ -79,8 +82,9 @@ def _intensity(it: Measured) -> float:
 def _title(cases: Sequence[Measured]) -> str:
     shares = [it.limit["share"]["median"] for it in cases if it.limit and it.limit["share"]]
     if not shares:
-        return "How far each case is below the machine's limits"
-    return f"Half of the cases run at {100 * np.median(shares):.0f} % of the machine's limit or more"
+        return "fastattn and the fastest peer below the machine's limits"
+    share = f"{100 * np.median(shares):.0f} % of the float32 multiply-add peak or the bandwidth"
+    return f"half of {len(shares)} cases reach {share}"
 
 
 def _dot(*, cold: bool, dtype: str) -> dict[str, Any]:

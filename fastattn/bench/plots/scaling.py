@@ -13,6 +13,8 @@ from fastattn.bench.plots._page import (
     GREY,
     Measured,
     Picture,
+    compared,
+    headline,
     line_style,
     mark,
     measured,
@@ -66,7 +68,8 @@ def draw_time(document: Mapping[str, Any]) -> Picture | None:
     cases = _curve([it for it in measured(document) if it.case["group"] == "scaling-length"], "len_k")
     if len(cases) < 2:
         return None
-    figure = page(document, title := _time_title(cases[-1]), 4.0, named(_libraries(cases)), _note(cases))
+    title = headline(document, _time_title(cases[-1]))
+    figure = page(document, title, 4.0, named(_libraries(cases)), _note(cases))
     times, ratios = figure.subplots(1, 2, width_ratios=(1.1, 1))
     for name in _libraries(cases):
         _line(times, name, [(it.case["len_k"], it.seconds[name] * 1e3) for it in cases if name in it.seconds])
@@ -85,7 +88,7 @@ def draw_time(document: Mapping[str, Any]) -> Picture | None:
 
 
 def _time_title(last: Measured) -> str:
-    text = f"At {last.case['len_k']} tokens fastattn takes {_time(last.seconds[OURS[0]])}"
+    text = f"{last.case['len_k']} tokens take fastattn {_time(last.seconds[OURS[0]])}"
     if last.best is not None:
         text += f", the fastest peer ({last.best}) {_time(last.seconds[last.best])}"
     return text
@@ -122,7 +125,7 @@ def draw_memory(document: Mapping[str, Any]) -> Picture | None:
         return None
     handles = [*named(shown(extra)), Line2D([], [], label="all scores at once", **REFERENCE)]
     note = f"{_note(cases)} Less than {LEAST_MEMORY:g} MiB is drawn as {LEAST_MEMORY:g}."
-    figure = page(document, title := _memory_title(extra), 4.0, handles, note)
+    figure = page(document, title := headline(document, _memory_title(extra)), 4.0, handles, note)
     axes = figure.subplots()
     for name, points in extra.items():
         _line(axes, name, points)
@@ -145,11 +148,11 @@ def _score_bytes(case: Mapping[str, Any]) -> int:
 
 def _memory_title(extra: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     length, ours = extra[OURS[0]][-1]
-    text = f"At {length} tokens fastattn needs {_mebibytes(ours)} of its own"
+    text = f"{length} tokens need {_mebibytes(ours)} in fastattn"
     others = [points[-1][1] for name, points in extra.items() if name != OURS[0] and points[-1][0] == length]
     if others:
         ends = dict.fromkeys(_mebibytes(value) for value in (min(others), max(others)))
-        text += f", the peers {' to '.join(ends)}"
+        text += f", {' to '.join(ends)} in its peers"
     return text
 
 
@@ -171,8 +174,9 @@ def draw_sizes(document: Mapping[str, Any]) -> Picture | None:
     everything = [it for *_, cases in panels for it in cases]
     handles = named(_libraries(everything))
     if any(it.limit for it in everything):
-        handles.append(Line2D([], [], label="the machine's limit", **REFERENCE))
-    figure = page(document, title := _sizes_title(everything), 3.4, handles, SIZES_NOTE)
+        handles.append(Line2D([], [], label="float32 multiply-add peak", **REFERENCE))
+    title = headline(document, _sizes_title(everything))
+    figure = page(document, title, 3.4, handles, SIZES_NOTE)
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (size, label, cases) in zip(row, panels, strict=True):
         for name in _libraries(cases):
@@ -195,8 +199,7 @@ def _same_sizes(cases: Sequence[Measured]) -> str:
 
 
 def _sizes_title(cases: Sequence[Measured]) -> str:
-    first = sum(it.best is None or it.ratios[it.best]["median"] > 1 for it in cases)
-    return f"fastattn is the fastest at {first} of {len(cases)} sizes"
+    return compared(cases) if any(it.best for it in cases) else "GFLOP/s of fastattn at several sizes"
 
 
 def _curve(cases: Sequence[Measured], size: str) -> list[Measured]:

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -20,7 +21,9 @@ from fastattn._call.options import OPTIONS
 from tests.process import ROOT, python
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-ADDING, RECIPES, COMING_FROM = (DOCS / f"{name}.md" for name in ("adding", "recipes", "coming-from"))
+ADDING, COMING_FROM, QUICKSTART, FAQ = (
+    DOCS / f"{name}.md" for name in ("adding", "coming-from", "quickstart", "faq")
+)
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\}\n(:tags: [^\n]*\n)?(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -84,7 +87,11 @@ def test_readme_code(tmp_path, monkeypatch):
             exec(compile(block, "README.md", "exec"), namespace)
 
 
-@pytest.mark.parametrize("name", ["index", "from-scratch", "recipes", "how-it-works"])
+def pages_with_cells():
+    return [path.stem for path in sorted(DOCS.glob("*.md")) if cells(path)]
+
+
+@pytest.mark.parametrize("name", pages_with_cells())
 def test_cells(name, tmp_path, monkeypatch):
     """What a page shows runs without what draws its figures; building the site runs both."""
     pytest.importorskip("numba")
@@ -111,26 +118,39 @@ def test_table_of_options():
     assert marks["causal"] == ["●", "●", "●", "●", "`True`", "`None`", "●"]
 
 
-def coming_from():
-    """The code of each section, with what it imports beside fastattn."""
-    for section in re.split(r"^## ", COMING_FROM.read_text(), flags=re.MULTILINE)[1:]:
+def sections(page):
+    """The code of each section that has any, with what it imports; slow where that is another library."""
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         code = "".join(block for kind, block in BLOCK.findall(section) if kind == "python")
         imported = {
             (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
             for node in ast.walk(ast.parse(code))
             if isinstance(node, ast.Import | ast.ImportFrom)
         }
-        yield pytest.param(code, imported, id=section.splitlines()[0])
+        slow = pytest.mark.slow if imported - {"numpy", "fastattn"} else ()
+        if code:
+            yield pytest.param(code, imported, id=f"{page.stem}: {section.splitlines()[0]}", marks=slow)
+
+
+def run_section(code, imported):
+    """In a process of its own, as for the peers."""
+    if missing := [name for name in imported if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    python(code, env={"KERAS_BACKEND": "numpy"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "imported"), list(coming_from()))
+@pytest.mark.parametrize(("code", "imported"), list(sections(COMING_FROM)))
 def test_coming_from(code, imported):
-    """Before and after give the same numbers; each section in a process of its own, as for the peers."""
-    if missing := [name for name in imported if find_spec(name) is None]:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    """Before and after give the same numbers."""
     assert "assert_allclose" in code
-    python(code, env={"KERAS_BACKEND": "numpy"})
+    run_section(code, imported)
+
+
+@pytest.mark.parametrize(("code", "imported"), [*sections(QUICKSTART), *sections(FAQ)])
+def test_sections_that_stand_alone(code, imported):
+    assert "assert" in code
+    run_section(code, imported)
 
 
 def test_reference_names_everything_public():
@@ -190,6 +210,25 @@ def test_readme_names_the_two_commands():
     text = README.read_text()
     assert re.search(r'pip install (-e )?"?\.\[demo\]"?', text)
     assert "python -m fastattn demo" in text
+
+
+def test_pages_have_the_commands_that_ci_takes_from_them():
+    """Word for word, as `.ci/run` asks half an hour later."""
+    text = (ROOT / ".ci" / "run").read_text()
+    calls = re.findall(r"^from_(?:readme|page (\S+)) (['\"])(.+)\2$", text, re.MULTILINE)
+    assert len(calls) == len(re.findall(r"^from_\w+ ", text, re.MULTILINE)) >= 7
+    for page, _, command in calls:
+        assert command in (ROOT / (page or "README.md")).read_text(), command
+
+
+def test_installation_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`.+?`) \| ", (DOCS / "installation.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(extras)
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 130
 
 
 def test_readme_links_lead_somewhere():

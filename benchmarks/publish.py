@@ -155,18 +155,22 @@ def figure(documents: Sequence[Mapping[str, Any]]) -> str:
     """The README's one figure: the fastest peer's time over ours on each machine."""
     runs = [run for document in documents for run in document["cases"].values()]
     peers = shown(name for run in runs for name in run["summary"]["ratios"])
-    means = [_mean_ratio(document) for document in documents]
-    times = ", ".join(f"{ratio} times as long on {name}" for name, ratio in means)
+    if not peers:
+        return "No other library was timed."
+    *others, last = peers
+    fastest = f"The fastest of {', '.join(others)} and {last}" if others else last
+    first, *rest = (f"{_mean_ratio(it)} times" for it in documents)
+    names = [document["machine"]["name"] for document in documents]
+    times = [f"{first} as long as fastattn", *rest]
+    where = ", ".join(f"{time} on {name}" for time, name in zip(times, names, strict=True))
     cases = _count(len(documents[0]["cases"]), "case")
-    return (
-        f"**The fastest of {', '.join(peers)} takes {times}** (geometric mean over {cases}: [Speed](#speed))."
-    )
+    return f"**{fastest} takes {where}** (geometric mean over {cases}: [Speed](#speed))."
 
 
-def _mean_ratio(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a machine, and the geometric mean of the ratios to the fastest peer there."""
+def _mean_ratio(document: Mapping[str, Any]) -> str:
+    """The geometric mean of the fastest peer's time over ours."""
     ratios = [it.ratios[it.best]["median"] for it in measured(document) if it.best is not None]
-    return document["machine"]["name"], f"{geometric_mean(ratios):.2f}" if ratios else "-"
+    return f"{geometric_mean(ratios):.2f}" if ratios else "-"
 
 
 def summary(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Picture]) -> str:
@@ -242,8 +246,8 @@ def _provenance(document: Mapping[str, Any]) -> str:
     return f"{note}{where}, {document['date'][:10]}; {versions}. {medians}; {figures}"
 
 
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:

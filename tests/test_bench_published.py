@@ -293,10 +293,13 @@ def test_the_figure_is_the_geometric_mean() -> None:
     first = with_ratios({"tiny-16": (4.0, 3.0, 5.0), "bert-batch": (1.0, 0.9, 1.1)})
     second = with_ratios({"tiny-16": (0.5, 0.4, 0.6), "bert-batch": (0.5, 0.4, 0.6)})
     second["machine"]["name"] = "Other"
-    assert figure([first, second]).startswith(
-        "**The fastest of torch takes 2.00 times as long on Made up, 0.50 times as long on Other** "
-        "(geometric mean over 2 cases"
+    assert figure([first, second]) == (
+        "**torch takes 2.00 times as long as fastattn on Made up, 0.50 times on Other** "
+        "(geometric mean over 2 cases: [Speed](#speed))."
     )
+    both = make_document(SOME, ["fastattn", "torch", "jax"])
+    assert figure([both]).startswith("**The fastest of torch and jax takes ")
+    assert figure([make_document(SOME, ["fastattn"])]) == "No other library was timed."
 
 
 def test_results_of_other_machines_stay(published: Path) -> None:

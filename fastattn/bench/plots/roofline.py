@@ -30,7 +30,7 @@ DEPTH = 100
 
 NOTE = (
     "Shares are of float64's peak in float64, of the bandwidth where keys and values come from memory. "
-    "Arrays that stay in the caches may be read faster than memory gives them."
+    "Arrays in caches may be read faster."
 )
 
 #: Labels per group: they show where its kind of cases lies, and do not name each case.

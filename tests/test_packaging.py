@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 SOURCES = "fastattn/backends/cython"
 GENERATED = (SOURCES, "fastattn/bench/probes")  # the folders in which Cython writes a driver.c
+PAPERS = ["LICENSE", "CITATION.cff", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+PAPERS += ["CODE_OF_CONDUCT.md", "SECURITY.md"]
 NO_COMPILER = shutil.which("false") or "/bin/false"
 IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
@@ -56,10 +58,10 @@ def build(kind: str, tree: Path, into: Path, **variables: str) -> subprocess.Com
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of a tree in which the extension was built; making it writes driver.c."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("fastattn", "tests", "benchmarks", "docs"):
+    for name in ("fastattn", "tests", "benchmarks", "docs", "licenses"):
         generated = shutil.ignore_patterns("*.so", "driver.c", "generated", ".*")
         shutil.copytree(ROOT / name, tree / name, ignore=generated)
-    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
+    for name in (*PAPERS, "MANIFEST.in", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tree)
     for name in ("driver.cpython-311-x86_64-linux-gnu.so", "kernels.o"):
         (tree / SOURCES / name).touch()
@@ -106,6 +108,7 @@ class TestSourceDistribution:
             *(("fastattn", kind) for kind in ("*.[ch]", "*.pyx", "*.pxi", "*.py")),
             ("tests", "*"),
             ("docs", "*.md"),
+            ("licenses", "*"),
         )
         present = {
             path.relative_to(ROOT)
@@ -116,7 +119,7 @@ class TestSourceDistribution:
         wanted = {
             path for path in present if not any(part.startswith((".", "__pycache__")) for part in path.parts)
         }
-        wanted |= {Path("fastattn/py.typed"), Path("setup.py"), Path("pyproject.toml"), Path("LICENSE")}
+        wanted |= {Path("fastattn/py.typed"), Path("setup.py"), Path("pyproject.toml"), *map(Path, PAPERS)}
         held = {path.relative_to(unpacked) for path in unpacked.rglob("*")}
         assert not wanted - held
 

@@ -2,7 +2,7 @@
 
     fields      tables of the fields, arrays and tiles of the record of a call
     record      that record: sizes, strides, options, scratch layout; of the Cython driver
-    backward    what a driver fills for gradients, and the gradients made of that
+    backward    the arrays that a driver fills for gradients, and the gradients made of them
 
-Each knows those above it.
+Each imports only modules above it.
 """

@@ -1,6 +1,7 @@
-"""What a driver fills for gradients, in its own order, and the gradients made of that.
+"""The arrays that a driver fills for gradients, in its own order, and the gradients made of them.
 
-A driver sees the rows of a key/value head as one list, row = i * group + g, and rows of whole vectors.
+A driver sees the query rows of a key/value head as one list, row = i * group_size + g. Rows that it writes
+are padded to whole vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Room:
     """What a driver reads and adds to, see ``struct Gradients`` of its sources."""
 
     grad_scale: float  #: by which `delta` and the gradients of the weights are multiplied
-    scale: float  #: the rest of the scale, by which the gradients of queries and keys are
+    scale: float  #: the other factor of the scale, by which gradients of queries and keys are multiplied
     unit: float  #: by which scores of the kernels are multiplied to be natural
     large_score: float  #: see `fastattn._call.gradients`
     large_norms: float
@@ -41,8 +42,8 @@ class Room:
 
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
-    """The inputs of a driver, and room for its outputs: bias, seen and bias_turns are 0; query, key and value
-    are not set, as the driver does that."""
+    """The inputs of a driver, and room for its outputs. bias, seen and bias_turns are 0. query, key and
+    value are not set: the driver sets them."""
     problem = backward.problem
     sizes, dtype = problem.sizes, problem.dtype
     heads = (*problem.lead, sizes.num_kv_heads)
@@ -62,7 +63,7 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         low = np.where(np.isfinite(high), base - high, 0)
     grad_scale, scale = 1.0, problem.scale
     if problem.bias is None and LEAST_SCALE <= abs(scale) <= 1:
-        grad_scale, scale = scale, 1.0  # then all of it is done where grad_out is packed
+        grad_scale, scale = scale, 1.0  # the whole scale is applied where grad_out is packed
     room = Room(
         grad_scale,
         scale,
@@ -96,7 +97,7 @@ def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> N
     if shape[-2] < len_q:
         room.bias, room.bias_kind = np.zeros((batch, num_heads, len_k)), BIAS_OF_KEYS
         return
-    # Written, unlike by np.zeros: threads that add to pages which nobody has written interrupt one another.
+    # np.full writes every page, np.zeros none. Threads that add to unwritten pages interrupt one another.
     room.bias, room.bias_kind = np.full(shape, 0, problem.dtype), BIAS_OF_SCORES
     full = np.broadcast_to(room.bias, (*problem.lead, num_heads, len_q, len_k))
     room.bias_strides = np.array(full.strides[::-1], np.intp)

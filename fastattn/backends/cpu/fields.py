@@ -14,25 +14,25 @@ GROUP_KEYS = 32  #: rows and columns of a group of the fused sweep, see ``kernel
 IN_PIPELINE = 3  #: units of the fused sweep that are worked on at once
 
 #: The mark that a score_mod leaves in the place of a score for which it read out of bounds, a NaN of
-#: these bits, and below them one for each array, see `fastattn.backends.jit.loops`. No arithmetic makes
-#: such a NaN, and the addition of a bias keeps it.
+#: these bits. The MARK_BITS lowest bits say which arrays, see `fastattn.backends.jit.loops`. No arithmetic
+#: makes such a NaN, and the addition of a bias keeps it.
 MARK_FLOAT32 = 0x7FE00000
 MARK_FLOAT64 = 0x7FFC000000000000
 MARK_BITS = 21
 MARKS = {4: MARK_FLOAT32, 8: MARK_FLOAT64}  #: by itemsize
 
-#: Over which axes of the scores the gradient of the bias is a sum, beside heads and items: none, queries, or
+#: Axes of the scores that are summed for the gradient of the bias, beside heads and items: none, queries, or
 #: keys (and queries, which are added up later).
 BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
 
 
 class Epilogue(NamedTuple):
-    """What is done to a tile of scores between the two products."""
+    """A step on a tile of scores between the two products."""
 
     field: str  #: of the record
-    without: int = 0  #: its value in calls to which this is not done
-    adjusts_all: bool = False  #: all scores, not those alone that a mask has a word for
-    may_mask: bool = False  #: keys that no mask does
+    without: int = 0  #: the value of the field in calls without this epilogue
+    adjusts_all: bool = False  #: it changes all scores, not only those with a mask word
+    may_mask: bool = False  #: it may mask keys that no mask masks
 
 
 #: In this order, on every path and backend; dropout is of the weights, after the softmax.
@@ -95,8 +95,8 @@ VIEWS = (
     "value_scale_table",
 )  # fmt: skip
 
-#: Tiles of a thread, each aligned to a cache line of its scratch memory, and what Cython takes their elements
-#: for: of "char", numbers of the compute type or bytes that the kernels lay out.
+#: Tiles of a thread, each aligned to a cache line of its scratch memory, and the C type of their elements.
+#: "char" stands for numbers of the compute type, or for bytes in a layout of the kernels.
 SCRATCH = {
     "query": "char",
     "scores": "char",

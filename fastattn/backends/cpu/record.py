@@ -15,14 +15,10 @@ from fastattn._call.problem import Sizes
 from fastattn._call.schedule import WORD, Schedule, Target
 from fastattn._call.storage import BFLOAT16, Rows, storage_code
 from fastattn.backends.cpu.fields import (
-    COUNTS,
     EPILOGUES,
     FIELDS,
     GROUP_KEYS,
     IN_PIPELINE,
-    MARK_BITS,
-    MARKS,
-    MAX_PARTIALS,
     OFFSETS,
     REALS,
     SCRATCH,
@@ -34,23 +30,17 @@ if TYPE_CHECKING:
 
     from fastattn._call.problem import Problem
 
-__all__ = [  # what Numba's driver takes from here
-    "ADDRESS", "COL", "COUNTS", "HEAD", "LEAD", "LINE_NBYTES", "MARKS", "MARK_BITS", "MAX_PARTIALS", "REALS",
-    "ROW", "SCRATCH", "VIEWS", "address_of", "lines", "write_record",
-]  # fmt: skip
-
 #: Where an ndarray holds the address of its elements: first behind the head that every object has. It is part
 #: of NumPy's binary interface, on which compiled extensions rely.
 _AT_DATA = object.__basicsize__
 
 LINE_NBYTES = 64
 GROUP_NBYTES = 3 * 2 * 1024  #: of the fused sweep, see ``kernels/fused.h``
-ADDRESS, COL, ROW, HEAD, LEAD = range(5)  #: words of a row of the table of views
 
 _HEADER = struct.Struct(f"={len(FIELDS) - len(REALS)}q{len(REALS)}d")
 _ZEROS = dict.fromkeys(FIELDS, 0)
 _ZEROS_OF_VIEW = (0, 0, 0, 0)
-#: Fields that have the same names elsewhere.
+#: Fields with the same names in `Sizes` and in `Schedule`.
 _OF_SIZES = tuple(name for name in Sizes.__slots__ if name in _ZEROS)
 _OF_SCHEDULE = tuple(name for name in Schedule._fields if name in _ZEROS)
 _NO_TILES = dict.fromkeys(SCRATCH, 0)
@@ -64,7 +54,7 @@ _WORD_EACH_LANE = (
 def write_record(problem: Problem, schedule: Schedule, target: Target, **larger: int) -> tuple[bytes, bytes]:
     """The record's fields; and the table of views with the leading axes, innermost first.
 
-    `larger`: sizes in bytes of tiles that are larger in the driver than computed here.
+    `larger`: bytes of the tiles for which the driver needs more than is computed here.
     """
     fields: dict[str, Any] = _ZEROS.copy()
     _set_problem(fields, problem)

@@ -1,7 +1,7 @@
 """Array reads with a bounds check.
 
 An index out of bounds sets a bit and reads the first element instead: without a branch, so that LLVM still
-vectorises the loop. What becomes of the bits is said in `loops`.
+vectorises the loop. `loops` says what becomes of the bits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _element_of_flat(flat: Any, index: Any, checks: Any, bit: int) -> tuple[Any,
 
 
 def _inside(context: Any, builder: Any, number: Any, kind: Any, length: Any, checks: Any, bit: int) -> Any:
-    """An index from the start: 0 and the bit at `checks`, where it is out of bounds."""
+    """The index, counted from the start. Out of bounds it is 0, and the bit is set at `checks`."""
     at = context.cast(builder, number, kind, types.intp)
     if kind.signed:
         is_negative = builder.icmp_signed("<", at, at.type(0))

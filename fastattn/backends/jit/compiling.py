@@ -19,7 +19,7 @@ _llvm_lock: Any = getattr(llvm.lib, "_lock", None)  # llvmlite has no public nam
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """For whatever types, lowers or compiles. Numba's own lock comes second, as for a thread that forks."""
+    """Held by all that types, lowers or compiles. Numba's lock is taken second, as a forking thread does."""
     with no_fork, global_compiler_lock:
         yield
 
@@ -48,8 +48,8 @@ def _let_compilers_go_on() -> None:
     global_compiler_lock.release()
 
 
-# Numba imports its extensions in the first compilation, ours among them, which takes no_fork: too late then,
-# as Numba's lock is held.
+# Numba imports its extensions, ours among them, in the first compilation and under its own lock. Ours takes
+# no_fork, which must be taken before that lock. So extensions are imported now.
 entrypoints.init_all()
 numba_events.register("numba:compiler_lock", _LetForksPass())
 no_fork.hold_at_fork(_stop_compilers, _let_compilers_go_on)

@@ -2,7 +2,7 @@
 
 Numba's own passes come first and last; between them
 
-    prune      in the place of Numba's: leaves branches on captured arrays and floats alone
+    prune      replaces Numba's: keeps branches on captured arrays and floats
     inline     inlines all calls of Python functions, compiled by Numba or not, so that one function is left
     rewrite    gives literals the scores' dtype, replaces exp, exp2 and tanh by ours, makes captured arrays
                and floats arguments, and reads elements of arrays by `checks.CHECKED`
@@ -104,7 +104,7 @@ def _with_ours(steps: Any) -> Any:
 
 
 def value_from_outside(func_ir: Any, definition: Any) -> Any:
-    """The Python value that a definition of Numba's IR stands for, through modules; None where it is none."""
+    """The Python value of a definition in Numba's IR, also of one in a module. None where it has none."""
     if isinstance(definition, (ir.Global, ir.FreeVar, ir.Const)):
         return definition.value
     if isinstance(definition, ir.Expr) and definition.op == "getattr":
@@ -132,7 +132,7 @@ def _is_argument(statement: Any) -> bool:
 
 
 class _Pass(FunctionPass):
-    """What Numba can make: its own classes have an abstract constructor."""
+    """A pass that Numba can construct: the constructor of Numba's class is abstract."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Pass(FunctionPass):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _Prune(_Pass):
-    """Removes branches that constants decide, which what is read at each call does not."""
+    """Removes branches that constants decide. What is captured is read at each call, and is no constant."""
 
     _name = "fastattn_prune"
 
@@ -221,7 +221,7 @@ def _parameters_read(func_ir: Any) -> Iterator[str]:
 
 
 def _source(func_ir: Any, value: Any) -> Any:
-    """The value itself; of an item of a tuple made in the function, that item alone."""
+    """The value. For an item of a tuple that the function makes, that item alone."""
     if isinstance(value, ir.Expr) and value.op == "static_getitem" and isinstance(value.index, int):
         made = ir_definition(func_ir, value.value)
         if isinstance(made, ir.Expr) and made.op == "exhaust_iter":  # `b, h, q, k = indices`

@@ -92,7 +92,7 @@ class Loop:
         return words_of((*mod.aux, *mod.captured))
 
     def check(self, bits: int, sizes: Sequence[int], mod: Mod, at: int | None = None) -> None:
-        """IndexError for what the loop returned or its marks said, unless that is 0.
+        """Raises IndexError for bits that the loop returned or that its marks hold, unless they are 0.
 
         sizes: B, H, L and S; at: the place of a mark among them.
         """
@@ -112,7 +112,7 @@ def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:
 
 
 def _read(captured: Any, function: Any, place: int) -> Any:
-    """What a call reads of a captured array or float; TypeError for arrays that compiled code has not."""
+    """What a call reads of a captured array or float; TypeError for arrays that compiled code cannot read."""
     if type(captured) is float:
         return captured
     if type(captured) is not np.ndarray or captured.dtype.char not in PLAIN_DTYPES:

@@ -76,8 +76,9 @@ class Same:
 
 
 class _Code:
-    """What a code and those nested in it read by name, and whether they loop; equal to itself, the same for
-    equal codes."""
+    """The names that a code object and those nested in it read, and whether they loop.
+
+    Equal code objects share one `_Code`, which is equal to itself only."""
 
     def __init__(self, code: CodeType) -> None:
         self.globals: list[str] = []

@@ -61,7 +61,7 @@ def _target() -> Any:
     return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(**options)
 
 
-class Loop:
+class LoopWriter:
     """A loop as it is being written, with what its body needs.
 
     known: words of what the function reads whose values are compiled in, by their number.
@@ -100,11 +100,11 @@ class Loop:
         self._values: list[Any] = []
 
     def read_values(self) -> None:
-        """What the function reads, before all else."""
+        """Reads all values of the function, at the start of the loop."""
         self._values = read_words(self.context, self.builder, self.pointer("aux"), self._kinds, self._known)
 
-    def leave_for(self, other: Loop) -> None:
-        """Returns what `other` does where the words are those that it knows."""
+    def leave_for(self, other: LoopWriter) -> None:
+        """Writes a call of `other`, whose result is returned, for calls with the words that `other` knows."""
         builder, are_known = self.builder, ir.Constant(ir.IntType(1), 1)
         for number, count in other._known.items():
             word = self.load(self.pointer("aux"), WORD(number))
@@ -155,7 +155,7 @@ class Loop:
 
 
 def _compiled(
-    write: Callable[[Loop], None],
+    write: Callable[[LoopWriter], None],
     names: Sequence[str],
     typed: Typed,
     kinds: Sequence[Any],
@@ -164,15 +164,15 @@ def _compiled(
 ) -> Machine:
     """Machine code of the loop whose body `write` writes.
 
-    known: words as they are at the first call. A second body in which they are compiled in serves all calls
-    where they are the same: a function that loops over a small array becomes straight code in it, of which
-    LLVM makes vectors.
+    known: words as they are at the first call. A second body has them compiled in, and serves all
+    calls in which they are the same. There LLVM unrolls a function's loop over a small array, and can make
+    vectors of the loop over scores.
     """
     library = typed.library
     module = library.create_ir_module("fastattn.loop")
 
-    def loop(name: str, known: Mapping[int, int]) -> Loop:
-        return Loop(module, name, names, typed, kinds, dtype, known)
+    def loop(name: str, known: Mapping[int, int]) -> LoopWriter:
+        return LoopWriter(module, name, names, typed, kinds, dtype, known)
 
     with cpu_target.target_context.push_code_library(library):
         main = loop("fastattn.loop", {})
@@ -205,7 +205,7 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
     lanes past it.
     """
 
-    def write(loop: Loop) -> None:
+    def write(loop: LoopWriter) -> None:
         builder, at = loop.builder, loop.arguments
         ld, ends, heads, rows = at["ld"], loop.pointer("stops"), loop.pointer("row_h"), loop.pointer("row_i")
         lanes, one = builder.sdiv(ld, at["n"]), WORD(1)
@@ -241,7 +241,7 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
     return partial(_compiled, write, _SCORES)
 
 
-def _write_rows(loop: Loop) -> None:
+def _write_rows(loop: LoopWriter) -> None:
     builder, at = loop.builder, loop.arguments
     heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
     with loop.each(WORD(0), at["n"]) as r:
@@ -260,7 +260,7 @@ over_rows = partial(_compiled, _write_rows, _SCORES)
 _MASK = ("words", "flags", "first", "stop", "heads", "grid_q", "grid_k", "len_q", "len_k", "aux")
 
 
-def _write_mask(loop: Loop) -> None:
+def _write_mask(loop: LoopWriter) -> None:
     builder, at = loop.builder, loop.arguments
     byte = ir.IntType(8)
     row_nbytes = WORD(4 * WORDS)

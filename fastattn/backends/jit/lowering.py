@@ -18,7 +18,7 @@ from numba.core import errors, ir, lowering
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import BaseNativeLowering, NativeLowering
 
-#: What all code ends with that takes the GIL. BLAS wrappers take it before they abort, and never release it.
+#: The call that ends all code that takes the GIL, except BLAS wrappers. They take it only before they abort.
 _RELEASES_GIL = "numba_gil_release"
 
 #: Functions that Numba compiles without a check of what they read, or that write to arrays of the caller's.
@@ -72,7 +72,7 @@ class _Lower(lowering.Lower):
         self._refuse_separate(inst)
 
     def _refuse_separate(self, inst: Any) -> None:
-        """Of a function that is not inlined nobody knows what it reads."""
+        """Refuses calls of functions that are not inlined: their reads are not checked."""
         value: Any = inst.value if isinstance(inst, ir.Assign) else None
         is_call = isinstance(value, ir.Expr) and value.op == "call"
         if is_call and isinstance(self.typeof(value.func.name), _SEPARATE):

@@ -22,7 +22,7 @@ from fastattn.backends.cpu.record import address_of
 
 WORD = ir.IntType(64)
 
-#: Rounds of a loop that LLVM unrolls: the loop over scores around it is then made of vectors.
+#: The most rounds of a loop that LLVM unrolls. The loop over scores around it can then be made of vectors.
 MAX_UNROLLED = 16
 
 _REAL, _BITS = struct.Struct("=d"), struct.Struct("=q")
@@ -92,7 +92,7 @@ def small_counts(values: Sequence[Any]) -> dict[int, int]:
 def read_words(
     context: Any, builder: Any, at: Any, kinds: Sequence[Any], known: Mapping[int, int]
 ) -> list[Any]:
-    """Written into a function: the values, as Numba has them, out of the words at a pointer.
+    """Writes code that reads the words at a pointer. Returns the values in the types of Numba.
 
     known: words whose values are compiled in, by their number.
     """

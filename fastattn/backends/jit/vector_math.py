@@ -1,4 +1,4 @@
-"""exp, exp2 and tanh that LLVM can vectorise; it calls those of the C library for one number at a time.
+"""exp, exp2 and tanh that LLVM can vectorise. It cannot vectorise calls of those in the C library.
 
 They replace those of `math` and `numpy` in a user's function, for float32 and float64. Errors are within
 2 ULP, those of tanh within 4.

@@ -1,6 +1,6 @@
 """The host's registers, and the register tiles that fill them.
 
-Everything here is frozen into the compiled code, so it is part of what the disk cache compares (see `cache`).
+Compiled code depends on all of this, so the disk cache compares it (see ``numba/cache.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from fastattn._machine.constants import EXTENDED, VECTORS
 
 
 class Target(NamedTuple):
-    """Register blocking, as in the compiled kernels, and properties of the instruction set for LLVM."""
+    """The register blocking of an instruction set, and whether it has fused multiply-adds.
+
+    The C kernels read every field of the blocking. Numba reads `vector_bytes`, `tile_rows`, `tile_vectors`
+    and `block_vectors`.
+    """
 
     vector_bytes: int
     tile_rows: int  #: columns of the values in a register tile of `accumulate`

@@ -5,8 +5,9 @@
     vectors        registers of lanes as values of compiled code
     register_tile  the register tile of both products, in LLVM IR
     blocks         a query block: its rows, arrays, tiles and key intervals
-    epilogue       what is done to a tile of scores before the softmax
-    kernels        what is done to tiles of scores and of outputs; row_kernels the products of few query rows
+    epilogue       scale, softcap, score_mod, bias and mask of a tile of scores
+    kernels        softmax, sums of values, and outputs of a block
+    row_kernels    both products for few query rows
     mask_tile      one key tile: its masks and bias, and its scores
     sweep          many query rows, as lanes: one query block over the key tiles
     splitkv        few query rows: the keys of one head split over threads
@@ -14,5 +15,5 @@
     threads        how many threads of Numba's pool a call may use
     prepared       prepared calls: their records and scratch memory
 
-Each knows those above it. Nothing is imported here, so that Numba is only loaded with what needs it.
+Each imports only modules above it. This file imports nothing, so Numba is loaded only when it is used.
 """

@@ -1,19 +1,16 @@
-"""The Numba backend: the compiled backend's design in code that is compiled on first use, float32 and
-float64."""
+"""The Numba backend, float32 and float64: the Cython backend's design, compiled on first use."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
-from typing import Any
 
 from fastattn._call.problem import Problem
 from fastattn._machine.threads import no_fork
-from fastattn.backends._base import Backend, Prepared
+from fastattn.backends import _base
 from fastattn.backends.jit.loading import reasons_no_compiler
 
 
-class NumbaBackend(Backend):
+class NumbaBackend(_base.Backend):
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.numba`."""
 
     name = "numba"
@@ -29,10 +26,14 @@ class NumbaBackend(Backend):
         return reasons
 
     def thread_limit(self, num_threads: int) -> int:
-        return int(import_module("fastattn.backends.numba.threads").thread_limit(num_threads))
+        from fastattn.backends.numba.threads import thread_limit
 
-    def prepare(self, problem: Problem, num_threads: int) -> Prepared:
-        return _driver().Prepared(problem, num_threads)
+        return thread_limit(num_threads)
+
+    def prepare(self, problem: Problem, num_threads: int) -> _base.Prepared:
+        from fastattn.backends.numba.prepared import Prepared
+
+        return Prepared(problem, num_threads)
 
     def run(self, problem: Problem, num_threads: int) -> None:
         self.prepare(problem, num_threads).run(problem.arrays(), problem.score_mod)
@@ -47,18 +48,9 @@ def _missing() -> list[str]:
         return reasons
     with no_fork:
         try:
+            from fastattn.backends.numba import prepared  # noqa: F401  (whether it loads)
             from fastattn.backends.numba.threads import reason_no_pool
-
-            _driver()
         except ImportError as error:
             return [f"numba does not load ({error})"]
         reason = reason_no_pool()
     return [] if reason is None else [reason]
-
-
-@cache
-def _driver() -> Any:
-    """The module that loads Numba."""
-    import fastattn.backends.numba.prepared as driver
-
-    return driver

@@ -1,8 +1,8 @@
 """A query block: its rows, the arrays and tiles that it works on, and the keys each of its rows may attend.
 
 `job` and `block` are the records of `layout`. A block has a lane for each query row of a key/value head from
-`first_row` on, where row r is query row r // group_size of query head r % group_size; lanes past its last row
-repeat that.
+`first_row` on. Row r is query row r // group_size of query head r % group_size. Lanes past the last row
+repeat it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fastattn.backends.numba.register_tile import transpose
 from fastattn.backends.numba.vectors import array_at, fma, load, splat, store, tile_at, without_gaps
 
 N_VIEWS, KEY_STEP = len(VIEWS), 4
-PAD = 16  #: rows of a tile past its last, as register tiles and blocks of lanes are whole
+PAD = 16  #: rows past the last of a tile: register tiles and blocks of lanes are written whole
 INTP = np.int64(0)
 
 
 @njit(**OPTIONS)
 def view_of(job, number, item, zero):
-    """An array of the call at one batch item, ``(heads, rows, columns)``; zero: of its dtype."""
+    """An array of the call at one batch item, ``(heads, rows, columns)``. zero: a 0 of its dtype."""
     table = tile_at(INTP, job.views, (N_VIEWS + 1, LEAD + job.n_lead))
     view, sizes = table[number], table[N_VIEWS]
     address = view[ADDRESS]
@@ -52,7 +52,7 @@ def head_of(job, block, number):
 
 @njit(**OPTIONS)
 def values_of(job, block, key0, n_keys):
-    """The values of the keys from key0 on; those that `kernels.clean_values` made, where the call is safe."""
+    """The values of the keys from key0 on. Where the call is safe: their copy by `kernels.clean_values`."""
     values = head_of(job, block, VALUE)
     shape, nbytes = (n_keys, job.value_dim), job.value_dim * job.itemsize
     if job.is_safe:
@@ -160,7 +160,7 @@ def keys_of(job, block, tile):
 
 @njit(**OPTIONS)
 def first_chunk(key0, size):
-    """Keys in the first of the chunks of that size in which sums over keys from key0 on are formed."""
+    """The number of keys from key0 to the end of its chunk. Chunks begin at multiples of `size`."""
     return size - key0 % size
 
 
@@ -177,28 +177,20 @@ def copy_row(to, source, n):
 
 
 @njit(**OPTIONS)
-def pack_query(job, block):
-    """The block's queries times their factor, as a tile of lanes."""
+def pack_block(job, block):
+    """The block's queries times their factor: as lanes, or as rows for `row_kernels`."""
     query, rows = view_of(job, QUERY, block.item, job.zero), rows_of(job, block)
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
-    tile = tile_at(job.zero, block.query, (job.rows_ld, block.n_lanes))
+    shape = (block.n_lanes, job.head_dim) if job.uses_rows else (job.head_dim, block.n_lanes)
+    tile = tile_at(job.zero, block.query, shape)
     for lane in range(block.n_lanes):
-        copy_row(rows[lane], query[row_h[lane], row_i[lane]], job.head_dim)
-    n_lines, line = job.head_dim, block.n_lanes
-    if job.uses_rows:
-        n_lines, line, tile = (
-            block.n_lanes,
-            job.head_dim,
-            tile_at(job.zero, block.query, (block.n_lanes, job.head_dim)),
-        )
-        for lane in range(block.n_lanes):
-            for column in range(job.head_dim):
-                tile[lane, column] = rows[lane, column]
-    else:
+        to = tile[lane] if job.uses_rows else rows[lane]
+        copy_row(to, query[row_h[lane], row_i[lane]], job.head_dim)
+    if not job.uses_rows:
         transpose(tile, rows, block.n_lanes, job.head_dim)
     high, low = splat(job.query_high), splat(job.query_low)
-    for i in range(n_lines):
-        for at in range(0, line, job.lanes):
+    for i in range(shape[0]):
+        for at in range(0, shape[1], job.lanes):
             x = load(tile, (i, at))
             # Rounded about once; +0 for a zero of either sign.
             store(tile, (i, at), fma(x, high, fma(x, low, splat(job.zero))))

@@ -1,8 +1,8 @@
 """The disk cache of compiled stages.
 
-Numba's own compares only the file that defines a function; a stage depends on several. This one compares the
-contents of all of them, and never fails a call: where a folder cannot be written, or a file is damaged, the
-stage is compiled again.
+Numba's own cache compares only the file that defines a function. A stage depends on several files, and this
+cache compares the contents of all. It never fails a call: where a folder cannot be written, or a file is
+damaged, the stage is compiled again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastattn.backends.jit.codegen.target import ISA, TARGET
 
 @cache
 def _stamp() -> str:
-    """A hash of all that compiled code depends on, but its signature, the CPU and the Numba version, which
-    Numba compares itself."""
+    """A hash of all that compiled code depends on. Its signature, the CPU and the Numba version are not in
+    it: Numba compares these itself."""
     contents = hashlib.sha256(repr((ISA, TARGET, llvmlite.__version__)).encode())
     package = Path(__file__).parents[2]
     inside = (

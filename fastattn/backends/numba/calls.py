@@ -4,8 +4,8 @@ Numba compiles a function together with all that it calls, once more at each lev
 compiled alone, once for each dtype, and only if a call needs it; `cache` keeps it on disk. The addresses of
 the stages of a dtype are a table, whose address is in the record of a call.
 
-Every stage takes ``(job, block, x, y)``: the records of `layout`, and two integers that it names. It returns
-an integer, most often 0 for nothing.
+Every stage takes ``(job, block, x, y)``: the records of `layout`, and two integers, which the stage names. It
+returns an integer: 0 where it has no result.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.numba.cache import cached
 from fastattn.backends.numba.layout import BLOCK, job_of
 
-#: Of all compiled functions. No fast-math: NaN and inf are valid data, and fused multiply-adds are written as
-#: such. They allocate nothing, Python calls none of them but stages, and others are inlined before they are
-#: typed: else each would be compiled by itself and again with every caller.
+#: Options of all compiled functions. No fast-math: NaN and inf are valid data, and fused multiply-adds are
+#: written as such. Compiled functions allocate nothing, and Python calls only stages. Other functions are
+#: inlined before they are typed. Otherwise Numba would compile each by itself and again with every caller.
 OPTIONS: dict[str, Any] = {
     "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False,
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "inline": "always",
@@ -47,7 +47,7 @@ _stages: dict[str, Function] = {}
 
 
 def _new_lock() -> None:
-    # The thread that held it in the parent, between two functions, does not exist in a forked child.
+    # In a forked child the thread that held the lock in the parent does not exist.
     global _compiling
     _compiling = threading.RLock()
 
@@ -57,7 +57,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def stage(function: Function) -> Any:
-    """Makes a stage of a function: what calls it in compiled code."""
+    """Makes a stage of a function. Returns the intrinsic by which compiled code calls it."""
     index = len(_stages)
     _stages[function.__name__] = function
 
@@ -69,8 +69,7 @@ def stage(function: Function) -> Any:
             record = builder.ptrtoint(values[0], INTP)
             table = _load(builder, builder.add(record, INTP(at_stages)))
             address = _load(builder, builder.add(table, INTP(8 * index)))
-            kind = ir.FunctionType(INTP, [value.type for value in values])
-            return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+            return call_address(builder, address, values)
 
         return types.intp(job, block, types.intp, types.intp), codegen
 
@@ -81,20 +80,25 @@ def _load(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, INTP.as_pointer()))
 
 
+def call_address(builder: Any, address: Any, values: Any) -> Any:
+    """Writes a call of the C function at an address, which returns an integer."""
+    kind = ir.FunctionType(INTP, [value.type for value in values])
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+
+
 @intrinsic
 def call_stage(context: Any, address: Any, job: Any, block: Any) -> Any:
     """Calls the stage at an address with records at these addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(INTP, [INTP] * 4)
-        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), [*values[1:], INTP(0), INTP(0)])
+        return call_address(builder, values[0], [*values[1:], INTP(0), INTP(0)])
 
     return types.intp(address, job, block), codegen
 
 
 @intrinsic
 def fetch_next(context: Any, job: Any) -> Any:
-    """Adds 1 to job.next_task, atomically; its value before."""
+    """Adds 1 to job.next_task atomically. Returns its value before."""
     at = job.offset("next_task")
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -106,7 +110,7 @@ def fetch_next(context: Any, job: Any) -> Any:
 
 @cache
 def reached(root: str, without: frozenset[str]) -> frozenset[str]:
-    """The stage `root` and all that it calls, but for those in `without` and what they alone call."""
+    """The stage `root` and all that it calls, except those in `without` and what only they call."""
     found, waiting = set(), [root]
     while waiting:
         name = waiting.pop()
@@ -140,7 +144,7 @@ class Table:
         self.address = self._addresses.ctypes.data
 
     def need(self, names: frozenset[str]) -> None:
-        """Compiles those of these stages that are not compiled yet."""
+        """Compiles the stages of these names that are not compiled yet."""
         if names in self._ready:
             return
         with _compiling:
@@ -168,7 +172,7 @@ class Table:
 
 
 def compile_stage(function: Function, signature: Any) -> CFunc:
-    """The function with an address that C can call, kept on disk."""
+    """Compiles a stage to a function that C can call, or loads it from the disk cache."""
     with compiling():
         compiled = cached(
             CFunc(

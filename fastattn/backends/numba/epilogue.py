@@ -1,4 +1,4 @@
-"""The epilogues of a tile of scores: what is done to raw scores before the softmax, in the order of
+"""The epilogues of a tile of raw scores, before the softmax. Their order is that of
 `fastattn.backends.cpu.fields.EPILOGUES`.
 
 Bias and masks are one tile, `extra`: see `mask_tile`.
@@ -7,14 +7,12 @@ Bias and masks are one tile, `extra`: see `mask_tile`.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from fastattn.backends.cpu.fields import MARK_BITS, MARKS
-from fastattn.backends.jit.codegen.emit import INTP as COUNT
 from fastattn.backends.numba.blocks import INTP, counts_of, extra_of, scores_of
-from fastattn.backends.numba.calls import OPTIONS, stage
+from fastattn.backends.numba.calls import OPTIONS, call_address, stage
 from fastattn.backends.numba.vectors import load, splat, store, tanh, tile_at, where
 
 MARK_32, MARK_64, ARRAY_BITS = MARKS[4], MARKS[8], (1 << MARK_BITS) - 1
@@ -32,7 +30,7 @@ def adjust_scores(job, block, key0, n_keys):
 
 @njit(**OPTIONS)
 def modify_scores(job, block, key0, n_keys):
-    """scale, softcap, score_mod; not 0 if that left marks."""
+    """scale, softcap, score_mod. Returns nonzero if score_mod left marks."""
     if job.is_adjusted:
         adjust(job, block, n_keys, 0)
     return call_score_mod(job, block, key0, n_keys) if job.has_score_mod else 0
@@ -67,8 +65,7 @@ def call_loop(context, address, scores, top, ld, n_vectors, stops, key0, item, r
     """Calls the loop at an address, see `jit.loops`."""
 
     def codegen(context, builder, signature, values):
-        function = ir.FunctionType(COUNT, [COUNT] * 10)
-        return builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
+        return call_address(builder, values[0], values[1:])
 
     return types.intp(*[types.intp] * 11), codegen
 

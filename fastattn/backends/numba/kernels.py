@@ -1,7 +1,7 @@
-"""What is done to a tile of scores or of outputs: the softmax, and the ends of a block.
+"""Kernels on tiles of scores and of outputs: the softmax, the sums of values, and the outputs of a block.
 
-Rows of a tile are keys, or columns of the values; lanes are query rows. A kernel works on whole vectors of
-lanes, and what it does to a lane depends on no other.
+Rows of a tile are keys, or columns of the values. Lanes are query rows. A kernel works on whole vectors of
+lanes. The result in a lane depends on no other lane.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def start_rows(job, block):
 
 @njit(**OPTIONS)
 def keep_largest(job, block):
-    """Gives the block headroom, with its row_max."""
+    """Keeps row_max for the sums with headroom."""
     block.has_headroom = 1
     row_max, kept = lanes_of(job, block, block.row_max), lanes_of(job, block, block.kept_max)
     for lane in range(block.n_lanes):
@@ -70,11 +70,11 @@ def keep_largest(job, block):
 
 @njit(**OPTIONS)
 def softmax(job, block, key0, n_keys):
-    """One step of the online softmax.
+    """One step of the online softmax. Returns whether any factor in rescale is not 1.
 
-    row_max takes in the scores, which become exp2(factor * (s - row_max)); rescale = exp2(factor * (old - new
-    row_max)), and row_sum = rescale * row_sum + the sum of the new s. Scores of -inf give exactly 0, also
-    while row_max is -inf. Whether any factor in rescale is not 1.
+    row_max becomes the maximum of itself and the scores. Scores become weights exp2(factor * (s - row_max)).
+    rescale = exp2(factor * (old - new row_max)), and row_sum = rescale * row_sum + the sum of the weights.
+    Scores of -inf give exactly 0, also while row_max is -inf.
     """
     scores, row_max = scores_of(job, block), lanes_of(job, block, block.row_max)
     row_sum, rescale = lanes_of(job, block, block.row_sum), lanes_of(job, block, block.rescale)
@@ -127,10 +127,9 @@ def accumulate(job, block, key0, n_keys, adds):
 
 @njit(**OPTIONS)
 def merge(job, block, other):
-    """Adds the sums over other keys to the block's: `other` has the addresses of their row_max, row_sum and
-    acc.
+    """Merges a partial result over other keys into the block's.
 
-    Where a row has none of those keys this changes nothing.
+    `other` has the addresses of its row_max, row_sum and acc. Rows without any of those keys do not change.
     """
     at_max, at_sum, at_acc = other
     acc, acc_2 = acc_of(job, block), tile_at(job.zero, at_acc, (job.value_dim, block.n_lanes))
@@ -170,8 +169,8 @@ def add_sinks(job, block, x, y):
             row_max[lane], row_sum[lane] = largest, row_sum[lane] * old + new
             rescale[lane] = old
         elif not sink < math.inf:
-            # A row that has a key becomes NaN, as inf - inf is; else it has its sink alone. No sum of a row
-            # with keys is 0: the weight of its largest score is 1.
+            # A row with keys becomes NaN, as inf - inf is. A row without keys has its sink alone. The sum of
+            # a row with keys is never 0: the weight of its largest score is 1.
             row_max[lane] = sink
             row_sum[lane] = type(job.zero)(1 if row_sum[lane] == 0 else math.nan)
     multiply_lanes(job, acc_of(job, block), job.value_dim, rescale)
@@ -180,7 +179,7 @@ def add_sinks(job, block, x, y):
 
 @njit(**OPTIONS)
 def invert_sums(job, block):
-    """1 / row_sum rounded towards 0, 0 for an empty row, and the remainder."""
+    """1 / row_sum as two numbers: rounded towards 0, and the remainder. Both are 0 for an empty row."""
     row_sum = lanes_of(job, block, block.row_sum)
     inverse = tile_at(job.zero, block.inverse, (2, block.n_lanes))
     one, zero = splat(type(job.zero)(1)), splat(job.zero)
@@ -197,7 +196,7 @@ def invert_sums(job, block):
 
 @njit(**OPTIONS)
 def scale_to_rows(job, block, tile, n_cols):
-    """The tile times the inverse sums, as one row for each query row; whether any is nonfinite."""
+    """Writes the tile times the inverse sums to `rows`. Returns whether any element is nonfinite."""
     rows, inverse = rows_of(job, block), tile_at(job.zero, block.inverse, (2, block.n_lanes))
     zero, nonfinite = splat(job.zero), False
     for lane in range(0, block.n_lanes, job.lanes):
@@ -213,7 +212,7 @@ def scale_to_rows(job, block, tile, n_cols):
 
 @njit(**OPTIONS)
 def write_outputs(job, block):
-    """The block's outputs from its sums, and its lse; whether any output is nonfinite."""
+    """Writes the block's outputs and lse from its sums. Returns whether any output is nonfinite."""
     if job.has_sinks:
         add_sinks(job, block, 0, 0)
     invert_sums(job, block)
@@ -233,12 +232,12 @@ def write_outputs(job, block):
     return nonfinite
 
 
-# A call with a nonfinite output runs again: it may be 0 times the NaN or inf of a masked value, or overflow.
+# A call with a nonfinite output runs again. The cause may be 0 times a masked NaN or inf, or an overflow.
 
 
 @stage
 def clean_values(job, block, key0, n_keys):
-    """The values of the keys, with 0 in the place of NaN and inf; 1 if there is any."""
+    """Copies the values of the keys, with 0 for NaN and inf. Returns 1 if there is any."""
     values, found = head_of(job, block, VALUE), 0
     clean = tile_at(job.zero, block.clean, (job.block_k, job.value_dim))
     for j in range(n_keys):
@@ -284,11 +283,11 @@ def leave_headroom(job, block, n_keys, y):
 
 @stage
 def write_large(job, block, x, y):
-    """Writes the nonfinite outputs again, from sums that have `headroom`. Others stay as they are, so that no
-    bit of them depends on the rest of the block.
+    """Writes the nonfinite outputs again, from sums that have `headroom`. Finite outputs stay as they are, so
+    that none of their bits depends on the rest of the block.
 
-    A sum of finite values is then finite, and their mean rounds past the largest number at most, which it
-    then is. What stays NaN has read NaN or inf.
+    With headroom a sum of finite values is finite. Their mean may round past the largest number, and then
+    becomes that number. An output that stays NaN has read NaN or inf.
     """
     acc, out = acc_of(job, block), view_of(job, OUT, block.item, job.zero)
     inverse = tile_at(job.zero, block.inverse, (2, block.n_lanes))

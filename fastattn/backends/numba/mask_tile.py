@@ -24,7 +24,7 @@ WORD = 32  #: keys whose mask bits are in one word
 
 @stage
 def score_tile(job, block, key0, n_keys):
-    """Scores of the keys from key0 on, -inf where masked; 0, and no scores, where no row may attend any."""
+    """Scores of the keys from key0 on, -inf where masked. Returns 0 where no row may attend any of them."""
     block.is_partial = 0
     if job.has_extra and mask_tile(job, block, key0, n_keys) == 0:
         return 0
@@ -47,7 +47,7 @@ def score_keys(job, block, key0, n_keys):
     if job.head_dim == 0:
         fill(job, scores, n_keys, job.zero)
     for row in range(0, n_keys, ROWS):
-        # Rows are read column by column, which no prefetcher follows.
+        # Register tiles read rows column by column. No hardware prefetcher follows that.
         for ahead in range(row, min(row + ROWS, n_keys)):
             prefetch_row(keys, ahead + PREFETCHED_ROWS)
             prefetch_row(values, ahead)
@@ -69,7 +69,7 @@ def mask_tile(job, block, key0, n_keys):
             return 0
         if state == INDEX_FULL and is_inside and not (job.has_bias or job.has_dense):
             return 1
-    if job.has_bias or job.has_dense or job.has_mask_map:
+    if job.has_rows:
         n_allowed = mask_rows(job, block, key0, n_keys)
         if n_allowed == 0:
             return 0
@@ -88,7 +88,7 @@ def mask_tile(job, block, key0, n_keys):
 
 @stage
 def mask_rows(job, block, key0, n_keys):
-    """The tile `extra` of bias, mask array and mask map; how many of its elements the latter allow."""
+    """Makes the tile `extra` of bias, mask array and mask map. Returns how many elements the masks allow."""
     rows, n_allowed = rows_of(job, block), n_keys * block.n_lanes
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     bias = view_of(job, BIAS, block.item, job.zero)
@@ -117,7 +117,7 @@ def mask_rows(job, block, key0, n_keys):
 
 @njit(**OPTIONS)
 def map_state(job, block, key0, n_keys):
-    """The entry that the mask map has for all rows and keys, or 0."""
+    """INDEX_FULL or INDEX_EMPTY where the mask map says so for all rows and keys, else 0."""
     row_i, row_h = counts_of(block, block.row_i), counts_of(block, block.row_h)
     index, some, every = view_of(job, MASK_INDEX, block.item, np.int32(0)), False, True
     for lane in range(block.n_lanes):
@@ -130,7 +130,7 @@ def map_state(job, block, key0, n_keys):
 
 @njit(**OPTIONS)
 def mask_mapped(job, block, lane, to, key0, n_keys):
-    """Masks the keys of a lane that the mask map does not allow; how many were not masked before."""
+    """Masks the keys of a lane that the mask map does not allow. Returns how many it newly masked."""
     row, head, count = counts_of(block, block.row_i)[lane], counts_of(block, block.row_h)[lane], 0
     index = view_of(job, MASK_INDEX, block.item, np.int32(0))[head, row // job.tile_q]
     j, masked, n_words = 0, type(job.zero)(-np.inf), job.tile_k // WORD
@@ -154,7 +154,7 @@ def mask_intervals(job, block, key0, n_keys):
     """Makes `extra` -inf outside of each lane's interval."""
     start, stop = counts_of(block, block.start), counts_of(block, block.stop)
     extra, masked = extra_of(job, block), type(job.zero)(-np.inf)
-    has_rows = job.has_bias or job.has_dense or job.has_mask_map
+    has_rows = job.has_rows  # read once: LLVM cannot know that the loop does not write it
     for j in range(n_keys):
         if block.plain <= j < block.plain_stop:
             continue

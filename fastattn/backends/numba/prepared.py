@@ -32,13 +32,13 @@ from fastattn.backends.numba.layout import (
     job_of,
 )
 from fastattn.backends.numba.threads import on_pool
-from fastattn.backends.numba.work import run_work
+from fastattn.backends.numba.work import run_on_threads
 
-#: Prepared calls whose scratch memory is kept for the next call, and its largest size each; not measured:
-#: they bound the memory kept to some 32 MB.
+#: How many prepared calls keep scratch memory for their next call, and the most bytes that each keeps: 32 MB
+#: in all. Not measured.
 MAX_IDLE, MAX_IDLE_NBYTES = 8, 1 << 22
 
-#: Stages that not every call reaches, by the property of a call that needs them.
+#: Stages that only some calls reach, by the property that these calls have.
 _CONDITIONS = {
     "uses_split_kv": ("run_split_task",),
     "sweeps": ("run_task",),
@@ -46,9 +46,8 @@ _CONDITIONS = {
     "uses_rows": ("score_rows", "accumulate_rows"),
     "has_splits": ("run_merge",),
     "has_starts": ("find_intervals", "mask_intervals"),
-    "has_extra": ("mask_tile",),
+    "has_extra": ("mask_tile", "mask_scores"),
     "has_rows": ("mask_rows",),
-    "adds_extra": ("mask_scores",),
     "is_adjusted": ("adjust",),
     "has_score_mod": ("call_score_mod", "note_outside", "note_masked"),
     "has_weights": ("write_weights",),
@@ -68,34 +67,31 @@ class Prepared:
         target = DriverTarget(TARGET.vector_bytes // itemsize, TARGET.block_vectors, TARGET.tile_rows)
         schedule = make_schedule(problem, target, num_threads)
         self.is_small = schedule.is_small
-        self._table = table(problem.dtype.name)
+        self.table = table(problem.dtype.name)
         self.sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         self.loop = loop_of(problem, schedule._replace(uses_split_kv=False))
         record = np.zeros(1, job_of(problem.dtype))
         job = record[0]
         _set_problem(job, problem)
         _set_schedule(job, problem, schedule, target)
-        job["stages"] = self._table.address
+        job["stages"] = self.table.address
         if self.loop is not None:
             job["score_mod"] = self.loop.address
         self.n_tasks = int(job["n_tasks"]) if problem.num_heads and problem.len_q else 0
         self.n_heads = self.n_tasks // schedule.n_splits if schedule.n_splits > 1 else 0
-        self._num_threads = max(1, min(schedule.num_threads, self.n_tasks))
+        self.num_threads = max(1, min(schedule.num_threads, self.n_tasks))
 
         self.tiles = _tiles(problem, schedule, int(job["rows_ld"]))
-        self.scratch_nbytes = sum(self.tiles.values())
-        self.partials_nbytes = 0
-        if schedule.uses_split_kv:
-            self.partials_nbytes = int(job["n_tasks"] * job["partial_nbytes"])
-        self.nbytes = self._num_threads * self.scratch_nbytes + self.partials_nbytes + LINE_NBYTES
-        self.n_blocks, self.uses_rows = self._num_threads, bool(job["uses_rows"])
+        self.partials_nbytes = int(job["n_tasks"] * job["partial_nbytes"]) if schedule.uses_split_kv else 0
+        self.nbytes = self.num_threads * sum(self.tiles.values()) + self.partials_nbytes
+        self.uses_rows = bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
         arrays = _readable(problem.arrays(), problem.dtype, self.uses_rows)
         #: The words of a call: its record, and the table of views.
         views = _views(problem, arrays)
         self.views = record.nbytes // 8
         self.words = np.concatenate([record.view(np.int64), views.ravel()])
-        #: Of each array that is not None: its number in `Problem.arrays`, and the index of its address.
+        #: For each array that is not None: its index in `Problem.arrays`, and that of its address in `words`.
         self.addresses = [
             (number, self.views + number * views.shape[1] + ADDRESS)
             for number in VIEWS
@@ -112,13 +108,13 @@ class Prepared:
         """Fill the outputs among the arrays, which are those of `Problem.arrays`."""
         if not self.n_tasks:
             return
-        self._table.need(self._needed)
+        self.table.need(self._needed)
         idle = _idle_jobs(self)
         try:
             job = idle.pop()
         except IndexError:
-            job = _Job(self, self._table)
-        job.run(_readable(arrays, self.dtype, self.uses_rows), score_mod, self._num_threads)
+            job = _Job(self)
+        job.run(_readable(arrays, self.dtype, self.uses_rows), score_mod)
         if not idle and self.nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
@@ -129,8 +125,6 @@ class Prepared:
             "uses_tiles": not job["uses_rows"],
             "has_splits": job["n_splits"] > 1,
             "has_starts": job["has_band"] or job["has_intervals"],
-            "has_rows": job["has_bias"] or job["has_dense"] or job["has_mask_map"],
-            "adds_extra": job["has_extra"],
             "is_safe": is_safe,
         }
         without = [
@@ -139,7 +133,7 @@ class Prepared:
             if not (holds[flag] if flag in holds else job[flag])
             for name in names
         ]
-        return reached("work", frozenset(without))
+        return reached("run_tasks", frozenset(without))
 
 
 @lru_cache(maxsize=MAX_IDLE)
@@ -151,58 +145,59 @@ def _idle_jobs(prepared: Prepared) -> list[_Job]:
 class _Job:
     """The words of a running call, with its addresses, and every thread's scratch memory."""
 
-    def __init__(self, prepared: Prepared, stages: Any) -> None:
-        self._prepared, self._table = prepared, stages
-        self._work = stages.address_of("work")
-        self.words = words = prepared.words.copy()
-        self._address = address_of(words)
-        words[_INDEX["views"]] = self._address + 8 * prepared.views
-        self._scratch = np.zeros(prepared.nbytes, np.uint8)  # lanes of no use hold numbers
-        at = lines(address_of(self._scratch))
-        words[_INDEX["partials"]] = at
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._words = words = prepared.words.copy()
+        address = address_of(words)
+        words[_INDEX["views"]] = address + 8 * prepared.views
+        self._scratch = _aligned(prepared.nbytes)
+        words[_INDEX["partials"]] = at = address_of(self._scratch)
         at += prepared.partials_nbytes
-        self._block_words = np.zeros(prepared.n_blocks * BLOCK.itemsize + LINE_NBYTES, np.uint8)
-        self._blocks = lines(address_of(self._block_words))
-        start = self._blocks - address_of(self._block_words)
-        blocks = self._block_words[start : start + prepared.n_blocks * BLOCK.itemsize].view(BLOCK)
-        for block in blocks:
+        self._blocks = _aligned(prepared.num_threads * BLOCK.itemsize).view(BLOCK)
+        self._addresses = (prepared.table.address_of("run_tasks"), address, address_of(self._blocks))
+        for block in self._blocks:
             for name, nbytes in prepared.tiles.items():
                 block[name] = at
                 at += nbytes
 
-    def run(self, arrays: tuple[Any, ...], score_mod: Mod | None, num_threads: int) -> None:
-        """Every task, on so many threads, or fewer where the pool has no room."""
-        words, loop = self.words, self._prepared.loop
+    def run(self, arrays: tuple[Any, ...], score_mod: Mod | None) -> None:
+        """Runs every task, on one thread where the pool has no room."""
+        words, prepared, loop = self._words, self._prepared, self._prepared.loop
         if loop is not None:
             aux = loop.words(score_mod)
             words[_INDEX["aux"]] = aux.buffer_info()[0]
-        for number, at in self._prepared.addresses:
+        for number, at in prepared.addresses:
             words[at] = address_of(arrays[number])
-        on_pool(num_threads, self._run)
+        on_pool(prepared.num_threads, self._run)
         if words[_INDEX["saw_nonfinite"]]:
-            # It may be 0 times the NaN or inf of a masked value, or an overflow: once more, without either.
-            self._table.need(self._prepared.needed_again)
+            # 0 times a masked NaN or inf, or an overflow, may be the cause. The second run avoids both.
+            prepared.table.need(prepared.needed_again)
             words[_INDEX["is_safe"]] = 1
-            on_pool(num_threads, self._run)
+            on_pool(prepared.num_threads, self._run)
             words[_INDEX["saw_nonfinite"]] = words[_INDEX["is_safe"]] = 0
         if loop is not None:
             outside, at = (int(words[_INDEX[name]]) for name in ("read_outside", "outside_at"))
             words[_INDEX["read_outside"]] = words[_INDEX["outside_at"]] = 0
-            loop.check(outside, self._prepared.sizes, score_mod, at - 1)
+            loop.check(outside, prepared.sizes, score_mod, at - 1)
 
     def _run(self, num_threads: int) -> None:
-        words, prepared = self.words, self._prepared
-        words[_INDEX["merges"]], words[_INDEX["n_tasks"]] = 0, prepared.n_tasks
-        words[_INDEX["next_task"]] = 0
-        run_work(self._work, self._address, self._blocks, num_threads)
-        if prepared.n_heads:
-            words[_INDEX["merges"]], words[_INDEX["n_tasks"]] = 1, prepared.n_heads
-            words[_INDEX["next_task"]] = 0
-            run_work(self._work, self._address, self._blocks, num_threads)
+        words, prepared = self._words, self._prepared
+        for merges, n_tasks in enumerate((prepared.n_tasks, prepared.n_heads)):
+            if n_tasks:
+                words[_INDEX["merges"]], words[_INDEX["n_tasks"]] = merges, n_tasks
+                words[_INDEX["next_task"]] = 0
+                run_on_threads(*self._addresses, num_threads)
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Memory from a cache line on. It is 0: tiles have lanes that are computed and never used."""
+    memory = np.zeros(nbytes + LINE_NBYTES, np.uint8)
+    start = -address_of(memory) % LINE_NBYTES
+    return memory[start : start + nbytes]
 
 
 def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tuple[Any, ...]:
-    """The arrays, of which those are converted that compiled code cannot read in place."""
+    """The arrays, with converted copies of those that compiled code cannot read in place."""
     bias, dense, gaps = arrays[BIAS], arrays[DENSE], []
     if uses_rows:
         gaps = [number for number in (KEY, VALUE) if arrays[number].strides[-1] != dtype.itemsize]
@@ -212,7 +207,7 @@ def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tupl
     for number in gaps:
         readable[number] = _converted(readable[number], np.ascontiguousarray)
     if bias is not None and bias.dtype != dtype:
-        with np.errstate(over="ignore"):  # below the range of the dtype a bias masks
+        with np.errstate(over="ignore"):  # a bias below the range of the dtype masks
             readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
     if dense is not None and dense.itemsize != 1:
         readable[DENSE] = _converted(dense, lambda x: x != 0)
@@ -220,7 +215,7 @@ def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tupl
 
 
 def _converted(array: np.ndarray, convert: Any) -> np.ndarray:
-    """The array converted, each element once where axes are broadcast."""
+    """The converted array. Elements are converted once, also where axes are broadcast."""
     once = array[tuple(slice(None if stride else 1) for stride in array.strides)]
     return np.broadcast_to(convert(once), array.shape)
 
@@ -233,7 +228,7 @@ def _views(problem: Problem, arrays: tuple[Any, ...]) -> np.ndarray:
     for view, array in zip(views, arrays, strict=False):
         if array is None:
             continue
-        # Those of (head, row), of (row,) and of a number have axes of size 1 for what they lack.
+        # Axes that the array lacks among (head, row, column) have size 1.
         n_own = array.ndim - n_lead
         own = {3: (0, 1, 2), 2: (0, 1), 1: (1,), 0: ()}[n_own]
         view[SHAPE:STRIDES] = 1
@@ -245,7 +240,7 @@ def _views(problem: Problem, arrays: tuple[Any, ...]) -> np.ndarray:
 
 def _set_problem(job: Any, problem: Problem) -> None:
     """Sets sizes, options, and which arrays there are."""
-    for name in ("batch", "num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim"):
+    for name in ("num_kv_heads", "group_size", "len_q", "len_k", "head_dim", "value_dim"):
         job[name] = getattr(problem.sizes, name)
     job["n_lead"], job["itemsize"] = problem.query.ndim - 3, problem.dtype.itemsize
     present = {
@@ -255,7 +250,8 @@ def _set_problem(job: Any, problem: Problem) -> None:
     }  # fmt: skip
     for name, array in present.items():
         job[f"has_{name}"] = array is not None
-    job["has_extra"] = any(job[f"has_{name}"] for name in ("bias", "dense", "intervals", "mask_map", "band"))
+    job["has_rows"] = job["has_bias"] or job["has_dense"] or job["has_mask_map"]
+    job["has_extra"] = job["has_rows"] or job["has_intervals"] or job["has_band"]
     if (band := problem.band) is not None:
         job["band_left"], job["band_right"], job["band_at_end"] = band.left, band.right, band.at_end
         job["has_lengths"] = band.lengths is not None

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from fastattn.backends.jit.codegen.emit import INTP, Emitter
+from fastattn.backends.jit.codegen.emit import INTP, Emitter, Variable
 from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.numba.calls import OPTIONS
 
@@ -73,8 +73,8 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     c, c_row, a, a_row, a_step, b, b_row, n_rows, n_steps, adds = function.args
     last = builder.sub(n_rows, e.count(1))
     starts = [e.opaque(e.at(a, (e.least(e.count(r), last), a_row))) for r in range(rows)]
-    sums = [[e.variable(e.zero()) for _ in range(vectors)] for _ in range(rows)]
-    offset, right = e.variable(e.count(0)), e.variable(b)
+    sums = [[Variable(builder, e.zero()) for _ in range(vectors)] for _ in range(rows)]
+    offset, right = Variable(builder, e.count(0)), Variable(builder, b)
     nbytes = e.lanes * itemsize
 
     def step() -> None:
@@ -87,7 +87,7 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
         offset.set(e.opaque(builder.add(at, a_step)))
         right.set(e.opaque(builder.add(line, b_row)))
 
-    with e.loop(e.count(0), builder.sdiv(n_steps, e.count(2))):
+    with cgutils.for_range(builder, builder.sdiv(n_steps, e.count(2))):
         step()
         step()
     with builder.if_then(builder.trunc(n_steps, ir.IntType(1))):
@@ -102,49 +102,42 @@ def _function(module: Any, name: str, itemsize: int, rows: int, vectors: int) ->
     return function
 
 
-_whole, _pair, _single = (_register_tile(ROWS, vectors) for vectors in (VECTORS, 2, 1))
-_whole_4, _single_4, _whole_2, _single_2 = (
-    _register_tile(rows, vectors) for rows in (4, 2) for vectors in (VECTORS, 1)
-)
+def _multiply(rows: int) -> Any:
+    """`multiply_rows` in register tiles of so many rows."""
+    whole, pair, single = (_register_tile(rows, vectors) for vectors in (VECTORS, 2, 1))
+
+    @njit(**OPTIONS)
+    def multiply(c, a, b, row, n_vectors, start, stop, adds):
+        lanes = TARGET.vector_bytes // c.itemsize
+        for vector in range(0, n_vectors, VECTORS):
+            lane, left = vector * lanes, n_vectors - vector
+            if left >= VECTORS:
+                whole(c, a, b, row, lane, start, stop, adds)
+            elif left == 2:
+                pair(c, a, b, row, lane, start, stop, adds)
+            else:
+                single(c, a, b, row, lane, start, stop, adds)
+
+    return multiply
 
 
-@njit(**OPTIONS)
-def multiply_rows(c, a, b, row, n_vectors, start, stop, adds):
-    """c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, added to what is there if
-    `adds`, for ROWS rows i from `row` on. Past the last row of a, that one is repeated."""
-    lanes, vector = TARGET.vector_bytes // c.itemsize, 0
-    while vector < n_vectors:
-        lane, left = vector * lanes, n_vectors - vector
-        if left >= VECTORS:
-            _whole(c, a, b, row, lane, start, stop, adds)
-        elif left == 2:
-            _pair(c, a, b, row, lane, start, stop, adds)
-        else:
-            _single(c, a, b, row, lane, start, stop, adds)
-        vector += VECTORS
+#: c[i, lane] = the sum of a[i, x] * b[x, lane] over x from start to stop, for ROWS rows i from `row` on. It
+#: is added to what is there if `adds`. Past the last row of a, that row is repeated.
+multiply_rows = _multiply(ROWS)
+_multiply_4, _multiply_2 = _multiply(4), _multiply(2)
 
 
 @njit(**OPTIONS)
 def multiply_few(c, a, b, n_vectors, start, stop, adds):
-    """The same for all rows of a, of which there are few."""
-    lanes, n_rows, vector = TARGET.vector_bytes // c.itemsize, a.shape[0], 0
-    while vector < n_vectors:
-        lane, is_whole = vector * lanes, n_vectors - vector >= VECTORS
-        if n_rows <= 2 and is_whole:
-            _whole_2(c, a, b, 0, lane, start, stop, adds)
-        elif n_rows <= 2:
-            _single_2(c, a, b, 0, lane, start, stop, adds)
-        elif n_rows <= 4 and is_whole:
-            _whole_4(c, a, b, 0, lane, start, stop, adds)
-        elif n_rows <= 4:
-            _single_4(c, a, b, 0, lane, start, stop, adds)
-        else:
-            for row in range(0, n_rows, ROWS):
-                if is_whole:
-                    _whole(c, a, b, row, lane, start, stop, adds)
-                else:
-                    _single(c, a, b, row, lane, start, stop, adds)
-        vector += VECTORS if is_whole else 1
+    """`multiply_rows` for all rows of a, of which there are few."""
+    n_rows = a.shape[0]
+    if n_rows <= 2:
+        _multiply_2(c, a, b, 0, n_vectors, start, stop, adds)
+    elif n_rows <= 4:
+        _multiply_4(c, a, b, 0, n_vectors, start, stop, adds)
+    else:
+        for row in range(0, n_rows, ROWS):
+            multiply_rows(c, a, b, row, n_vectors, start, stop, adds)
 
 
 @intrinsic

@@ -1,4 +1,5 @@
-"""Both products for few query rows, whose lanes would stay empty: lanes are keys, then columns of the values.
+"""Both products for few query rows, which would leave vectors partly empty. So lanes are keys in the first
+product, and columns of the values in the second.
 
 A row's result does not depend on the other rows. `job` and `block` are the records of `layout`; keys and
 values have no gaps between their columns, whose number fills vectors.
@@ -27,13 +28,13 @@ from fastattn.backends.numba.register_tile import (
 from fastattn.backends.numba.vectors import tile_at
 
 STEP_KEYS = 8  #: keys that one partial sum of outputs runs over
-PREFETCHED_ROWS = 32  #: of keys and values, ahead of those that are read
+PREFETCHED_ROWS = 32  #: prefetch distance, in rows of keys and values
 SCORE_COLUMNS = 16  #: over which one partial sum of a score runs: short chains round less
 
 
 @stage
 def score_rows(job, block, key0, n_keys):
-    """Scores of the keys, as `mask_tile.score_keys`: of as many keys at a time as a vector has lanes."""
+    """Scores of the keys, as of `mask_tile.score_keys`. A step takes as many keys as a vector has lanes."""
     keys, scores, lanes = head_of(job, block, KEY)[key0 : key0 + n_keys], scores_of(job, block), job.lanes
     query = tile_at(job.zero, block.query, (block.n_lanes, job.head_dim))[: block.n_rows]
     rows = tile_at(job.zero, block.rows, (block.n_lanes + lanes, job.head_dim))  # scores, then the last keys

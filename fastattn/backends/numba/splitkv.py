@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from numba import njit
 
-from fastattn.backends.numba.blocks import find_block, pack_query, tiles_of
+from fastattn.backends.numba.blocks import find_block, pack_block, tiles_of
 from fastattn.backends.numba.calls import OPTIONS, stage
 from fastattn.backends.numba.kernels import merge, write_large
 from fastattn.backends.numba.sweep import attend, finish
 
 
 @njit(**OPTIONS)
-def use_sums(job, block, address):
+def use_partial(job, block, address):
     """Makes the partial result at an address that of the block: its row_max, row_sum and acc."""
     line = (block.n_lanes * job.itemsize + 63) // 64 * 64
     block.row_max, block.row_sum, block.acc = address, address + line, address + 2 * line
@@ -29,22 +29,21 @@ def use_sums(job, block, address):
 @njit(**OPTIONS)
 def merge_at(job, block, one, two):
     """Merges the partial result at the address `two` into that at `one`, which becomes the block's."""
-    use_sums(job, block, two)
+    use_partial(job, block, two)
     other = (block.row_max, block.row_sum, block.acc)
-    use_sums(job, block, one)
+    use_partial(job, block, one)
     merge(job, block, other)
 
 
 @njit(**OPTIONS)
-def slot_of(job, block, task, depth):
-    """The address of an entry of the stack of partial results, the first of which is the task's result."""
-    return (
-        (job.partials + task * job.partial_nbytes) if depth == 0 else block.stack + depth * job.partial_nbytes
-    )
+def partial_at(job, block, task, depth):
+    """The address of an entry of the stack of partial results. The first is the result of the task."""
+    first = job.partials + task * job.partial_nbytes
+    return first if depth == 0 else block.stack + depth * job.partial_nbytes
 
 
 @njit(**OPTIONS)
-def attend_tiles(job, block, task, first, stop):
+def attend_key_tiles(job, block, task, first, stop):
     """The partial results of the key tiles first .. stop - 1, merged into the task's.
 
     Each entry of the stack is the root of a larger subtree than the next.
@@ -55,13 +54,13 @@ def attend_tiles(job, block, task, first, stop):
         begin, end = first, first + 1
     depth = 0
     for tile in range(begin, end):
-        use_sums(job, block, slot_of(job, block, task, depth))
+        use_partial(job, block, partial_at(job, block, task, depth))
         attend(job, block, tile, tile + 1 if low <= tile < high else tile)
         depth += 1
         left, is_last = tile - first, tile + 1 == end
         while depth > 1 and (left & 1 or is_last):
             depth -= 1
-            merge_at(job, block, slot_of(job, block, task, depth - 1), slot_of(job, block, task, depth))
+            merge_at(job, block, partial_at(job, block, task, depth - 1), partial_at(job, block, task, depth))
             left >>= 1
 
 
@@ -71,8 +70,8 @@ def run_split_task(job, block, task, y):
     head = task // job.n_splits
     first = task % job.n_splits * job.split_tiles
     find_block(job, block, head)
-    pack_query(job, block)
-    attend_tiles(job, block, task, first, min(first + job.split_tiles, job.n_key_tiles))
+    pack_block(job, block)
+    attend_key_tiles(job, block, task, first, min(first + job.split_tiles, job.n_key_tiles))
     if job.n_splits == 1:
         finish_head(job, block, head)
     return 0
@@ -88,7 +87,7 @@ def run_merge(job, block, head, y):
             merge_at(job, block, first + task * nbytes, first + (task + step) * nbytes)
         step *= 2
     if job.is_safe or job.has_weights:
-        pack_query(job, block)
+        pack_block(job, block)
     finish_head(job, block, head)
     return 0
 
@@ -96,7 +95,7 @@ def run_merge(job, block, head, y):
 @njit(**OPTIONS)
 def finish_head(job, block, head):
     """Writes all outputs of one key/value head from its first partial result."""
-    use_sums(job, block, slot_of(job, block, head * job.n_splits, 0))
+    use_partial(job, block, partial_at(job, block, head * job.n_splits, 0))
     if finish(job, block):
-        attend_tiles(job, block, head * job.n_splits, 0, job.n_key_tiles)
+        attend_key_tiles(job, block, head * job.n_splits, 0, job.n_key_tiles)
         write_large(job, block, 0, 0)

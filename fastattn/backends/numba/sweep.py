@@ -17,7 +17,7 @@ from fastattn.backends.numba.blocks import (
     find_block,
     keys_of,
     lanes_of,
-    pack_query,
+    pack_block,
     rows_of,
     scores_of,
     tiles_of,
@@ -101,15 +101,15 @@ def write_weights(job, block, x, y):
         for lane in range(block.n_rows):
             row = weights[row_h[lane], row_i[lane]]
             for j in range(n_keys):
-                # In a row of NaN the weight of a masked key is 0 all the same.
+                # The weight of a masked key is 0 even in a row of NaN.
                 row[key0 + j] = rows[lane, j] if is_allowed(job, block, j, lane) else job.zero
     return 0
 
 
 @njit(**OPTIONS)
 def finish(job, block):
-    """Writes all outputs of the block; whether they are to be written again, from sums with headroom, as sums
-    of finite values may have overflowed."""
+    """Writes all outputs of the block. Returns whether to write them again, from sums with headroom: sums of
+    finite values may have overflowed."""
     nonfinite = write_outputs(job, block)
     if job.has_weights:
         write_weights(job, block, 0, 0)
@@ -125,7 +125,7 @@ def finish(job, block):
 def run_task(job, block, task, y):
     """One query block of one key/value head of one batch item, from its queries to its outputs."""
     find_block(job, block, task)
-    pack_query(job, block)
+    pack_block(job, block)
     first, stop = tiles_of(job, block)
     attend(job, block, first, stop)
     if finish(job, block):

@@ -12,7 +12,8 @@ import numba
 
 from fastattn._machine import host, threads
 
-#: Numba's threading layers, and those among which it chooses by the other names; "workqueue" always exists.
+#: Numba's threading layers, and by the value of NUMBA_THREADING_LAYER those of which one must load.
+#: "workqueue" always does.
 _MODULES = {name: f"numba.np.ufunc.{name}pool" for name in ("tbb", "omp")} | {
     "workqueue": "numba.np.ufunc.workqueue"
 }
@@ -60,8 +61,8 @@ def reason_no_pool() -> str | None:
 
 
 def on_pool(wanted: int, run: Callable[[int], object]) -> None:
-    """Calls run(n) with the number of threads that it may use of Numba's pool: `wanted`, or 1 where another
-    thread uses a pool that only one may use at a time."""
+    """Calls run(n) with the number of threads of Numba's pool that it may use: `wanted`, or 1 while another
+    thread uses a pool that allows one user at a time."""
     global _has_started
     if wanted == 1:
         run(1)
@@ -90,7 +91,10 @@ def on_pool(wanted: int, run: Callable[[int], object]) -> None:
 
 @cache
 def _is_exclusive() -> bool:
-    """Whether the pool aborts the process when two threads use it at once; its user does none of the work."""
+    """Whether the pool aborts the process when two threads use it at once.
+
+    In such a pool the caller does none of the work.
+    """
     return numba.threading_layer() == "workqueue"
 
 

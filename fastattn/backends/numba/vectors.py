@@ -17,7 +17,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model
 from numba.np.arrayobj import make_array, populate_array
 
-from fastattn.backends.jit.codegen.emit import INT32, INTP, Emitter
+from fastattn.backends.jit.codegen.emit import INTP, Emitter
 from fastattn.backends.jit.codegen.exponential import exp2_of_difference, hyperbolic_tangent
 from fastattn.backends.jit.codegen.intrinsics import intrinsic_of
 from fastattn.backends.jit.codegen.target import TARGET
@@ -69,10 +69,10 @@ def _declare(function: Any, write: Any, returns: Any = None) -> None:
         return write(builder, *values)
 
 
-_declare(operator.add, lambda builder, a, b: builder.fadd(a, b))
-_declare(operator.sub, lambda builder, a, b: builder.fsub(a, b))
-_declare(operator.mul, lambda builder, a, b: builder.fmul(a, b))
-_declare(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
+_declare(operator.add, ir.IRBuilder.fadd)
+_declare(operator.sub, ir.IRBuilder.fsub)
+_declare(operator.mul, ir.IRBuilder.fmul)
+_declare(operator.truediv, ir.IRBuilder.fdiv)
 _declare(operator.lt, lambda builder, a, b: builder.fcmp_ordered("<", a, b), LaneBits)
 _declare(operator.eq, lambda builder, a, b: builder.fcmp_ordered("==", a, b), LaneBits)
 _declare(operator.ne, lambda builder, a, b: builder.fcmp_unordered("!=", a, b), LaneBits)
@@ -167,13 +167,9 @@ def splat(context: Any, x: Any) -> Any:
     """The number x in every lane."""
 
     def codegen(context: Any, builder: Any, call: Any, values: Any) -> Any:
-        vector = context.get_value_type(kind)
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), values[0], INT32(0))
-        lanes = ir.Constant(ir.VectorType(INT32, kind.lanes), [INT32(0)] * kind.lanes)
-        return builder.shuffle_vector(first, first, lanes)
+        return Emitter(builder, x.bitwidth // 8).splat(values[0])
 
-    kind = Vector(x)
-    return kind(x), codegen
+    return Vector(x)(x), codegen
 
 
 @intrinsic

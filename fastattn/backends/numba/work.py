@@ -18,7 +18,7 @@ BLOCK_NBYTES = BLOCK.itemsize
 
 
 @stage
-def work(job, block, x, y):
+def run_tasks(job, block, x, y):
     """Runs tasks until none is left. The result does not depend on which thread runs which task."""
     while True:
         task = fetch_next(job)
@@ -35,20 +35,24 @@ def work(job, block, x, y):
 @cached
 @njit(parallel=True, nogil=True)
 def _run_parallel(address: Any, job: Any, blocks: Any, num_threads: Any) -> None:
-    """Runs `work`, whose address this is, on every thread."""
+    """Runs `run_tasks`, whose address this is, on every thread."""
     for thread in prange(num_threads):
         call_stage(address, job, blocks + thread * BLOCK_NBYTES)
 
 
 @cache
-def _alone(address: int) -> Any:
+def _callable(address: int) -> Any:
+    """The stage at an address, for Python."""
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(address)
 
 
-def run_work(address: int, job: int, blocks: int, num_threads: int) -> None:
-    """Runs every task of the record at `job`, on num_threads threads with their blocks; `address` is that of
-    `work`."""
+def run_on_threads(address: int, job: int, blocks: int, num_threads: int) -> None:
+    """Runs every task of a call on num_threads threads.
+
+    All addresses: `address` of the stage `run_tasks`, `job` of the record of the call, `blocks` of a record
+    per thread.
+    """
     if num_threads == 1:
-        _alone(address)(job, blocks, 0, 0)
+        _callable(address)(job, blocks, 0, 0)
     else:
         _run_parallel(address, job, blocks, num_threads)

@@ -1,14 +1,13 @@
 """Vectors of reals, written as LLVM IR: the language of the register tiles.
 
-An `Emitter` stands between an operation and the function that Numba is lowering just now. It knows one dtype
-and the host's vector; it knows no tile. Addresses are integers of the width of a pointer, counts are `intp`,
-and loops of the Python code that uses it are unrolled in what it writes.
+An `Emitter` writes operations into the function that Numba is lowering. It knows one dtype and the host's
+vector, and no tiles. Addresses are integers of the width of a pointer, and counts are `intp`. A loop in the
+Python code that uses an `Emitter` is unrolled in what it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -21,9 +20,9 @@ INT32 = ir.IntType(32)
 
 
 class Variable:
-    """A value that changes from one turn of a loop to the next; LLVM makes a register of it.
+    """A value that changes from one turn of a loop to the next. LLVM makes a register of it.
 
-    It is `value` at the place where `builder` is.
+    It is set to `value` at the place where `builder` is.
     """
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
@@ -83,8 +82,8 @@ class Emitter:
         return address
 
     def opaque(self, n: ir.Value) -> ir.Value:
-        """n, of which LLVM knows no more. Else it would compute addresses in a row each from the last, or
-        keep one as two parts and add them at each use."""
+        """n, of which LLVM does not know how it was computed. Otherwise LLVM would compute each address from
+        the one before, or keep an address as two parts and add them at each use."""
         kind = ir.FunctionType(INTP, [INTP])
         return self.builder.asm(kind, "", "=r,0", [n], side_effect=False)
 
@@ -148,16 +147,5 @@ class Emitter:
         """The larger lane by lane; b where either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    # Counts and control.
-
     def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
-
-    def variable(self, value: ir.Value) -> Variable:
-        return Variable(self.builder, value)
-
-    @contextmanager
-    def loop(self, start: ir.Value, stop: ir.Value) -> Iterator[ir.Value]:
-        """Writes the body of the `with` as a loop over every index from start to stop - 1."""
-        with cgutils.for_range(self.builder, stop, start) as turn:
-            yield turn.index

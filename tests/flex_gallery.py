@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.test_docs import RECIPES, cells
+from tests.test_docs import DOCS, cells
 
 L, S, D, B, H = 70, 70, 16, 2, 3
 
@@ -16,8 +16,8 @@ L, S, D, B, H = 70, 70, 16, 2, 3
 def gallery() -> dict[str, Callable[..., Any]]:
     """The functions that the recipes show."""
     namespace: dict[str, Any] = {"np": np}
-    code = next(cell for cell in cells(RECIPES) if "def alibi" in cell)
-    exec(compile(code, RECIPES.name, "exec"), namespace)
+    code = next(cell for cell in cells(DOCS / "recipes.md") if "def alibi" in cell)
+    exec(compile(code, "recipes.md", "exec"), namespace)
     return {name: value for name, value in namespace.items() if isinstance(value, FunctionType)}
 
 

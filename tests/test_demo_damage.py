@@ -29,7 +29,7 @@ for extra in (
     ("demo", "count"),
     [
         ("generate", 10),
-        ("embed", 15),
+        ("embed", 40),
         ("image", 5),
         pytest.param("generate", 1_000, marks=pytest.mark.slow),
         pytest.param("embed", 400, marks=pytest.mark.slow),

@@ -133,7 +133,7 @@ class TestCommand:
         assert cli._times_as_fast([(2.0, 3.0)]) == "1.50"
         assert cli._times_as_fast([(2.0, 3.0), (1.0, 4.0), (1.0, 1.0)]) == "1.50 (1.00-4.00)"
         out = run("--prompt", "the end", "--max-tokens", "3")[1]
-        assert "in 2 rounds" in out
+        assert "(rounds: 2, " in out
         assert re.search(r"prefill .* \d+\.\d\d \(\d+\.\d\d-\d+\.\d\d\)", out)
 
     def test_is_the_demo_without_a_name(self, run) -> None:

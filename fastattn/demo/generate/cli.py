@@ -231,8 +231,8 @@ def _print_stream(tokenizer: TextTokenizer, tokens: Iterator[int]) -> str:
 def _print_comparison(result: Comparison, kv_dtype: str) -> None:
     print(
         f"\nTokens generated: {len(result.tokens)}; keys and values took {result.cache_nbytes / 1e6:.1f} MB "
-        f"in {kv_dtype}.\nThe prompt and the first {result.compared} tokens timed both ways in one model, "
-        f"in {len(result.rounds)} rounds (threads of fastattn: {fastattn.get_num_threads()}):"
+        f"in {kv_dtype}.\nThe prompt and the first {result.compared} tokens timed both ways in one model "
+        f"(rounds: {len(result.rounds)}, threads of fastattn: {fastattn.get_num_threads()}):"
     )
     _print_times(result)
     if result.warning is not None:

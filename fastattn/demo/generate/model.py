@@ -34,7 +34,7 @@ from fastattn.demo.generate.clock import Clock
 #: Tables are computed for so many positions at first.
 FIRST_POSITIONS = 2048
 
-#: Rows of the feed-forward part that are gated at a time.
+#: Rows of the feed-forward part that are gated at a time: 100 kB of 1536 columns. Others were not measured.
 GATED_ROWS = 16
 
 

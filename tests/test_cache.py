@@ -606,13 +606,23 @@ def test_spare_rows_of_a_shared_page_belong_to_nobody():
     key, value = random_rows(rng, 1, 6)
     cache = fastattn.KVCache(1, K, D, E, page_size=64)
     for n in range(3):
+        fork = cache.fork()
         cache.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
-    fork = cache.fork()
-    cache.append(key[:, :, 3:4], value[:, :, 3:4])
-    assert cache._ids[0, 0] != fork._ids[0, 0]
-    fork.append(key[:, :, 4:5], value[:, :, 4:5])
-    np.testing.assert_array_equal(cache.keys(0)[:, 3], key[0, :, 3])
-    np.testing.assert_array_equal(fork.keys(0)[:, 3], key[0, :, 4])
+        assert cache._ids[0, 0] != fork._ids[0, 0]
+        fork.append(key[:, :, 4:5], value[:, :, 4:5])
+        np.testing.assert_array_equal(cache.keys(0)[:, n], key[0, :, n])
+        np.testing.assert_array_equal(fork.keys(0)[:, n], key[0, :, 4])
+
+
+def test_a_new_cache_holds_nothing_yet():
+    rng = np.random.default_rng(16)
+    key, value = random_rows(rng, 1, 1)
+    cache = fastattn.KVCache(1, K, D, E)
+    assert cache.nbytes == 0
+    cache.append(key, value)
+    assert cache.nbytes == cache._pool.page_nbytes
+    cache.truncate(0)
+    assert cache.nbytes == pages_in_use(cache) == 0
 
 
 # All or nothing -----------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import numpy as np
 
 from fastattn._api.attention import attend
-from fastattn._api.prepared import ATTENTION, known, signature, signature_of
-from fastattn._cache.pages import KEYS, NO_PAGE, VALUES, PagePool, read_rows
+from fastattn._api.prepared import ATTENTION, known, signature, signature_of, token_of
+from fastattn._cache.pages import KEYS, MIN_SLAB, NO_PAGE, VALUES, PagePool, read_rows
 from fastattn._cache.state import Settings, State, rounded_length
-from fastattn._cache.store import PageStore, Undo, Views
+from fastattn._cache.store import PageStore, Undo
 from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window, count, promote
 from fastattn._call.options import complete, public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT64, MAX_ROWS
@@ -147,8 +147,11 @@ class KVCache(PageStore):
         settings = Settings.checked(
             batch, num_kv_heads, head_dim, value_dim, dtype, window, keep_first, rollback, page_size, layout
         )
-        none, ids = np.zeros(settings.batch, np.int64), np.zeros((settings.batch, 0), np.int64)
-        self._begin(settings, State(none, none, none), PagePool(settings), ids)
+        pool, none = PagePool(settings), np.zeros(settings.batch, np.int64)
+        ids = np.full((settings.batch, 1), NO_PAGE, np.int64)
+        if settings.batch <= MIN_SLAB:  # what the first append would take in any case
+            ids[:, 0] = pool.take(settings.batch)
+        self._begin(settings, State(none, none, none), pool, ids)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a KVCache is not copied or pickled: fork() it, or save() and KVCache.load() it")
@@ -178,7 +181,9 @@ class KVCache(PageStore):
 
     @property
     def nbytes(self) -> int:
-        return int(np.count_nonzero(np.unique(self._ids))) * self._pool.page_nbytes
+        starts = self._settings.page_size * np.arange(self._ids.shape[1])
+        pages = np.unique(self._ids[starts < self._state.lengths[:, None]])
+        return int(np.count_nonzero(pages)) * self._pool.page_nbytes
 
     # Adding and taking back ----------------------------------------------------------------------
 
@@ -386,26 +391,26 @@ class KVCache(PageStore):
         if settings.window is not None:
             completed["window"] = self._within(get("window"), len_q)
         completed["causal"], completed["key_lengths"], completed["layout"] = rule, lengths, settings.layout
-        whole = views = self._whole()
-        described, out = None, get("out")
-        is_plain = get("mask") is get("bias") is None and get("return_weights", False) is False
-        if is_plain and out is None:
-            described = signature(ATTENTION, query, None, None, completed, default_backend(), views.token)
-            call = known(described)
-            results = None if call is None else call.on_rows(query, views.rows, lengths, get("sinks"))
-            if results is not None:
-                return results if query is given else _in_library_of(given, results, None)
-        if not (is_plain and _is_compiled(get("backend"))):
-            views = self._view(self._longest)
-        if promote(query=query) == FLOAT64 or FLOAT64 in (views.key.dtype, views.value.dtype):
-            key, value = (self._in_float64(x, of) for x, of in ((views.key, KEYS), (views.value, VALUES)))
-            views = Views(key, value, self._keep_first)
-        if views is not whole or described is None:
-            described = signature_of(ATTENTION, query, None, None, completed, token=views.token)
+        described, length, out = None, self._longest, get("out")
+        if get("mask") is get("bias") is None and get("return_weights", False) is False:
+            if out is None:
+                described = signature(ATTENTION, query, None, None, completed, default_backend(), self._token)
+                call = known(described)
+                results = None if call is None else call.on_rows(query, self._rows, lengths, get("sinks"))
+                if results is not None:
+                    return results if query is given else _in_library_of(given, results, None)
+            if _is_compiled(get("backend")):
+                length = self._capacity
+        key, value = self._view(length)
+        if promote(query=query) == FLOAT64 or FLOAT64 in (key.dtype, value.dtype):
+            key, value = self._in_float64(key, KEYS), self._in_float64(value, VALUES)
+            described = None
+        if described is None or length != self._capacity:
+            token = token_of((key.signature(), value.signature(), self._keep_first))
+            described = signature_of(ATTENTION, query, None, None, completed, token=token)
         results = attend(
-            ATTENTION, query, views.key, views.value, completed, signature=described or False,
-            keep_first=self._keep_first,
-        )  # fmt: skip
+            ATTENTION, query, key, value, completed, signature=described or False, keep_first=self._keep_first
+        )
         return results if query is given else _in_library_of(given, results, out)
 
     def keys(self, item: int) -> np.ndarray:

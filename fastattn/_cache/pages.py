@@ -11,7 +11,7 @@ from _thread import allocate_lock  # `threading` takes long to import
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from fastattn._call.problem import FLOAT32, FLOAT64
 from fastattn._call.storage import BFLOAT16, GROUP, INT8, REAL, decode_rows, encode_rows, storage_of
 from fastattn._machine.threads import no_fork
+from fastattn.backends.cpu.record import address_of
 
 try:
     import fastattn.backends.cython.backend  # noqa: F401  # which chooses the kernels that the driver calls
@@ -34,7 +35,8 @@ NO_PAGE = 0  #: the number of no page; where it is read, it is one of zeros
 KEYS, KEY_SCALES, VALUES, VALUE_SCALES = range(4)  #: the parts of a page
 PART_NAMES = ("keys", "key_scales", "values", "value_scales")
 
-_MIN_SLAB = 4  # pages
+MIN_SLAB = 4  #: pages
+_LINE, _ALIGNMENT = 64, 4096  # of a cache; of memory that is touched for the first time
 _FOREVER = 1 << 40  # holders of a page that is never written or reused
 
 #: Of all pools, for some microseconds at a time; a fork waits for it.
@@ -70,22 +72,32 @@ class PageShape:
         return parts
 
     def empty(self, pages: int) -> Slab:
-        """Memory of so many pages."""
-        return tuple(None if part is None else np.empty((pages, *part[0]), part[1]) for part in self.parts)
+        """Memory of so many pages, in one piece: of small caches malloc keeps it for the next one."""
+        sizes = [-(-pages * _nbytes(part) // _LINE) * _LINE for part in self.parts]
+        memory = np.empty(sum(sizes) + _ALIGNMENT, np.uint8)
+        offset = -address_of(memory) % _ALIGNMENT
+        slab: list[np.ndarray | None] = []
+        for part, size in zip(self.parts, sizes, strict=True):
+            slab.append(None if part is None else np.ndarray((pages, *part[0]), part[1], memory, offset))
+            offset += size
+        return tuple(slab)
 
     @cached_property
     def like(self) -> Slab:
         """Arrays with the shape, the strides and the dtype of one page, and no memory behind them."""
-        arrays: list[Any] = []
-        for part in self.parts:
-            if part is not None:
-                (heads, rows, columns), dtype = part
-                row = columns * dtype.itemsize
-                strides = (heads * rows * row, rows * row, row, dtype.itemsize)
-                arrays.append(as_strided(np.empty((), dtype), (1, heads, rows, columns), strides))
-            else:
-                arrays.append(None)
-        return tuple(arrays)
+        return tuple(None if part is None else _without_memory(*part) for part in self.parts)
+
+
+def _nbytes(part: tuple[tuple[int, ...], np.dtype] | None) -> int:
+    return 0 if part is None else prod(part[0]) * part[1].itemsize
+
+
+@lru_cache(maxsize=64)
+def _without_memory(page: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    heads, rows, columns = page
+    row = columns * dtype.itemsize
+    strides = (heads * rows * row, rows * row, row, dtype.itemsize)
+    return as_strided(np.empty((), dtype), (1, *page), strides)
 
 
 class PagePool:
@@ -96,7 +108,7 @@ class PagePool:
 
     def __init__(self, shape: PageShape) -> None:
         self.shape = shape
-        self.page_nbytes = sum(prod(part[0]) * part[1].itemsize for part in shape.parts if part)
+        self.page_nbytes = sum(map(_nbytes, shape.parts))
         #: ``(4, 1 + pages)`` int64: where each part of a page begins
         self.addresses = np.zeros((4, 1), np.int64)
         self._holders = np.full(1, _FOREVER, np.int64)
@@ -112,7 +124,7 @@ class PagePool:
             self._collect()
             missing = n - len(self._free)
             if missing > 0:
-                self._add(self.shape.empty(max(missing, (self._holders.size - 1) // 2, _MIN_SLAB)), 0)
+                self._add(self.shape.empty(max(missing, (self._holders.size - 1) // 2, MIN_SLAB)), 0)
             taken = [self._free.pop() for _ in range(n)]
             self._holders[taken] = 1
             return taken
@@ -132,12 +144,12 @@ class PagePool:
         """`release` when pages are next asked for: for finalisers, which may interrupt any method."""
         self._left.append(numbers)
 
-    def is_shared(self, number: int) -> bool:
-        """Whether another entry of a table names this page, so that it must not be written."""
+    def are_own(self, numbers: Any) -> bool:
+        """Whether one entry of a table alone names each of these pages, so that they may be written."""
         if self._left:
             with _lock:
                 self._collect()
-        return bool(self._holders[number] > 1)
+        return bool((self._holders[numbers] == 1).all())
 
     def add(self, slab: Slab, *, forever: bool) -> None:
         """Takes memory for pages, each held once; or read-only memory, for pages that stay for good."""
@@ -160,10 +172,8 @@ class PagePool:
 
     def _add(self, slab: Slab, holders: int) -> None:
         pages, first = len(slab[KEYS]), self._holders.size
-        addresses = np.zeros((4, pages), np.int64)
-        for row, part in zip(addresses, slab, strict=True):
-            if part is not None and pages:
-                row[:] = part.ctypes.data + part[0].nbytes * np.arange(pages)
+        numbers = np.arange(pages)
+        addresses = [0 * numbers if x is None else address_of(x) + x.strides[0] * numbers for x in slab]
         self.addresses = np.concatenate([self.addresses, addresses], axis=1)
         self._holders = np.concatenate([self._holders, np.full(pages, holders)])
         self._slabs.append(slab)

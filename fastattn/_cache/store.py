@@ -36,17 +36,6 @@ class Undo(NamedTuple):
     replaced: list[tuple[int, int, int]]  #: item, entry of its table, and the page that was there
 
 
-class Views:
-    """Keys and values, and what calls on them need."""
-
-    __slots__ = ("key", "rows", "token", "value")
-
-    def __init__(self, key: Rows, value: Rows, keep_first: int) -> None:
-        self.key, self.value = key, value
-        self.token = token_of((key.signature(), value.signature(), keep_first))  #: of the signature of calls
-        self.rows = parts_of_rows(key.arrays()[1:], value.arrays()[1:])
-
-
 class PageStore:
     """Keys and values of some items, each of its own length, as rows of pages that stores may share."""
 
@@ -57,28 +46,31 @@ class PageStore:
     _tables: list[Any]  # of each part, the addresses of those pages
     _freed: np.ndarray  # (batch,) int64: the first entry that the window has not freed
     _last: np.ndarray | None  # where an append began that `retained` does not count yet
-    _room: int  # so many tokens can be appended to each item in place
+    _room: int  # so many tokens can be appended to each item in place: in pages that it has to itself
     _longest: int  # tokens of the longest item
     _capacity: int  # that length rounded up
-    _views: Views | None  # see `_whole`
     _keep_first: int  # 0 where there is no window
     # What is looked up at each step:
     _sizes: tuple[int, int, int, int]
     _direct: tuple[tuple[np.dtype, ...], ...]  # of what dtypes keys and values are stored without a copy
     _counts: tuple[int, np.ndarray]  # a number of tokens, and that for each item
     _targets: tuple[Any, ...]  # where keys and values are written
+    _kind: int  # a number for what has these settings
+    _token: int  # and this capacity: of the signature of calls on all keys and values of it
+    _rows: tuple[Any, ...]  # the tables as those calls read them, see `parts_of_rows`
 
     def _begin(self, settings: Settings, state: State, pool: PagePool, ids: np.ndarray) -> None:
         self._settings, self._state, self._pool = settings, state, pool
         self._freed = np.full(settings.batch, -(-settings.keep_first // settings.page_size))
         stored = (settings.key_dtype, settings.value_dtype)
         self._direct = tuple((FLOAT32, FLOAT64, FLOAT32 if dtype == np.int8 else dtype) for dtype in stored)
-        self._last, self._room, self._counts = None, 0, (0, ids)
+        self._last, self._counts = None, (0, ids)
         self._sizes = settings.batch, settings.num_kv_heads, settings.head_dim, settings.value_dim
         self._keep_first = 0 if settings.window is None else settings.keep_first
         self._set_tables(ids)
-        self._capacity = -1
-        self._fit()
+        self._capacity, self._kind = 0, token_of(settings)
+        self._fit(int(state.lengths.max(initial=0)))
+        self._room = self._find_room()
 
     def __del__(self) -> None:
         if hasattr(self, "_ids"):
@@ -103,6 +95,9 @@ class PageStore:
             or value.dtype not in self._direct[1]
         ):
             return False
+        longest = self._longest + T
+        if longest > self._capacity:
+            self._fit(longest)
         starts, greatest, retained = self._state
         if self._counts[0] != T:
             self._counts = T, np.full(batch, T)
@@ -113,7 +108,7 @@ class PageStore:
         greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
         self._state, self._last = State(lengths, greatest, retained), starts
         self._room -= T
-        self._longest += T
+        self._longest = longest
         return True
 
     def _add(self, keys: np.ndarray, values: np.ndarray, counts: np.ndarray) -> Undo:
@@ -125,7 +120,7 @@ class PageStore:
             greatest = lengths if greatest is starts else np.maximum(greatest, lengths)
             passed = self._passed(starts, greatest, retained)
             self._state = State(lengths, greatest, np.where(counts > 0, passed, retained))
-            self._fit()
+            self._fit(int(lengths.max(initial=0)))
             self._make_room(starts, counts, undo)
             pages = (self._pool, self._ids, self._tables, starts, counts)
             write_rows(keys, *pages, KEYS)
@@ -161,7 +156,7 @@ class PageStore:
             taken = self._ids[items, entries]
             self._put_pages(items, entries, pages)
             self._pool.release(taken)
-        self._fit()
+        self._fit(int(undo.state.lengths.max(initial=0)))
 
     def _keep(self, undo: Undo) -> None:
         """Gives up what an append has put out of use."""
@@ -178,19 +173,20 @@ class PageStore:
         is_unused = np.arange(self._ids.shape[1]) >= ends[:, None]
         unused = self._ids[is_unused]
         self._ids[is_unused] = NO_PAGE
-        self._fit()
+        self._fit(int(lengths.max(initial=0)))
         self._pool.release(unused)
         self._room = self._find_room()
 
     def _find_room(self) -> int:
-        """How many tokens each item can be given before a page is needed, or passed, or the tables change."""
+        """How many tokens each item can be given before a page is needed, or passed."""
         size, window = self._settings.page_size, self._settings.window
         lengths, greatest, _ = self._state
-        if not lengths.size or not IS_COMPILED:
+        if not lengths.size or not IS_COMPILED or self._longest // size == self._ids.shape[1]:
             return 0
-        room = min(int((-lengths % size).min()), self._capacity - self._longest)
-        if room and any(map(self._pool.is_shared, self._ids[np.arange(len(lengths)), lengths // size])):
+        entries = lengths // size
+        if not self._pool.are_own(self._ids[np.arange(len(lengths)), entries]):
             return 0
+        room = int((size - lengths % size).min())
         if window is not None:
             next_page = (self._freed + 1) * size + window
             passing = np.maximum(next_page - lengths, next_page + self._settings.rollback - greatest)
@@ -203,20 +199,19 @@ class PageStore:
         wanted = []
         for item in np.flatnonzero(counts).tolist():
             start, stop = int(starts[item]), int(starts[item] + counts[item])
-            if start % size:
-                page = int(self._ids[item, start // size])
-                if self._pool.is_shared(page):
-                    wanted.append((item, start // size, page))
-            wanted += [(item, entry, NO_PAGE) for entry in range(-(-start // size), -(-stop // size))]
+            for entry in range(start // size, -(-stop // size)):
+                page = int(self._ids[item, entry])
+                if not self._pool.are_own(page):
+                    wanted.append((item, entry, page))
         if not wanted:
             return
         taken = self._pool.take(len(wanted))
         items, entries, _ = np.array(wanted).T
         self._put_pages(items, entries, np.array(taken))
         undo.replaced.extend(wanted)
-        for (item, _, page), copy in zip(wanted, taken, strict=True):
-            if page != NO_PAGE:
-                rows = int(starts[item]) % size
+        for (item, entry, page), copy in zip(wanted, taken, strict=True):
+            rows = int(starts[item]) - size * entry
+            if page != NO_PAGE and rows > 0:
                 for old, new in zip(self._pool.page(page), self._pool.page(copy), strict=True):
                     if old is not None and new is not None:
                         new[:, :rows] = old[:, :rows]
@@ -235,25 +230,25 @@ class PageStore:
             self._freed[item] = stops[item]
             self._pool.release(pages)
 
-    def _fit(self) -> None:
+    def _fit(self, longest: int) -> None:
         """Makes the tables as wide as the longest item needs: their width depends on nothing else."""
-        self._longest = int(self._state.lengths.max(initial=0))
-        capacity = rounded_length(self._longest)
-        if capacity == self._capacity:
-            return
-        self._capacity, self._views = capacity, None
-        width = -(-capacity // self._settings.page_size)
-        if width != self._ids.shape[1]:
-            ids = np.zeros((self._settings.batch, width), np.int64)
-            both = min(width, self._ids.shape[1])
-            ids[:, :both] = self._ids[:, :both]
-            self._set_tables(ids)
+        capacity = rounded_length(max(1, longest))
+        if capacity != self._capacity:
+            width = -(-capacity // self._settings.page_size)
+            if width != self._ids.shape[1]:
+                ids = np.zeros((self._settings.batch, width), np.int64)
+                both = min(width, self._ids.shape[1])
+                ids[:, :both] = self._ids[:, :both]
+                self._set_tables(ids)
+            self._capacity, self._token = capacity, token_of((self._kind, capacity))
+        self._longest = longest
 
     def _set_tables(self, ids: np.ndarray) -> None:
         addresses = self._pool.addresses
         parts = zip(self._pool.shape.parts, addresses, strict=True)
         self._tables = [None if part is None else of_part[ids] for part, of_part in parts]
-        self._ids = ids
+        self._ids, tables = ids, self._tables
+        self._rows = parts_of_rows(*((None, *tables[part : part + 2]) for part in (KEYS, VALUES)))
         self._targets = tuple(target(self._pool, self._tables, part) for part in (KEYS, VALUES))
 
     def _put_pages(self, items: Any, entries: np.ndarray, pages: Any) -> None:
@@ -262,15 +257,11 @@ class PageStore:
             if table is not None:
                 table[items, entries] = addresses[pages]
 
-    def _whole(self) -> Views:
-        """All keys and values, of the longest length rounded up, of which compiled code reads the tokens."""
-        views = self._views
-        if views is None:
-            views = self._views = self._view(self._capacity)
-        return views
+    def _view(self, length: int) -> tuple[Rows, Rows]:
+        """Keys and values, of which items have this length at most.
 
-    def _view(self, length: int) -> Views:
-        """Keys and values, of which items have this length at most."""
+        `_capacity` is one that many calls have in common. Compiled code reads the tokens alone.
+        """
         pages, tables = self._pool.shape.like, self._tables
         key, value = (
             Rows(
@@ -283,7 +274,7 @@ class PageStore:
             )
             for data, scale in ((KEYS, KEY_SCALES), (VALUES, VALUE_SCALES))
         )
-        return Views(key, value, self._keep_first)
+        return key, value
 
     def _of_items(self, items: np.ndarray) -> Self:
         cache = object.__new__(type(self))

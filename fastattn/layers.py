@@ -386,7 +386,7 @@ class MultiHeadAttention:
         return_lse : bool, default False
             Also return the log-sum-exp of each query and head.
         return_weights : bool or "mean", default False
-            Also return the attention weights: True those of each head, ``"mean"`` their mean over the heads.
+            As in `attention`: also return the attention weights, of each head or their mean.
 
         Returns
         -------
@@ -412,13 +412,10 @@ class MultiHeadAttention:
             layer(query, memory[:, :0], cache=cache, causal=False)
         """
         given = complete("L", MultiHeadAttention.__call__, options, extra)
-        causal, out, return_weights = (given.pop(name) for name in ("causal", "out", "return_weights"))
+        causal, out = given.pop("causal"), given.pop("out")
         key_lengths, dropout, seed = (given.pop(name) for name in ("key_lengths", "dropout", "seed"))
         if key is None and value is not None:
             raise ValueError("value is given without key")
-        averaged = isinstance(return_weights, str) and return_weights == "mean"
-        if not averaged and not isinstance(return_weights, (bool, np.bool_)):
-            raise ValueError(f'return_weights must be False, True or "mean", got {return_weights!r}')
         key = query if key is None else key
         x_q, x_k = _rows(query, "query", self.w_q, "w_q"), _rows(key, "key", self.w_k, "w_k")
         x_v = _rows(key if value is None else value, "value", self.w_v, "w_v")
@@ -429,7 +426,6 @@ class MultiHeadAttention:
         lead = _common_lead(query=x_q, key=x_k, value=x_v)
         if out is not None:
             out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
-        given["return_weights"] = bool(return_weights)
         if cache is None:
             given |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
             given["causal"] = check_causal(False if causal is None else causal)
@@ -450,9 +446,8 @@ class MultiHeadAttention:
                 rotate(rows, *self.rope, positions=at, layout="bshd", out=rows)
         results = attention(q, k, v, **given) if cache is None else _step(cache, q, k, v, given)
         heads, *others = results if isinstance(results, tuple) else (results,)
-        if return_weights:
-            weights = others[-1].mean(axis=-3) if averaged else others[-1]
-            others[-1] = _rounded(weights, result)
+        if given["return_weights"]:
+            others[-1] = _rounded(others[-1], result)
         joined = heads.reshape(*heads.shape[:-2], self.w_o.shape[0])
         projected = _added(_product(joined, self.w_o, dtype), self.b_o)
         if out is None:

@@ -44,7 +44,11 @@ SAY_PADDING = (
     "say key_lengths= where the padding stands at the end, or mask=~key_padding_mask[:, None, None, :] "
     "where True means ignore, as in torch.nn.MultiheadAttention, and without ~ where it means keep"
 )
-AVERAGE = "say return_weights=True, which gives the weights of each head, and average them by .mean(-3)"
+AVERAGE = 'say return_weights="mean" for the mean over the heads, or return_weights=True for each head'
+
+NEED = (
+    'say return_weights="mean", which averages over the heads as there, or return_weights=True for each head'
+)
 
 
 def message_of(name, *extra, **options):
@@ -64,7 +68,7 @@ class TestByName:
             ("attention", "dropout_p", "say dropout=, and seed=, as there is no global random state"),
             ("attention", "average_attn_weights", AVERAGE),
             ("flex_attention", "is_causal", SAY_CAUSAL),
-            ("flex_attention", "need_weights", "say return_weights=True"),
+            ("flex_attention", "need_weights", NEED),
             ("varlen_attention", "key_padding_mask", "leave the padding out of the packed arrays"),
         ],
     )
@@ -76,7 +80,7 @@ class TestByName:
         for function, argument, place in [
             ("attention", "enable_gqa", "leave it out"),
             ("attention", "need_weights", "return_weights=True"),
-            ("flex_attention", "attn_mask", "block_mask=fastattn.masks.Dense(attn_mask)"),
+            ("flex_attention", "attn_mask", "say mask= for a bool mask"),
             ("varlen_attention", "is_causal", "causal=True"),
             ("varlen_attention", "average_attn_weights", "fastattn.attention"),
         ]:
@@ -101,8 +105,8 @@ class TestByName:
             projected = torch.nn.functional.linear(there, module.in_proj_weight, module.in_proj_bias).numpy()
         q, k, v = (part.reshape(2, 4, 2, 4) for part in np.split(projected, 3, axis=-1))
         mask = ~padding[:, None, None, :]
-        _, weights = fastattn.attention(q, k, v, layout="bshd", mask=mask, return_weights=True)
-        np.testing.assert_allclose(weights.mean(axis=-3), averaged.numpy(), atol=1e-12)
+        _, mean = fastattn.attention(q, k, v, layout="bshd", mask=mask, return_weights="mean")
+        np.testing.assert_allclose(mean, averaged.numpy(), atol=1e-12)
 
     @pytest.mark.parametrize(
         ("function", "argument", "close"),
@@ -161,15 +165,11 @@ class TestByPosition:
             ("attention", (np.full((5, 5), 0.5),), ", here bias=..."),
             ("attention", (np.tri(5),), ", here mask=array.astype(bool) (non-zero = may attend)"),
             ("attention", (np.ones(5, "f4"),), ", here mask=array.astype(bool) (non-zero = may attend)"),
-            (
-                "flex_attention",
-                (np.tri(5),),
-                ", here block_mask=fastattn.masks.Dense(array.astype(bool)) (non-zero = may attend)",
-            ),
+            ("flex_attention", (np.tri(5),), ", here mask=array.astype(bool) (non-zero = may attend)"),
             ("attention", (None, 0.0, True), ""),
             ("attention", (True,), ""),
             ("attention", (abs,), ""),
-            ("flex_attention", (Causal(),), ", here block_mask=..."),
+            ("flex_attention", (Causal(),), ", here mask=..."),
             ("flex_attention", (lambda score, b, h, i, j: score,), ", here score_mod=..."),
             ("varlen_attention", (None, Causal()), ""),
         ],
@@ -302,7 +302,8 @@ class TestHints:
             ("attention", "s_aux", "sinks"), ("attention", "n_jobs", "num_threads"),
             ("attention", "return_attention", "return_weights"), ("attention", "value_mask", "mask"),
             ("attention", "output_attentions", "return_weights"), ("attention", "seqused_q", "causal"),
-            ("flex_attention", "mask", "block_mask"), ("flex_attention", "kernel_options", "leave it out"),
+            ("flex_attention", "custom_mask", "mask"),
+            ("flex_attention", "kernel_options", "leave it out"),
             ("scaled_dot_product_attention", "mask", "attn_mask"),
             ("scaled_dot_product_attention", "causal", "is_causal"),
             ("linear_attention", "softcap", "attention"),

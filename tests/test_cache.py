@@ -354,6 +354,7 @@ OPTIONS = {
     "mask": {"mask": fastattn.masks.GlobalTokens([0, 3]) | fastattn.masks.Window(4, 4)},
     "bias": {"bias": np.linspace(-2, 2, 21, dtype=np.float32)},
     "weights": {"return_weights": True, "return_lse": True},
+    "mean_weights": {"return_weights": "mean", "return_lse": True},
     "threads": {"num_threads": 2},
 }
 
@@ -908,7 +909,7 @@ def test_errors_name_what_they_got():
     shapes = r"; query \(2, 3, 1, 8\), key \(2, 3, ..., 8\) in a cache, value \(2, 3, ..., 4\) in a cache$"
     full = cache.fork()
     full.append(key, value)
-    with pytest.raises(TypeError, match=r"^return_weights must be a bool, got 1" + shapes):
+    with pytest.raises(TypeError, match=r"^return_weights must be False, True or \"mean\", got 1" + shapes):
         full.attend(np.zeros((2, 3, 1, 8)), return_weights=1)
     with pytest.raises(ValueError, match=r"items must be in 0..1, got 2"):
         cache.select([0, 2])

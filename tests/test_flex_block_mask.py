@@ -160,6 +160,46 @@ class TestBlockMask:
         expected = fastattn.attention(*arrays(), mask=mask, window=(9, None), causal=True)
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
 
+    @pytest.mark.parametrize("kind", ["object", "array", "dense"])
+    def test_with_a_mask_beside(self, backend, kind):
+        """All hold together, each may be missing, and a second call is as the first."""
+        query, key, value = arrays(np.float64)
+        random = np.random.default_rng(0).random((H, L, S)) < 0.5
+        window = masks.Window(20, 20)
+        mask = {"object": window, "array": random, "dense": masks.Dense(random)}[kind]
+        array = window.materialize(1, L, S) if kind == "object" else random
+        block_mask = masks.Causal("bottom_right")
+        causal = block_mask.materialize(1, L, S)
+        odd = in_python(GALLERY["sliding_window"], (9,), 1, 1, L, S)
+        some = {"mask_mod": GALLERY["sliding_window"], "aux": (9,)}
+        for given, wanted in [
+            ({"mask": mask}, array),
+            ({"mask": mask, "block_mask": block_mask}, array & causal),
+            ({"mask": mask, **some}, array & odd),
+            ({"mask": mask, "block_mask": block_mask, **some}, array & odd & causal),
+        ]:
+            expected = fastattn.attention(query, key, value, mask=wanted, backend="reference")
+            for _ in range(2):
+                got = fastattn.flex_attention(query, key, value, backend=backend.backend, **given)
+                np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+        one = [array[0, 0] for array in (query, key, value)]
+        two = {"mask": random[0], "block_mask": block_mask}
+        expected = fastattn.attention(*one, mask=random[0] & causal[0], backend="reference")
+        np.testing.assert_allclose(
+            fastattn.flex_attention(*one, backend=backend.backend, **two), expected, rtol=1e-12, atol=1e-13
+        )
+
+    def test_a_wrong_mask_beside_is_named(self):
+        for wrong, error in [
+            (np.ones((L, S)), TypeError),
+            (lambda b, h, i, j: True, TypeError),
+            (np.ones((L, S + 1), bool), ValueError),
+        ]:
+            for block_mask in (None, masks.Causal("top_left")):
+                with pytest.raises(error, match=r"mask.*; query \(") as caught:
+                    fastattn.flex_attention(*arrays(), mask=wrong, block_mask=block_mask)
+                assert str(np.shape(arrays()[1])) in str(caught.value)
+
     def test_drawing(self):
         block_mask = fastattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256)
         assert str(block_mask).splitlines() == [repr(block_mask), "+.", "+.", "#+", "#+"]

@@ -118,6 +118,42 @@ def test_weights_rows_sum_to_one(engine, dtype):
     np.testing.assert_allclose(weights.sum(axis=-1, dtype=np.float64), 1, rtol=8 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_weights_averaged_over_the_heads(engine, dtype, layout):
+    """Whatever else is returned, and in a first call as in a prepared one."""
+    arrays = random_arrays(lead=(2,), heads=6, kv_heads=3, len_q=9, len_k=40, dtype=dtype)
+    if layout == "bshd":
+        arrays = tuple(array.swapaxes(-2, -3) for array in arrays)
+    options = {"causal": "bottom_right", "layout": layout}
+    out, lse, weights = engine.everything(*arrays, **options)
+    mean = weights.mean(axis=-3, dtype=np.longdouble)
+    for _ in range(2):
+        results = engine.attention(*arrays, return_lse=True, return_weights="mean", **options)
+        got = engine.attention(*arrays, return_weights="mean", **options)[1]
+        assert got.shape == (2, 9, 40) and got.dtype == dtype and got.flags.c_contiguous
+        # Six numbers from 0 on are added and divided, each step with one rounding.
+        np.testing.assert_allclose(got, mean.astype(np.float64), rtol=6 * np.finfo(dtype).eps, atol=0)
+        for result, expected in zip(results, (out, lse, got), strict=True):
+            assert_same_bits(result, expected)
+    # An item's bits do not depend on the others, and no row of NaN gets beyond its own.
+    arrays[0][0, 3, 3] = np.nan
+    again = engine.attention(*arrays, return_weights="mean", **options)[1]
+    assert_same_bits(again[1], got[1])
+    alone = engine.attention(*(array[1] for array in arrays), return_weights="mean", **options)[1]
+    assert_same_bits(alone, got[1])
+
+
+def test_weights_averaged_over_one_head_or_none(engine):
+    arrays = random_arrays(heads=1)
+    weights = engine.attention(*arrays, return_weights=True)[1]
+    assert_same_bits(engine.attention(*arrays, return_weights="mean")[1], weights[0])
+    flat = engine.attention(*(array[0] for array in arrays), return_weights="mean")[1]
+    assert_same_bits(flat, weights[0])
+    none = [array[:0] for array in arrays]
+    assert_same_bits(engine.attention(*none, return_weights="mean")[1], np.zeros_like(weights[0]))
+
+
 def test_huge_finite_negative_bias_is_an_ordinary_number(engine):
     query, key, value = random_arrays()
     lowest = float(np.finfo(np.float32).min)

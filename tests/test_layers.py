@@ -352,7 +352,7 @@ def test_errors_of_calls():
         "query": [x[..., 1:], np.concatenate([x, x[..., :1]], axis=-1)],
         "key": [x[0, 0], np.concatenate([x, x])[:3]],
         "value": [x],
-        "return_weights": ["max", None],
+        "return_weights": ["max"],
         "causal": ["bottom"],
         "out": [np.empty((2, 6, 21), np.float32)],
     }
@@ -362,6 +362,7 @@ def test_errors_of_calls():
         "query": [x.astype(complex)],
         "out": [np.empty((2, 6, 20))],
         "mask": [np.ones((6, 6))],
+        "return_weights": [None],
         "layout": ["bhsd"],
     }
     assert_named(call, TypeError, types)

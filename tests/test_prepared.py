@@ -219,6 +219,7 @@ OPTIONS = {
     "sinks": {"sinks": np.arange(3, dtype=np.float32)},
     "lse": {"return_lse": True},
     "weights": {"return_weights": True},
+    "mean_weights": {"return_weights": "mean"},
     "num_threads": {"num_threads": 2},
     "everything": {
         "mask": NUMBERS.random((L, S)) > 0.3,
@@ -233,9 +234,9 @@ OPTIONS = {
     },
 }
 
-#: What is checked or looked up at each call, whatever it is.
+#: What is checked, looked up or averaged at each call, whatever it is.
 LEFT_TO_PYTHON = [
-    "lengths", "int32_lengths", "list_of_lengths", "one_length", "dense_object", "everything",
+    "lengths", "int32_lengths", "list_of_lengths", "one_length", "dense_object", "mean_weights", "everything",
 ]  # fmt: skip
 
 
@@ -355,6 +356,8 @@ FLEX = {
     "mask_mod": {"mask_mod": number_mask},
     "both": {"score_mod": global_mod, "mask_mod": number_mask},
     "block_mask": {"score_mod": plain_mod, "block_mask": masks.Causal("top_left")},
+    "mask": {"score_mod": plain_mod, "mask": NUMBERS.random((L, S)) > 0.5},
+    "two_masks": {"block_mask": masks.Causal("top_left"), "mask": masks.Window(3, 3)},
     "out": {"score_mod": plain_mod, "out": np.empty((2, 3, L, 8), np.float32)},
     "options": {"score_mod": plain_mod, "causal": "top_left", "key_lengths": [4, 9], "return_lse": True},
 }
@@ -582,8 +585,8 @@ def signatures():
         {"scale": np.float64(0.5)}, {"scale": np.float32(0.5)}, {"scale": "1"}, {"softcap": 1.0},
         {"softcap": 0.5}, {"layout": "bshd"},
         {"layout": "shbd"}, {"layout": None}, {"return_lse": True}, {"return_lse": 1},
-        {"return_weights": True}, {"num_threads": 1}, {"num_threads": 2}, {"num_threads": True},
-        {"num_threads": "2"},
+        {"return_weights": True}, {"return_weights": "mean"}, {"num_threads": 1}, {"num_threads": 2},
+        {"num_threads": True}, {"num_threads": "2"},
         {"backend": "numba"}, {"backend": "reference"}, {"backend": "none"}, {"backend": 3},
         {"token": 1}, {"dropout": 0.0}, {"dropout": 0}, {"dropout": 0.5}, {"dropout": False}, {"seed": 0},
         {"seed": 1}, {"seed": 2**64}, {"seed": 2**128 - 1}, {"seed": 2**128}, {"seed": -1}, {"seed": True},

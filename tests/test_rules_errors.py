@@ -51,7 +51,7 @@ WRONG_TYPES = {
     "scale": ["big", 1j, np.complex64(1j), floats(2)],
     "softcap": ["big", np.complex128(2)],
     "return_lse": [1, np.ones(2)],
-    "return_weights": [None],
+    "return_weights": [None, 1],
     "window": [3, (1.5, 0)],
 }
 ONES = [np.ones(shape, bool) for shape in ((5, 8), (3, 5, 9), (1, 2, 4, 5, 9), (2, 5, 9))]
@@ -65,6 +65,7 @@ WRONG_VALUES = {
     "softcap": [0.0, -3.0, np.nan, np.inf],
     "sinks": [floats(2), np.float32(1)],
     "layout": ["sbhd", None, np.array(["bhsd"])],
+    "return_weights": ["max"],
 }
 SEVERAL_SHAPES = [
     {"key": floats(9, 6), "value": floats(9, 3)},

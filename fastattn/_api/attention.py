@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import AttentionOptions, No, Pair, RowsLike, Triple, VarlenOptions, Yes
+    from fastattn._call.options import (
+        AttentionOptions,
+        Mean,
+        No,
+        Pair,
+        RowsLike,
+        Triple,
+        VarlenOptions,
+        Yes,
+    )
     from fastattn._call.problem import Mod
 
 _MAX_DOCUMENTS = 1000  # whose lengths are part of the signature of a prepared call
@@ -39,15 +48,15 @@ def attention(
 ) -> Pair: ...
 @overload
 def attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[No, Yes]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[No, Yes | Mean]]
 ) -> Pair: ...
 @overload
 def attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, Yes]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[Yes, Yes | Mean]]
 ) -> Triple: ...
 @overload
 def attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[bool, bool]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[AttentionOptions[bool, bool | Mean]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("A")
 def attention(
@@ -94,8 +103,11 @@ def attention(
         In ``[0, 2**128)``; needed with `dropout`, as there is no global random state.
     out : ndarray, optional
         Where to write the result: its shape and dtype, any strides. It may overlap an input.
-    return_lse, return_weights : bool, default False
-        Also return the log-sum-exp, and the attention weights (``L * S`` numbers per head).
+    return_lse : bool, default False
+        Also return the log-sum-exp.
+    return_weights : bool or "mean", default False
+        Also return the attention weights: True those of each head, ``"mean"`` their mean over the ``H``
+        query heads. Either takes the memory of all weights, ``H * L * S`` numbers of each item.
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"cython", "numba", "reference", "cuda"}, optional
@@ -107,8 +119,9 @@ def attention(
         In the dtype that query, key and value promote to, in the given layout; of query's library.
     lse : ndarray, shape (..., H, L)
         Natural log of each row's softmax denominator, when asked for.
-    weights : ndarray, shape (..., H, L, S)
-        The softmax, when asked for. What is asked for comes back as one tuple, in this order.
+    weights : ndarray, shape (..., H, L, S), or (..., L, S) for their mean
+        The softmax, when asked for, in the dtype of `out`; sums of the mean are in that of the computation.
+        What is asked for comes back as one tuple, in this order.
 
     Raises
     ------

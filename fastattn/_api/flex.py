@@ -14,8 +14,8 @@ import numpy as np
 
 from fastattn._api.attention import attend
 from fastattn._api.prepared import FLEX
-from fastattn._call.arguments import PLAIN_DTYPES, check_places, overlap, readable
-from fastattn._call.normalize import normalize
+from fastattn._call.arguments import PLAIN_DTYPES, as_mask, check_places, overlap, readable
+from fastattn._call.normalize import naming_shapes, normalize
 from fastattn._call.options import complete, public, refusing
 from fastattn._call.problem import Mod
 from fastattn._machine.device import as_device_array, host_array
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._call.normalize import Request
-    from fastattn._call.options import FlexOptions, No, Pair, RowsLike, Triple, Yes
+    from fastattn._call.options import FlexOptions, Mean, No, Pair, RowsLike, Triple, Yes
 
 _SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 _MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -50,15 +50,15 @@ def flex_attention(
 ) -> Pair: ...
 @overload
 def flex_attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[No, Yes]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[No, Yes | Mean]]
 ) -> Pair: ...
 @overload
 def flex_attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, Yes]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[Yes, Yes | Mean]]
 ) -> Triple: ...
 @overload
 def flex_attention(
-    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[bool, bool]]
+    query: ArrayLike, key: RowsLike, value: RowsLike, **options: Unpack[FlexOptions[bool, bool | Mean]]
 ) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("F")
 def flex_attention(
@@ -81,7 +81,7 @@ def flex_attention(
         evaluates it for all pairs. If it reads no arrays, a result of up to 64 KB is kept for the next call
         of the same sizes. `create_block_mask` evaluates it once for many calls.
     block_mask : fastattn.masks.Mask, optional
-        A mask from `create_block_mask`, or any other, or several combined by ``&``, ``|`` and ``~``.
+        One more mask beside `mask`: from `create_block_mask`, or any other mask object.
     aux : sequence of array_like, optional
         Further arguments of both functions: arrays and numbers of bool, integer or float dtypes. They are
         read at each call: others of the same dtypes and numbers of axes need no compilation. With a query on
@@ -143,12 +143,14 @@ def flex_attention(
     True
     """
     options = complete("F", flex_attention, options, extra)
-    block_mask = options["block_mask"]
-    if block_mask is not None and not isinstance(block_mask, Mask):
-        raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
+    mask, block_mask = options["mask"], options["block_mask"]
+    if block_mask is not None:
+        if not isinstance(block_mask, Mask):
+            raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
+        mask = block_mask if mask is None else _both_masks(query, key, value, options)
     values = _aux(options["aux"])
     score, allowed = _mod(options["score_mod"], values), _mod(options["mask_mod"], values)
-    options["mask"] = block_mask.array if type(block_mask) is Dense else block_mask
+    options["mask"] = mask.array if type(mask) is Dense else mask
     keys: Any = None
     signature: Any = False
     if allowed is None or not allowed.reads_arrays:
@@ -158,6 +160,11 @@ def flex_attention(
     return attend(
         FLEX, query, key, value, options, signature=signature, more=keys, make=make, score_mod=score
     )  # fmt: skip
+
+
+@naming_shapes
+def _both_masks(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Mask:
+    return as_mask(options["mask"], np.ndim(query) == 2) & options["block_mask"]
 
 
 def _normalize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._call import options as _options
-from fastattn._call.problem import NO_ARRAYS, parts_of_rows
+from fastattn._call.problem import NO_ARRAYS, mean_over_heads, parts_of_rows
 from fastattn._call.storage import Paged, Quantized, Rows, locate_pages, native_scale, signature_of_rows
 from fastattn._machine import host
 from fastattn.masks import Mask
@@ -210,7 +210,8 @@ class PreparedCall:
 
     __slots__ = (
         "_dropout", "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail",
-        "_num_threads", "_out", "_swapped", "_weights", "by_threads", "held_nbytes", "is_small",
+        "_mean_dtype", "_num_threads", "_out", "_swapped", "_weights", "by_threads", "held_nbytes",
+        "is_small",
     )  # fmt: skip
 
     def __init__(
@@ -227,6 +228,7 @@ class PreparedCall:
         self._out = next(results)
         self._lse = None if problem.lse is None else next(results)
         self._weights = None if problem.weights is None else next(results)
+        self._mean_dtype = problem.dtype if problem.mean_weights else None
         given, bias = options.get("mask"), options.get("bias")
         self._mask_is_bias = given is not None and bias is None and problem.bias is not None
         mask_map = problem.mask_map
@@ -347,15 +349,18 @@ class PreparedCall:
             held.mask_index, lengths, *rows, sinks, held.mask_bits, drop_key,
         )  # fmt: skip
         prepared.run(arrays, score_mod)
-        if lse is None:
-            return out if weights is None else (out, weights)
-        return (out, lse) if weights is None else (out, lse, weights)
+        if weights is None:
+            return out if lse is None else (out, lse)
+        if self._mean_dtype is not None:
+            weights = mean_over_heads(weights, self._mean_dtype)
+        return (out, weights) if lse is None else (out, lse, weights)
 
     def small(self, prepared: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
         """The same as compiled code has it, of which nothing is left to Python; None where that is not so."""
         kinds = {type(x) for x in inputs}
         on_cache = Rows in kinds
-        is_plain = kinds <= {np.ndarray, Rows} and options.get("out") is None and not self._may_fail
+        is_plain = kinds <= {np.ndarray, Rows} and options.get("out") is self._mean_dtype is None
+        is_plain &= not self._may_fail
         if on_cache:  # by `on_rows`
             is_plain &= options.get("mask") is options.get("bias") is self._weights is None
         else:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastattn._call.options import (
         AttendOptions,
         LayoutName,
+        Mean,
         No,
         Pair,
         StepOptions,
@@ -229,15 +230,27 @@ class KVCache(PageStore):
     ) -> Pair: ...
     @overload
     def step(
-        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[No, Yes]]
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        **options: Unpack[StepOptions[No, Yes | Mean]],
     ) -> Pair: ...
     @overload
     def step(
-        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[Yes, Yes]]
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        **options: Unpack[StepOptions[Yes, Yes | Mean]],
     ) -> Triple: ...
     @overload
     def step(
-        self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[StepOptions[bool, bool]]
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        **options: Unpack[StepOptions[bool, bool | Mean]],
     ) -> np.ndarray | tuple[np.ndarray, ...]: ...
     @public("C")
     def step(
@@ -324,12 +337,12 @@ class KVCache(PageStore):
     @overload
     def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[Yes, No]]) -> Pair: ...
     @overload
-    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[No, Yes]]) -> Pair: ...
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[No, Yes | Mean]]) -> Pair: ...
     @overload
-    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[Yes, Yes]]) -> Triple: ...
+    def attend(self, query: ArrayLike, **options: Unpack[AttendOptions[Yes, Yes | Mean]]) -> Triple: ...
     @overload
     def attend(
-        self, query: ArrayLike, **options: Unpack[AttendOptions[bool, bool]]
+        self, query: ArrayLike, **options: Unpack[AttendOptions[bool, bool | Mean]]
     ) -> np.ndarray | tuple[np.ndarray, ...]: ...
     @public("C")
     def attend(self, query: ArrayLike, **options: Any) -> np.ndarray | tuple[np.ndarray, ...]:
@@ -348,7 +361,7 @@ class KVCache(PageStore):
         mask, bias
             As in `attention`, over ``S = max(lengths)`` keys by their positions.
         other options
-            As in `attention`. Weights are ``(batch, H, L, S)``.
+            As in `attention`. Weights are ``(batch, H, L, S)``, their mean is ``(batch, L, S)``.
 
         Returns
         -------

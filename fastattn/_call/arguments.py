@@ -193,6 +193,15 @@ def check_causal(causal: Any) -> bool | str:
     raise ValueError(f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}')
 
 
+def check_return_weights(wanted: Any) -> bool | str:
+    if isinstance(wanted, (bool, np.bool_)):
+        return bool(wanted)
+    if isinstance(wanted, str) and wanted == "mean":
+        return wanted
+    kind = ValueError if isinstance(wanted, str) else TypeError
+    raise kind(f'return_weights must be False, True or "mean", got {wanted!r}')
+
+
 def check_window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None

@@ -26,21 +26,14 @@ attn_mask
     cache mask bias | say mask=~attn_mask for a bool one, as True means ignore in torch.nn.MultiheadAttention
         and may attend here, and bias= for a float one (added to the scores)
     mask bias | say mask= for a bool mask (True = may attend) and bias= for a float one (added to the scores)
-    block_mask bias | say block_mask=fastattn.masks.Dense(attn_mask) for a bool mask (True = may attend) and
-        bias= for a float one (added to the scores)
 attention_mask
     mask bias | say mask=attention_mask[:, None, None, :] for one of (B, S) and mask=attention_mask[:, None]
         for one of (B, L, S), bool or integer (non-zero = may attend), and bias= for a float one that is added
         to the scores
-    block_mask bias | say block_mask=fastattn.masks.Dense(attention_mask[:, None, None, :]) for one of (B, S),
-        bool or integer (non-zero = may attend), and bias= for a float one that is added to the scores
     attn_mask | say attn_mask=attention_mask[:, None, None, :] != 0 for one of (B, S) (True = may attend)
 key_padding_mask value_mask key_mask padding_mask
     key_lengths mask | say key_lengths= where the padding stands at the end, or mask=~NAME[:, None, None, :]
         where True means ignore, as in torch.nn.MultiheadAttention, and without ~ where it means keep
-    key_lengths block_mask | say key_lengths= where the padding stands at the end, or
-        block_mask=fastattn.masks.Dense(~NAME[:, None, None, :]) where True means ignore, as in
-        torch.nn.MultiheadAttention, and without ~ where it means keep
     mask | say mask=~NAME[:, None, None, :] where True means ignore, as in torch.nn.MultiheadAttention, and
         without ~ where it means keep
     attn_mask | say attn_mask=~NAME[:, None, None, :] where True means ignore, as in
@@ -55,8 +48,6 @@ query_mask query_seq_lengths query_lengths q_lengths seqused_q
         causal="bottom_right" they have to stand at the beginning
     query | leave it out: rows of padding among the queries change no other row
 mask
-    block_mask mask_mod | say block_mask= for a fastattn.masks object, or for an array in
-        fastattn.masks.Dense(array), and mask_mod= for a function
     attn_mask | say attn_mask=, bool (True = may attend) or float (added to the scores)
 custom_mask | mask | say mask=, where True means may attend
 block_mask | mask | say mask=, which takes block masks, too
@@ -195,12 +186,11 @@ x inputs hidden_states | MultiHeadAttention.__call__ | say query=
 inputs_kv memory encoder_hidden_states | MultiHeadAttention.__call__ | say key=
 # Results
 need_weights
-    cache return_weights | say return_weights="mean", which averages over the heads as there, or
+    return_weights | say return_weights="mean", which averages over the heads as there, or
         return_weights=True for each head
 average_attn_weights
-    cache return_weights | say return_weights="mean"
-    return_weights | say return_weights=True, which gives the weights of each head, and average them by
-        .mean(-3)
+    return_weights | say return_weights="mean" for the mean over the heads, or return_weights=True for each
+        head
     query | call fastattn.attention, which returns weights and the log-sum-exp when asked
 return_attn_probs return_softmax
     return_weights | say return_weights=True for the weights, and return_lse=True for the log-sum-exp
@@ -366,20 +356,17 @@ def _place_of(value: Any, parameters: list[str]) -> str:
     """Where a value given by position was most likely meant to go."""
     if callable(value) and "score_mod" in parameters:
         return ", here score_mod=..."
-    options = {"mask": "...", "block_mask": "..."} if isinstance(value, Mask) else {}
-    note = ""
+    place, written, note = "mask" if isinstance(value, Mask) else "", "...", ""
     dtype = str(value.dtype) if hasattr(value, "dtype") and np.ndim(value) else ""
     is_mask = "bool" in dtype or (_has_zeros_and_ones(value) if "float" in dtype or "int" in dtype else False)
     if is_mask:
-        array = "array.astype(bool)" if "float" in dtype else "array"
-        options = {"mask": array, "block_mask": f"fastattn.masks.Dense({array})"}
+        place, written = "mask", "array.astype(bool)" if "float" in dtype else "array"
         note = " (non-zero = may attend)"
     elif "float" in dtype:
-        options = {"bias": "..."}
+        place = "bias"
         if is_mask is None:
             note = ", unless it holds zeros and ones alone: those are a mask, array.astype(bool)"
-    place = next((option for option in options if option in parameters), None)
-    return "" if place is None else f", here {place}={options[place]}{note}"
+    return f", here {place}={written}{note}" if place in parameters else ""
 
 
 def _has_zeros_and_ones(value: Any) -> bool | None:

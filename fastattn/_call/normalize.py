@@ -35,6 +35,7 @@ from fastattn._call.arguments import (
     check_key_lengths,
     check_out,
     check_places,
+    check_return_weights,
     check_sinks,
     check_window,
     check_wrt,
@@ -46,7 +47,7 @@ from fastattn._call.arguments import (
     overlap,
 )
 from fastattn._call.options import DEFAULTS
-from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem
+from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
 from fastattn.masks import base
@@ -82,6 +83,8 @@ class Request(NamedTuple):
         if self.staged is not None:
             self.results[0][...] = self.staged
         results = self.results
+        if self.problem.mean_weights:
+            results = (*results[:-1], mean_over_heads(results[-1], self.problem.dtype))
         if type(results[0]) is DeviceArray:
             results = tuple(result.memory.owner for result in results)
         elif type(query) is not np.ndarray:
@@ -567,9 +570,9 @@ def _assemble(
     """Checks the remaining options, and makes room for the results."""
     numbers = _numbers(inputs, options)
     sinks = numbers["sinks"]
-    out, return_lse, return_weights = (options[name] for name in ("out", "return_lse", "return_weights"))
+    out, return_lse = options["out"], options["return_lse"]
     check_bool(return_lse, "return_lse")
-    check_bool(return_weights, "return_weights")
+    return_weights = check_return_weights(options["return_weights"])
     q, k, v, dtype, result, sizes, flat, swapped = inputs
     shape, rows = _result_shapes(inputs)
     given = None if out is None else check_out(out, shape, result, dtype)
@@ -592,6 +595,7 @@ def _assemble(
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
+    numbers["mean_weights"] = return_weights == "mean" and not flat
     if flat:
         target, lse, weights = (None if array is None else array[None] for array in (target, lse, weights))
     elif swapped:

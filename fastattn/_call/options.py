@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     class FlexOptions(_BatchOptions, Generic[Lse, Weights], total=False):
         score_mod: Callable[..., object] | None
         mask_mod: Callable[..., object] | None
+        mask: Mask | ArrayLike | None
         block_mask: Mask | None
         aux: Sequence[ArrayLike]
         causal: CausalRule
@@ -133,7 +134,7 @@ OPTIONS = (
     Option("block_mask", None, NEVER, "F"),
     Option("aux", (), NEVER, "F"),
     Option("grad_lse", None, NEVER, "B"),
-    Option("mask", None, MASK, "ABCL"),
+    Option("mask", None, MASK, "ABCFL"),
     Option("bias", None, ARRAY, "ABCFL"),
     Option("causal", False, CHOICE, "ABCFLV", (False, True, "top_left", "bottom_right")),
     Option("window", None, BOUNDS, "ABCFLV"),
@@ -147,7 +148,7 @@ OPTIONS = (
     Option("wrt", ("query", "key", "value"), NEVER, "B"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
-    Option("return_weights", False, CHOICE, "ACFL", (False, True)),
+    Option("return_weights", False, CHOICE, "ACFL", (False, True, "mean")),
     Option("num_threads", None, COUNT, "ABCFLV"),
     Option("backend", None, CHOICE, "ABCFLV", (None, "cython", "numba")),  # the others prepare no calls
 )

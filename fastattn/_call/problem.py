@@ -80,6 +80,13 @@ def parts_of_rows(key_parts: Sequence[Any], value_parts: Sequence[Any]) -> tuple
     return tuple(part for pair in zip(key_parts, value_parts, strict=True) for part in pair)
 
 
+def mean_over_heads(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The mean of weights ``(*lead, H, L, S)`` over H, in their type, from sums in `dtype`."""
+    mean = np.add.reduce(weights, axis=-3, dtype=dtype)
+    mean /= max(weights.shape[-3], 1)
+    return mean.astype(weights.dtype, copy=False)
+
+
 class Sizes:
     """The sizes of a problem, and sizes derived from them."""
 
@@ -131,6 +138,7 @@ class Problem(NamedTuple, Generic[Array]):
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
     dropout: Dropout | None = None  #: of the weights, after the softmax
+    mean_weights: bool = False  #: the caller gets the mean of the weights over the heads
 
     def arrays(self) -> Arrays:
         """The arguments of a prepared call."""

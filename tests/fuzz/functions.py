@@ -260,8 +260,8 @@ def check(record: Record, engine: Engine) -> None:
         return
     wanted = _Expected(case, functions, allowed, has_score=score_mod is not None)
     options = dict(case.options)
-    if (mask := options.pop("mask", None)) is not None:
-        options["block_mask"] = mask if isinstance(mask, fastattn.masks.Mask) else fastattn.masks.Dense(mask)
+    if isinstance(options.get("mask"), fastattn.masks.Mask):
+        options["block_mask"] = options.pop("mask")
     options |= {"score_mod": score_mod, "mask_mod": mask_mod, "aux": aux, "backend": engine.backend}
 
     def call(num_threads: int | None) -> dict[str, Array]:

@@ -443,7 +443,9 @@ class MultiHeadAttention:
         q, k, v = self._inputs_of_heads(x_q, x_k, x_v, dtype)
         if self.rope is not None:
             for rows, at in zip((q, k), positions, strict=True):
-                rotate(rows, *self.rope, positions=at, layout="bshd", out=rows)
+                rotate(
+                    rows, *self.rope, positions=at, layout="bshd", out=rows, num_threads=given["num_threads"]
+                )
         results = attention(q, k, v, **given) if cache is None else _step(cache, q, k, v, given)
         heads, *others = results if isinstance(results, tuple) else (results,)
         if given["return_weights"]:

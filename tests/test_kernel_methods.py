@@ -17,6 +17,7 @@ import pytest
 
 import fastattn
 from fastattn._api.kernel_methods import _CUT_REACH, _PLAIN_REACH, _ROWS
+from fastattn.backends import registry
 from tests.cases import MEMORY_LAYOUTS
 from tests.refusals import assert_named
 from tests.tolerances import assert_all_same, assert_same_bits
@@ -444,6 +445,32 @@ class TestTypes:
         before = [array.copy() for array in arrays]
         fastattn.kernel_regression(*arrays[:3], bandwidth=1e-3, weights=arrays[3], return_log_density=True)
         assert_all_same(arrays, before)
+
+
+class TestThreads:
+    @pytest.mark.parametrize("bandwidth", [1.0, 0.03, 0.001])  # plain, cut and by differences
+    def test_those_of_the_call(self, monkeypatch, bandwidth):
+        cython = pytest.importorskip("fastattn.backends.cython.driver") and registry.load("cython")
+        asked, limit = set(), cython.thread_limit
+        monkeypatch.setattr(cython, "thread_limit", lambda n: asked.add(n) or limit(n))
+        points, x, y = problem(num_points=301, num_keys=400)
+        expected = fastattn.kernel_regression(points, x, y, bandwidth=bandwidth)
+        lse = fastattn.kernel_logsumexp(points, x, bandwidth=bandwidth)
+        asked.clear()
+        for n in (1, 3):
+            got = fastattn.kernel_regression(points, x, y, bandwidth=bandwidth, num_threads=n)
+            assert_same_bits(got, expected)
+            assert_same_bits(fastattn.kernel_logsumexp(points, x, bandwidth=bandwidth, num_threads=n), lse)
+        assert asked == ({1, 3} if bandwidth > 0.01 else set())
+
+    @pytest.mark.parametrize("bandwidth", [1.0, 0.001])
+    def test_no_number_of_threads(self, bandwidth):
+        points, x, y = problem()
+        for wrong, error in ((0, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match="num_threads must be a positive integer"):
+                fastattn.kernel_regression(points, x, y, bandwidth=bandwidth, num_threads=wrong)
+            with pytest.raises(error, match="num_threads must be a positive integer"):
+                fastattn.kernel_logsumexp(points, x, bandwidth=bandwidth, num_threads=wrong)
 
 
 class TestRefused:

@@ -261,12 +261,18 @@ def test_long_sequences_are_divided(way, dtype, causal, kv_heads, shared):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [1, 9, 40])
 def test_threads_change_no_bit(monkeypatch, causal, heads):
+    """As many as the call says, or by default."""
     monkeypatch.setattr(registry, "PREFERRED", ("cython",))  # the kernels, and no way beside them
+    backend = registry.load("cython")
+    asked, limit = [], backend.thread_limit
+    monkeypatch.setattr(backend, "thread_limit", lambda n: asked.append(n) or limit(n))
     given = arrays(heads=heads, kv_heads=heads, len_q=1200, len_k=1200, head_dim=24)
     counts, results = [1, 2, 3, 7], []
     for num_threads in counts:
-        monkeypatch.setattr(host, "get_num_threads", lambda n=num_threads: n)
-        results.append(linear_attention(*given, causal=causal, return_state=True))
+        results.append(linear_attention(*given, causal=causal, return_state=True, num_threads=num_threads))
+    monkeypatch.setattr(host, "get_num_threads", lambda: 5)
+    results.append(linear_attention(*given, causal=causal, return_state=True))
+    assert asked == [*counts, 5]
     for out, state in results[1:]:
         assert_same_bits(out, results[0][0])
         assert_same_bits(state.key_value_sum, results[0][1].key_value_sum)
@@ -571,6 +577,65 @@ def test_strides_change_no_bit(way, layout, name, dtype, causal):
     assert before == [x.tobytes() for x in moved]
 
 
+@pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_layout_and_out_change_no_bit(way, memory, name, causal):
+    given = arrays(len_q=140, len_k=140, value_dim=9)
+    options = {"feature_map": MAPS[name][0], "causal": causal, "return_state": True}
+    expected, state = linear_attention(*given, **options)
+    swapped = [np.ascontiguousarray(x.swapaxes(-2, -3)) for x in given]
+    out, of_swapped = linear_attention(*swapped, layout="bshd", **options)
+    assert out.flags.c_contiguous
+    assert_same_bits(out.swapaxes(-2, -3), expected)
+    for a, b in zip(of_swapped, state, strict=True):
+        assert (a is None and b is None) or np.array_equal(a, b)
+    for layout, inputs in (("bhsd", given), ("bshd", swapped)):
+        wanted = expected if layout == "bhsd" else expected.swapaxes(-2, -3)
+        out = MEMORY_LAYOUTS[memory](np.full(wanted.shape, 7, np.float32))
+        if out.flags.writeable and out.dtype == np.float32:
+            assert linear_attention(*inputs, layout=layout, out=out, **options)[0] is out
+            assert_same_bits(out, wanted)
+    flat = [x[0, 0] for x in given]
+    alone, out = linear_attention(*flat, **options)[0], np.empty((140, 9), np.float32)
+    assert linear_attention(*flat, layout="bshd", out=out, **options)[0] is out
+    assert_same_bits(out, alone)
+
+
+def test_out_may_overlap_what_is_read(way):
+    for name in MAPS:
+        query, key, value = arrays(len_q=140, len_k=140, kv_heads=4)
+        expected = linear_attention(query, key, value, feature_map=MAPS[name][0], causal=True)
+        for out in (query, value):
+            before = out.copy()
+            linear_attention(query, key, value, feature_map=MAPS[name][0], causal=True, out=out)
+            assert_same_bits(out, expected)
+            out[...] = before
+
+
+def test_out_of_a_map_that_raises_is_untouched():
+    """It may raise at any rows."""
+    given = arrays(len_q=400, len_k=400)
+
+    def late(x):
+        if (x == given[0][1, 0, 390]).all(axis=-1).any():
+            raise ArithmeticError
+        return squares(x)
+
+    out = np.full((2, 4, 400, 16), 7, np.float32)
+    with pytest.raises(ArithmeticError):
+        linear_attention(*given, feature_map=late, causal=True, out=out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_out_of_float32_for_16_bit_arrays(way, stored):
+    given = [x.astype(stored) for x in arrays(len_q=140, len_k=140)]
+    out = np.empty(given[0].shape, np.float32)
+    linear_attention(*given, causal=True, out=out)
+    assert_same_bits(out, linear_attention(*(x.astype(np.float32) for x in given), causal=True))
+
+
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("causal", [False, True])
@@ -630,6 +695,8 @@ def test_errors():
         "query": [q.astype(complex)],
         "key": [quantized],
         "state": [tuple(state)],
+        "out": [np.empty((2, 4, 5, 3)), [1.0]],
+        "num_threads": [1.5, True],
     }
     values = {
         "feature_map": ["relu", lambda x: x.sum(-1)],
@@ -637,6 +704,9 @@ def test_errors():
         "key_lengths": [[6, 1], [1, 2, 3]],
         "query": [q[..., :3], q[:, :3]],
         "value": [np.concatenate([v, v[:1]])],
+        "layout": ["sbhd", None],
+        "out": [np.empty((2, 4, 3, 5), np.float32), np.broadcast_to(np.float32(0), (2, 4, 5, 3))],
+        "num_threads": [0],
         "state": [
             *(state._replace(key_value_sum=[1]), state._replace(key_sum=np.ones((3, 2, 16)))),
             *(LinearState(*state[:2], 1), wide),
@@ -647,6 +717,11 @@ def test_errors():
     for error, said, wrong in [
         (TypeError, "two 16-bit types", {"query": q.astype("f2"), "key": k.astype(ml_dtypes.bfloat16)}),
         (ValueError, "causal=True needs L == S", {"causal": True, "query": q[..., :4, :]}),
+        (
+            ValueError,
+            'say layout="bshd"',
+            {"query": q.swapaxes(1, 2), "key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2), "causal": True},
+        ),
         (ValueError, "rows must have head_dim 8", {"feature_map": random_features(8, 8, seed=0)}),
         (ValueError, "state must be of random features", {"state": state, "feature_map": FAVOR}),
         (ValueError, "gives 24 features, and had given 16", {"state": state, "feature_map": squares}),

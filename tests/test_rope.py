@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn.backends import registry
 from fastattn.layers import MultiHeadAttention
 from tests.cases import MEMORY_LAYOUTS
 from tests.conftest import ISAS, without, without_kernels
@@ -509,9 +510,26 @@ def test_no_bit_depends_on_threads(threads, shape, layout):
     for count in (2, 3, 7):
         threads(count)
         assert_same_bits(fastattn.rope(x, cos, sin, positions=positions, layout=layout), expected)
+        options = {"positions": positions, "layout": layout, "num_threads": count + 1}
+        assert_same_bits(fastattn.rope(x, cos, sin, **options), expected)
         y = x.copy()
         fastattn.rope(y, cos, sin, positions=positions, layout=layout, out=y)
         assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", ">f4"])  # at once, or after a conversion
+def test_threads_of_a_call(threads, monkeypatch, dtype):
+    cython = pytest.importorskip("fastattn.backends.cython.driver") and registry.load("cython")
+    asked, limit = [], cython.thread_limit
+    monkeypatch.setattr(cython, "thread_limit", lambda n: asked.append(n) or limit(n))
+    x, (cos, sin) = numbers(1, 8, 301, 64).astype(dtype), tables(301, 64)
+    threads(2)
+    fastattn.rope(x, cos, sin, num_threads=3)
+    fastattn.rope(x, cos, sin)
+    assert asked == [3, 2]
+    for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_threads must be a positive integer"):
+            fastattn.rope(x[..., :1, :], cos, sin, num_threads=wrong)
 
 
 def test_other_items_change_nothing():

@@ -128,14 +128,11 @@ def attention_backward(
     """
     completed = complete("B", attention_backward, options, extra)
     backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
-    num_threads = completed["num_threads"]
-    if num_threads is not None:
-        num_threads = host.check_num_threads(num_threads, "num_threads")
+    threads = host.threads_for(completed["num_threads"])
     chosen = select(backward.problem, completed["backend"], gradients=True)
-    threads = chosen.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
     sizes = backward.problem.sizes
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
-    found = backward.zeros() if is_empty else chosen.differentiate(backward, threads)
+    found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
     given = completed | {"query": query, "key": key, "value": value}
     return Gradients(
         *(

@@ -19,7 +19,7 @@ from fastattn._call.normalize import naming_shapes, normalize
 from fastattn._call.options import complete, public, refusing
 from fastattn._call.problem import Mod
 from fastattn._machine.device import as_device_array, host_array
-from fastattn._machine.host import check_num_threads, get_num_threads
+from fastattn._machine.host import threads_for
 from fastattn._machine.threads import no_fork
 from fastattn.backends.jit.loading import reasons_no_compiler
 from fastattn.backends.registry import BackendError
@@ -183,7 +183,7 @@ def _normalize(
         if out is not None and any(x.ndim and overlap(out, x) for x in aux):
             raise ValueError(f"out must not share memory with aux on {out.device}")
         return request._replace(problem=request.problem._replace(score_mod=score, mask_mod=allowed))
-    mask = None if allowed is None else _FunctionMask(allowed, _threads(options["num_threads"]))
+    mask = None if allowed is None else _FunctionMask(allowed, threads_for(options["num_threads"]))
     request = normalize(query, key, value, options, function_mask=mask, may_fail=score is not None)
     return request._replace(problem=request.problem._replace(score_mod=score))
 
@@ -257,7 +257,7 @@ def create_block_mask(
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
     batch, heads = (None if n is None else whole_number(n, name) for n, name in ((B, "B"), (H, "H")))
     len_q, len_k = whole_number(L, "L"), whole_number(S, "S")
-    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), _threads(num_threads))
+    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), threads_for(num_threads))
     return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
 
 
@@ -284,10 +284,6 @@ def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMa
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
     mask_map: MaskMap = evaluate(mod, sizes, num_threads)
     return mask_map
-
-
-def _threads(wanted: Any) -> int:
-    return get_num_threads() if wanted is None else check_num_threads(wanted, "num_threads")
 
 
 @cache

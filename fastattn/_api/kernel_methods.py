@@ -14,6 +14,7 @@ from fastattn._call.arguments import as_dtype, check_bool, computed_in, host_num
 from fastattn._call.options import refusing
 from fastattn._call.problem import FLOAT64
 from fastattn._machine.constants import SCORE_COLUMNS
+from fastattn._machine.host import check_threads_of_call
 from fastattn.masks import Dense, Mask, NotSelf
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         weights: ArrayLike | None
         leave_one_out: bool
         return_log_density: Flag
+        num_threads: int | None
 
 
 _ROWS = 8192  # points worked on at once, which bounds the memory for their columns
@@ -64,6 +66,7 @@ def kernel_regression(
     weights: ArrayLike | None = None,
     leave_one_out: bool = False,
     return_log_density: bool = False,
+    num_threads: int | None = None,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """Nadaraya-Watson regression: the mean of `y`, weighted by a Gaussian of the distance from each point.
 
@@ -86,6 +89,8 @@ def kernel_regression(
         Predict each observation from all others; `points` must then be `x`.
     return_log_density : bool, default False
         Also return the log of the density of `x` at the points.
+    num_threads : int, optional
+        As in `attention`.
 
     Returns
     -------
@@ -153,6 +158,7 @@ def kernel_regression(
     """
     check_bool(leave_one_out, "leave_one_out")
     check_bool(return_log_density, "return_log_density")
+    num_threads = check_threads_of_call(num_threads)
     points, x, y = host_numbers(points, "points"), host_numbers(x, "x"), host_numbers(y, "y")
     try:
         h = _check_points(points, x, bandwidth)
@@ -174,7 +180,7 @@ def kernel_regression(
     result = promote(points=points, x=x, y=y)
 
     value = np.asarray(as_dtype(targets, FLOAT64, "y"))
-    out, lse = _attend(points, keys, value, lead, leave_one_out)
+    out, lse = _attend(points, keys, value, lead, leave_one_out, num_threads)
     out = out.astype(result, copy=False)
     out = out if has_targets else out[..., 0]
     if not return_log_density:
@@ -191,6 +197,7 @@ def kernel_logsumexp(
     *,
     bandwidth: ArrayLike,
     log_weights: ArrayLike | None = None,
+    num_threads: int | None = None,
 ) -> np.ndarray:
     """The log of a weighted sum of Gaussian kernels: a smooth minimum of the squared distances from `x`.
 
@@ -205,6 +212,8 @@ def kernel_logsumexp(
     log_weights : array_like, shape (..., S), optional
         Added to each observation's exponent; not NaN or ``inf``. With ``-inf`` an observation is never seen,
         even if it is NaN.
+    num_threads : int, optional
+        As in `attention`.
 
     Returns
     -------
@@ -240,6 +249,7 @@ def kernel_logsumexp(
     >>> np.round(fastattn.kernel_logsumexp([[0.0], [100.0]], x, bandwidth=0.5), 3)
     array([ 1.2700e-01, -1.9602e+04])
     """
+    num_threads = check_threads_of_call(num_threads)
     points, x = host_numbers(points, "points"), host_numbers(x, "x")
     try:
         h = _check_points(points, x, bandwidth)
@@ -249,7 +259,7 @@ def kernel_logsumexp(
     except (TypeError, ValueError) as error:
         raise _with_shapes(error, points=points, x=x) from None
     nothing = np.zeros((x.shape[-2], 0))
-    _, lse = _attend(points, keys, nothing, lead, False)
+    _, lse = _attend(points, keys, nothing, lead, False, num_threads)
     with np.errstate(over="ignore"):
         return lse.astype(computed_in(promote(points=points, x=x)), copy=False)
 
@@ -384,7 +394,12 @@ def _exact_columns(dim: int) -> int:
 
 
 def _attend(
-    points: np.ndarray, keys: _Keys, value: np.ndarray, lead: tuple[int, ...], leave_one_out: bool
+    points: np.ndarray,
+    keys: _Keys,
+    value: np.ndarray,
+    lead: tuple[int, ...],
+    leave_one_out: bool,
+    num_threads: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The means of `value`, and the logs of the sums of the kernels."""
     num_points = points.shape[-2]
@@ -393,10 +408,11 @@ def _attend(
     way = 0 + (keys.reach > _PLAIN_REACH) + (keys.reach > _CUT_REACH)
     n_parts = max(1, -(-num_points // _ROWS))
     bounds = [num_points * n // n_parts for n in range(n_parts + 1)]
+    products = partial(_by_products, num_threads=num_threads)
     with np.errstate(all="ignore"):
         for this_way in np.unique(way):
             is_own = way == this_way
-            compute = (_by_products, partial(_by_products, cut=True), _by_differences)[this_way]
+            compute = (products, partial(products, cut=True), _by_differences)[this_way]
             for start, stop in pairwise(bounds):
                 here = np.s_[..., start:stop]
                 own = start if leave_one_out else None
@@ -407,7 +423,13 @@ def _attend(
 
 
 def _by_products(
-    points: np.ndarray, keys: _Keys, value: np.ndarray, first_own: int | None, *, cut: bool = False
+    points: np.ndarray,
+    keys: _Keys,
+    value: np.ndarray,
+    first_own: int | None,
+    *,
+    num_threads: int | None,
+    cut: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The results of some points. Point n leaves out observation ``first_own + n``."""
     n = points.shape[-2]
@@ -428,6 +450,7 @@ def _by_products(
         bias=None if bias is None else bias[..., None, None, :],
         scale=1.0,
         return_lse=True,
+        num_threads=num_threads,
     )
     return out[..., 0, :n, :], (lse[..., 0, :] + added)[..., :n]
 

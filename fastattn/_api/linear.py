@@ -19,12 +19,14 @@ from fastattn._call.arguments import (
     check_number_dtype,
     check_seed,
     count,
+    is_swapped,
 )
 from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, RandomFeatures, each, elu_plus_one
-from fastattn._call.normalize import as_inputs, naming_shapes
+from fastattn._call.normalize import as_inputs, naming_shapes, room_for_out
 from fastattn._call.options import refusing
 from fastattn._call.problem import FLOAT64, MAX_DIM
 from fastattn._machine.device import host_array, in_library_of
+from fastattn._machine.host import check_threads_of_call
 from fastattn.backends.reference.linear import attend_again
 from fastattn.backends.registry import function
 from fastattn.masks.arguments import broadcasts
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import Flag, No, Yes
+    from fastattn._call.options import Flag, LayoutName, No, Yes
 
     FeatureMap: TypeAlias = "Literal['elu+1'] | Callable[[np.ndarray], ArrayLike]"
 
@@ -43,7 +45,10 @@ if TYPE_CHECKING:
         causal: bool
         key_lengths: ArrayLike | None
         state: LinearState | None
+        layout: LayoutName
+        out: np.ndarray | None
         return_state: Flag
+        num_threads: int | None
 
 
 @overload
@@ -68,7 +73,10 @@ def linear_attention(
     causal: bool = False,
     key_lengths: ArrayLike | None = None,
     state: LinearState | None = None,
+    layout: LayoutName = "bhsd",
+    out: np.ndarray | None = None,
     return_state: bool = False,
+    num_threads: int | None = None,
 ) -> np.ndarray | tuple[np.ndarray, LinearState]:
     """Attention whose weights are products of features of queries and keys, in time linear in the lengths.
 
@@ -91,13 +99,16 @@ def linear_attention(
     state : LinearState, optional
         That of earlier keys, which each query reads as well, with or without `causal`. Its leading axes
         broadcast. It is not changed.
+    layout, out, num_threads
+        As in `attention`. Rows of a feature map and sums of a state have the same axes in both layouts. Only
+        features ``"elu+1"`` are computed on several threads.
     return_state : bool, default False
         Also return the state after all keys.
 
     Returns
     -------
     out : ndarray, shape (..., H, L, E)
-        In the dtype that query, key and value promote to; C-contiguous.
+        In the dtype that query, key and value promote to, in the given layout; C-contiguous, or `out`.
     state : LinearState
         When asked for.
 
@@ -163,21 +174,17 @@ def linear_attention(
     True
     """
     features = _checked_map(feature_map)
-    call, flat = _checked(
-        query,
-        key,
-        value,
-        causal=causal,
-        key_lengths=key_lengths,
-        features=features,
-        return_state=return_state,
-    )
+    num_threads = check_threads_of_call(num_threads)
+    options = {"causal": causal, "key_lengths": key_lengths, "layout": layout, "out": out}
+    call, flat, result, staged = _checked(query, key, value, options, features, return_state)
     if state is not None:
         call = call._replace(earlier=_checked_state(state, call, flat))
-    whole = _run(call)
+    whole = _run(call, num_threads)
     if call.lengths is not None and call.earlier is None:
         call.out[call.lengths == 0] = 0  # where a query is NaN as well
-    result = in_library_of(query, call.out[0] if flat else call.out)
+    if staged is not None:
+        result[...] = staged
+    result = in_library_of(query, result) if out is None else out
     if whole is None:
         return result
     return result, each(whole, lambda array, _: array[0]) if flat else whole
@@ -201,21 +208,24 @@ def _checked(
     query: Any,
     key: Any,
     value: Any,
-    *,
-    causal: Any,
-    key_lengths: Any,
+    options: dict[str, Any],
     features: Callable[[np.ndarray], Any],
     return_state: bool,
-) -> tuple[LinearCall, bool]:
-    """The call but for its state, and whether the arrays are those of one head without an axis."""
+) -> tuple[LinearCall, bool, np.ndarray, np.ndarray | None]:
+    """The call but for its state, whether the arrays are those of one head without an axis, the result, and
+    what is filled in its place, see `room_for_out`."""
     given = ((query, "query"), (key, "key"), (value, "value"))
-    inputs: Any = as_inputs(*(host_array(as_array(x, name), name) for x, name in given), swapped=False)
+    arrays: Any = (host_array(as_array(x, name), name) for x, name in given)
+    inputs: Any = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
+    causal, key_lengths = options["causal"], options["key_lengths"]
     lead, _, L, S = inputs.sizes
     if not isinstance(causal, (bool, np.bool_)):
         raise ValueError(f"causal must be True or False, got {causal!r}: earlier keys are in state=")
     if causal and L != S:
         raise ValueError(f"causal=True needs L == S, got L={L} and S={S}: earlier keys are in state=")
     lengths = None if key_lengths is None else np.broadcast_to(check_key_lengths(key_lengths, lead, S), lead)
+    is_ours = features is elu_plus_one or isinstance(features, RandomFeatures)  # and does not raise
+    out, staged, target = room_for_out(inputs, options["out"], {}, may_fail=not is_ours)
     call = LinearCall(
         inputs.query,
         inputs.key,
@@ -226,10 +236,10 @@ def _checked(
         causal=bool(causal),
         earlier=None,
         return_state=return_state,
-        out=np.empty((*inputs.query.shape[:-1], inputs.value.shape[-1]), inputs.result),
+        out=target,
         lost=np.zeros(inputs.query.shape[:-1], bool),
     )
-    return call, inputs.flat
+    return call, inputs.flat, out, staged
 
 
 def _checked_state(state: Any, call: LinearCall, flat: bool) -> LinearState:
@@ -260,11 +270,11 @@ def _checked_state(state: Any, call: LinearCall, flat: bool) -> LinearState:
 # Features as they are, and relative to the largest where that is not enough -------------------------------
 
 
-def _run(call: LinearCall) -> LinearState | None:
+def _run(call: LinearCall, num_threads: int | None) -> LinearState | None:
     """Fills ``call.out``; returns the state if asked to."""
     is_random = isinstance(call.feature_map, RandomFeatures)
     plain = call if call.earlier is None or is_random else call._replace(earlier=_unscaled(call.earlier))
-    whole = function("linear_attention", plain)(plain)
+    whole = function("linear_attention", plain)(plain, num_threads)
     lost = call.lost
     if call.lengths is not None and call.earlier is None:
         lost[call.lengths == 0] = False

@@ -172,7 +172,7 @@ def run_once(
     problem = request.problem
     if not any(result.size for result in request.results) and problem.device == "cpu":
         return None  # nothing to do, for any number of rows
-    threads = backend.thread_limit(host.get_num_threads() if num_threads is None else num_threads)
+    threads = backend.thread_limit(host.threads_for(num_threads))
     prepared = backend.prepare(problem, threads)
     if prepared is None:
         backend.run(problem, threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import ceil, floor, isfinite, log, pi
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def rope(
     inverse: bool = False,
     layout: LayoutName = "bhsd",
     out: np.ndarray | None = None,
+    num_threads: int | None = None,
     **unknown: Never,
 ) -> np.ndarray:
     """Rotary position embedding: turn each pair of a row's elements by an angle that grows with its position.
@@ -92,6 +94,8 @@ def rope(
     out : ndarray, optional
         Where to write the result: exactly its shape and dtype, any strides. ``out=x`` rotates in place; it
         may overlap an argument in any other way, too.
+    num_threads : int, optional
+        As in `attention`.
 
     Returns
     -------
@@ -160,8 +164,11 @@ def rope(
     kind: Any = type(positions)
     if kind is list or kind is tuple:
         positions = counts(positions)
+    if num_threads is not None:
+        num_threads = host.check_num_threads(num_threads, "num_threads")
     if _rope_at_once is not None:
-        done = _rope_at_once(x, cos, sin, positions, interleaved, inverse, layout, out, _thread_limit)
+        limit = _limit if num_threads is None else partial(_limit, num_threads)
+        done = _rope_at_once(x, cos, sin, positions, interleaved, inverse, layout, out, limit)
         if done is not None:
             return done
     try:
@@ -170,14 +177,14 @@ def rope(
         raised = TypeError if isinstance(error, TypeError) else ValueError
         shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
         raise raised(f"{error}; {shapes}") from None
-    function("rope", rotation)(rotation)
+    function("rope", rotation)(rotation, num_threads)
     if staged is not None:
         result[...] = staged
     return in_library_of(x, result) if out is None else out
 
 
-def _thread_limit() -> int:
-    return load("cython").thread_limit(host.get_num_threads())
+def _limit(num_threads: int | None = None) -> int:
+    return load("cython").thread_limit(host.threads_for(num_threads))
 
 
 def _normalize(

@@ -255,9 +255,7 @@ def normalize_backward(
         array: Any = as_shape(given, name, shape)
         if not is_stored(array):
             array = as_dtype(array, inputs.dtype, name)
-        if inputs.flat:
-            return array[None]
-        return array.swapaxes(-3, -2) if inputs.swapped else array
+        return _with_heads(array, inputs)
 
     def sums(given: ArrayLike, name: str) -> np.ndarray:
         array = np.ascontiguousarray(as_shape(given, name, rows), inputs.dtype)
@@ -569,40 +567,59 @@ def _assemble(
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
     numbers = _numbers(inputs, options)
-    sinks = numbers["sinks"]
-    out, return_lse = options["out"], options["return_lse"]
+    return_lse, return_weights = options["return_lse"], check_return_weights(options["return_weights"])
     check_bool(return_lse, "return_lse")
-    return_weights = check_return_weights(options["return_weights"])
-    q, k, v, dtype, result, sizes, flat, swapped = inputs
-    shape, rows = _result_shapes(inputs)
-    given = None if out is None else check_out(out, shape, result, dtype)
-    others = (bias, lowered.dense, sinks, given)
-    if not (type(q) is np.ndarray and all(a is None or type(a) is np.ndarray for a in others)):
-        check_places(query=q, bias=bias, mask=lowered.dense, sinks=sinks, out=given)
-    staged = None
-    if given is None:
-        out = target = _empty(shape, result, q, "the result")
-    else:
-        out = target = given
-        parts = (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
-        reads = (q, *parts, bias, sinks, lowered.dense)
-        if may_fail or any(array is not None and overlap(given, array) for array in reads):
-            if isinstance(given, DeviceArray):
-                raise ValueError(f"out must not share memory with what is read on {given.device}")
-            staged = target = np.empty(shape, given.dtype)
-    lse = _empty(rows, dtype, q, "the lse") if return_lse else None
-    weights = _empty((*rows, sizes.S), result, q, "the weights") if return_weights else None
+    reads = {"bias": bias, "mask": lowered.dense, "sinks": numbers["sinks"]}
+    out, staged, target = room_for_out(inputs, options["out"], reads, may_fail)
+    query, dtype, flat = inputs.query, inputs.dtype, inputs.flat
+    _, rows = _result_shapes(inputs)
+    lse = _empty(rows, dtype, query, "the lse") if return_lse else None
+    weights = None
+    if return_weights:
+        weights = _empty((*rows, inputs.sizes.S), inputs.result, query, "the weights")
+    numbers["mean_weights"] = return_weights == "mean" and not flat
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
-    numbers["mean_weights"] = return_weights == "mean" and not flat
     if flat:
-        target, lse, weights = (None if array is None else array[None] for array in (target, lse, weights))
-    elif swapped:
-        target = target.swapaxes(-3, -2)
-
+        lse, weights = (None if array is None else array[None] for array in (lse, weights))
     problem = _problem(inputs, (target, lse, weights), band, lowered, bias, numbers)
-    return Request(problem, results, staged, swapped)
+    return Request(problem, results, staged, inputs.swapped)
+
+
+def room_for_out(
+    inputs: _Inputs, out: Any, reads: Mapping[str, Any], may_fail: bool = False
+) -> tuple[Any, np.ndarray | None, Any]:
+    """The result as the caller gets it, `out` if that is given; what is filled in its place, where it is read
+    as well or must not be written to if the work fails; and that which is filled as
+    ``(*lead, heads, length, dim)``.
+
+    `reads` are the arrays by name that are read beside query, key and value, or None.
+    """
+    q, k, v, dtype, result, *_ = inputs
+    shape, _ = _result_shapes(inputs)
+    if out is not None:
+        out = check_out(out, shape, result, dtype)
+    read = [q, *reads.values()]
+    if not all(x is None or type(x) is np.ndarray for x in (*read, out)):
+        check_places(query=q, **reads, out=out)
+    staged = None
+    if out is None:
+        out = _empty(shape, result, q, "the result")
+    else:
+        read += (part for x in (k, v) for part in (x.memory() if isinstance(x, Rows) else [x]))
+        if may_fail or any(x is not None and overlap(out, x) for x in read):
+            if isinstance(out, DeviceArray):
+                raise ValueError(f"out must not share memory with what is read on {out.device}")
+            staged = np.empty(shape, out.dtype)
+    return out, staged, _with_heads(out if staged is None else staged, inputs)
+
+
+def _with_heads(array: Any, inputs: _Inputs) -> Any:
+    """A result in the caller's shape as ``(*lead, heads, length, dim)``."""
+    if inputs.flat:
+        return array[None]
+    return array.swapaxes(-3, -2) if inputs.swapped else array
 
 
 def _problem(

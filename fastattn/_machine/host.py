@@ -172,6 +172,16 @@ def _omp_num_threads() -> int | None:
     return counts[0] if min(counts) >= 1 and max(counts) <= _MAX_COUNT else None
 
 
+def threads_for(num_threads: int | None) -> int:
+    """How many threads a call with this `num_threads` wants."""
+    return get_num_threads() if num_threads is None else check_num_threads(num_threads, "num_threads")
+
+
+def check_threads_of_call(num_threads: object) -> int | None:
+    """The `num_threads` of a call; None where it is not given, see `threads_for`."""
+    return None if num_threads is None else check_num_threads(num_threads, "num_threads")
+
+
 def check_num_threads(value: object, name: str) -> int:
     """`value` as a thread count; raises where it is not one."""
     try:

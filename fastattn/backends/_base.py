@@ -65,7 +65,8 @@ class Backend(Protocol):
     def function_reasons(self, name: str, call: Any) -> list[str]:
         """Why this backend cannot run `call` of a function beside attention; empty when it can.
 
-        The functions are methods: ``rope(rotation)`` fills ``rotation.out``, ``linear_attention(call)`` fills
-        ``call.out`` and ``call.lost`` and returns the `LinearState`, if that is asked for.
+        The functions are methods of a call and of its `num_threads`, which may be None: `rope` fills
+        ``call.out``, `linear_attention` fills ``call.out`` and ``call.lost`` and returns the `LinearState`,
+        if that is asked for.
         """
         return [f"it has no {name}"]

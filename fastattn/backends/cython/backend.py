@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -104,10 +104,10 @@ class CythonBackend(Backend):
             return ["a size is 0"]
         return []
 
-    def rope(self, rotation: Rotation) -> None:
-        driver.rotate(*rotation, storage_of(rotation.out.dtype), self._limit)
+    def rope(self, rotation: Rotation, num_threads: int | None) -> None:
+        driver.rotate(*rotation, storage_of(rotation.out.dtype), self.limit_of_call(num_threads))
 
-    def linear_attention(self, call: LinearCall) -> LinearState | None:
+    def linear_attention(self, call: LinearCall, num_threads: int | None) -> LinearState | None:
         lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
         key, value, key_lead = call.key, call.value, lead
         if call.lengths is None and call.earlier is None:  # sums of keys that items share are computed once
@@ -133,15 +133,15 @@ class CythonBackend(Backend):
             MOST,
             call.causal,
             call.dtype.itemsize,
-            self._limit,
+            self.limit_of_call(num_threads),
         )
         if not call.return_state:
             return None
         return broadcast(LinearState(sums[..., :E, :M].swapaxes(-1, -2), sums[..., E, :M]), lead)
 
-    def _limit(self) -> int:
-        """How many threads a call of these functions may have now: they take no `num_threads`."""
-        return self.thread_limit(host.get_num_threads())
+    def limit_of_call(self, num_threads: int | None) -> Callable[[], int]:
+        """Asked where several threads may be faster: how many a call with this `num_threads` may have."""
+        return lambda: self.thread_limit(host.threads_for(num_threads))
 
 
 backend = CythonBackend()

@@ -40,10 +40,10 @@ class ReferenceBackend(Backend):
     def function_reasons(self, name: str, call: Any) -> list[str]:
         return []
 
-    def rope(self, rotation: Rotation) -> None:
+    def rope(self, rotation: Rotation, num_threads: int | None) -> None:
         rope.rotate(rotation)
 
-    def linear_attention(self, call: LinearCall) -> LinearState | None:
+    def linear_attention(self, call: LinearCall, num_threads: int | None) -> LinearState | None:
         return linear.attend(call)
 
 

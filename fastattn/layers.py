@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
@@ -28,6 +29,7 @@ from fastattn._call.arguments import (
 )
 from fastattn._call.options import complete, public, refusing
 from fastattn._call.problem import MAX_DIM
+from fastattn._machine.device import host_array, in_library_of
 from fastattn.masks import Causal
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiHeadAttention"]
 
-_TORCH_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_FIRST_NAME = r"(?<![^.])(in_proj_weight|q_proj_weight)$"  # of a `torch.nn.MultiheadAttention`
 
 
 class MultiHeadAttention:
@@ -217,7 +219,9 @@ class MultiHeadAttention:
 
     @classmethod
     @refusing
-    def from_torch(cls, state_dict: Mapping[str, ArrayLike], num_heads: int) -> MultiHeadAttention:
+    def from_torch(
+        cls, state_dict: Mapping[str, ArrayLike], num_heads: int, *, prefix: str = ""
+    ) -> MultiHeadAttention:
         """The layer of a ``torch.nn.MultiheadAttention``, by the names of its weights.
 
         Parameters
@@ -228,13 +232,17 @@ class MultiHeadAttention:
             ``in_proj_bias`` if there is one; ``out_proj.weight``, and ``out_proj.bias`` if there is one.
             Tensors are of the CPU; those in bfloat16 become float32. Memory is shared where it can be.
         num_heads : int
+        prefix : str, default ""
+            What stands before these names in the state dict of a whole model, as
+            ``"encoder.layers.0.self_attn."``, its last dot included. Other names are ignored.
 
         Raises
         ------
         TypeError
-            A module in the place of its ``state_dict()``.
+            A module in the place of its ``state_dict()``; a `prefix` that is no str.
         ValueError
-            A missing or an unknown name; ``bias_k`` and ``bias_v`` (``add_bias_kv=True``), which add a key
+            A missing or an unknown name, or a `prefix` without such names: the message lists those that there
+            are; ``bias_k`` and ``bias_v`` (``add_bias_kv=True``), which add a key
             that is no row of `key`; shapes that do not fit.
 
         Notes
@@ -269,17 +277,28 @@ class MultiHeadAttention:
         if not hasattr(state_dict, "items"):
             got = type(state_dict).__name__
             raise TypeError(f"state_dict must be a mapping, as module.state_dict() gives, got {got}")
-        state = {name: x for name, x in state_dict.items() if x is not None}
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix must be a str, got {prefix!r}")
+        present = [name for name, x in state_dict.items() if x is not None]
+        state = {name.removeprefix(prefix): state_dict[name] for name in present if name.startswith(prefix)}
+        if not state.keys() & {"in_proj_weight", "q_proj_weight"}:
+            found = [name[: it.start()] for name in present if (it := re.search(_FIRST_NAME, name))]
+            if prefix or found:
+                others = f"prefix may be {', '.join(map(repr, found))}" if found else "and no other has"
+                raise ValueError(
+                    f"state_dict has no in_proj_weight or q_proj_weight at prefix={prefix!r}; {others}"
+                )
         if refused := [name for name in ("bias_k", "bias_v") if name in state]:
             raise ValueError(
-                f"state_dict has {' and '.join(refused)}: one more key and value for each sequence "
-                f"(add_bias_kv=True) are not supported"
+                f"state_dict has {' and '.join(prefix + name for name in refused)}: one more key and value "
+                f"for each sequence (add_bias_kv=True) are not supported"
             )
-        arrays = {name: _from_tensor(x, name) for name, x in state.items()}
+        arrays = {name: _from_tensor(x, prefix + name) for name, x in state.items()}
 
         def take(name: str) -> np.ndarray:
             if name not in arrays:
-                raise ValueError(f"state_dict has no {name}, but {', '.join(state) or 'nothing'}")
+                names = ", ".join(prefix + other for other in state)
+                raise ValueError(f"state_dict has no {prefix}{name}, but {names or 'nothing'}")
             return arrays.pop(name)
 
         def thirds(name: str) -> list[np.ndarray]:
@@ -290,12 +309,13 @@ class MultiHeadAttention:
         if "in_proj_weight" in arrays:
             w_q, w_k, w_v = thirds("in_proj_weight")
         else:
-            w_q, w_k, w_v = (take(name) for name in _TORCH_NAMES[1:])
+            w_q, w_k, w_v = (take(f"{x}_proj_weight") for x in "qkv")
         w_o = take("out_proj.weight")
         biases = thirds("in_proj_bias") if "in_proj_bias" in arrays else [None] * 3
         b_o = arrays.pop("out_proj.bias", None)
         if arrays:
-            raise ValueError(f"state_dict has {', '.join(arrays)}, which nn.MultiheadAttention has not")
+            names = ", ".join(prefix + name for name in arrays)
+            raise ValueError(f"state_dict has {names}, which nn.MultiheadAttention has not")
         named: Any = zip(("b_q", "b_k", "b_v", "b_o"), (*biases, b_o), strict=True)
         return cls(w_q.T, w_k.T, w_v.T, w_o.T, **dict(named), num_heads=num_heads)
 
@@ -391,6 +411,7 @@ class MultiHeadAttention:
         Returns
         -------
         out : ndarray, shape (..., L, out_dim)
+            Of query's library, as `lse` and `weights` are.
         lse : ndarray, shape (..., H, L)
         weights : ndarray, shape (..., H, L, S), or (..., L, S) for their mean
             What is asked for comes back as one tuple, in this order.
@@ -424,8 +445,10 @@ class MultiHeadAttention:
         result = promote(query=x_q, key=x_k, value=x_v, weights=self._like)
         dtype = computed_in(result)
         lead = _common_lead(query=x_q, key=x_k, value=x_v)
+        target = None
         if out is not None:
-            out = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
+            target = check_out(out, (*lead, x_q.shape[-2], self.w_o.shape[1]), result, dtype)
+            target = host_array(target, "out")
         if cache is None:
             given |= {"key_lengths": key_lengths, "dropout": dropout, "seed": seed, "layout": "bshd"}
             given["causal"] = check_causal(False if causal is None else causal)
@@ -452,12 +475,12 @@ class MultiHeadAttention:
             others[-1] = _rounded(others[-1], result)
         joined = heads.reshape(*heads.shape[:-2], self.w_o.shape[0])
         projected = _added(_product(joined, self.w_o, dtype), self.b_o)
-        if out is None:
-            out = _rounded(projected, result)
+        if target is None:
+            out = in_library_of(query, _rounded(projected, result))
         else:
             with np.errstate(all="ignore"):
-                out[...] = projected
-        return (out, *others) if others else out
+                target[...] = projected
+        return (out, *(in_library_of(query, other) for other in others)) if others else out
 
     def _inputs_of_heads(
         self, x_q: np.ndarray, x_k: np.ndarray, x_v: np.ndarray, dtype: np.dtype

@@ -318,6 +318,8 @@ class TestHints:
             ("KVCache.load", "mmap_mode", "mmap"),
             ("varlen_attention", "attention_mask", "leave the padding out"),
             ("varlen_attention", "seqused_q", "leave the padding out"), ("create_block_mask", "KV_LEN", "S"),
+            ("create_block_mask", "Q_LEN", "L"), ("create_block_mask", "device", "host"),
+            ("create_block_mask", "BLOCK_SIZE", "leave it out"), ("attention", "device", "arrays"),
             ("create_block_mask", "num_key_value_heads", "leave it out"), ("merge_attention", "lse", "lses"),
             ("attention_backward", "head_mask", "grad_out"), ("attention_backward", "dout", "grad_out"),
             ("MultiHeadAttention", "dropout", "seed"), ("MultiHeadAttention", "embed_dim", "w_q"),

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastattn
+from fastattn.backends import registry
 from tests.cases import FLOATS, ODD_LENGTHS, Case, random_arrays, solve
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
@@ -152,6 +154,13 @@ def test_weights_averaged_over_one_head_or_none(engine):
     assert_same_bits(flat, weights[0])
     none = [array[:0] for array in arrays]
     assert_same_bits(engine.attention(*none, return_weights="mean")[1], np.zeros_like(weights[0]))
+
+
+def test_a_gpu_averages_no_weights(monkeypatch):
+    monkeypatch.setattr(type(registry.load("cuda")), "unavailable_reasons", lambda self: [])
+    query = np.ones((1, 2, 4, 8), np.float32)
+    with pytest.raises(fastattn.BackendError, match="averages no weights: return_weights=True"):
+        fastattn.attention(query, query, query, backend="cuda", return_weights="mean")
 
 
 def test_huge_finite_negative_bias_is_an_ordinary_number(engine):

@@ -581,6 +581,68 @@ def test_errors_of_state_dicts(message, wrong):
         MultiHeadAttention.from_torch(STATE | wrong, 4)
 
 
+def test_a_layer_of_a_model():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    one = torch.nn.TransformerDecoderLayer(32, 4, dim_feedforward=16, batch_first=True)
+    model = torch.nn.ModuleDict(
+        {"decoder": torch.nn.TransformerDecoder(one, 2), "head": torch.nn.Linear(32, 3)}
+    )
+    torch.nn.init.normal_(model["decoder"].layers[1].multihead_attn.in_proj_bias)
+    state, prefix = model.state_dict(), "decoder.layers.1.multihead_attn."
+    alone = model["decoder"].layers[1].multihead_attn.state_dict()
+    x = numbers(2, 5, 32)
+    assert_same_bits(
+        MultiHeadAttention.from_torch(state, 4, prefix=prefix)(x),
+        MultiHeadAttention.from_torch(alone, 4)(x),
+    )
+    prefixes = [f"decoder.layers.{n}.{name}." for n in (0, 1) for name in ("self_attn", "multihead_attn")]
+    for wrong in ("", "decoder.layers.1.multihead_attn", "encoder.", "head."):
+        with pytest.raises(ValueError, match=f"q_proj_weight at prefix={wrong!r}; prefix may be") as caught:
+            MultiHeadAttention.from_torch(state, 4, prefix=wrong)
+        assert str(caught.value).endswith(", ".join(map(repr, prefixes)))
+    with pytest.raises(ValueError, match=r"at prefix='a\.'; and no other has$"):
+        MultiHeadAttention.from_torch(model["head"].state_dict(), 4, prefix="a.")
+    with pytest.raises(ValueError, match=r"at prefix='a\.'; prefix may be ''$"):
+        MultiHeadAttention.from_torch(alone, 4, prefix="a.")
+    del state[f"{prefix}out_proj.weight"]
+    with pytest.raises(ValueError, match=f"has no {prefix}out_proj.weight, but {prefix}in_proj_weight, "):
+        MultiHeadAttention.from_torch(state, 4, prefix=prefix)
+    with pytest.raises(TypeError, match="prefix must be a str, got None"):
+        MultiHeadAttention.from_torch(state, 4, prefix=None)
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def test_tensors_in_tensors_out():
+    torch = pytest.importorskip("torch")
+    layer, x = MultiHeadAttention(**weights()), numbers(2, 6, 24)
+    tensor = torch.from_numpy(x)
+    for options in (
+        {},
+        {"return_lse": True, "return_weights": True},
+        {"return_weights": "mean", "causal": True},
+        {"mask": masks.Causal(), "return_lse": True},
+    ):
+        given = {n: torch.tensor(w) if isinstance(w, np.ndarray) else w for n, w in weights().items()}
+        for of_tensors in (layer, MultiHeadAttention(**given)):
+            results, expected = of_tensors(tensor, **options), layer(x, **options)
+            assert type(results) is (tuple if isinstance(expected, tuple) else torch.Tensor)
+            for got, wanted in zip(as_tuple(results), as_tuple(expected), strict=True):
+                assert type(got) is torch.Tensor
+                assert_same_bits(got.numpy(), wanted)
+    assert type(layer(x, tensor)) is np.ndarray and type(layer(tensor, x)) is torch.Tensor
+    own = torch.empty(2, 6, 20)
+    assert layer(tensor, out=own) is own
+    assert_same_bits(own.numpy(), layer(x))
+    half = layer(tensor.bfloat16())
+    assert half.dtype == torch.float32  # as the weights are
+    with pytest.raises(TypeError, match=r"query requires grad"):
+        layer(torch.nn.Parameter(tensor))
+
+
 def test_from_torch_of_a_module():
     module = type("MultiheadAttention", (), {"state_dict": lambda self: STATE})()
     with pytest.raises(

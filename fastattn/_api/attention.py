@@ -14,7 +14,7 @@ from fastattn._call.arguments import as_pieces, check_dropout, check_shape
 from fastattn._call.normalize import Request, normalize, normalize_sdpa, normalize_varlen
 from fastattn._call.options import complete, public, refuse_arguments, refusing
 from fastattn._machine.device import DeviceArray, in_library_of
-from fastattn._machine.host import check_threads_of_call, default_backend
+from fastattn._machine.host import default_backend
 from fastattn.backends.registry import select, usable
 from fastattn.masks import Dense, Mask
 
@@ -200,9 +200,8 @@ def attend(
     if results is not None:
         return results
     request = normalize(query, key, value, options, keep_first=keep_first) if make is None else make()
-    num_threads = check_threads_of_call(options.get("num_threads"))
     backend = select(request.problem, options.get("backend"))
-    prepared.run(request, signature or None, (query, key, value), options, backend, num_threads)
+    prepared.run(request, signature or None, (query, key, value), options, backend)
     return request.finish(query, options.get("out"))
 
 

@@ -141,8 +141,8 @@ def solve(
     request = normalize(query, key, value, options)
     if lse is not None:
         request = request.with_lse(lse, {name: x for name, x in arrays.items() if name != "lse"})
-    threads = host.check_num_threads(num_threads, "num_threads") if num_threads else None
-    found = _prepared.run_once(request, (query, key, value), options, select(request.problem), threads)
+    backend = select(request.problem)
+    found = _prepared.run_once(request, (query, key, value), options, backend, num_threads or None)
     request.finish(query, out)
     if found is not None and isinstance(found[0], _driver().Prepared):
         prepared, threads = found

@@ -135,12 +135,12 @@ def run(
     inputs: tuple[Any, Any, Any],
     options: dict[str, Any],
     backend: Backend,
-    num_threads: int | None,
 ) -> None:
     """Solves the problem of a request on a backend, and keeps the call for others of its signature.
 
     `inputs` are the caller's query, key and value.
     """
+    num_threads = options.get("num_threads")
     found = run_once(request, () if signature is None else inputs, options, backend, num_threads)
     if found is None:
         return
@@ -170,9 +170,9 @@ def run_once(
     """Solves the problem of a request on a backend. What it prepared and for how many threads, where other
     calls of the same signature could use it: where it reads and writes the memory of `inputs` and options."""
     problem = request.problem
+    threads = backend.thread_limit(host.threads_for(num_threads))
     if not any(result.size for result in request.results) and problem.device == "cpu":
         return None  # nothing to do, for any number of rows
-    threads = backend.thread_limit(host.threads_for(num_threads))
     prepared = backend.prepare(problem, threads)
     if prepared is None:
         backend.run(problem, threads)

@@ -178,7 +178,9 @@ layout
 Q_LEN q_len query_length q_length | create_block_mask | say L=
 KV_LEN kv_len kv_length | create_block_mask | say S=
 BLOCK_SIZE | create_block_mask | leave it out: tiles are of 64 queries and 128 keys
-device | any | leave it out: results are where the arrays are
+device
+    create_block_mask | leave it out: a block mask is on the host, for arrays anywhere
+    any | leave it out: results are where the arrays are
 q Q queries inputs_q | query | say query=
 k K keys | key | say key=
 v V values | value | say value=

@@ -97,6 +97,24 @@ def test_a_result_is_that_of_upcast_arrays_rounded_once(engine, shape, storage, 
         assert_same_bits(weights.view(np.uint16), expected[2].astype(storage).view(np.uint16))
 
 
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mean_of_weights_is_rounded_once(engine, shape, storage):
+    arrays = stored(random_arrays(**SHAPES[shape] | {"heads": 6, "kv_heads": 2}), [storage] * 3)
+    expected = engine.attention(*upcast(arrays), return_weights="mean")[1]
+    for _ in range(2):  # and by a prepared call
+        mean = engine.attention(*arrays, return_weights="mean")[1]
+        assert mean.dtype == storage and mean.shape == expected.shape
+        if computes_as_upcast(engine.isa, storage):
+            assert_same_bits(mean.view(np.uint16), expected.astype(storage).view(np.uint16))
+        else:
+            np.testing.assert_allclose(mean.astype(np.float32), expected, rtol=2.0**-8)
+    flat = [array[..., 0, :, :].reshape(-1, array.shape[-2], array.shape[-1])[0] for array in arrays]
+    assert_same_bits(
+        *(engine.attention(*flat, return_weights=wanted)[1].view(np.uint16) for wanted in ("mean", True))
+    )
+
+
 @pytest.mark.parametrize(
     "storages", [(2, 0, 0), (2, 1, 1), (0, 2, 0), (1, 1, 2), (3, 0, 0), (1, 3, 3)], ids=str
 )

@@ -107,7 +107,8 @@ def attention(
         Also return the log-sum-exp.
     return_weights : bool or "mean", default False
         Also return the attention weights: True those of each head, ``"mean"`` their mean over the ``H``
-        query heads. Either takes the memory of all weights, ``H * L * S`` numbers of each item.
+        query heads. Either takes the memory of all weights, ``H * L * S`` numbers of each item; for the mean
+        they are in the type of the computation, and rounded once.
     num_threads : int, optional
         Threads for this call; see `set_num_threads`.
     backend : {"cython", "numba", "reference", "cuda"}, optional
@@ -120,8 +121,7 @@ def attention(
     lse : ndarray, shape (..., H, L)
         Natural log of each row's softmax denominator, when asked for.
     weights : ndarray, shape (..., H, L, S), or (..., L, S) for their mean
-        The softmax, when asked for, in the dtype of `out`; sums of the mean are in that of the computation.
-        What is asked for comes back as one tuple, in this order.
+        The softmax, when asked for. What is asked for comes back as one tuple, in this order.
 
     Raises
     ------

@@ -228,7 +228,7 @@ class PreparedCall:
         self._out = next(results)
         self._lse = None if problem.lse is None else next(results)
         self._weights = None if problem.weights is None else next(results)
-        self._mean_dtype = problem.dtype if problem.mean_weights else None
+        self._mean_dtype = problem.mean_dtype
         given, bias = options.get("mask"), options.get("bias")
         self._mask_is_bias = given is not None and bias is None and problem.bias is not None
         mask_map = problem.mask_map

@@ -83,8 +83,9 @@ class Request(NamedTuple):
         if self.staged is not None:
             self.results[0][...] = self.staged
         results = self.results
-        if self.problem.mean_weights:
-            results = (*results[:-1], mean_over_heads(results[-1], self.problem.dtype))
+        mean_dtype = self.problem.mean_dtype
+        if mean_dtype is not None:
+            results = (*results[:-1], mean_over_heads(results[-1], mean_dtype))
         if type(results[0]) is DeviceArray:
             results = tuple(result.memory.owner for result in results)
         elif type(query) is not np.ndarray:
@@ -574,17 +575,17 @@ def _assemble(
     query, dtype, flat = inputs.query, inputs.dtype, inputs.flat
     _, rows = _result_shapes(inputs)
     lse = _empty(rows, dtype, query, "the lse") if return_lse else None
-    weights = None
+    mean_dtype, weights = inputs.result if return_weights == "mean" and not flat else None, None
     if return_weights:
-        weights = _empty((*rows, inputs.sizes.S), inputs.result, query, "the weights")
-    numbers["mean_weights"] = return_weights == "mean" and not flat
+        kind = inputs.result if mean_dtype is None else dtype
+        weights = _empty((*rows, inputs.sizes.S), kind, query, "the weights")
     results = (out,) if lse is None else (out, lse)
     if weights is not None:
         results = (*results, weights)
     if flat:
         lse, weights = (None if array is None else array[None] for array in (lse, weights))
     problem = _problem(inputs, (target, lse, weights), band, lowered, bias, numbers)
-    return Request(problem, results, staged, inputs.swapped)
+    return Request(problem._replace(mean_dtype=mean_dtype), results, staged, inputs.swapped)
 
 
 def room_for_out(

@@ -81,10 +81,11 @@ def parts_of_rows(key_parts: Sequence[Any], value_parts: Sequence[Any]) -> tuple
 
 
 def mean_over_heads(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The mean of weights ``(*lead, H, L, S)`` over H, in their type, from sums in `dtype`."""
-    mean = np.add.reduce(weights, axis=-3, dtype=dtype)
+    """The mean of weights ``(*lead, H, L, S)`` over H, rounded to `dtype` once."""
+    mean = np.add.reduce(weights, axis=-3)
     mean /= max(weights.shape[-3], 1)
-    return mean.astype(weights.dtype, copy=False)
+    with np.errstate(over="ignore"):
+        return mean.astype(dtype, copy=False)
 
 
 class Sizes:
@@ -138,7 +139,7 @@ class Problem(NamedTuple, Generic[Array]):
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
     dropout: Dropout | None = None  #: of the weights, after the softmax
-    mean_weights: bool = False  #: the caller gets the mean of the weights over the heads
+    mean_dtype: np.dtype | None = None  #: of the mean of `weights` over the heads, which the caller gets
 
     def arrays(self) -> Arrays:
         """The arguments of a prepared call."""

@@ -24,7 +24,7 @@ class CudaBackend(Backend):
 
     def unsupported_reasons(self, problem: AnyProblem) -> list[str]:
         reasons = [] if problem.dropout is None else ["it drops no weights"]
-        if problem.mean_weights:
+        if problem.mean_dtype is not None:
             reasons.append("it averages no weights: return_weights=True gives those of each head")
         stored = problem.stored()
         if not stored and problem.out.dtype != problem.dtype:

@@ -82,7 +82,7 @@ class TestByName:
             ("attention", "need_weights", "return_weights=True"),
             ("flex_attention", "attn_mask", "say mask= for a bool mask"),
             ("varlen_attention", "is_causal", "causal=True"),
-            ("varlen_attention", "average_attn_weights", "fastattn.attention"),
+            ("varlen_attention", "average_attn_weights", "return_weights=True"),
         ]:
             assert place in message_of(function, **{argument: None}), (function, argument)
 
@@ -171,7 +171,7 @@ class TestByPosition:
             ("attention", (abs,), ""),
             ("flex_attention", (Causal(),), ", here mask=..."),
             ("flex_attention", (lambda score, b, h, i, j: score,), ", here score_mod=..."),
-            ("varlen_attention", (None, Causal()), ""),
+            ("varlen_attention", (None, Causal()), ", here mask=..."),
         ],
     )
     def test_message(self, function, given, hint):

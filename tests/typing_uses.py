@@ -42,7 +42,13 @@ def packed_documents() -> None:
     rows = x[0].swapaxes(0, 1)
     assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 2, 5], causal=True), np.ndarray)
     assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 5], [0, 5], return_lse=True), Pair)
-    assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 5], return_lse=flag), np.ndarray | Pair)
+    assert_type(fastattn.varlen_attention(rows, rows, rows, [0, 5], mask=Causal(), return_weights=True), Pair)
+    both = fastattn.varlen_attention(
+        rows, rows, rows, [0, 5], dropout=0.1, seed=1, return_lse=True, return_weights=True
+    )
+    assert_type(both, Triple)
+    unknown = fastattn.varlen_attention(rows, rows, rows, [0, 5], return_lse=flag)
+    assert_type(unknown, np.ndarray | tuple[np.ndarray, ...])
 
 
 def functions_of_the_caller() -> None:

@@ -284,7 +284,7 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    **options: Unpack[VarlenOptions[No]],
+    **options: Unpack[VarlenOptions[No, No]],
 ) -> np.ndarray: ...
 @overload
 def varlen_attention(
@@ -293,7 +293,7 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    **options: Unpack[VarlenOptions[Yes]],
+    **options: Unpack[VarlenOptions[Yes, No]],
 ) -> Pair: ...
 @overload
 def varlen_attention(
@@ -302,8 +302,26 @@ def varlen_attention(
     value: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None = None,
-    **options: Unpack[VarlenOptions[bool]],
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
+    **options: Unpack[VarlenOptions[No, Yes]],
+) -> Pair: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    **options: Unpack[VarlenOptions[Yes, Yes]],
+) -> Triple: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    **options: Unpack[VarlenOptions[bool, bool]],
+) -> np.ndarray | tuple[np.ndarray, ...]: ...
 @public("V")
 def varlen_attention(
     query: ArrayLike,
@@ -313,7 +331,7 @@ def varlen_attention(
     cu_seqlens_k: ArrayLike | None = None,
     *extra: Any,
     **options: Any,
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray | tuple[np.ndarray, ...]:
     """Attention within each of several documents that are packed one after another, without padding.
 
     Letters: ``T`` all queries, ``T_k`` all keys, ``N`` documents, ``H`` query heads, ``K`` key/value heads,
@@ -329,28 +347,40 @@ def varlen_attention(
         ``T``. A document may be empty.
     cu_seqlens_k : array_like of int, shape (N + 1,), optional
         The same for the keys; `cu_seqlens_q` when not given.
+    mask : fastattn.masks.Mask or array_like of bool or int, optional
+        One more limit, beside the documents. An array broadcasts to ``(H, T, T_k)``. An object, too, counts
+        packed queries and keys: ``GlobalTokens(cu_seqlens_k[:-1])`` has the first key of each document. What
+        aligns queries with keys does so within each document: ``Causal("bottom_right")`` is
+        ``causal="bottom_right"``. `KeyLengths` and `PrefixLM`, which count from a first key, are refused.
+    bias : array_like of float, optional
+        As in `attention`; broadcasts to ``(H, T, T_k)``.
     causal : {False, True, "top_left", "bottom_right"}, default False
         As in `attention`, within each document. True needs as many keys as queries in each document.
     window : (int or None, int or None), optional
         As in `attention`, within each document.
+    dropout, seed
+        As in `attention`. A weight's place is that of its packed query and key, as in ``dropout_mask((H, T,
+        T_k), dropout, seed)``: what is dropped in a document depends on where it is packed, and on `T_k`.
     other options
         As in `attention`.
     out : ndarray, shape (T, H, E), optional
         Where to write the result.
-    return_lse : bool, default False
-        Also return the log-sum-exp.
+    return_lse, return_weights : bool, default False
+        Also return the log-sum-exp, and the attention weights (``T * T_k`` numbers per head).
 
     Returns
     -------
     out : ndarray, shape (T, H, E)
     lse : ndarray, shape (H, T)
-        When asked for; the two are then a tuple.
+        When asked for.
+    weights : ndarray, shape (H, T, T_k)
+        When asked for: 0 for keys of other documents. As in `attention`, several results are a tuple.
 
     Raises
     ------
     TypeError, ValueError, BackendError
         As in `attention`; ValueError also where ``cu_seqlens`` do not rise from 0 to the length, or where
-        ``causal=True`` meets a document whose numbers of queries and keys differ.
+        ``causal=True`` or ``Causal()`` meets a document whose numbers of queries and keys differ.
 
     Notes
     -----
@@ -360,7 +390,8 @@ def varlen_attention(
             q, k = slice(*cu_seqlens_q[d : d + 2]), slice(*cu_seqlens_k[d : d + 2])
             out[q] = attention(query[q], key[k], value[k], layout="bshd", causal=causal, window=window)
 
-    to rounding. Keys of other documents are never seen.
+    to rounding; of a `mask` or `bias` array each document has its ``[..., q, k]``. Keys of other documents
+    are never seen. Gradients are those of one call with a mask of `Segments`: docs/recipes.md.
 
     Examples
     --------

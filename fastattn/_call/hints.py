@@ -20,6 +20,9 @@ from fastattn.masks.arguments import has_zeros_and_ones
 #: 8.
 _ROWS = """
 # Masks and what is added to scores
+attention_mask key_padding_mask value_mask key_mask padding_mask query_mask query_seq_lengths query_lengths
+        q_lengths seqused_q
+    cu_seqlens_q | leave the padding out of the packed arrays
 attn_mask
     attention | say mask= for a bool mask (True = may attend) and bias= for a float one (added to the scores),
         or call fastattn.scaled_dot_product_attention, which has PyTorch's arguments and conventions
@@ -41,9 +44,7 @@ key_padding_mask value_mask key_mask padding_mask
 attention_mask key_padding_mask value_mask key_mask padding_mask
     KVCache.append | say lengths=, how many of the new rows are tokens, as the padding has to stand at the end
     key_lengths | say key_lengths=, as the padding has to stand at the end
-    cu_seqlens_q | leave the padding out of the packed arrays
 query_mask query_seq_lengths query_lengths q_lengths seqused_q
-    cu_seqlens_q | leave the padding out of the packed arrays
     causal window | leave it out: rows of padding among the queries change no other row; with
         causal="bottom_right" they have to stand at the beginning
     query | leave it out: rows of padding among the queries change no other row
@@ -64,6 +65,8 @@ attn_bias attention_bias position_bias relative_position_bias rel_pos_bias bias
     attn_mask | say attn_mask=, as a float one is added to the scores
 alibi_slopes
     score_mod | say score_mod=, a function that gives score - slopes[h] * abs(q_idx + S - L - kv_idx)
+    cu_seqlens_q | say bias=-alibi_slopes[..., None, None] * abs(p[:, None] - r), where p and r are the
+        positions of the packed queries and keys in their documents
     bias | say bias=-alibi_slopes[..., None, None] * abs(np.arange(L)[:, None] + S - L - np.arange(S))
 bias use_bias | MultiHeadAttention | say b_q=, b_k=, b_v= and b_o=, the arrays
 mask_filter_value | query | leave it out: a masked key is never seen
@@ -100,6 +103,8 @@ attention_sinks | keep_first | say keep_first=, how many of the first keys stay 
 num_sink_tokens sink_size
     keep_first | say keep_first=, how many of the first keys stay visible
     KVCache.attend | leave it out: the cache is made with it, as keep_first
+    cu_seqlens_q | say mask=fastattn.masks.Window(left, None) | fastattn.masks.GlobalTokens(index), where
+        index has the first keys of each document, with causal= as it is
     mask causal | say mask=fastattn.masks.Window(left, None) | fastattn.masks.GlobalTokens(range(NAME)), with
         causal= as it is
 s_aux sink head_sink attention_sinks learnable_sink
@@ -196,7 +201,6 @@ average_attn_weights
     query | call fastattn.attention, which returns weights and the log-sum-exp when asked
 return_attn_probs return_softmax
     return_weights | say return_weights=True for the weights, and return_lse=True for the log-sum-exp
-    return_lse | say return_lse=True for the log-sum-exp; weights are not returned here
     query | call fastattn.attention, which returns weights and the log-sum-exp when asked
 need_weights return_attention_scores output_attentions return_attention return_attn return_attention_weights
         return_attn_weights

@@ -51,7 +51,7 @@ from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
 from fastattn.masks import base
-from fastattn.masks.map import Band, Block, Size, bounded, make_intervals
+from fastattn.masks.map import Band, Block, Documents, Size, bounded, make_intervals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -288,6 +288,7 @@ def normalize_varlen(
     cu_seqlens_k: ArrayLike | None,
 ) -> Request:
     """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
+    options = DEFAULTS | options
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
     for array, name in named(*arrays):
         if array.ndim != 3:
@@ -314,15 +315,17 @@ def normalize_varlen(
             f'{lengths_k[d]} keys in document {d}; say causal="top_left" or causal="bottom_right"'
         )
     document = np.repeat(np.arange(len(lengths_q)), lengths_q)
-    position = np.arange(L) - starts_q[document]
     first, last = starts_k[document], starts_k[document + 1]
-    left, right, at_end = _reach(causal, check_window(options["window"]))
-    if at_end:
-        position = position + (lengths_k - lengths_q)[document]
-    start, stop = first + np.maximum(position - left, 0), np.minimum(first + position + (right + 1), last)
-    bounds = make_intervals(start, stop, S)
-    lowered = base.Lowered(bounds.start, bounds.stop)
-    return _assemble(inputs, None, lowered, None, DEFAULTS | options)
+    queries = first + (np.arange(L) - starts_q[document])
+    at_end = (lengths_k - lengths_q)[document]
+    left, right, is_at_end = _reach(causal, check_window(options["window"]))
+    position = queries + at_end if is_at_end else queries
+    start, stop = np.maximum(position - left, first), np.minimum(position + (right + 1), last)
+    keys = make_intervals(start, stop, S)
+    mask, lowered = _mask(inputs, options), base.Lowered(keys.start, keys.stop)
+    if mask is not None:
+        lowered = base.lower(mask, *inputs.sizes, documents=Documents(keys, first, queries, at_end))
+    return _assemble(inputs, None, lowered, _bias_of_scores(options["bias"], inputs), options)
 
 
 @naming_shapes

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     Weights = TypeVar("Weights", bound=bool | Mean)  #: the same of `return_weights`
 
     class _ScoreOptions(TypedDict, total=False):
+        bias: ArrayLike | None
         window: WindowBounds | None
         scale: float | None
         softcap: float | None
@@ -48,17 +49,14 @@ if TYPE_CHECKING:
         num_threads: int | None
         backend: BackendName | None
 
-    class _BatchOptions(_ScoreOptions, total=False):
-        bias: ArrayLike | None
-        key_lengths: ArrayLike | None
-
-    class _WeightOptions(_BatchOptions, total=False):
+    class _WeightOptions(_ScoreOptions, total=False):
         mask: Mask | ArrayLike | None
         dropout: float
         seed: int | None
 
     class AttentionOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule
+        key_lengths: ArrayLike | None
         layout: LayoutName
         out: np.ndarray | None
         return_lse: Lse
@@ -66,35 +64,38 @@ if TYPE_CHECKING:
 
     class BackwardOptions(_WeightOptions, total=False):
         causal: CausalRule
+        key_lengths: ArrayLike | None
         layout: LayoutName
         grad_lse: ArrayLike | None
 
     class LayerOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule | None
+        key_lengths: ArrayLike | None
         out: np.ndarray | None
         return_lse: Lse
         return_weights: Weights
 
-    class FlexOptions(_BatchOptions, Generic[Lse, Weights], total=False):
+    class FlexOptions(_ScoreOptions, Generic[Lse, Weights], total=False):
         score_mod: Callable[..., object] | None
         mask_mod: Callable[..., object] | None
         mask: Mask | ArrayLike | None
         block_mask: Mask | None
         aux: Sequence[ArrayLike]
         causal: CausalRule
+        key_lengths: ArrayLike | None
         layout: LayoutName
         out: np.ndarray | None
         return_lse: Lse
         return_weights: Weights
 
-    class VarlenOptions(_ScoreOptions, Generic[Lse], total=False):
+    class VarlenOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule
         out: np.ndarray | None
         return_lse: Lse
+        return_weights: Weights
 
     class AttendOptions(_ScoreOptions, Generic[Lse, Weights], total=False):
         mask: Mask | ArrayLike | None
-        bias: ArrayLike | None
         causal: Literal[True, False, "bottom_right"]
         out: np.ndarray | None
         return_lse: Lse
@@ -134,8 +135,8 @@ OPTIONS = (
     Option("block_mask", None, NEVER, "F"),
     Option("aux", (), NEVER, "F"),
     Option("grad_lse", None, NEVER, "B"),
-    Option("mask", None, MASK, "ABCFL"),
-    Option("bias", None, ARRAY, "ABCFL"),
+    Option("mask", None, MASK, "ABCFLV"),
+    Option("bias", None, ARRAY, "ABCFLV"),
     Option("causal", False, CHOICE, "ABCFLV", (False, True, "top_left", "bottom_right")),
     Option("window", None, BOUNDS, "ABCFLV"),
     Option("key_lengths", None, LENGTHS, "ABFL"),
@@ -143,12 +144,12 @@ OPTIONS = (
     Option("softcap", None, REAL, "ABCFLV"),
     Option("sinks", None, ARRAY, "ABCFLV"),
     Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
-    Option("dropout", 0.0, REAL, "ABL"),
-    Option("seed", None, SEED, "ABL"),
+    Option("dropout", 0.0, REAL, "ABLV"),
+    Option("seed", None, SEED, "ABLV"),
     Option("wrt", ("query", "key", "value"), NEVER, "B"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
-    Option("return_weights", False, CHOICE, "ACFL", (False, True, "mean")),
+    Option("return_weights", False, CHOICE, "ACFLV", (False, True, "mean")),
     Option("num_threads", None, COUNT, "ABCFLV"),
     Option("backend", None, CHOICE, "ABCFLV", (None, "cython", "numba")),  # the others prepare no calls
 )

@@ -14,6 +14,7 @@ from fastattn.masks.map import (
     Band,
     Block,
     DenseArray,
+    Documents,
     Frozen,
     Intervals,
     Mapped,
@@ -370,12 +371,22 @@ class Lowered(NamedTuple):
     mask_map: MaskMap | None = None
 
 
-def lower(mask: Mask, lead: tuple[int, ...], H: int, L: int, S: int, band: Band | None = None) -> Lowered:
-    """A mask for one problem size; ValueError where it does not fit.
+def lower(
+    mask: Mask,
+    lead: tuple[int, ...],
+    H: int,
+    L: int,
+    S: int,
+    band: Band | None = None,
+    documents: Documents | None = None,
+) -> Lowered:
+    """A mask for one problem size, within the documents of a packed one; ValueError where it does not fit.
 
     The `band` holds as well: tiles of the mask map that it leaves empty may be EMPTY there too.
     """
-    node = mask._bind(Block(lead, H, L, S, whole=(L, S)))
+    node = mask._bind(Block(lead, H, L, S, whole=(L, S), documents=documents))
+    if documents is not None:
+        node = all_of([documents.keys, node], S)
     nodes = node.parts if isinstance(node, All) else [node]
     intervals = [part for part in nodes if isinstance(part, Intervals)]  # at most one, see `all_of`
     others = [part for part in nodes if not isinstance(part, Intervals)]

@@ -167,6 +167,15 @@ class Size(NamedTuple):
     S: int
 
 
+class Documents(NamedTuple):
+    """Packed documents as each of their queries sees them."""
+
+    keys: Intervals  #: of its document, those that `causal` and `window` allow
+    first: np.ndarray  #: the first of all keys of its document
+    queries: np.ndarray  #: its position among all keys, where the first ones of its document are aligned
+    at_end: np.ndarray  #: what to add to that, where the last ones are
+
+
 class Block(NamedTuple):
     """What a mask is bound to: a problem, or a block of a larger one."""
 
@@ -177,15 +186,20 @@ class Block(NamedTuple):
     q_start: int = 0  #: the block's first query and key in the whole problem
     k_start: int = 0
     whole: tuple[int, int] | None = None  #: ``(L, S)`` of that problem, None where nobody said
+    documents: Documents | None = None  #: of that problem, each of which is aligned by itself
 
     @property
-    def at_end(self) -> int:
+    def at_end(self) -> Any:
         """What to add to the position of a query for that of a key, where the last ones are aligned."""
+        if self.documents is not None:
+            return self.documents.at_end
         return 0 if self.whole is None else self.whole[1] - self.whole[0]
 
     @property
     def queries(self) -> np.ndarray:
         """Their positions in the whole problem."""
+        if self.documents is not None:
+            return self.documents.queries
         return np.arange(self.q_start, self.q_start + self.L)
 
 

@@ -105,10 +105,11 @@ class Causal(_PerItem):
             offset = block.at_end
         else:
             offset = 0
-            if self.align is None and block.whole is not None and block.at_end:
+            if self.align is None and block.whole is not None and np.any(block.at_end):
                 L, S = block.whole
+                in_each = "" if block.documents is None else " in each document"
                 raise ValueError(
-                    f"mask {self!r} needs L == S, got L={L} and S={S}; say "
+                    f"mask {self!r} needs L == S{in_each}, got L={L} and S={S}; say "
                     f'Causal(align="top_left") or Causal(align="bottom_right")'
                 )
         return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)
@@ -164,7 +165,7 @@ class KeyLengths(_PerItem):
         self._set(integers(lengths, "KeyLengths: lengths", minimum=0))
 
     def _bind(self, block: Block) -> Node:
-        _check_fit(self, block)
+        _check_items(self, block)
         if block.whole is not None and self.lengths.size and self.lengths.max() > block.whole[1]:
             raise ValueError(
                 f"mask {self!r}: lengths must be in 0..S={block.whole[1]}, got {self.lengths.max()}"
@@ -246,7 +247,7 @@ class PrefixLM(_PerItem):
         self._set(integers(prefix_lengths, "PrefixLM: prefix_lengths", minimum=0, saturate=True))
 
     def _bind(self, block: Block) -> Node:
-        _check_fit(self, block)
+        _check_items(self, block)
         stop = np.maximum(self.prefix_lengths[..., None], block.queries + (block.at_end + 1))
         return make_intervals(0, stop - block.k_start, block.S)
 
@@ -283,11 +284,11 @@ class GlobalTokens(Mask):
     def _bind(self, block: Block) -> Node:
         if block.whole is not None and self.index.size and self.index.max() >= block.whole[1]:
             raise ValueError(f"mask {self!r}: index must be below S={block.whole[1]}, got {self.index.max()}")
-        keys, rows = np.zeros(block.S, dtype=bool), np.zeros(block.L, dtype=bool)
-        key, row = self.index - block.k_start, self.index - (block.at_end + block.q_start)
-        keys[key[(key >= 0) & (key < block.S)]] = True
-        rows[row[(row >= 0) & (row < block.L)]] = True
-        return Cross(rows, keys)
+        keys = np.arange(block.k_start, block.k_start + block.S)
+        rows = block.queries + block.at_end
+        if block.documents is not None:
+            rows[rows < block.documents.first] = -1  # before its document's keys, among those of another
+        return Cross(np.isin(rows, self.index), np.isin(keys, self.index))
 
     def _is_aligned_to_end(self) -> bool:
         return True
@@ -507,3 +508,13 @@ def _check_fit(mask: Mask, block: Block) -> None:
         raise ValueError(
             f"mask {mask!r} of shape {mask._lead} does not broadcast to the leading batch axes {block.lead}"
         )
+
+
+def _check_items(mask: Mask, block: Block) -> None:
+    """`_check_fit` for a mask that counts keys from the first of an item, which documents share."""
+    if block.documents is not None:
+        raise ValueError(
+            f"mask {mask!r} counts keys from the first of a batch item, not of a document: for packed "
+            f"documents say which keys it means by Dense(array), of shape (T_k,)"
+        )
+    _check_fit(mask, block)

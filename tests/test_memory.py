@@ -106,6 +106,20 @@ def test_a_tile_mask_costs_its_partial_tiles(backend):
     assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
 
 
+def test_options_of_packed_documents(backend):
+    """In float32 the scores would take 256 MiB, and the keys of one document for every query 16 MiB."""
+    dropout = "" if backend.backend == "numba" else "dropout=0.1, seed=1, "  # which it cannot
+    script = SCRIPT.split("rng = ")[0] + (
+        "query, key, value = np.random.default_rng(0).standard_normal((3, 8192, 1, DIM), dtype=np.float32)\n"
+        "starts, out = np.arange(0, 8193, 512), np.ones_like(query)\n"
+        "fastattn.varlen_attention(query[:64], key[:64], value[:64], [0, 64])\n"
+        f"options = dict(mask=masks.NotSelf(), bias=np.linspace(0, 1, 8192), {dropout}out=out)\n"
+        "print(extra(lambda: fastattn.varlen_attention(query, key, value, starts, **options)))\n"
+    )
+    extra = int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [4096, 16384])
 def test_rows_far_apart(backend, length):

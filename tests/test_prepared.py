@@ -308,6 +308,27 @@ def test_varlen_attention_is_prepared_for_its_lengths(no_general_path):
         assert_same_bits(fastattn.varlen_attention(query, key, value, *starts), wanted)
 
 
+def test_varlen_attention_is_prepared_for_its_options(no_general_path):
+    """The later call has other values in its arrays, and another seed."""
+    query, key, value = (array.swapaxes(0, 1) for array in random_arrays(heads=3, len_q=L, len_k=L))
+    rng = np.random.default_rng(2)
+    arrays = [{"mask": rng.random((3, L, L)) < 0.6, "bias": rng.standard_normal((L, L))} for _ in range(2)]
+    mask = masks.NotSelf() | masks.Window(1, 1)
+    objects = [{"mask": mask, "dropout": 0.3, "seed": seed, "return_weights": True} for seed in (1, 2)]
+
+    def call(options, starts=(0, 5, L), **more):
+        return fastattn.varlen_attention(query, key, value, list(starts), return_lse=True, **options, **more)
+
+    expected = [call(later, backend="reference") for _, later in (arrays, objects)]
+    for first, _ in (arrays, objects):
+        for starts in ((0, 5, L), (0, 3, L), (0, 5, 9, L)):
+            call(first, starts)
+    no_general_path()
+    for (_, later), wanted in zip((arrays, objects), expected, strict=True):
+        for x, y in zip(call(later), wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
 @on_compiled
 def test_out_is_prepared_where_it_overlaps_nothing(engine, no_general_path):
     query, key, value = random_arrays(lead=(2,), heads=3, len_q=L, len_k=L, head_dim=8, value_dim=8)

@@ -423,17 +423,20 @@ class Case:
         return None if self.bias is None else np.asarray(self.bias).astype(self.dtypes[0])
 
     @once
-    def allowed(self) -> Array:
+    def mask_read(self) -> Array | None:
+        """The mask as an array, by its definition."""
         node = self.record.get("mask")
+        if node is None:
+            return None
+        mask = self._mask_array(node, self.L, self.S)
+        return mask.reshape(mask.shape[-3:]) if self.is_flat and mask.ndim > 3 else mask
+
+    @once
+    def allowed(self) -> Array:
         shape = (*self.lead, self.H, self.L, self.S)
-        mask = None
-        if node is not None:
-            mask = self._mask_array(node, self.L, self.S)
-            if self.is_flat and mask.ndim > 3:
-                mask = mask.reshape(mask.shape[-3:])
         return allowed_keys(
-            shape[:-3], *shape[-3:], mask=mask, bias=self.bias_read, causal=self.causal, window=self.window,
-            key_lengths=self.key_lengths,
+            shape[:-3], *shape[-3:], mask=self.mask_read, bias=self.bias_read, causal=self.causal,
+            window=self.window, key_lengths=self.key_lengths,
         )  # fmt: skip
 
     @once

@@ -481,7 +481,7 @@ def check_error(record: Record, engine: Engine) -> None:
 
 def check_varlen(record: Record, engine: Engine) -> None:
     record = {**record, "lead": []}
-    for name in ("leads", "flat", "bias", "mask", "key_lengths", "layout", "dropout"):
+    for name in ("leads", "flat", "key_lengths", "layout"):
         record.pop(name, None)
     documents = record.get("documents", 1)
     case = Case(record)
@@ -496,28 +496,32 @@ def check_varlen(record: Record, engine: Engine) -> None:
     if documents == 1 and case.causal is True and case.L != case.S:
         return
     allowed = np.zeros((case.H, case.L, case.S), bool)
+    mask = case.mask_read
+    whole = allowed_keys((), case.H, case.L, case.S, mask=mask, bias=case.bias_read)
     for d in range(documents):
         q, k = slice(*cu_q[d : d + 2]), slice(*cu_k[d : d + 2])
-        allowed[:, q, k] = allowed_keys(
+        allowed[:, q, k] = whole[:, q, k] & allowed_keys(
             (), case.H, q.stop - q.start, k.stop - k.start, causal=case.causal, window=case.window
         )
     case.__dict__["allowed"] = allowed
     packed = [case.given(name, np.ascontiguousarray(x.swapaxes(0, 1))) for name, x in case.naturals.items()]
-    options = {name: x for name, x in case.options.items() if name != "mask"}
+    options = dict(case.options)
+    if mask is not None and not isinstance(case.mask, np.ndarray):
+        options["mask"] = mask  # an object aligns each document, tests/test_varlen.py
     call = lambda **more: fastattn.varlen_attention(  # noqa: E731
         *packed,
         cu_q,
         None if cu_k is cu_q else cu_k,
         **options,
         return_lse=True,
+        return_weights=True,
         backend=engine.backend,
         **more,
     )
-    got, lse = call(num_threads=record.get("num_threads"))
-    results = {"out": got.swapaxes(0, 1), "lse": lse}
-    Expected(case).compare(results)
-    for name, x in zip(("out", "lse"), call(num_threads=3), strict=True):
-        same_bits(x, (got, lse)[name == "lse"], f"varlen threads {name}")
+    got, lse, weights = call(num_threads=record.get("num_threads"))
+    Expected(case).compare({"out": got.swapaxes(0, 1), "lse": lse, "weights": weights})
+    for name, x, y in zip(("out", "lse", "weights"), call(num_threads=3), (got, lse, weights), strict=True):
+        same_bits(x, y, f"varlen threads {name}")
 
 
 def check_sdpa(record: Record, engine: Engine) -> None:

@@ -224,7 +224,7 @@ def _options(r: Random, record: Record) -> None:
     if r.random() < 0.3 and not record.get("flat"):
         record["layout"] = "bshd"
     if (
-        record["kind"] in ("attention", "backward", "error")
+        record["kind"] in ("attention", "backward", "varlen", "error")
         and record["engine"] != "numba"
         and r.random() < 0.08
     ):

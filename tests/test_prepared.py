@@ -313,6 +313,7 @@ def test_varlen_attention_is_prepared_for_its_options(no_general_path):
     query, key, value = (array.swapaxes(0, 1) for array in random_arrays(heads=3, len_q=L, len_k=L))
     rng = np.random.default_rng(2)
     arrays = [{"mask": rng.random((3, L, L)) < 0.6, "bias": rng.standard_normal((L, L))} for _ in range(2)]
+    arrays[1]["mask"] = masks.Dense(arrays[1]["mask"])  # which stands for its array
     mask = masks.NotSelf() | masks.Window(1, 1)
     objects = [{"mask": mask, "dropout": 0.3, "seed": seed, "return_weights": True} for seed in (1, 2)]
 

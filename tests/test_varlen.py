@@ -336,7 +336,7 @@ def test_refused_options(backend):
             (
                 ValueError,
                 masks.Causal(),
-                r"^mask Causal\(\) needs L == S in each document, got L=63 and S=30",
+                r"^mask Causal\(\) needs L == S in each document, got S - L = 4 in one; say",
             ),
             (
                 ValueError,

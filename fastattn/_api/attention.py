@@ -192,7 +192,7 @@ def attend(
     """
     if type(options.get("key_lengths")) in (list, tuple, int):
         options["key_lengths"] = counts(options["key_lengths"])
-    if make is None and type(options.get("mask")) is Dense:
+    if function in (ATTENTION, VARLEN) and type(options.get("mask")) is Dense:
         options["mask"] = options["mask"].array
     if signature is None:
         signature = signature_of(function, query, key, value, options, more)

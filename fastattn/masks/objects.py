@@ -107,9 +107,11 @@ class Causal(_PerItem):
             offset = 0
             if self.align is None and block.whole is not None and np.any(block.at_end):
                 L, S = block.whole
-                in_each = "" if block.documents is None else " in each document"
+                got = f", got L={L} and S={S}"
+                if block.documents is not None:
+                    got = f" in each document, got S - L = {block.at_end[block.at_end != 0][0]} in one"
                 raise ValueError(
-                    f"mask {self!r} needs L == S{in_each}, got L={L} and S={S}; say "
+                    f"mask {self!r} needs L == S{got}; say "
                     f'Causal(align="top_left") or Causal(align="bottom_right")'
                 )
         return make_intervals(0, block.queries + (1 - block.k_start) + offset, block.S)

@@ -154,8 +154,18 @@ def test_sections_that_stand_alone(code, imported):
 
 
 def test_reference_names_everything_public():
-    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    documented = set(re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)$", text, re.MULTILINE))
+    """Each name once in full; and in the table of its page, if there is one, and in that of the index."""
+    documented, tables = set(), {}
+    for page in (DOCS / "api").glob("*.md"):
+        text = page.read_text()
+        full = set(re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)$", text, re.MULTILINE))
+        tables[page.stem] = {
+            name.split(".")[-1]
+            for table in re.findall(r"^\.\. autosummary::\n\n((?:   \S+\n)+)", text, re.MULTILINE)
+            for name in table.split()
+        }
+        assert page.stem == "index" or tables[page.stem] in (set(), full), page.stem
+        documented |= full
     integrations = [
         f"fastattn.integrations.{path.stem}.{node.name}"
         for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py")
@@ -167,6 +177,7 @@ def test_reference_names_everything_public():
     modules = {name for name in fastattn.__all__ if isinstance(getattr(fastattn, name), ModuleType)}
     public = {*fastattn.__all__, *integrations}.union(*(getattr(fastattn, name).__all__ for name in modules))
     assert documented == public - modules - {"__version__"}
+    assert tables["index"] == {*fastattn.__all__, *fastattn.layers.__all__} - modules - {"__version__"}
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path):

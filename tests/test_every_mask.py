@@ -11,6 +11,7 @@ import pickle
 import numpy as np
 import pytest
 
+from fastattn import masks
 from fastattn.masks import base
 from fastattn.masks.map import EMPTY, FULL
 from tests import test_backward_rules, test_rules_nan
@@ -44,6 +45,12 @@ def test_materialize_and_lower_are_the_definition(sizes):
             np.testing.assert_array_equal(np.broadcast_to(got, pair.allowed.shape), pair.allowed, name)
             lowered = base.lower(pair.mask, (2,), 3, *sizes)
             np.testing.assert_array_equal(as_array(lowered, pair.allowed.shape), pair.allowed, name)
+
+
+def test_each_mask_is_among_the_pairs():
+    """Alone, beside what it is combined to. A `BlockMask` is a map of tiles, of which some tests make one."""
+    alone = {type(pair.mask).__name__ for pair in mask_pairs(1, 1, 2, 2)}
+    assert not set(masks.__all__) - alone - {"Mask", "BlockMask"}
 
 
 @every_mask

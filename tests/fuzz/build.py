@@ -379,7 +379,9 @@ class Case:
             return masks.PrefixLM(self._per_item(node, 0, S + 1))
         if kind == "global":
             return masks.GlobalTokens(_tokens(node, S))
-        return masks.NotSelf()
+        if kind == "not_self":
+            return masks.NotSelf()
+        raise ValueError(f"no mask object for the kind {kind!r}")
 
     def _mask_array(self, node: Record, L: int, S: int) -> Array:
         """The mask by its definition."""
@@ -415,7 +417,9 @@ class Case:
             return (j < self._per_item(node, 0, S + 1)[..., None, None, None]) | (j <= i + S - L)
         if kind == "global":
             return np.isin(j, _tokens(node, S)) | np.isin(i + S - L, _tokens(node, S))
-        return j != i
+        if kind == "not_self":
+            return j != i
+        raise ValueError(f"no mask array for the kind {kind!r}")
 
     @once
     def bias_read(self) -> Array | None:

@@ -1,5 +1,17 @@
 """Exact attention on NumPy arrays, without storing the score matrix.
 
+For users. `attention` is the function: ``help(fastattn.attention)`` shows its options, and examples. Arrays
+are ``(batch, heads, length, head_dim)``, with ``layout="bshd"`` ``(batch, length, heads, head_dim)``:
+
+>>> import numpy as np
+>>> import fastattn
+>>> query, key, value = np.random.default_rng(0).standard_normal((3, 2, 8, 100, 64), dtype=np.float32)
+>>> fastattn.attention(query, key, value, causal=True).shape
+(2, 8, 100, 64)
+
+Beside it are `fastattn.masks`, `attention_backward`, `KVCache`, `varlen_attention`, `flex_attention` and more,
+in ``fastattn.__all__``; ``python -m fastattn info`` says what is in use.
+
 The flow of a call. A call with a known signature skips lines 4 to 8. A small one returns before line 2, by
 ``_api.prepared.recall``:
 

@@ -100,7 +100,8 @@ def attention(
     dropout : float, default 0.0
         The probability, in ``[0, 1)``, of a weight to be dropped; see `dropout_mask`.
     seed : int, optional
-        In ``[0, 2**128)``; needed with `dropout`, as there is no global random state.
+        In ``[0, 2**128)``; needed with `dropout`, as there is no global random state. One seed drops the same
+        places in each call: take another for each layer and each step.
     out : ndarray, optional
         Where to write the result: its shape and dtype, any strides. It may overlap an input.
     return_lse : bool, default False

@@ -9,8 +9,8 @@ are ``(batch, heads, length, head_dim)``, with ``layout="bshd"`` ``(batch, lengt
 >>> fastattn.attention(query, key, value, causal=True).shape
 (2, 8, 100, 64)
 
-Beside it are `fastattn.masks`, `attention_backward`, `KVCache`, `varlen_attention`, `flex_attention` and more,
-in ``fastattn.__all__``; ``python -m fastattn info`` says what is in use.
+Beside it are `fastattn.masks`, `attention_backward`, `KVCache`, `varlen_attention`, `flex_attention` and the
+other names of ``fastattn.__all__``; ``python -m fastattn info`` says what is in use.
 
 The flow of a call. A call with a known signature skips lines 4 to 8. A small one returns before line 2, by
 ``_api.prepared.recall``:

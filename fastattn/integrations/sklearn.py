@@ -8,7 +8,6 @@ import numpy as np
 
 import fastattn
 from fastattn.integrations._common import extra
-from fastattn.masks import NotSelf
 
 with extra("sklearn"):
     from scipy.optimize import minimize
@@ -275,13 +274,17 @@ def _search(
         log_scott = np.full(dim, log_scott.mean())
     unit = float(weights @ (y * y).sum(axis=1)) or 1.0
 
+    def bandwidth_at(change: Any) -> np.ndarray:
+        """In units of X; `change` is the log of the bandwidths over Scott's rule."""
+        return np.exp(log_scott - np.log(unit_of_x) + change)
+
     def error(change: np.ndarray) -> tuple[float, np.ndarray]:
-        """In units of the variance; `change` is the log of the bandwidths over Scott's rule."""
-        value, slope = _leave_one_out(X, np.exp(log_scott - np.log(unit_of_x) + change), y, weights)
+        """In units of the variance, with its gradient."""
+        value, slope = _leave_one_out(X, bandwidth_at(change), y, weights)
         return value / unit, (slope if per_feature else slope.sum(keepdims=True)) / unit
 
     num = dim if per_feature else 1
-    start = min(_STARTS, key=lambda step: error(np.full(num, step))[0])
+    start = min(_STARTS, key=lambda step: _error(_from_others(X, bandwidth_at(step), y, weights) - y, weights))
     bounds = [(-_SPAN, _SPAN)] * num
     found = minimize(
         error, np.full(num, start), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": max_steps}
@@ -292,25 +295,31 @@ def _search(
     return bandwidth if per_feature else float(bandwidth[0]), least
 
 
+def _from_others(X: np.ndarray, bandwidth: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The weighted mean of the others' targets, for each sample."""
+    return fastattn.kernel_regression(X, X, y, bandwidth=bandwidth, weights=weights, leave_one_out=True)
+
+
+def _error(wrong: np.ndarray, weights: np.ndarray) -> float:
+    return float(weights @ (wrong * wrong).sum(axis=1))
+
+
 def _leave_one_out(
     X: np.ndarray, bandwidth: np.ndarray, y: np.ndarray, weights: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """The error, and its gradient with respect to the logarithm of each bandwidth.
 
-    Products round the gradient by ``eps * R**2`` for samples R bandwidths from the mean.
+    The derivative of a prediction is the covariance, among the others, of targets and squared distances in
+    bandwidths. It takes the means of X, X**2 and their products with y: more targets of the same regression.
+    They round it by ``eps * R**2`` for samples R bandwidths from the mean.
     """
-    predicted = fastattn.kernel_regression(X, X, y, bandwidth=bandwidth, weights=weights, leave_one_out=True)
+    (n, dim), num = X.shape, y.shape[1]
+    powers = np.concatenate([X, X * X], axis=1)
+    products = (y[:, :, None] * powers[:, None]).reshape(n, -1)
+    means = _from_others(X, bandwidth, np.concatenate([y, powers, products], axis=1), weights)
+    predicted, of_powers, of_products = np.split(means, [num, num + 2 * dim], axis=1)
     wrong = predicted - y
-    n, dim = X.shape
-    X = X / bandwidth
-    query, key = np.ones((n, dim + 1)), np.empty((n, dim + 1))
-    query[:, :dim] = key[:, :dim] = X
-    key[:, dim] = np.log(weights) - 0.5 * (X * X).sum(axis=1)
-    options: dict[str, Any] = {"mask": NotSelf(), "scale": 1.0}
-    out, lse = fastattn.attention(query, key, y, return_lse=True, **options)
-    grad_out = 2 * weights[:, None] * wrong
-    options["wrt"] = ("query", "key")
-    gradients: Any = fastattn.attention_backward(grad_out, query, key, y, out, lse, **options)
-    of_query, of_key = gradients.query, gradients.key
-    slope = of_query[:, :dim] + of_key[:, :dim] - X * of_key[:, dim:]
-    return float(weights @ (wrong * wrong).sum(axis=1)), -(X * slope).sum(axis=0)
+    covariance = of_products.reshape(n, num, 2 * dim) - predicted[:, :, None] * of_powers[:, None]
+    change = 2 * np.einsum("n,ne,ned->nd", weights, wrong, covariance)
+    slope = (change[:, dim:] - 2 * X * change[:, :dim]).sum(axis=0) / bandwidth**2
+    return _error(wrong, weights), slope

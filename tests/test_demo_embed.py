@@ -233,6 +233,12 @@ class TestBusyMachine:
             assert f"{disturbed} of {_timing.MIN_ROUNDS + 1} probes" in out
         assert "disturbed" not in err
 
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_one_thread_is_advised(self, run, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+        probe(monkeypatch, [50.0, 100.0])
+        monkeypatch.setattr(host, "_num_threads", threads)
+        assert ("try --threads 1." in run("--query", "the dog sleeps")[1]) == (threads > 1)
+
     def test_one_short_interruption_is_no_neighbour(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
         probe(monkeypatch, [100.0])
         once = iter([10.0])

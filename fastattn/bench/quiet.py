@@ -52,4 +52,5 @@ class CoreProbes:
         return (
             f"Something else used the cores: {disturbed} of {len(self._peaks)} probes were over "
             f"{1 - QUIET:.0%} below the best, so the times are disturbed and the ratios may be off."
+            f"{' Where few cores are free, try --threads 1.' if host.get_num_threads() > 1 else ''}"
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import fastattn
+from fastattn._call.hints import ANSWERS, refusal
 
 pytest.importorskip("sklearn")
 
@@ -160,6 +163,18 @@ class TestLeaveOneOut:
         assert model.leave_one_out_error_ <= min(errors) * (1 + 1e-6)
         assert abs(np.log(model.bandwidth_ / grid[np.argmin(errors)])) < 0.1
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_one_for_each_is_the_least_of_a_grid(self, seed):
+        X, y, _ = data(150, dim=2, seed=seed)
+        y = y + X[:, 1] ** 2
+        model = KernelRegressor(bandwidth="leave_one_out").fit(X, y)
+        grid = model.bandwidth_ * np.stack(np.meshgrid(*2 * [np.geomspace(0.2, 5, 25)]), -1).reshape(-1, 2)
+        errors = [
+            np.mean((fastattn.kernel_regression(X, X, y, bandwidth=h, leave_one_out=True) - y) ** 2)
+            for h in grid
+        ]
+        assert model.leave_one_out_error_ <= min(errors) * (1 + 1e-4)
+
     def test_features_that_do_not_matter_are_smoothed_over(self):
         X, y, _ = data()
         one = KernelRegressor(bandwidth="leave_one_out", per_feature=False).fit(X, y)
@@ -209,6 +224,50 @@ def test_bandwidths_refused(estimator, bandwidth):
     X, y, _ = data()
     with pytest.raises(ValueError, match=r"^bandwidth must be "):
         estimator(bandwidth=bandwidth).fit(X, y)
+
+
+@pytest.mark.parametrize("estimator", [KernelRegressor, KernelDensity])
+class TestMessages:
+    def test_a_matrix_is_to_whiten(self, estimator):
+        X, y, _ = data(dim=2)
+        with pytest.raises(ValueError, match=r"whiten X by its Cholesky factor"):
+            estimator(bandwidth=np.eye(2)).fit(X, y)
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_a_bandwidth_too_small_is_refused_by_fit(self, estimator, weighted):
+        X, y, weights = data()
+        weights[0], X[0] = 0, 1e300  # which is not looked at
+        call = {"sample_weight": weights} if weighted else {}
+        X = X if weighted else X[1:]
+        for bandwidth in (1e-150, [1.0, 1e-150, 1.0]):
+            with pytest.raises(ValueError, match=r"^bandwidth is too small: .* bandwidths from the mean"):
+                estimator(bandwidth=bandwidth).fit(X, y[len(y) - len(X) :], **call)
+        estimator(bandwidth=1e-100).fit(X, y[len(y) - len(X) :], **call)
+
+    @pytest.mark.parametrize(
+        ("argument", "said"),
+        [
+            ("kernel", "leave it out: the kernel is Gaussian"),
+            ("bw_method", "say bandwidth=, a standard deviation"),
+            ("metric", "leave it out: distances are Euclidean"),
+            ("atol", "leave it out: sums are exact"),
+            ("sample_weight", "fit takes sample_weight"),
+            ("gamma", "say bandwidth=(2 * gamma) ** -0.5"),
+            ("bandwith", "Did you mean 'bandwidth'?"),
+        ],
+    )
+    def test_arguments_of_others(self, estimator, argument, said):
+        with pytest.raises(TypeError) as caught:
+            estimator(**{argument: 1})
+        message = str(caught.value)
+        assert message.startswith(f"{estimator.__name__}() got an unexpected keyword argument {argument!r}")
+        assert said in message
+
+    def test_hints_name_what_it_takes(self, estimator):
+        parameters = set(estimator().get_params())
+        for argument in ANSWERS.keys() - parameters:
+            message = refusal(estimator.__init__, (), [argument])
+            assert set(re.findall(r"\b(\w+)=(?!=)", message)) <= parameters, message
 
 
 def test_one_sample_leaves_none():

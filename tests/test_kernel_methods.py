@@ -497,6 +497,31 @@ class TestRefused:
                 assert "; points (" in message and ", x (" in message and ", y (" in message
         assert_named(call, TypeError, {"x": [np.ones((7, 2), complex)], "leave_one_out": [1]})
 
+    X, Y = np.arange(14.0).reshape(7, 2), np.arange(7.0)
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"bandwidth": "scott"}, r"^bandwidth must be numbers here, got 'scott'; the estimators of"),
+            ({"bandwidth": np.eye(2)}, r"whiten points and x by its Cholesky factor"),
+            ({"points": Y}, r"^points must have shape \(\.\.\., L, D\), got \(7,\); .* points\[:, None\]"),
+            (
+                {"x": Y},
+                r"^x must have shape \(\.\.\., S, D\), got \(7,\); with one feature it is x\[:, None\]",
+            ),
+            (
+                {"points": X.T, "x": X.T},
+                r"S=2 observations of x, got 7; arrays \(D, S\).* points\.T and x\.T",
+            ),
+            ({"x": X.T}, r"number of features.* points\.T and x\.T"),
+            ({"x": X.astype(object)}, r"^x has dtype object.* columns: df\.to_numpy\(float\)$"),
+        ],
+    )
+    def test_what_to_write(self, wrong, said):
+        call = {"points": self.X, "x": self.X, "y": self.Y, "bandwidth": 1.0} | wrong
+        with pytest.raises((TypeError, ValueError), match=said):
+            fastattn.kernel_regression(**call)
+
     def test_shapes_are_named(self):
         with pytest.raises(ValueError) as caught:
             fastattn.kernel_regression(np.ones((5, 2)), np.ones((7, 2)), np.ones(7), bandwidth=-1.0)

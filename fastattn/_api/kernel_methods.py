@@ -155,6 +155,15 @@ def kernel_regression(
     ... ]
     >>> int(np.argmin(errors))
     1
+
+    A density needs no targets, which `y` of shape (S, 0) says:
+
+    >>> no_targets = np.empty((200, 0))
+    >>> _, log_density = fastattn.kernel_regression(
+    ...     [[0.5], [3.0]], x, no_targets, bandwidth=0.05, return_log_density=True
+    ... )
+    >>> np.round(np.exp(log_density), 1)
+    array([1., 0.])
     """
     check_bool(leave_one_out, "leave_one_out")
     check_bool(return_log_density, "return_log_density")
@@ -167,7 +176,10 @@ def kernel_regression(
             raise ValueError("y must have one axis less than x, (..., S), or as many or more, (..., S, E)")
         targets = y if has_targets else y[..., None]
         if targets.shape[-2] != x.shape[-2]:
-            raise ValueError(f"y must have the S={x.shape[-2]} observations of x, got {targets.shape[-2]}")
+            hint = _transposed_hint(targets.shape[-2] == x.shape[-1])
+            raise ValueError(
+                f"y must have the S={x.shape[-2]} observations of x, got {targets.shape[-2]}{hint}"
+            )
         w = None if weights is None else _check_weights(weights, x.shape[-2])
         lead = _lead(points=points.shape[:-2], x=x.shape[:-2], y=targets.shape[:-2], weights=_items(w))
         if leave_one_out and not _equal(points, x):
@@ -300,8 +312,8 @@ class _Keys(NamedTuple):
             reach = np.sqrt(_squares(at)).max(axis=-1, initial=0, keepdims=True)
             if (reach >= 2.0**_LARGEST).any():
                 raise ValueError(
-                    f"bandwidth is too small for x: {reach.max():.3g} bandwidths lie between its mean and an "
-                    f"observation, and less than 2**{_LARGEST} may"
+                    f"bandwidth is too small: an observation lies {reach.max():.2g} bandwidths from the "
+                    f"mean, and must be less than {2.0**_LARGEST:.2g} from it"
                 )
             grid = np.ldexp(1.0, np.maximum(np.frexp(2 * reach)[1], -_LARGEST) - _GRID_BITS)[..., None]
         return cls(centre, bandwidth, reach, grid, x, at, log_weights, seen)
@@ -590,18 +602,45 @@ def _log_norm(
 
 def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarray:
     """The bandwidth of each feature."""
-    for name, array in (("points", points), ("x", x)):
+    for name, array, axes in (("points", points, "(..., L, D)"), ("x", x, "(..., S, D)")):
         if array.ndim < 2:
-            raise ValueError(f"{name} must have at least 2 axes")
+            hint = f"; with one feature it is {name}[:, None], one row is {name}[None]" if array.ndim else ""
+            raise ValueError(f"{name} must have shape {axes}, got {array.shape}{hint}")
     dim = x.shape[-1]
     if points.shape[-1] != dim or not dim:
-        raise ValueError("points and x must have the same number of features, and at least one")
+        hint = _transposed_hint(points.shape[-1] == x.shape[-2] or points.shape[-2] == dim)
+        raise ValueError(f"points and x must have the same number of features, and at least one{hint}")
+    if isinstance(bandwidth, str):
+        raise TypeError(
+            f"bandwidth must be numbers here, got {bandwidth!r}; the estimators of "
+            f"fastattn.integrations.sklearn have rules by name"
+        )
     h = host_numbers(bandwidth, "bandwidth").astype(FLOAT64)
     if h.shape not in ((), (dim,)):
-        raise ValueError(f"bandwidth must be a number, or have shape (D,) = ({dim},), got {h.shape}")
+        raise ValueError(
+            f"bandwidth must be a number, or have shape (D,) = ({dim},), got {h.shape}"
+            f"{covariance_hint(h, dim, 'points and x')}"
+        )
     if not ((h > 0) & (h < np.inf)).all():
         raise ValueError(f"bandwidth must be positive and finite, got {bandwidth!r}")
     return np.broadcast_to(h, dim)
+
+
+def covariance_hint(bandwidth: np.ndarray, dim: int, whitened: str) -> str:
+    """What to add to the refusal of a bandwidth that is a matrix, as of other libraries."""
+    if bandwidth.shape != (dim, dim):
+        return ""
+    return f"; for a covariance whiten {whitened} by its Cholesky factor, as docs/coming-from.md shows"
+
+
+def check_reach(x: np.ndarray, bandwidth: np.ndarray, weights: np.ndarray | None) -> None:
+    """ValueError where a bandwidth is too small for `x`, of ``(S, D)``, whatever the points."""
+    with np.errstate(divide="ignore"):
+        _Keys.of(x, np.broadcast_to(bandwidth, x.shape[-1]), None if weights is None else np.log(weights))
+
+
+def _transposed_hint(may_be: bool) -> str:
+    return "; arrays (D, S), as SciPy has them, go as points.T and x.T" if may_be else ""
 
 
 def _check_weights(value: Any, num_keys: int, name: str = "weights") -> np.ndarray:

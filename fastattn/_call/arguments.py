@@ -142,9 +142,10 @@ def check_number_dtype(array: np.ndarray | Rows, name: str) -> None:
     dtype = array.dtype
     if dtype.kind in "biu" or (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL:
         return
+    hint = "; a DataFrame of mixed or nullable columns: df.to_numpy(float)" if dtype.kind == "O" else ""
     raise TypeError(
         f"{name} has dtype {dtype}; supported are float32, float64, float16 and bfloat16, "
-        f"and integers and bools, which count as float64"
+        f"and integers and bools, which count as float64{hint}"
     )
 
 

@@ -288,11 +288,16 @@ eps epsilon | feature_map | leave it out: 0 / 0 gives 0
 nb_features n_features n_components | num_features | say num_features=
 ortho | orthogonal | say orthogonal=
 h bw sigma length_scale | bandwidth | say bandwidth=
+bw_method
+    bandwidth | say bandwidth=, a standard deviation; SciPy's scales the covariance, for which
+        docs/coming-from.md whitens the data
 gamma | bandwidth | say bandwidth=(2 * gamma) ** -0.5
-metric | bandwidth | leave it out: distances are Euclidean
+metric metric_params | bandwidth | leave it out: distances are Euclidean
+algorithm atol rtol breadth_first leaf_size | bandwidth | leave it out: sums are exact, and there is no tree
 sample_weight weights
     kernel_regression | say weights=
     kernel_logsumexp | say log_weights=np.log(NAME)
+    bandwidth | leave it out here: fit takes sample_weight
 log_weights | kernel_regression | say weights=np.exp(log_weights)
 outputs | outs | say outs=
 lse softmax_lse

@@ -300,6 +300,8 @@ def test_what_the_options_change_not(engine):
     assert_same_bits(fastattn.varlen_attention(*arrays, **options), out)
     got, weights = fastattn.varlen_attention(*arrays, return_weights=True, **options)
     assert_same_bits(got, out)
+    _, mean = fastattn.varlen_attention(*arrays, return_weights="mean", **options)
+    np.testing.assert_allclose(mean, weights.mean(0), atol=1e-6)
     room = np.empty_like(out)
     assert fastattn.varlen_attention(*arrays, mask=masks.Window(None, None), out=room, **options) is room
     assert_same_bits(room, out)
@@ -364,7 +366,7 @@ def test_refused_options(backend):
             (ValueError, 0.1, "^dropout needs a seed"),
             (ValueError, 1.0, "^dropout must be at least 0"),
         ],
-        "return_weights": [(TypeError, "mean", "^return_weights must be a bool")],
+        "return_weights": [(ValueError, "max", '^return_weights must be False, True or "mean"')],
         "key_lengths": [(TypeError, [3], "unexpected keyword argument 'key_lengths': leave it out")],
         "layout": [(TypeError, "bshd", r"'layout': leave it out: packed arrays are \(T, H, D\)")],
     }

@@ -1,5 +1,8 @@
 # One key tile: which of its keys each lane may attend, and their scores. What is done to scores is in epilogue.pxi.
 
+cdef extern from * nogil:
+    int trailing_zeros "__builtin_ctzll"(unsigned long long)
+
 cdef uint32_t ALL_BITS = 0xffffffff
 
 
@@ -22,23 +25,52 @@ cdef void read_dense(const Job *job, Scratch *w, const Block *block, Py_ssize_t 
     kernels_of(job).mask_words(w.words, block.ld, <const char *const *>w.rows, job.dense.col, job.dense_nbytes, n_keys)
 
 
+cdef inline const char *map_line(const Job *job, const Scratch *w, const Block *block, Py_ssize_t lane,
+                                 int log2_tile_q) noexcept nogil:
+    """The entries of the mask map for a lane: the tiles of all keys."""
+    return (block.mask_index + w.row_h[lane] * job.mask_index.head
+            + (w.row_i[lane] >> log2_tile_q) * job.mask_index.row)
+
+
+cdef inline TileState map_state(const Job *job, const Scratch *w, const Block *block, Py_ssize_t key0,
+                                     Py_ssize_t n_keys) noexcept nogil:
+    """What the mask map says of the keys, as far as its tiles say it of all lanes; TILE_PARTIAL otherwise."""
+    cdef int log2_tile_q = trailing_zeros(job.tile_q), log2_tile_k = trailing_zeros(job.tile_k)
+    cdef Py_ssize_t lane, k, first = key0 >> log2_tile_k, last = (key0 + n_keys - 1) >> log2_tile_k
+    cdef const char *line
+    cdef const char *before = NULL
+    cdef int32_t entry, state = INDEX_FULL
+    for lane in range(block.ld):
+        line = map_line(job, w, block, lane, log2_tile_q)
+        if line == before:
+            continue
+        for k in range(first, last + 1):
+            entry = (<const int32_t *>(line + k * job.mask_index.col))[0]
+            if before == NULL and k == first:
+                state = entry
+            if entry != state or entry >= 0:
+                return TILE_PARTIAL
+        before = line
+    return TILE_FULL if state == INDEX_FULL else TILE_EMPTY
+
+
 cdef void read_mask_map(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_words) noexcept nogil:
     """Clears the bits of w.words that the mask map does not have."""
+    cdef int log2_tile_q = trailing_zeros(job.tile_q), log2_tile_k = trailing_zeros(job.tile_k)
     cdef Py_ssize_t lane, j, key, ld = block.ld
     cdef int32_t entry
-    cdef const char *index
+    cdef const char *line
     for lane in range(ld):
-        index = (block.mask_index + w.row_h[lane] * job.mask_index.head
-                 + w.row_i[lane] // job.tile_q * job.mask_index.row)
+        line = map_line(job, w, block, lane, log2_tile_q)
         for j in range(n_words):
             key = key0 + j * WORD
-            entry = (<const int32_t *>(index + key // job.tile_k * job.mask_index.col))[0]
+            entry = (<const int32_t *>(line + (key >> log2_tile_k) * job.mask_index.col))[0]
             if entry == INDEX_EMPTY:
                 w.words[j * ld + lane] = 0
             elif entry != INDEX_FULL:
                 w.words[j * ld + lane] &= (<const uint32_t *><size_t>job.mask_bits)[
-                    (entry * job.tile_q + w.row_i[lane] % job.tile_q) * (job.tile_k // WORD)
-                    + key % job.tile_k // WORD]
+                    ((entry << log2_tile_q) + (w.row_i[lane] & (job.tile_q - 1))) * (job.tile_k // WORD)
+                    + (key & (job.tile_k - 1)) // WORD]
 
 
 cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0, Py_ssize_t n_keys,
@@ -52,7 +84,8 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
     cdef Py_ssize_t lane, j, key, ld = block.ld, n_words = (n_keys + WORD - 1) // WORD
     cdef Py_ssize_t first = 0, last = 0   # words of the plain scores
     cdef uint32_t every = ALL_BITS, some = 0, word, valid
-    cdef bint intervals_only = not job.has_dense and not job.has_mask_map
+    cdef TileState mapped = TILE_FULL   # by the mask map
+    cdef bint intervals_only
     cdef bint masks_only = not job.adjusts_all
     plain[0] = 0
     plain_stop[0] = n_keys if masks_only else 0
@@ -62,6 +95,11 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
         return TILE_FULL
     if block.hole_start <= key0 and key0 + n_keys <= block.hole_stop:
         return TILE_EMPTY
+    if job.has_mask_map:
+        mapped = map_state(job, w, block, key0, n_keys)
+        if mapped == TILE_EMPTY:
+            return TILE_EMPTY
+    intervals_only = not job.has_dense and mapped == TILE_FULL
     if intervals_only:
         if block.all_start <= key0 and block.all_stop >= key0 + n_keys:
             return TILE_FULL
@@ -82,7 +120,7 @@ cdef TileState mask_tile(const Job *job, Scratch *w, const Block *block, Py_ssiz
                 w.words[j * ld + lane] |= span_word(w.kept_start[lane] - key, w.kept_stop[lane] - key)
     if job.has_dense:
         read_dense(job, w, block, key0, n_keys)
-    if job.has_mask_map:
+    if mapped != TILE_FULL:
         read_mask_map(job, w, block, key0, n_words)
     if first == last:
         for j in range(n_words):

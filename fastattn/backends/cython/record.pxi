@@ -6,7 +6,7 @@ cdef enum:
     STORAGE = 0xff
     SWAPPED = 0x100
 
-# A word holds the mask bits of 32 keys; a tile of a mask map has _mask_map.TILE_Q queries and _mask_map.TILE_K keys.
+# A word holds the mask bits of 32 keys; a tile of a mask map has masks.map.TILE_Q queries and TILE_K keys, powers of two.
 cdef enum:
     WORD = 32
     PREFETCH_STEP = 16       # rows in pages at which the prefetch distance may change, as kernels require

@@ -23,13 +23,26 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
+# Names of other libraries are links on Read the Docs alone: a build elsewhere needs no network.
+intersphinx_mapping = {
+    name: (f"https://{address}/", None)
+    for name, address in {
+        "jax": "docs.jax.dev/en/latest",
+        "numpy": "numpy.org/doc/stable",
+        "python": "docs.python.org/3",
+        "scipy": "docs.scipy.org/doc/scipy",
+        "torch": "docs.pytorch.org/docs/stable",
+    }.items()
+    if "READTHEDOCS" in os.environ
+}
 nitpick_ignore_regex = [
-    ("py:obj", r"(functools|math|ml_dtypes|numba|numpy)(\..*)?"),  # theirs; nothing is looked up online
+    ("py:obj", r"(functools|jax|math|ml_dtypes|numba|numpy|scipy|torch)(\..*)?"),
     ("py:obj", r"[a-z_]+"),  # arguments of a class, which are attributes of it as well
 ]
 default_role = "autolink"  # `name` in a docstring is a link where it names something public, else emphasis

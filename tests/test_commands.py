@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import fastattn
 from fastattn.__main__ import main
-from fastattn.bench.outputs import why_not_writable
+from fastattn.bench.outputs import new_table, why_not_writable
 from tests.demos import call_demo, complaint, go_to_empty_folder
+from tests.process import ROOT
 
 #: A name that is too long for every file system, whoever the user is.
 TOO_LONG = "x" * 300
@@ -106,3 +110,62 @@ def test_the_check_of_a_file_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     assert why_not_writable(tmp_path / "pipe.png") == "it is a pipe"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--gpu", "--help"], ["--cases", "tiny-4"], ["--gpu"]])
+def test_the_benchmark_without_its_extra(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastattn.bench import cli
+
+    for name in [name for name in sys.modules if name.split(".")[0] in ("numba", "rich")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("numba", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    printed = capsys.readouterr()
+    if "--help" in arguments:
+        assert stop.value.code == 0 and printed.out.startswith("usage: python -m fastattn bench")
+    else:
+        assert stop.value.code == 2
+        assert printed.err == "The benchmark needs rich and the peers: pip install 'fastattn[bench]'\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 110])
+def test_a_narrow_table_loses_nothing(width: int) -> None:
+    console = pytest.importorskip("rich.console", reason="rich is not installed").Console
+    heads = ("part [1]", "tokens", "plain NumPy", "times as fast")
+    row = ("gradients of attention", "2012", "12345.67 ms", "25.45 (24.01-26.70)")
+    table = new_table(heads, left=heads[:1])
+    table.add_row(*row)
+    with open(os.devnull, "w") as nowhere:
+        there = console(file=nowhere, width=width, record=True)
+        there.print(table)
+    shown = there.export_text()
+    assert max(map(len, shown.splitlines())) <= width
+    assert Counter("".join((*heads, *row)).replace(" ", "")) == Counter(re.sub(r"[\s─]", "", shown))
+    if width > 40:  # wide enough for whole words
+        assert set(" ".join((*heads, *row)).split()) <= set(shown.split())
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals")
+@pytest.mark.parametrize("term", ["xterm", "dumb", None])
+def test_bars_are_for_terminals(term: str | None) -> None:
+    pytest.importorskip("rich")
+    code = "from fastattn.demo._command import track\nfor step in track(range(3), 'counting'): print(step)"
+    arguments, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT), "TERM": str(term)}
+    if term is None:
+        done = subprocess.run(arguments, env=env, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("0\n1\n2\n", "")
+        return
+    ours, theirs = os.openpty()
+    with subprocess.Popen(arguments, env=env, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # its end, on Linux
+            while got := os.read(ours, 4096):
+                shown += got
+    os.close(ours)
+    assert process.returncode == 0
+    assert (b"counting" in shown) == (b"\x1b[" in shown) == (term == "xterm")

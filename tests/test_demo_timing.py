@@ -48,9 +48,10 @@ def test_attention_is_counted_within_the_model(clock: Clock) -> None:
 
     fast, plain = partial(clock.spend, "fast", 1.0), lambda x: clock.spend("plain", 2.0, x) + 0.5
     works = {"deep": partial(work, 3), "shallow": partial(work, 1)}
-    tracked: list[int] = []
-    result = _timing.compare(works, fast, plain, lambda rounds: tracked.extend(rounds) or rounds)
-    assert result.rounds == len(tracked) == _timing.MIN_ROUNDS
+    tracked: list[object] = []
+    result = _timing.compare(works, fast, plain, lambda steps: tracked.extend(steps) or steps)
+    assert result.rounds == _timing.MIN_ROUNDS
+    assert len(tracked) == len(works) + result.rounds  # the first round, by works, and the others
     assert result.times == {
         "deep": _timing.Times(fast_attention=3, fast_model=3.75, plain_attention=6, plain_model=6.75),
         "shallow": _timing.Times(fast_attention=1, fast_model=1.25, plain_attention=2, plain_model=2.25),

@@ -12,25 +12,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-try:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-except ImportError:
-    sys.exit("The benchmark needs rich and the peers: pip install 'fastattn[bench]'")
+from typing import TYPE_CHECKING, Any
 
 from fastattn._machine import host
-from fastattn.bench import document, flat, report
+from fastattn.bench import document
 from fastattn.bench.case import Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
-from fastattn.bench.outputs import printable, why_not_writable
+from fastattn.bench.outputs import new_console, printable, why_not_writable
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, taking_part
 from fastattn.bench.peers._base import available_memory
 from fastattn.bench.process import Crew
 from fastattn.bench.records import CaseRun
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 #: Width of the tables when they go to a file or a pipe.
 FILE_WIDTH = 120
@@ -275,20 +273,22 @@ def _measure(options: argparse.Namespace) -> _Measured:
 
     The results so far are written after every case: a run takes long, and killing it shall not lose them.
     """
+    from fastattn.bench import report
+
     found = _Measured()
     cases, memory = _selected(options)
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _progress(Console(stderr=True)) as progress:
+    with _progress() as progress:
         memory_peers = {name: taking_part(options.peers, MEMORY_CASES[name]) for name in memory}
         task = progress.add_task("", total=len(cases) + sum(map(len, memory_peers.values())))
 
         def notifier(name: str) -> Notify:
             return lambda text: _draw(progress, task, f"{name}: {text}")
 
-        def done(line: str) -> None:
+        def done(run: CaseRun) -> None:
             progress.advance(task)
             if not options.errors:
-                progress.console.print(line, soft_wrap=True)
+                progress.console.print(report.result_line(run), soft_wrap=True)
             _write(options, found)
 
         try:
@@ -312,7 +312,7 @@ def _measure_cases(
     cases: Sequence[Case],
     found: _Measured,
     notifier: Callable[[str], Notify],
-    done: Callable[[str], None],
+    done: Callable[[CaseRun], None],
 ) -> None:
     patience = Patience(CASE_SECONDS)
     if options.quick:
@@ -331,13 +331,17 @@ def _measure_cases(
                 run = measure(case, crew, options.peers, patience, notifier(case.name))
             if run.rounds or not run.interrupted:
                 found.runs.append(run)
-                done(report.result_line(run))
+                done(run)
             if run.interrupted:
                 raise KeyboardInterrupt
 
 
-def _progress(console: Console) -> Progress:
+def _progress() -> Progress:
     """A bar that is drawn only when told to, so that it takes no time from what is measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(
         *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
@@ -358,10 +362,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return on_gpu([word for word in argv if word != "--gpu"])
     options = _arguments(argv)
     in_tables = options.format == "table"
-    console = Console(stderr=not in_tables)
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH, stderr=not in_tables)
+    console = new_console(FILE_WIDTH, stderr=not in_tables)
     if options.list:
+        from fastattn.bench import report
+
         timed, memory = _selected(options)
         report.print_case_list(console, [*timed, *(MEMORY_CASES[name] for name in memory)])
         return 0
@@ -373,6 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_tables(options: argparse.Namespace, console: Console, found: _Measured) -> None:
+    from fastattn.bench import report
+
     if options.errors:
         report.print_errors(console, found.runs, options.peers)
     elif found.runs or not found.memory:
@@ -391,6 +397,8 @@ def _write(options: argparse.Namespace, found: _Measured) -> dict[str, Any]:
 
 def _finish(options: argparse.Namespace, console: Console, found: _Measured) -> int:
     """Write, draw and compare; the exit status."""
+    from fastattn.bench import flat, report
+
     result = _write(options, found)
     if options.format != "table":
         print(flat.FORMATS[options.format](result), end="")

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +14,7 @@ from fastattn.bench.case import Case
 from fastattn.bench.compare import MIN_CHANGE, Change, Comparison
 from fastattn.bench.document import MemoryResults
 from fastattn.bench.intervals import ENOUGH, Estimate
-from fastattn.bench.outputs import printable
+from fastattn.bench.outputs import new_table, printable
 from fastattn.bench.peers import OURS
 from fastattn.bench.quiet import QUIET
 from fastattn.bench.records import CaseRun, LibraryRun
@@ -42,21 +41,14 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """A table without vertical rules, which cost width."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in (*columns, *right):
-        table.add_column(escape(column), justify="right" if column in right else "left")
-    return table
+    return new_table((*columns, *right), left=columns)
 
 
 def print_case_list(console: Console, cases: Sequence[Case]) -> None:
     """`cases` by name."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("case", "group", "B,H[/K],L,S,D[/E]", "options"):
-        table.add_column(escape(column), no_wrap=column == "case")
-    for column in ("GFLOP", "MB"):
-        table.add_column(column, justify="right")
-    table.add_column("origin")
+    table = _table("case", "group", "B,H[/K],L,S,D[/E]", "options", right=("GFLOP", "MB"))
+    table.add_column("origin", overflow="fold")
+    table.columns[0].no_wrap = table.columns[2].no_wrap = not console.is_terminal  # for grep
     for case in cases:
         gflop, megabytes = f"{case.flops / 1e9:.3g}", f"{case.nbytes / 1e6:.3g}"
         name = f"{case.name}{' *' if case.quick else ''}"

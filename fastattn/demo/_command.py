@@ -7,7 +7,7 @@ import importlib.util
 import io
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -151,17 +151,6 @@ def track(steps: Sequence[T], description: str) -> Iterator[T]:
 
 def columns() -> int:
     return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS
-
-
-def new_table(columns: Sequence[str], left: Collection[str]) -> Table:
-    """An empty table; the columns in `left` hold words, the others numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    return table
 
 
 def print_table(table: Table) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 10.0
 
 Floats = np.ndarray  # of float32
 Attend = Callable[..., Floats]
-Track = Callable[[Sequence[int]], Iterable[int]]
+Track = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 @dataclass
@@ -68,13 +69,12 @@ def compare(
 ) -> Comparison:
     """Do each piece of work, a function of the attention it uses, with both.
 
-    The first round warms up and compares the results; it is not counted. `track` may show the progress of
-    the others.
+    The first round warms up and compares the results; it is not counted. `track` may show the progress.
     """
     pairs = {name: (Contender(fast), Contender(plain)) for name in works}
     differences = [
         float(np.abs(one.run(works[name]) - other.run(works[name])).max())
-        for name, (one, other) in pairs.items()
+        for name, (one, other) in track(tuple(pairs.items()))
     ]
     one_round = sum(contender.model_seconds[0] for pair in pairs.values() for contender in pair)
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS / one_round)))

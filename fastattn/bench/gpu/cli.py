@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from fastattn.backends.cuda import backend as cuda_backend
 from fastattn.bench.case import Case
 from fastattn.bench.gpu.cases import GPU_CASES
-from fastattn.bench.outputs import printable, why_not_writable
+from fastattn.bench.outputs import new_console, new_table, printable, why_not_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WRONG = 1
+
+#: Of each case, where ``--rounds`` says nothing.
+ROUNDS = 15
 
 #: Width of the tables when they go to a file or a pipe.
 FILE_WIDTH = 140
@@ -29,9 +32,7 @@ FILE_WIDTH = 140
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 where fastattn was wrong or could not run, or no GPU is here."""
     options = _arguments(argv)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = new_console(FILE_WIDTH)
     if reasons := cuda_backend.backend.unavailable_reasons():
         console.print(f"[red]{'; '.join(reasons)}[/]")
         return WRONG
@@ -42,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    from fastattn.bench.gpu.measure import ROUNDS
-
     parser = argparse.ArgumentParser(
         prog="python -m fastattn bench --gpu",
         description="Times attention on an NVIDIA GPU beside PyTorch's kernels and CuPy's plain formula.",
@@ -84,9 +83,9 @@ def run(cases: Sequence[Case], rounds: int, console: Console, path: Path | None 
         with console.status("") as status:
             found = measure(case, list(libraries.ways()), rounds, status.update)
         peak = max(before, probes.fma_peak(case.dtype))
-        table = Table(title=f"{case.name}: {case.shape} {case.options}", title_justify="left")
-        for column in ("library", "ms", "over the fastest of ours", "of the limit", "largest error", ""):
-            table.add_column(column)
+        columns = ("library", "ms", "over the fastest of ours", "of the limit", "largest error", "reason")
+        table = new_table(columns, left=("library", "reason"))
+        table.title = f"{case.name}: {case.shape} {case.options}"
         right = [way for way in found if way.milliseconds]
         ours = min((way.median for way in right if way.library == "fastattn"), default=None)
         limit = case.nbytes / bandwidth if case.cold else case.flops / peak

@@ -15,8 +15,8 @@ from fastattn.bench.gpu.libraries import Way
 from fastattn.bench.gpu.probes import milliseconds
 from fastattn.bench.oracle import TOLERANCE_EPS, checked_rows, expected_output
 
-#: Rounds, and how long a library is timed in each: long beside the events, short beside the GPU's clocks.
-ROUNDS, BURST_MS = 15, 20.0
+#: How long a library is timed in each round: long beside the events, short beside the GPU's clocks.
+BURST_MS = 20.0
 
 #: The most calls of a burst: the host cannot queue more short calls ahead.
 MOST_CALLS = 200

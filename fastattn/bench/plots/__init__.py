@@ -1,4 +1,4 @@
-"""Pictures of what `report.as_json` wrote, for a README or a paper.
+"""Pictures of what `document.write` wrote, for a README or a paper.
 
 They need matplotlib and nothing of what was measured: each module draws one kind of picture from the document
 alone, and leaves out what the document does not have.

@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 
 import fastattn
-from fastattn.bench.outputs import printable
+from fastattn.bench.outputs import new_table, printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
@@ -20,7 +20,6 @@ from fastattn.demo._command import (
     harmless,
     natural,
     new_parser,
-    new_table,
     positive,
     print_table,
     run_command,

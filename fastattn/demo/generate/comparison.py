@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -74,7 +75,9 @@ def compare(
             logits.append(given)
         return sampler(given)
 
-    show(until_end(generate(model, prompt, recorder, choose, Clocks()), max_tokens, ends, tokens))
+    reading = partial(track, description="reading the prompt")
+    generated = generate(model, prompt, recorder, choose, Clocks(), reading)
+    show(until_end(generated, max_tokens, ends, tokens))
 
     own = make_sampler()
     differences: list[float] = []

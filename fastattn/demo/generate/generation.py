@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fastattn.demo._decoding import Floats, LibraryAttention
+from fastattn.demo._timing import Track
 from fastattn.demo.generate.attention import Attention
 from fastattn.demo.generate.clock import Clock
 from fastattn.demo.generate.model import Llama
@@ -38,13 +39,14 @@ def generate(
     attention: Attention,
     choose: Callable[[Floats], int],
     clocks: Clocks,
+    track: Track = iter,
 ) -> Iterator[int]:
     """Tokens after `prompt` and what `attention` has already seen, until the context is full.
 
     `choose` gets the logits, ``(vocabulary,)``, and gives the next token. The time that the receiver of the
-    tokens takes is not counted.
+    tokens takes is not counted. `track` may show the progress in the prompt.
     """
-    for start in range(0, len(prompt), CHUNK):
+    for start in track(range(0, len(prompt), CHUNK)):
         state = model(prompt[start : start + CHUNK], attention, clocks.prefill)
     logits = model.logits(state[-1:], clocks.prefill)[0]
     while True:

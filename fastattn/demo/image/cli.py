@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import fastattn
-from fastattn.bench.outputs import printable
+from fastattn.bench.outputs import new_table, printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
     check_extras,
     new_parser,
-    new_table,
     positive,
     print_table,
     run_command,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fastattn
-from fastattn.bench.outputs import printable
+from fastattn.bench.outputs import new_table, printable
 from fastattn.demo._command import (
     add_picture_option,
     add_thread_options,
@@ -16,7 +16,6 @@ from fastattn.demo._command import (
     harmless,
     natural,
     new_parser,
-    new_table,
     positive,
     print_table,
     run_command,
@@ -104,7 +103,7 @@ def _run(args: argparse.Namespace) -> None:
     counted = count(text)
     _print_beginning(trainer, counted)
     _train(trainer, args.seed)
-    loss = trainer.held_out_loss(whole=True)
+    loss = trainer.held_out_loss(whole=True, track=lambda parts: track(parts, "held-out loss"))
     print(
         f"Loss on all of the held-out text: {loss:.3f}; counting gives {counted.bigram:.3f} (pairs) and "
         f"{counted.unigram:.3f} (single characters)."

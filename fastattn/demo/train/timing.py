@@ -76,14 +76,13 @@ class Comparison:
 def compare(trainer: Trainer, track: Track) -> Comparison:
     """Time steps of a trained model, interleaved, on the same batches. The model is not changed.
 
-    The first round warms up and compares the gradients; it is not counted. `track` may show the progress of
-    the others.
+    The first round warms up and compares the gradients; it is not counted. `track` may show the progress.
     """
     num_layers = trainer.model.sizes.num_layers
     fast, plain = FastAttention(num_layers), PlainAttention(num_layers)
     ids = trainer.batch()
     gradients = []
-    for attention in (fast, plain):
+    for attention in track((fast, plain)):
         trainer.model.loss_and_gradients(ids, attention, trainer.gradients)
         gradients.append(trainer.gradients.flat.copy())
 

@@ -9,6 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from fastattn.demo._decoding import LibraryAttention, Sampler
+from fastattn.demo._timing import Track
 from fastattn.demo.train.attention import FastAttention, Floats
 from fastattn.demo.train.model import Ints, Model, Tensors
 from fastattn.demo.train.optimizer import AdamW, Settings
@@ -73,14 +74,14 @@ class Trainer:
             self.progress.losses.append(loss)
             watch(step + 1)
 
-    def held_out_loss(self, *, whole: bool) -> float:
-        """The mean loss on the held-out text, or on `WATCHED` pieces of it."""
+    def held_out_loss(self, *, whole: bool, track: Track = iter) -> float:
+        """The mean loss on the held-out text, or on `WATCHED` pieces of it; `track` may show the progress."""
         windows = self.text.held_out_windows(self.model.sizes.context + 1)
         if not whole:
             windows = windows[:: -(-len(windows) // WATCHED)]
         starts = range(0, len(windows), self.batch_size)
         parts = [windows[start : start + self.batch_size] for start in starts]
-        losses = [self.model.loss(part, self._attention) for part in parts]
+        losses = [self.model.loss(part, self._attention) for part in track(parts)]
         return float(np.average(losses, weights=[len(part) for part in parts]))
 
 

@@ -138,13 +138,15 @@ def track(steps: Sequence[T], description: str) -> Iterator[T]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from steps
+        return
     # Redirected, what is printed goes where the bar is: to the terminal, and a file would get nothing.
     with Progress(
         *Progress.get_default_columns(),
         console=console,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),
-        disable=not console.is_terminal,
     ) as progress:
         yield from progress.track(steps, description=description)
 

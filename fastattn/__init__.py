@@ -74,6 +74,7 @@ from fastattn._api.attention import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from fastattn._call.options import no_attribute
 from fastattn._call.storage import Paged, Quantized
 from fastattn._machine.host import get_num_threads, set_num_threads
 from fastattn._machine.threads import no_fork
@@ -152,7 +153,7 @@ _ON_FIRST_USE = {
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_attribute("fastattn", name)
     with no_fork:
         module = import_module(_ON_FIRST_USE[name])
         found = globals()[name] = module if module.__name__ == f"fastattn.{name}" else getattr(module, name)

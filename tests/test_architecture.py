@@ -476,6 +476,8 @@ RAISES_ELSEWHERE = {
     "_machine/device.py: as_device_array": "no array of plain numbers that may be read as it is",
     "_machine/device.py: _from_interface": "what a library says of its array is not so",
     "_machine/device.py: _from_dlpack": "the same, by the other protocol",
+    "masks/__init__.py: __getattr__": "a name that there is not",
+    "_machine/device.py: converted": "no array at all",
     "_machine/device.py: host_array": "it is on a GPU, and is read on the host",
     "_machine/device.py: broadcast_to": "a view larger than NumPy's arrays can be",
     "_machine/device.py: __getitem__": "an array on a GPU is no sequence",

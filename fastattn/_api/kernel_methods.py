@@ -610,10 +610,11 @@ def _check_points(points: np.ndarray, x: np.ndarray, bandwidth: Any) -> np.ndarr
     if points.shape[-1] != dim or not dim:
         hint = _transposed_hint(points.shape[-1] == x.shape[-2] or points.shape[-2] == dim)
         raise ValueError(f"points and x must have the same number of features, and at least one{hint}")
-    if isinstance(bandwidth, str):
+    if isinstance(bandwidth, (str, bool)) or bandwidth is None:
+        hint = "; the estimators of fastattn.integrations.sklearn have rules by name"
         raise TypeError(
-            f"bandwidth must be numbers here, got {bandwidth!r}; the estimators of "
-            f"fastattn.integrations.sklearn have rules by name"
+            f"bandwidth must be a number, or have shape (D,) = ({dim},), got {bandwidth!r}"
+            f"{hint if isinstance(bandwidth, str) else ''}"
         )
     h = host_numbers(bandwidth, "bandwidth").astype(FLOAT64)
     if h.shape not in ((), (dim,)):

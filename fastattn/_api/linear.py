@@ -223,6 +223,7 @@ def _checked(
         raise ValueError(f"causal must be True or False, got {causal!r}: earlier keys are in state=")
     if causal and L != S:
         raise ValueError(f"causal=True needs L == S, got L={L} and S={S}: earlier keys are in state=")
+    check_bool(return_state, "return_state")
     lengths = None if key_lengths is None else np.broadcast_to(check_key_lengths(key_lengths, lead, S), lead)
     is_ours = features is elu_plus_one or isinstance(features, RandomFeatures)  # and does not raise
     out, staged, target = room_for_out(inputs, options["out"], {}, may_fail=not is_ours)

@@ -58,7 +58,7 @@ def rope(
     x: ArrayLike,
     cos: ArrayLike,
     sin: ArrayLike,
-    *,
+    *extra: Never,
     positions: ArrayLike | None = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -159,8 +159,8 @@ def rope(
     >>> bool(np.all(interleaved[..., order] == fastattn.rope(query[..., order], cos, sin)))
     True
     """
-    if unknown:
-        refuse_arguments(rope, (), unknown)
+    if extra or unknown:
+        refuse_arguments(rope, extra, unknown)
     kind: Any = type(positions)
     if kind is list or kind is tuple:
         positions = counts(positions)
@@ -202,6 +202,8 @@ def _normalize(
     if cos.shape != sin.shape:
         raise ValueError("cos and sin must have the same shape")
     _check_width(cos, sin, x.shape[-1])
+    if cos.size and not cos[0].any() and sin[0].all() and cos.any():
+        raise ValueError("cos and sin are swapped: the first row, of position 0, is 0 in cos and not in sin")
     swapped = swapped and x.ndim > 2
     lead, length = x.shape[:-3], x.shape[-3 if swapped else -2]
     positions = _positions(positions, lead, length, len(cos))

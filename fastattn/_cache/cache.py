@@ -11,14 +11,22 @@ from fastattn._api.prepared import ATTENTION, known, signature, signature_of, to
 from fastattn._cache.pages import KEYS, MIN_SLAB, NO_PAGE, VALUES, PagePool, read_rows
 from fastattn._cache.state import Settings, State, rounded_length
 from fastattn._cache.store import PageStore, Undo
-from fastattn._call.arguments import as_array, check_bool, check_number_dtype, check_window, count, promote
-from fastattn._call.options import complete, public, refuse_arguments, refusing
+from fastattn._call.arguments import (
+    as_array,
+    check_bool,
+    check_window,
+    count,
+    host_numbers,
+    per_item,
+    promote,
+)
+from fastattn._call.options import MISSING, complete, no_attribute, public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT64, MAX_ROWS
 from fastattn._call.storage import Rows
-from fastattn._machine.device import host_array, in_library_of
+from fastattn._machine.device import in_library_of
 from fastattn._machine.host import default_backend
 from fastattn.backends.registry import load as load_backend
-from fastattn.masks import arguments as mask_arguments
+from fastattn.masks.arguments import integers
 
 if TYPE_CHECKING:
     import os
@@ -157,6 +165,9 @@ class KVCache(PageStore):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a KVCache is not copied or pickled: fork() it, or save() and KVCache.load() it")
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute("KVCache", name)
+
     def __repr__(self) -> str:
         s = self._settings
         dtype = self.dtype
@@ -193,7 +204,7 @@ class KVCache(PageStore):
         self,
         key: ArrayLike,
         value: ArrayLike,
-        *,
+        *extra: Never,
         lengths: ArrayLike | None = None,
         **unknown: Never,
     ) -> None:
@@ -215,8 +226,8 @@ class KVCache(PageStore):
             Arrays of other shapes or kinds, `lengths` outside ``0..T``. The cache is then as it was, as after
             a MemoryError.
         """
-        if unknown:
-            refuse_arguments(KVCache.append, (), unknown)
+        if extra or unknown:
+            refuse_arguments(KVCache.append, extra, unknown)
         if lengths is not None or not self._append_in_place(key, value):
             self._keep(self._extend(key, value, lengths))
 
@@ -258,7 +269,7 @@ class KVCache(PageStore):
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike,
-        *,
+        *extra: Any,
         lengths: ArrayLike | None = None,
         **options: Any,
     ) -> np.ndarray | tuple[np.ndarray, ...]:
@@ -268,8 +279,12 @@ class KVCache(PageStore):
         padded at the end, as keys are, say ``causal=False, mask=Causal(offset=starts)``, where `starts` are
         the `lengths` of the cache before.
         """
+        if extra:
+            refuse_arguments(KVCache.step, extra, ())
         state, last, undo = self._state, self._last, None
         if lengths is not None or not self._append_in_place(key, value):
+            if key is MISSING or value is MISSING:
+                complete("C", KVCache.step, options)  # which may say what stands in its place
             undo = self._extend(key, value, lengths)
         try:
             results = self.attend(query, **options)
@@ -292,7 +307,7 @@ class KVCache(PageStore):
             Further back is a ValueError, unless all rows that the next query would see are still held.
         """
         state, settings = self._settle(), self._settings
-        new = self._per_item(lengths, "lengths")
+        new = self._per_item(lengths)
         if (wrong := np.flatnonzero((new < 0) | (new > state.lengths))).size:
             b = wrong[0]
             raise ValueError(f"lengths: item {b} has {state.lengths[b]} tokens, got {new[b]}")
@@ -317,7 +332,7 @@ class KVCache(PageStore):
         if lengths is None:
             counts = np.full(settings.batch, T)
         else:
-            counts = self._per_item(lengths, "lengths")
+            counts = self._per_item(lengths, T)
             if (wrong := np.flatnonzero((counts < 0) | (counts > T))).size:
                 raise ValueError(
                     f"lengths must be in 0..T={T}, got {counts[wrong[0]]} for item {wrong[0]}; "
@@ -345,7 +360,7 @@ class KVCache(PageStore):
         self, query: ArrayLike, **options: Unpack[AttendOptions[bool, bool | Mean]]
     ) -> np.ndarray | tuple[np.ndarray, ...]: ...
     @public("C")
-    def attend(self, query: ArrayLike, **options: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+    def attend(self, query: ArrayLike, *extra: Any, **options: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Attention of queries at the end of each item over its keys and values.
 
         Parameters
@@ -390,7 +405,7 @@ class KVCache(PageStore):
 
         A float64 query on float32 storage, and a pair of those, convert all rows at each call.
         """
-        completed = complete("C", KVCache.attend, options) if options else {}
+        completed = complete("C", KVCache.attend, options, extra) if options or extra else {}
         given, get = query, completed.get
         query = given if type(given) is np.ndarray else as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
@@ -504,7 +519,7 @@ class KVCache(PageStore):
         `items` are integers in ``0 .. batch - 1``, of shape ``(n,)``: else TypeError or ValueError. Pages are
         shared until one of the caches writes.
         """
-        chosen = mask_arguments.integers(as_array(items, "items"), "items")
+        chosen = integers(as_array(items, "items"), "items")
         if chosen.ndim != 1:
             raise ValueError(f"items must have shape (n,), got {chosen.shape}")
         if (wrong := chosen[(chosen < 0) | (chosen >= self._settings.batch)]).size:
@@ -565,10 +580,9 @@ class KVCache(PageStore):
 
     def _given_rows(self, rows: Any, name: str, dim: int) -> np.ndarray:
         """Rows to append, as ``(batch, K, T, dim)``."""
-        array = host_array(rows, name)
+        array = host_numbers(rows, name)
         settings = self._settings
         batch, heads = settings.batch, settings.num_kv_heads
-        check_number_dtype(array, name)
         swapped = settings.layout == "bshd"
         view = array.swapaxes(1, 2) if swapped and array.ndim == 4 else array
         if view.ndim != 4 or view.shape[:2] != (batch, heads) or view.shape[3] != dim:
@@ -576,11 +590,9 @@ class KVCache(PageStore):
             raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
         return view
 
-    def _per_item(self, numbers: Any, name: str) -> np.ndarray:
-        array = mask_arguments.integers(as_array(numbers, name), name)
-        if not mask_arguments.broadcasts(array.shape, (self._settings.batch,)):
-            raise ValueError(f"{name} must broadcast to ({self._settings.batch},), got shape {array.shape}")
-        return np.broadcast_to(array, (self._settings.batch,)).astype(np.int64)
+    def _per_item(self, lengths: Any, length: int = -1) -> np.ndarray:
+        lead = (self._settings.batch,)
+        return np.broadcast_to(per_item(lengths, "lengths", lead, length), lead).astype(np.int64)
 
 
 def _in_library_of(query: Any, results: Any, out: Any) -> Any:

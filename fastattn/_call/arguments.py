@@ -19,9 +19,9 @@ from fastattn._machine.device import (
     DeviceArray,
     as_device_array,
     broadcast_to,
+    converted,
     from_dlpack,
     host_array,
-    on_host,
     place,
 )
 from fastattn._machine.threads import no_fork
@@ -63,12 +63,7 @@ def as_array(value: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name} must be an array here, got {value}")
     if (array := as_device_array(value, name)) is not None:
         return array  # type: ignore[return-value]  # what is asked of it here it has, too
-    try:
-        return on_host(value)
-    except (TypeError, BufferError, RuntimeError) as error:
-        raise TypeError(f"{name} does not convert to an array: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{name} does not convert to an array: {error}") from error
+    return converted(value, name)
 
 
 def host_numbers(value: Any, name: str) -> np.ndarray:
@@ -176,9 +171,12 @@ def as_dtype(array: np.ndarray | Rows, dtype: np.dtype, name: str) -> np.ndarray
 def as_mask(mask: Any, flat: bool) -> masks.Mask:
     if isinstance(mask, masks.Mask):
         return mask
-    is_flag = isinstance(mask, bool)  # which NumPy would broadcast
-    if callable(mask) or is_flag:
-        got = f"{mask!r}; for causal attention say causal=True" if is_flag else describe(mask)
+    got = describe(mask) if callable(mask) else ""
+    if np.isscalar(mask):  # which NumPy would broadcast
+        got = f"{mask!r}; for causal attention say causal=True"
+    if isinstance(mask, (list, tuple)) and any(isinstance(part, masks.Mask) for part in mask):
+        got = f"a {type(mask).__name__} of them: combine them by & (both) or | (either)"
+    if got:
         raise TypeError(f"mask must be a fastattn.masks object or a bool or integer array, got {got}")
     dense = masks.Dense(as_array(mask, "mask"))
     if flat and dense.array.ndim > 2:
@@ -213,12 +211,20 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
     return window_bound(left, "window: left"), window_bound(right, "window: right")
 
 
-def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
-    lengths = integers(as_array(key_lengths, "key_lengths"), "key_lengths")
-    if not broadcasts(lengths.shape, lead):
+def per_item(value: ArrayLike, name: str, lead: tuple[int, ...], length: int = -1) -> np.ndarray:
+    """Integers that broadcast to the leading batch axes. Of `length` more they may be a mask of padding."""
+    given = as_array(value, name)
+    if not broadcasts(given.shape, lead):
+        hint = f"; where it is a mask of padding at the end, say {name}.sum(-1)"
         raise ValueError(
-            f"key_lengths of shape {lengths.shape} does not broadcast to the leading batch axes {lead}"
+            f"{name} of shape {given.shape} does not broadcast to the leading batch axes {lead}"
+            f"{hint if given.shape == (*lead, length) else ''}"
         )
+    return integers(given, name)
+
+
+def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:
+    lengths = per_item(key_lengths, "key_lengths", lead, len_k)
     if lengths.size and (lengths.min() < 0 or lengths.max() > len_k):
         wrong = lengths[(lengths < 0) | (lengths > len_k)].flat[0]
         raise ValueError(f"key_lengths must be in 0..S={len_k}, got {wrong}")
@@ -236,6 +242,8 @@ def check_cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
 
 
 def as_bias(bias: ArrayLike) -> np.ndarray:
+    if isinstance(bias, masks.Mask):
+        raise TypeError(f"bias must be an array, got {bias!r}; a mask goes to mask=")
     array = as_array(bias, "bias")
     if not is_bias_dtype(array.dtype):
         hint = "; to allow keys use mask=" if array.dtype.kind in "biu" else ""

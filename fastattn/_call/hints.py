@@ -29,11 +29,10 @@ attn_mask
     cache mask bias | say mask=~attn_mask for a bool one, as True means ignore in torch.nn.MultiheadAttention
         and may attend here, and bias= for a float one (added to the scores)
     mask bias | say mask= for a bool mask (True = may attend) and bias= for a float one (added to the scores)
-attention_mask
-    mask bias | say mask=attention_mask[:, None, None, :] for one of (B, S) and mask=attention_mask[:, None]
-        for one of (B, L, S), bool or integer (non-zero = may attend), and bias= for a float one that is added
-        to the scores
-    attn_mask | say attn_mask=attention_mask[:, None, None, :] != 0 for one of (B, S) (True = may attend)
+attention_mask encoder_attention_mask
+    mask bias | say mask=NAME[:, None, None, :] for one of (B, S) and mask=NAME[:, None] for one of (B, L, S),
+        bool or integer (non-zero = may attend), and bias= for a float one that is added to the scores
+    attn_mask | say attn_mask=NAME[:, None, None, :] != 0 for one of (B, S) (True = may attend)
 key_padding_mask value_mask key_mask padding_mask
     key_lengths mask | say key_lengths= where the padding stands at the end, or mask=~NAME[:, None, None, :]
         where True means ignore, as in torch.nn.MultiheadAttention, and without ~ where it means keep
@@ -41,7 +40,7 @@ key_padding_mask value_mask key_mask padding_mask
         without ~ where it means keep
     attn_mask | say attn_mask=~NAME[:, None, None, :] where True means ignore, as in
         torch.nn.MultiheadAttention, and without ~ where it means keep
-attention_mask key_padding_mask value_mask key_mask padding_mask
+attention_mask encoder_attention_mask key_padding_mask value_mask key_mask padding_mask
     KVCache.append | say lengths=, how many of the new rows are tokens, as the padding has to stand at the end
     key_lengths | say key_lengths=, as the padding has to stand at the end
 query_mask query_seq_lengths query_lengths q_lengths seqused_q
@@ -50,7 +49,13 @@ query_mask query_seq_lengths query_lengths q_lengths seqused_q
     query | leave it out: rows of padding among the queries change no other row
 mask
     attn_mask | say attn_mask=, bool (True = may attend) or float (added to the scores)
-custom_mask | mask | say mask=, where True means may attend
+custom_mask where | mask | say mask=, where True means may attend
+attention_chunk
+    mask | say mask=fastattn.masks.Segments((np.arange(L) + S - L) // NAME, np.arange(S) // NAME), with
+        causal= as it is
+cache_leftpad leftpad_k
+    mask | say mask=np.arange(S) >= NAME[:, None, None, None]
+cache_batch_idx | key | leave it out, and give key[cache_batch_idx] and value[cache_batch_idx]
 block_mask | mask | say mask=, which takes block masks, too
 mask_mod mask_fn mask_function
     mask_mod | say mask_mod=
@@ -96,6 +101,8 @@ sliding_window
         directions, as the token itself counts there
 # Numbers
 softmax_scale sm_scale scaling attn_scale | scale | say scale=
+use_scale | scale | say scale=1.0 for False; True is a number that was learned
+score_mode | query | leave it out: scores are products
 query_pre_attn_scalar | scale | say scale=query_pre_attn_scalar ** -0.5
 logits_soft_cap attn_logits_soft_cap attn_logit_softcapping logit_cap
     softcap | say softcap=, a positive number, and leave it out for none
@@ -125,7 +132,10 @@ rate prob | dropout_mask | say p=
 keep_prob
     dropout seed | say dropout=1 - keep_prob, and seed=, as there is no global random state
     dropout_mask | say p=1 - keep_prob
-rng dropout_rng generator random_state | seed | say seed=, an int
+rng dropout_rng generator random_state philox_seed | seed | say seed=, an int
+broadcast_dropout
+    dropout | leave it out: each weight is kept or dropped by itself
+    query | leave it out: no weights are dropped here, as fastattn.attention can
 deterministic
     dropout | leave it out: the same call gives the same bits, and weights are dropped wherever dropout= is
         above 0
@@ -155,7 +165,7 @@ enable_gqa num_key_value_groups n_rep
     enable_gqa | say enable_gqa=True
     query | leave it out, for query may always have a multiple of the heads of key and value
 head_dim head_size dim_head qk_head_dim key_dim | head_dim | say head_dim=
-head_dim head_size dim_head qk_head_dim key_dim dim rotary_dim rotary_embedding_dim
+head_dim head_size dim_head qk_head_dim key_dim dim dims rotary_dim rotary_embedding_dim
     rotary_dim | say rotary_dim=, how many columns are rotated
     x cos | leave it out: twice as many columns are rotated as cos and sin have
 value_dim v_head_dim vdim | value_dim | say value_dim=
@@ -172,16 +182,20 @@ batch_size batch bsz max_batch_size
 batch_first
     MultiHeadAttention | leave it out: arrays are (..., length, dim)
     MultiHeadAttention.__call__ | leave it out: arrays are (..., length, dim)
+    MultiHeadAttention.from_torch | leave it out: arrays are (..., length, dim)
     layout | leave it out, and say layout="bshd" where the arrays are (B, L, H, D)
 add_bias_kv | MultiHeadAttention | leave it out: there are no keys beside those of a call
-qkv_format tensor_layout input_layout kv_layout | layout | say layout="bhsd" or layout="bshd"
-layout
+qkv_format tensor_layout input_layout kv_layout head_first | layout | say layout="bhsd" or layout="bshd"
+layout qkv_format tensor_layout input_layout kv_layout head_first
     cu_seqlens_q | leave it out: packed arrays are (T, H, D)
     MultiHeadAttention.__call__ | leave it out: arrays are (..., length, dim)
     KVCache.attend | leave it out: the cache is made with it
     KVCache.append | leave it out: the cache is made with it
+    query | leave it out: arrays are (..., H, L, D)
+attention_axes | query | leave it out: arrays are (..., H, L, D), and L is the axis
 Q_LEN q_len query_length q_length | create_block_mask | say L=
 KV_LEN kv_len kv_length | create_block_mask | say S=
+separate_full_blocks | create_block_mask | leave it out: full tiles run unmasked
 BLOCK_SIZE | create_block_mask | leave it out: tiles are of 64 queries and 128 keys
 device
     create_block_mask | leave it out: a block mask is on the host, for arrays anywhere
@@ -206,6 +220,9 @@ need_weights return_attention_scores output_attentions return_attention return_a
         return_attn_weights
     return_weights | say return_weights=True
     query | call fastattn.attention, which returns weights and the log-sum-exp when asked
+qkv | query key | say query=, key= and value=, which may be views of it
+need_grad needs_input_grad output_mask argnums | wrt | say wrt=, the names of the arguments
+qk_output | return_weights | say return_weights=True for 2, the weights
 qk_matmul_output_mode | return_weights | say return_weights=True for mode 3, the weights
 return_softmax_lse return_residual return_aux return_logsumexp
     return_lse | say return_lse=True
@@ -235,12 +252,12 @@ max_seq_len max_seqlen max_length max_position_embeddings seq_len end
     n_positions | say n_positions=
     KVCache | leave it out: the cache grows as it needs
 max_seq_len max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv max_q max_k max_length seq_len
-        total_sequence_length
+        total_sequence_length past_sequence_length
     query | leave it out: it is read from the arrays
 length | lengths | say lengths=
 new_length max_length | KVCache.truncate | say lengths=
 past_key_values past_key_value past_key past_value layer_past past use_cache kv_cache k_cache v_cache
-        key_cache value_cache cache
+        key_cache value_cache cache slot_mapping
     cache | say cache=, a fastattn.KVCache
     feature_map | say state=, which return_state=True gives
     grad_out | give all keys and values: there are no gradients of a cache
@@ -248,9 +265,15 @@ past_key_values past_key_value past_key past_value layer_past past use_cache kv_
 block_table block_tables page_table
     attention | give fastattn.Paged(pages, table) as key and value
     flex_attention | give fastattn.Paged(pages, table) as key and value
+    cu_seqlens_q | call fastattn.attention, with fastattn.Paged(pages, table) as key and value
     KVCache | leave it out: the cache keeps the tables of its pages
 block_size | page_size | say page_size=
-num_layers layer_idx | KVCache | leave it out, and make a cache for each layer
+num_layers layer_idx
+    KVCache | leave it out, and make a cache for each layer
+    KVCache.append | leave it out, and make a cache for each layer
+kv_cache_dtype cache_dtype storage
+    KVCache | say dtype=
+    attention | give fastattn.Quantized(data, scale) as key or value
 k_scale v_scale k_descale v_descale | attention | give fastattn.Quantized(data, scale) as key or value
 q_descale | attention | leave it out: queries are floats, and their factor goes into scale
 beam_idx indices index idx | items | say items=
@@ -273,10 +296,14 @@ rotary_interleaved is_interleaved traditional | interleaved | say interleaved=
 is_neox_style | interleaved | say interleaved=not is_neox_style
 rotary_cos rotary_sin cos sin rotary_emb rotary_embedding position_embeddings freqs_cis rope do_rotary
         rotary_dim rotary_embedding_dim rotary_interleaved is_interleaved traditional is_neox_style
+        pos_encoding_mode rope_theta rope_scale
     query key | rotate query and key before, by fastattn.rope
 unsqueeze_dim | x cos | leave it out, and say layout="bshd" where x is (..., L, H, D)
 conjugate | inverse | say inverse=True
 theta rope_theta rotary_base | rope_tables | say base=
+scale | rope_tables | say scaling=("linear", 1 / scale)
+base theta rope_theta rotary_base scaling n_positions
+    x cos | give it to fastattn.rope_tables, which makes cos and sin
 rope_scaling | rope_tables | say scaling=("linear", factor), or another of those it lists
 # Relatives
 initial_state | state | say state=
@@ -286,6 +313,8 @@ kernel kernel_fn feature_fn phi
     bandwidth | leave it out: the kernel is Gaussian
 eps epsilon | feature_map | leave it out: 0 / 0 gives 0
 nb_features n_features n_components | num_features | say num_features=
+ortho_scaling | num_features | leave it out: vectors have random lengths, as with 0 there
+normalize | feature_map | leave it out: sums are always divided by those of the weights
 ortho | orthogonal | say orthogonal=
 h bw sigma length_scale | bandwidth | say bandwidth=
 bw_method
@@ -294,6 +323,8 @@ bw_method
 gamma | bandwidth | say bandwidth=(2 * gamma) ** -0.5
 metric metric_params | bandwidth | leave it out: distances are Euclidean
 algorithm atol rtol breadth_first leaf_size | bandwidth | leave it out: sums are exact, and there is no tree
+axis keepdims | bandwidth | leave it out: sums are over the observations
+b | kernel_logsumexp | say log_weights=np.log(b)
 sample_weight weights
     kernel_regression | say weights=
     kernel_logsumexp | say log_weights=np.log(NAME)
@@ -319,14 +350,42 @@ flash_attention use_flash use_flash_attn num_splits pack_gqa sm_margin implement
 dtype
     x cos | leave it out: the result has the dtype of x
     query | leave it out: query, key and value decide, by their dtypes
-softmax_precision softmax_dtype
+softmax_precision softmax_dtype precision preferred_element_type force_fp32_for_softmax
     query | leave it out: it is float32 for 16-bit arrays, and their own for others
-axis | query | leave it out: the softmax is over the keys
+axis
+    KVCache.append | leave it out: rows follow those of the cache
+    query | leave it out: the softmax is over the keys
+keepdims | query | leave it out: the result has the axes of query
 # What `attention` has
 mask bias causal window key_lengths softcap sinks return_lse return_weights scale
     query | call fastattn.attention, which takes it
 out
 """
+
+
+#: The same of attributes: whose, the names, and what to say.
+_ATTRIBUTES = """
+fastattn flash_attn_func dot_product_attention memory_efficient_attention | fastattn.attention
+fastattn sdpa | fastattn.scaled_dot_product_attention
+fastattn flash_attn_varlen_func varlen_attn | fastattn.varlen_attention
+fastattn flash_attn_with_kvcache Cache DynamicCache StaticCache | fastattn.KVCache
+fastattn MultiHeadAttention MultiheadAttention | fastattn.layers.MultiHeadAttention
+KVCache update update_and_fetch | append(key, value) and attend(query), or step for both
+KVCache get_seq_length seen_tokens offset | lengths
+KVCache crop trim | truncate(lengths)
+KVCache reset clear | truncate(0), or make another
+KVCache reorder_cache batch_select_indices | select(items)
+KVCache copy clone | fork()
+KVCache key_cache value_cache k_cache v_cache | keys(item) and values(item)
+MultiHeadAttention forward | layer(...), as the layer is called itself
+MultiHeadAttention load_state_dict | MultiHeadAttention.from_torch(state_dict, num_heads)
+"""
+ATTRIBUTES = {
+    (owner, name): say
+    for names, say in (line.split(" | ") for line in _ATTRIBUTES.strip().splitlines())
+    for owner, *given in [names.split()]
+    for name in given
+}
 
 
 def _table() -> dict[str, list[tuple[str, ...]]]:

@@ -652,6 +652,7 @@ def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
         if not float(limits.tiny) <= softcap <= float(limits.max):
             raise ValueError(
                 f"softcap must be positive, and a normal number in {inputs.dtype}, got {softcap!r}"
+                f"{'' if softcap else '; leave it out for none'}"
             )
     if sinks is not None:
         sinks = check_sinks(sinks, inputs.sizes.H, inputs.dtype)

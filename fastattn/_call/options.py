@@ -162,13 +162,24 @@ TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for
 TAKERS["C"]["causal"], TAKERS["L"]["causal"] = True, None
 
 
+#: Stands for an argument that is not given, and is no array.
+MISSING: Any = type("nothing", (), {})()
+
+
 def public(taker: str = " ") -> Callable[[Function], Function]:
     """Has `help` show a function with the options of `TAKERS`. The function takes them by ``**options``, and
-    ``*extra``, in order to refuse others with more than Python would say: these are not shown."""
+    ``*extra``, in order to refuse others with more than Python would say: these are not shown. The default of
+    an argument that is needed is `MISSING`, as Python would complain of it before it looks at the others."""
 
     def show(function: Function) -> Function:
         own, kind = inspect.signature(function), inspect.Parameter
         variable = (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+        given = [
+            MISSING if p.default is kind.empty else p.default
+            for name, p in own.parameters.items()
+            if p.kind is kind.POSITIONAL_OR_KEYWORD and name != "self"
+        ]
+        function.__defaults__ = tuple(given)
         shown = {name: p for name, p in own.parameters.items() if p.kind not in variable}
         for name, default in TAKERS[taker].items():
             annotation = function.__annotations__.get(name, kind.empty)
@@ -200,6 +211,17 @@ def refuse_arguments(
         from fastattn._call.hints import refusal  # what only a message needs is no part of an import
 
     raise TypeError(refusal(function, extra, unknown)) from None
+
+
+def no_attribute(owner: str, name: str) -> AttributeError:
+    """The error for an attribute that a module or a class does not have, nor the instances of that."""
+    instead = None
+    if not name.startswith("_"):
+        with no_fork:
+            from fastattn._call.hints import ATTRIBUTES
+
+        instead = ATTRIBUTES.get((owner, name))
+    return AttributeError(f"{owner} has no attribute {name!r}{f': say {instead}' if instead else ''}")
 
 
 def refusing(function: Function) -> Function:

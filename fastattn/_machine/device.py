@@ -204,7 +204,21 @@ def host_array(value: Any, name: str) -> np.ndarray:
     """`numpy.asarray` of a value that is read on the host; TypeError where it is on a GPU."""
     if (array := as_device_array(value, name)) is not None:
         raise TypeError(f"{name} is on {array.device}, and is read on the host: pass a NumPy array or a list")
-    return on_host(value)
+    return converted(value, name)
+
+
+def converted(value: Any, name: str) -> np.ndarray:
+    """`on_host` of a value that may be no array at all: errors name it."""
+    try:
+        array = on_host(value)
+    except (TypeError, BufferError, RuntimeError) as error:
+        raise TypeError(f"{name} does not convert to an array: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} does not convert to an array: {error}") from error
+    if array.dtype == object and not array.ndim and not isinstance(value, (np.ndarray, int)):
+        hint = f"; say {name}.toarray()" if hasattr(value, "toarray") else ""
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}{hint}")
+    return array
 
 
 def on_host(value: Any) -> np.ndarray:

@@ -28,6 +28,9 @@ DEMOS = ("generate", "embed", "train", "image")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo that the first word names, `generate` where it names none; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] not in DEMOS and not words[0].startswith("-"):
+        print(f"fastattn demo: no demo called {words[0]}; there are: {', '.join(DEMOS)}", file=sys.stderr)
+        return 2
     name = words.pop(0) if words and words[0] in DEMOS else DEMOS[0]
     if name == "embed":
         from fastattn.demo.embed import main as demo

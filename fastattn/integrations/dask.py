@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._call.arguments import as_array, check_key_lengths, check_wrt
+from fastattn._call.arguments import as_array, check_bool, check_key_lengths, check_wrt
 from fastattn._call.gradients import Gradients
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
@@ -143,6 +143,7 @@ def attention(
         "mask": mask, "bias": bias, "causal": causal, "window": window, "key_lengths": key_lengths,
         "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
     }  # fmt: skip
+    check_bool(return_lse, "return_lse")
     call = _Call(query, key, value, options)
     pieces, name = f"attention-piece-{call.token}", f"attention-merged-{call.token}"
     (value_dim,) = call.chunks["value_dim"]

@@ -73,7 +73,7 @@ def attention(
             raise TypeError(
                 f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
             )
-    if isinstance(mask, bool):
+    if np.isscalar(mask):
         as_mask(mask, flat=False)  # raises
     of_mask = mask if isinstance(mask, Mask) else None
     given = {

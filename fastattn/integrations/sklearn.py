@@ -8,6 +8,7 @@ import numpy as np
 
 import fastattn
 from fastattn._api.kernel_methods import check_reach, covariance_hint
+from fastattn._call.arguments import check_bool, check_number_dtype, count
 from fastattn._call.options import refusing
 from fastattn.integrations._common import extra
 
@@ -112,6 +113,7 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
         self
         """
         X, y = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
+        check_number_dtype(y, "y")
         weights = _weights(sample_weight, X)
         if isinstance(self.bandwidth, str):
             if self.bandwidth != "leave_one_out":
@@ -120,7 +122,9 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
                 )
             w = np.ones(len(X)) if weights is None else weights
             samples, targets, w = (array[w > 0].astype(np.float64) for array in (X, y.reshape(len(y), -1), w))
-            found = _search(samples, targets, w, self.per_feature, self.max_steps)
+            check_bool(self.per_feature, "per_feature")
+            max_steps = count(self.max_steps, "max_steps", 0, 2**31 - 1)
+            found = _search(samples, targets, w, self.per_feature, max_steps)
             self.bandwidth_, self.leave_one_out_error_ = found
         else:
             self.bandwidth_ = _bandwidth(self.bandwidth, X, weights)
@@ -249,7 +253,8 @@ class KernelDensity(BaseEstimator):
 
 def _bandwidth(value: Any, X: np.ndarray, weights: np.ndarray | None) -> Any:
     h, dim = np.asarray(value, dtype=np.float64), X.shape[1]
-    if h.shape not in ((), (dim,)) or not ((h > 0) & (h < np.inf)).all():
+    is_flag = isinstance(value, bool)
+    if is_flag or h.shape not in ((), (dim,)) or not ((h > 0) & (h < np.inf)).all():
         raise ValueError(
             f"bandwidth must be a positive number, or one for each of {dim} features, got {value!r}"
             f"{covariance_hint(h, dim, 'X')}"

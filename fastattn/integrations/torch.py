@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import fastattn
+from fastattn._call.arguments import check_bool
 from fastattn._call.options import refusing
 from fastattn.integrations._common import check_options, extra
 from fastattn.masks import Mask
@@ -79,6 +80,7 @@ def attention(
         arrays = {name: _array(name, x) for name, x in tensors.items()}
         found: Any = fastattn.attention(**arrays, return_lse=return_lse, **options)
         return tuple(map(_tensor, found)) if return_lse else _tensor(found)
+    check_bool(return_lse, "return_lse")
     out, lse = _Attention.apply(tuple(tensors), options, *tensors.values())
     return (out, lse) if return_lse else out
 

@@ -14,6 +14,8 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 ``i`` a query row, ``j`` a key.
 """
 
+from typing import NoReturn
+
 from fastattn.masks.base import Mask, _And, _Not, _Or, _Shifted
 from fastattn.masks.objects import (
     BlockMask,
@@ -42,6 +44,21 @@ __all__ = [
 
 for _kind in (*(globals()[name] for name in __all__), _And, _Not, _Or, _Shifted):
     _kind.__module__ = __name__  # where pickles look for it
+
+#: What stands here in the place of masks of other libraries.
+_INSTEAD = {
+    **dict.fromkeys(("CausalMask", "LowerTriangularMask"), "Causal()"),
+    "LowerTriangularFromBottomRightMask": 'Causal("bottom_right")',
+    **dict.fromkeys(("LocalMask", "SlidingWindow", "SlidingWindowMask"), "Window(left, right)"),
+    **dict.fromkeys(("BlockDiagonalMask", "DocumentMask"), "Segments(ids)"),
+    "BlockDiagonalCausalMask": "Segments(ids) & Causal()",
+    "PaddingMask": "KeyLengths(lengths)",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    hint = f": say {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"{__name__} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

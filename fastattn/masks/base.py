@@ -64,6 +64,11 @@ class Mask(Frozen):
 
     __rand__, __ror__ = __and__, __or__  # of what is no mask, and so raise
 
+    def __add__(self, other: object) -> NoReturn:
+        raise TypeError(f"mask {self!r} is no number: use & (both), | (either) and ~ (not)")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
     def __invert__(self) -> Mask:
         return _combined(_Not, self)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._machine.device import as_device_array, broadcast_to, cut
+from fastattn._machine.device import as_device_array, broadcast_to, converted, cut
 from fastattn.masks.arguments import (
     axes_hint,
     broadcasts,
@@ -325,7 +325,8 @@ class Dense(Mask):
     Parameters
     ----------
     array : array_like of bool or integer
-        Broadcast to ``(..., H, L, S)`` by NumPy's rules. An ndarray is not copied, so what is written into
+        Broadcast to ``(..., H, L, S)`` by NumPy's rules. Integers below -1 are refused: 0 and -10000 are a
+        bias. An ndarray is not copied, so what is written into
         it later is seen. One on a GPU stays there: it combines with other masks by ``&``, not by ``|`` or
         ``~``.
 
@@ -341,11 +342,16 @@ class Dense(Mask):
 
     def __init__(self, array: ArrayLike) -> None:
         on_gpu: Any = as_device_array(array, "mask")
-        array = np.asarray(array) if on_gpu is None else on_gpu
+        array = converted(array, "mask") if on_gpu is None else on_gpu
         if array.dtype.kind not in "biu":
             raise TypeError(
                 f"mask must be a fastattn.masks object or a bool or integer array, got dtype {array.dtype}"
                 f"{float_hint(array)}"
+            )
+        if array.dtype.kind == "i" and on_gpu is None and (least := array.min(initial=0)) < -1:
+            raise ValueError(
+                f"mask has the number {least}, and any but 0 is an allowed key; numbers added to the scores "
+                f"go to bias=, as floats"
             )
         self._set(array)
 

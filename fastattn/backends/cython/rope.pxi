@@ -226,11 +226,15 @@ cdef bint overlaps_itself(cnp.ndarray a) noexcept:
         seen[innermost] = True
 
 
-cdef bint may_be_doubled(cnp.ndarray table) noexcept:
-    """Whether a contiguous table has each column twice, as halves or side by side. The last row tells for most."""
+cdef bint may_be_refused(cnp.ndarray table) noexcept:
+    """Whether a contiguous table of cosines begins with 0, as one of sines does, or has each column twice, as halves or
+    side by side. The last row tells for most."""
     cdef Py_ssize_t size = cnp.PyArray_ITEMSIZE(table), half = table.shape[1] // 2, row = table.shape[0], column
     cdef const char *at
+    cdef double zero = 0.0
     cdef bint halves = True, pairs = True
+    if row and table.shape[1] and memcmp(cnp.PyArray_DATA(table), &zero, size) == 0:
+        return True
     if table.shape[1] % 2 or not half:
         return False
     while row and (halves or pairs):
@@ -282,7 +286,7 @@ def rope(x, cos, sin, positions, interleaved, inverse, layout, out, thread_limit
             or not (cnp.PyArray_ISCARRAY_RO(cosines) and cnp.PyArray_ISCARRAY_RO(sines))
             or cosines.ndim != 2 or sines.ndim != 2 or cosines.shape[0] != sines.shape[0]
             or cosines.shape[1] != sines.shape[1] or 2 * cosines.shape[1] > source.shape[source.ndim - 1]
-            or may_be_doubled(cosines)):
+            or may_be_refused(cosines)):
         return None
     if out is None:
         to = cnp.PyArray_EMPTY(source.ndim, source.shape, cnp.PyArray_TYPE(source), 0)

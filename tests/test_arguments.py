@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn._call import options as _options
-from fastattn._call.hints import ANSWERS, _is_slip, refusal
+from fastattn._call.hints import ANSWERS, ATTRIBUTES, _is_slip, refusal
 from fastattn.backends import registry
 from fastattn.layers import MultiHeadAttention
 from fastattn.masks import Causal
@@ -327,6 +328,22 @@ class TestHints:
             ("MultiHeadAttention.__call__", "deterministic", "dropout"),
             ("MultiHeadAttention.__call__", "seq_lens", "cache"),
             ("MultiHeadAttention.__call__", "use_causal_mask", "causal"),
+            ("attention", "attention_chunk", "Segments"), ("attention", "cache_leftpad", "mask"),
+            ("attention", "cache_batch_idx", "key"), ("attention", "qk_output", "return_weights"),
+            ("attention", "use_scale", "scale"), ("attention", "broadcast_dropout", "dropped"),
+            ("attention", "encoder_attention_mask", "mask"), ("attention", "where", "mask"),
+            ("attention", "slot_mapping", "KVCache"), ("attention", "kv_cache_dtype", "Quantized"),
+            ("attention", "rope_theta", "rope"), ("attention", "qkv", "query"),
+            ("attention", "precision", "float32"), ("attention", "attention_axes", "axis"),
+            ("attention_backward", "output_mask", "wrt"), ("attention_backward", "philox_seed", "seed"),
+            ("varlen_attention", "block_table", "Paged"), ("linear_attention", "layout", "H"),
+            ("linear_attention", "normalize", "weights"), ("KVCache", "storage", "dtype"),
+            ("KVCache.append", "layer_idx", "each layer"), ("KVCache.append", "axis", "follow"),
+            ("rope", "base", "rope_tables"), ("rope", "dims", "columns"), ("rope_tables", "scale", "scaling"),
+            ("random_features", "ortho_scaling", "lengths"), ("kernel_logsumexp", "bw_method", "bandwidth"),
+            ("kernel_logsumexp", "b", "log_weights"), ("kernel_logsumexp", "atol", "all pairs"),
+            ("create_block_mask", "separate_full_blocks", "unmasked"),
+            ("MultiHeadAttention.from_torch", "batch_first", "length"),
         ]:  # fmt: skip
             hint = refusal(CALLABLES[name], (), [argument]).partition(f"{argument!r}: ")[2]
             assert re.search(rf"\b{place}\b", hint), (name, argument, hint)
@@ -395,6 +412,16 @@ class TestHints:
         attn_mask = np.arange(6) <= np.array([3, 5])[:, None, None, None]  # seqlens_k of onnxruntime
         got = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
         np.testing.assert_array_equal(got, expected)
+        chunks = masks.Segments((np.arange(2) + 6 - 2) // w, np.arange(6) // w)  # attention_chunk of FA3
+        wanted = fastattn.attention(q, k, v, mask=(i // w == j // w) & (j <= i))[..., 4:, :]
+        got = fastattn.attention(q[..., 4:, :], k, v, mask=chunks, causal="bottom_right")
+        np.testing.assert_allclose(got, wanted)
+        leftpad = np.array([0, 2])  # cache_leftpad of FA3: item 1 begins with two keys of padding
+        got = fastattn.attention(q, k, v, mask=np.arange(6) >= leftpad[:, None, None, None])
+        np.testing.assert_allclose(got[1], fastattn.attention(q[1], k[1, :, 2:], v[1, :, 2:]))
+        cos, sin = fastattn.rope_tables(6, 4, scaling=("linear", 1 / 0.5))  # scale=0.5 of MLX
+        for table, of_half in zip((cos, sin), fastattn.rope_tables(3, 4), strict=True):
+            np.testing.assert_allclose(table[::2], of_half, atol=1e-7)
         zero = np.zeros((2, 2, 1, 4))
         more_k, more_v = (np.concatenate([x, zero], axis=-2) for x in (k, v))
         wanted = fastattn.attention(q, more_k, more_v)  # add_zero_attn
@@ -402,6 +429,102 @@ class TestHints:
         out = fastattn.kernel_regression(q[0, 0], k[0, 0], v[0, 0], bandwidth=(2 * 0.3) ** -0.5)
         kernels = np.exp(-0.3 * ((q[0, 0][:, None] - k[0, 0]) ** 2).sum(-1))  # gamma = 0.3
         np.testing.assert_allclose(out, kernels @ v[0, 0] / kernels.sum(-1, keepdims=True))
+
+
+class TestInPlaceOfWhatIsNeeded:
+    """Python would say first that an argument is missing, and not what stands in its place."""
+
+    @pytest.mark.parametrize(
+        ("call", "said"),
+        [
+            (lambda: fastattn.attention(q=X, k=X, v=X), "'q': say query=, and 'k': say key=, and 'v': say"),
+            (lambda: fastattn.attention(qkv=X), "'qkv': say query=, key= and value="),
+            (lambda: fastattn.scaled_dot_product_attention(Q=X, K=X, V=X), "'Q': say query="),
+            (lambda: fastattn.flex_attention(X, X, V=X), "'V': say value="),
+            (lambda: fastattn.varlen_attention(X[0], X[0], X[0], cu_seq_q=[0, 2]), "say cu_seqlens_q="),
+            (lambda: fastattn.attention_backward(dout=X), "'dout': say grad_out="),
+            (lambda: fastattn.attention_backward(X, X, X, X, X, softmax_lse=X), "say lse="),
+            (lambda: fastattn.rope(X, dims=4, base=1e4), "'base': give it to fastattn.rope_tables"),
+            (lambda: CACHE.step(X, k=X, v=X), "'k': say key=, and 'v': say value="),
+            (lambda: CACHE.attend(Q=X), "'Q': say query="),
+            (lambda: MultiHeadAttention(W, W, W, W, num_heads=1)(hidden_states=X), "say query="),
+        ],
+    )
+    def test_another_name(self, call, said):
+        with pytest.raises(TypeError, match=re.escape(said)):
+            call()
+
+    @pytest.mark.parametrize(
+        ("call", "name"),
+        [
+            (lambda: fastattn.attention(), "query"),
+            (lambda: fastattn.attention(X, X), "value"),
+            (lambda: fastattn.attention(X, None, X), "key"),
+            (lambda: fastattn.scaled_dot_product_attention(X, X), "value"),
+            (lambda: fastattn.flex_attention(X), "key"),
+            (lambda: fastattn.varlen_attention(X[0], X[0], X[0]), "cu_seqlens_q"),
+            (lambda: fastattn.attention_backward(X, X, X, X, X), "lse"),
+            (lambda: fastattn.rope(X), "cos"),
+            (lambda: CACHE.append(X), "value"),
+            (lambda: CACHE.step(X), "key"),
+            (lambda: CACHE.attend(), "query"),
+            (lambda: MultiHeadAttention(W, W, W, W, num_heads=1)(), "query"),
+        ],
+    )
+    def test_nothing(self, call, name):
+        with pytest.raises(TypeError, match=rf"^{name} must be an array, got (nothing|NoneType)"):
+            call()
+
+    @pytest.mark.parametrize(
+        ("call", "said"),
+        [
+            (lambda: fastattn.rope(X, X, X, X), "rope() takes 3 positional arguments (x, cos, sin), but 4"),
+            (lambda: CACHE.append(X, X, [5]), "append() takes 2 positional arguments (key, value), but 3"),
+            (
+                lambda: CACHE.attend(X, np.ones((5, 5), bool)),
+                "2 were given: the others go by name, here mask=",
+            ),
+            (lambda: CACHE.step(X, X, X, Causal()), "4 were given: the others go by name, here mask="),
+        ],
+    )
+    def test_one_too_many(self, call, said):
+        with pytest.raises(TypeError, match=re.escape(said)):
+            call()
+        assert not CACHE.lengths.any()
+
+
+class TestAttributes:
+    OWNERS = {  # noqa: RUF012
+        "fastattn": fastattn,
+        "KVCache": CACHE,
+        "MultiHeadAttention": MultiHeadAttention(W, W, W, W, num_heads=1),
+    }
+
+    @pytest.mark.parametrize(("owner", "name"), ATTRIBUTES)
+    def test_names_of_other_libraries(self, owner, name):
+        with pytest.raises(AttributeError) as caught:
+            getattr(self.OWNERS[owner], name)
+        said = ATTRIBUTES[owner, name]
+        assert str(caught.value) == f"{owner} has no attribute {name!r}: say {said}"
+        paths = re.findall(r"[\w.]+(?=\()|^[\w.]+$", said)
+        named = {"fastattn": fastattn, "MultiHeadAttention": MultiHeadAttention, "layer": None}
+        for path in paths:
+            eval(path, dict.fromkeys(dir(fastattn.KVCache)) | named)
+        assert paths
+
+    @pytest.mark.parametrize("name", masks._INSTEAD)
+    def test_masks_of_other_libraries(self, name):
+        with pytest.raises(AttributeError) as caught:
+            getattr(masks, name)
+        said = str(caught.value).partition(": say ")[2]
+        left, right, ids, lengths = 1, 0, [0, 0, 1], 3
+        given = {"left": left, "right": right, "ids": ids, "lengths": lengths}
+        assert eval(said, vars(masks) | given).materialize(1, 3, 3).any()
+
+    def test_another_name(self):
+        for owner in (*self.OWNERS.values(), masks):
+            with pytest.raises(AttributeError, match=r"has no attribute 'no_such_word'$"):
+                operator.attrgetter("no_such_word")(owner)
 
 
 @pytest.mark.parametrize(

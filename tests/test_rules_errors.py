@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -44,8 +45,15 @@ WRONG_TYPES = {
     "query": [np.zeros((2, 4, 5, 6), complex)],
     "key": [np.zeros((2, 2, 9, 6), object)],
     "value": [np.zeros((2, 2, 9, 3), "U2")],
-    "bias": [np.zeros((5, 9), dtype) for dtype in (complex, bool, np.longdouble)],
-    "mask": [*(np.zeros((5, 9), dtype) for dtype in ("f4", "f8", complex, object)), "causal"],
+    "bias": [*(np.zeros((5, 9), dtype) for dtype in (complex, bool, np.longdouble)), masks.NotSelf(), abs],
+    "mask": [
+        *(np.zeros((5, 9), dtype) for dtype in ("f4", "f8", complex, object)),
+        "causal",
+        0,
+        1,
+        np.True_,
+        [masks.Window(1, 1), masks.NotSelf()],
+    ],
     "sinks": [np.zeros(4, complex)],
     "key_lengths": [[3.0, 4.0]],
     "scale": ["big", 1j, np.complex64(1j), floats(2)],
@@ -56,7 +64,13 @@ WRONG_TYPES = {
 }
 ONES = [np.ones(shape, bool) for shape in ((5, 8), (3, 5, 9), (1, 2, 4, 5, 9), (2, 5, 9))]
 WRONG_VALUES = {
-    "mask": [*ONES, masks.Causal(), masks.KeyLengths([1, 2, 3]), masks.GlobalTokens([9])],
+    "mask": [
+        *ONES,
+        np.where(np.tri(5, 9), 0, -10000),
+        masks.Causal(),
+        masks.KeyLengths([1, 2, 3]),
+        masks.GlobalTokens([9]),
+    ],
     "bias": [floats(2, 9), floats(5, 8), floats(3, 1, 5, 9)],
     "causal": [True, "left", None],
     "window": [(1, 2, 3), (-1, 0), (0, -5)],
@@ -159,6 +173,26 @@ KEPT = [
         'or causal="bottom_right" (the last query reads up to the last key)',
     ),
     ({"key_lengths": [3, 10]}, "key_lengths must be in 0..S=9, got 10"),
+    (
+        {"key_lengths": np.ones((2, 9), bool)},
+        "key_lengths of shape (2, 9) does not broadcast to the leading batch axes (2,); where it is a "
+        "mask of padding at the end, say key_lengths.sum(-1)",
+    ),
+    (
+        {"mask": np.where(np.tri(5, 9), 0, -10000)},
+        "mask has the number -10000, and any but 0 is an allowed key; numbers added to the scores go to "
+        "bias=, as floats",
+    ),
+    (
+        {"mask": [masks.Window(1, 1), masks.NotSelf()]},
+        "mask must be a fastattn.masks object or a bool or integer array, got a list of them: combine them "
+        "by & (both) or | (either)",
+    ),
+    ({"bias": masks.NotSelf()}, "bias must be an array, got NotSelf(); a mask goes to mask="),
+    (
+        {"softcap": 0.0},
+        "softcap must be positive, and a normal number in float32, got 0.0; leave it out for none",
+    ),
     ({"layout": "sbhd"}, 'layout must be "bhsd" or "bshd", got \'sbhd\''),
 ]
 
@@ -338,6 +372,93 @@ class TestNotMasks:
             with pytest.raises(TypeError) as caught:
                 fastattn.flex_attention(**good(), block_mask=mask)
             assert str(caught.value) == f"block_mask must be a fastattn.masks object, got {words}"
+
+
+TABLES = fastattn.rope_tables(5, 4)
+POINTS = np.random.default_rng(0).standard_normal((9, 2))
+
+
+class TestOtherFunctions:
+    @pytest.mark.parametrize(
+        ("call", "said"),
+        [
+            (lambda x: fastattn.rope(x, *TABLES[::-1]), "cos and sin are swapped"),
+            (lambda x: fastattn.rope(x.astype(np.float64), *TABLES[::-1]), "cos and sin are swapped"),
+            (
+                lambda x: fastattn.linear_attention(x, x, x, return_state="False"),
+                "return_state must be a bool",
+            ),
+            (lambda x: masks.Causal() + masks.NotSelf(), "use & (both), | (either) and ~ (not)"),
+            (lambda x: x * masks.Causal(), "use & (both), | (either) and ~ (not)"),
+            (lambda x: masks.Dense([[True], [True, False]]), "mask does not convert to an array"),
+            (lambda x: masks.KeyLengths([[1], [1, 2]]), "KeyLengths: lengths does not convert to an array"),
+            (lambda x: fastattn.kernel_logsumexp(POINTS, POINTS, bandwidth="scott"), "must be a number, or"),
+            (lambda x: fastattn.kernel_logsumexp(POINTS, POINTS, bandwidth=True), "must be a number, or"),
+            (lambda x: fastattn.KVCache(2, 1, 4).append(x, x, lengths=x[:, 0, :, 0] > 0), "lengths.sum(-1)"),
+            (lambda x: fastattn.KVCache(2, 1, 4).append(fastattn.Quantized.encode(x), x), "got Quantized"),
+        ],
+    )
+    def test_message(self, call, said):
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+            call(random_arrays(lead=(2,), heads=1, len_q=5, head_dim=4)[0])
+
+    @pytest.mark.parametrize(
+        ("module", "call", "said"),
+        [
+            ("sklearn", lambda it: it.KernelRegressor(bandwidth=True), "bandwidth must be a positive number"),
+            (
+                "sklearn",
+                lambda it: it.KernelRegressor(bandwidth="leave_one_out", per_feature="no"),
+                "per_feature",
+            ),
+            ("sklearn", lambda it: it.KernelRegressor(bandwidth="leave_one_out", max_steps=-1), "max_steps"),
+        ],
+    )
+    def test_estimators(self, module, call, said):
+        estimators = pytest.importorskip(f"fastattn.integrations.{module}", exc_type=ImportError)
+        with pytest.raises((TypeError, ValueError), match=said):
+            call(estimators).fit(POINTS, POINTS[:, 0])
+
+    def test_targets_that_are_text(self):
+        estimators = pytest.importorskip("fastattn.integrations.sklearn", exc_type=ImportError)
+        with pytest.raises(TypeError, match=r"^y has dtype <U"):
+            estimators.KernelRegressor().fit(POINTS, POINTS[:, 0].astype(str))
+
+    def test_flags_of_integrations(self):
+        torch, dask = pytest.importorskip("torch"), pytest.importorskip("dask.array")
+        attention_of_torch = import_module("fastattn.integrations.torch").attention
+        attention_of_dask = import_module("fastattn.integrations.dask").attention
+        x = torch.ones(1, 2, 3, requires_grad=True)
+        for attention, array in [(attention_of_torch, x), (attention_of_dask, dask.ones((1, 2, 3)))]:
+            with pytest.raises(TypeError, match="return_lse must be a bool"):
+                attention(array, array, array, return_lse="False")
+
+    def test_what_looks_alike_is_taken(self):
+        """A rotation by a right angle, integers of which all bits are set, and no numbers at all."""
+        x = random_arrays(lead=(2,), heads=1, len_q=5, head_dim=4)[0]
+        turned = fastattn.rope(x, np.zeros((5, 2), np.float32), np.ones((5, 2), np.float32))
+        np.testing.assert_array_equal(turned, np.concatenate([-x[..., 2:], x[..., :2]], axis=-1))
+        allowed = np.tri(5, 5, dtype=bool)
+        assert_same_bits(
+            fastattn.attention(x, x, x, mask=-allowed.astype(np.int8)),
+            fastattn.attention(x, x, x, mask=allowed),
+        )
+        assert fastattn.attention(x[:, :, :0], x, x, mask=np.zeros((0, 5), int)).shape == (2, 1, 0, 4)
+
+    @pytest.mark.parametrize("kind", ["csr_array", "coo_matrix"])
+    def test_sparse_arrays(self, kind):
+        sparse = pytest.importorskip("scipy.sparse")
+        matrix = getattr(sparse, kind)(np.eye(5, 9, dtype=np.float32))
+        for name in ("mask", "bias"):
+            with pytest.raises(
+                TypeError, match=rf"^{name} must be an array, got {kind}; say {name}.toarray\(\)"
+            ):
+                fastattn.attention(**good(), **{name: matrix})
+
+    def test_a_demo_that_there_is_not(self, capsys):
+        main = pytest.importorskip("fastattn.demo", exc_type=ImportError).main
+        assert main(["gen"]) == 2
+        assert "no demo called gen; there are: generate, embed, train, image" in capsys.readouterr().err
 
 
 class TestTensorsThatRecordGradients:

@@ -74,7 +74,6 @@ from fastattn._api.attention import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from fastattn._call.options import no_attribute
 from fastattn._call.storage import Paged, Quantized
 from fastattn._machine.host import get_num_threads, set_num_threads
 from fastattn._machine.threads import no_fork
@@ -150,10 +149,22 @@ _ON_FIRST_USE = {
     "show_config": "fastattn._api.info",
 }
 
+#: What stands here in the place of names of other libraries.
+_INSTEAD = {
+    **dict.fromkeys(
+        ("dot_product_attention", "flash_attn_func", "memory_efficient_attention"), "fastattn.attention"
+    ),
+    **dict.fromkeys(("flash_attn_varlen_func", "varlen_attn"), "fastattn.varlen_attention"),
+    "sdpa": "fastattn.scaled_dot_product_attention",
+    **dict.fromkeys(("Cache", "DynamicCache", "flash_attn_with_kvcache"), "fastattn.KVCache"),
+    **dict.fromkeys(("MultiHeadAttention", "MultiheadAttention"), "fastattn.layers.MultiHeadAttention"),
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
-        raise no_attribute("fastattn", name)
+        hint = f": say {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     with no_fork:
         module = import_module(_ON_FIRST_USE[name])
         found = globals()[name] = module if module.__name__ == f"fastattn.{name}" else getattr(module, name)

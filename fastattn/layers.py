@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -27,7 +27,7 @@ from fastattn._call.arguments import (
     host_numbers,
     promote,
 )
-from fastattn._call.options import complete, no_attribute, public, refusing
+from fastattn._call.options import complete, public, refusing
 from fastattn._call.problem import MAX_DIM
 from fastattn._machine.device import host_array, in_library_of
 from fastattn.masks import Causal
@@ -318,9 +318,6 @@ class MultiHeadAttention:
             raise ValueError(f"state_dict has {names}, which nn.MultiheadAttention has not")
         named: Any = zip(("b_q", "b_k", "b_v", "b_o"), (*biases, b_o), strict=True)
         return cls(w_q.T, w_k.T, w_v.T, w_o.T, **dict(named), num_heads=num_heads)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise no_attribute("MultiHeadAttention", name)
 
     def __repr__(self) -> str:
         (query_dim, _), (_, out_dim) = self.w_q.shape, self.w_o.shape

@@ -20,7 +20,7 @@ from fastattn._call.arguments import (
     per_item,
     promote,
 )
-from fastattn._call.options import MISSING, complete, no_attribute, public, refuse_arguments, refusing
+from fastattn._call.options import MISSING, complete, public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT64, MAX_ROWS
 from fastattn._call.storage import Rows
 from fastattn._machine.device import in_library_of
@@ -164,9 +164,6 @@ class KVCache(PageStore):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a KVCache is not copied or pickled: fork() it, or save() and KVCache.load() it")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise no_attribute("KVCache", name)
 
     def __repr__(self) -> str:
         s = self._settings

@@ -363,31 +363,6 @@ out
 """
 
 
-#: The same of attributes: whose, the names, and what to say.
-_ATTRIBUTES = """
-fastattn flash_attn_func dot_product_attention memory_efficient_attention | fastattn.attention
-fastattn sdpa | fastattn.scaled_dot_product_attention
-fastattn flash_attn_varlen_func varlen_attn | fastattn.varlen_attention
-fastattn flash_attn_with_kvcache Cache DynamicCache StaticCache | fastattn.KVCache
-fastattn MultiHeadAttention MultiheadAttention | fastattn.layers.MultiHeadAttention
-KVCache update update_and_fetch | append(key, value) and attend(query), or step for both
-KVCache get_seq_length seen_tokens offset | lengths
-KVCache crop trim | truncate(lengths)
-KVCache reset clear | truncate(0), or make another
-KVCache reorder_cache batch_select_indices | select(items)
-KVCache copy clone | fork()
-KVCache key_cache value_cache k_cache v_cache | keys(item) and values(item)
-MultiHeadAttention forward | layer(...), as the layer is called itself
-MultiHeadAttention load_state_dict | MultiHeadAttention.from_torch(state_dict, num_heads)
-"""
-ATTRIBUTES = {
-    (owner, name): say
-    for names, say in (line.split(" | ") for line in _ATTRIBUTES.strip().splitlines())
-    for owner, *given in [names.split()]
-    for name in given
-}
-
-
 def _table() -> dict[str, list[tuple[str, ...]]]:
     table: dict[str, list[tuple[str, ...]]] = {}
     names: list[str] = []

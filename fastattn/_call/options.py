@@ -213,17 +213,6 @@ def refuse_arguments(
     raise TypeError(refusal(function, extra, unknown)) from None
 
 
-def no_attribute(owner: str, name: str) -> AttributeError:
-    """The error for an attribute that a module or a class does not have, nor the instances of that."""
-    instead = None
-    if not name.startswith("_"):
-        with no_fork:
-            from fastattn._call.hints import ATTRIBUTES
-
-        instead = ATTRIBUTES.get((owner, name))
-    return AttributeError(f"{owner} has no attribute {name!r}{f': say {instead}' if instead else ''}")
-
-
 def refusing(function: Function) -> Function:
     """The function, which says what to write instead where it is given arguments that it does not have.
 

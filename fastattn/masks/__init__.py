@@ -58,7 +58,7 @@ _INSTEAD = {
 
 def __getattr__(name: str) -> NoReturn:
     hint = f": say {_INSTEAD[name]}" if name in _INSTEAD else ""
-    raise AttributeError(f"{__name__} has no attribute {name!r}{hint}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

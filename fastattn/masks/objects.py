@@ -348,11 +348,13 @@ class Dense(Mask):
                 f"mask must be a fastattn.masks object or a bool or integer array, got dtype {array.dtype}"
                 f"{float_hint(array)}"
             )
-        if array.dtype.kind == "i" and on_gpu is None and (least := array.min(initial=0)) < -1:
-            raise ValueError(
-                f"mask has the number {least}, and any but 0 is an allowed key; numbers added to the scores "
-                f"go to bias=, as floats"
-            )
+        if array.dtype.kind == "i" and on_gpu is None:
+            stored = array[tuple(slice(None if stride else 1) for stride in array.strides)]
+            if (least := stored.min(initial=0)) < -1:
+                raise ValueError(
+                    f"mask has the number {least}, and any but 0 is an allowed key; numbers added to the "
+                    f"scores go to bias=, as floats"
+                )
         self._set(array)
 
     def __hash__(self) -> int:

@@ -214,13 +214,16 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
 def per_item(value: ArrayLike, name: str, lead: tuple[int, ...], length: int = -1) -> np.ndarray:
     """Integers that broadcast to the leading batch axes. Of `length` more they may be a mask of padding."""
     given = as_array(value, name)
-    if not broadcasts(given.shape, lead):
+    fits, hint = broadcasts(given.shape, lead), ""
+    if given.shape == (*lead, length) and not fits:
         hint = f"; where it is a mask of padding at the end, say {name}.sum(-1)"
+    else:
+        given = integers(given, name)
+    if not fits:
         raise ValueError(
-            f"{name} of shape {given.shape} does not broadcast to the leading batch axes {lead}"
-            f"{hint if given.shape == (*lead, length) else ''}"
+            f"{name} of shape {given.shape} does not broadcast to the leading batch axes {lead}{hint}"
         )
-    return integers(given, name)
+    return given
 
 
 def check_key_lengths(key_lengths: ArrayLike, lead: tuple[int, ...], len_k: int) -> np.ndarray:

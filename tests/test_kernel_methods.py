@@ -502,7 +502,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            ({"bandwidth": "scott"}, r"^bandwidth must be numbers here, got 'scott'; the estimators of"),
+            ({"bandwidth": "scott"}, r"^bandwidth must be a number, .*, got 'scott'; the estimators of"),
             ({"bandwidth": np.eye(2)}, r"whiten points and x by its Cholesky factor"),
             ({"points": Y}, r"^points must have shape \(\.\.\., L, D\), got \(7,\); .* points\[:, None\]"),
             (

@@ -322,7 +322,8 @@ bw_method
         docs/coming-from.md whitens the data
 gamma | bandwidth | say bandwidth=(2 * gamma) ** -0.5
 metric metric_params | bandwidth | leave it out: distances are Euclidean
-algorithm atol rtol breadth_first leaf_size | bandwidth | leave it out: sums are exact, and there is no tree
+algorithm atol rtol breadth_first leaf_size
+    bandwidth | leave it out: all pairs are computed, there is no tree
 axis keepdims | bandwidth | leave it out: sums are over the observations
 b | kernel_logsumexp | say log_weights=np.log(b)
 sample_weight weights

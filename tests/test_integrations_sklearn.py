@@ -250,7 +250,7 @@ class TestMessages:
             ("kernel", "leave it out: the kernel is Gaussian"),
             ("bw_method", "say bandwidth=, a standard deviation"),
             ("metric", "leave it out: distances are Euclidean"),
-            ("atol", "leave it out: sums are exact"),
+            ("atol", "leave it out: all pairs are computed"),
             ("sample_weight", "fit takes sample_weight"),
             ("gamma", "say bandwidth=(2 * gamma) ** -0.5"),
             ("bandwith", "Did you mean 'bandwidth'?"),

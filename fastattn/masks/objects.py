@@ -325,8 +325,7 @@ class Dense(Mask):
     Parameters
     ----------
     array : array_like of bool or integer
-        Broadcast to ``(..., H, L, S)`` by NumPy's rules. Integers below -1 are refused: 0 and -10000 are a
-        bias. An ndarray is not copied, so what is written into
+        Broadcast to ``(..., H, L, S)`` by NumPy's rules. An ndarray is not copied, so what is written into
         it later is seen. One on a GPU stays there: it combines with other masks by ``&``, not by ``|`` or
         ``~``.
 
@@ -348,13 +347,6 @@ class Dense(Mask):
                 f"mask must be a fastattn.masks object or a bool or integer array, got dtype {array.dtype}"
                 f"{float_hint(array)}"
             )
-        if array.dtype.kind == "i" and on_gpu is None:
-            stored = array[tuple(slice(None if stride else 1) for stride in array.strides)]
-            if (least := stored.min(initial=0)) < -1:
-                raise ValueError(
-                    f"mask has the number {least}, and any but 0 is an allowed key; numbers added to the "
-                    f"scores go to bias=, as floats"
-                )
         self._set(array)
 
     def __hash__(self) -> int:

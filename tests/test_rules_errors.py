@@ -51,7 +51,7 @@ WRONG_TYPES = {
         "causal",
         0,
         1,
-        np.True_,
+        True,
         [masks.Window(1, 1), masks.NotSelf()],
     ],
     "sinks": [np.zeros(4, complex)],

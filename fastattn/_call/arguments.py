@@ -172,7 +172,7 @@ def as_mask(mask: Any, flat: bool) -> masks.Mask:
     if isinstance(mask, masks.Mask):
         return mask
     got = describe(mask) if callable(mask) else ""
-    if np.isscalar(mask):  # which NumPy would broadcast
+    if np.isscalar(mask) and not isinstance(mask, np.generic):  # those of NumPy are arrays without axes
         got = f"{mask!r}; for causal attention say causal=True"
     if isinstance(mask, (list, tuple)) and any(isinstance(part, masks.Mask) for part in mask):
         got = f"a {type(mask).__name__} of them: combine them by & (both) or | (either)"

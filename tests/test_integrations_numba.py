@@ -122,6 +122,33 @@ def test_errors_of_types() -> None:
         holding(query, key, value)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("window=(2, 0)", r"'window': .* scale alone; a block `with numba.objmode"),
+        ("return_lse=True", r"'return_lse': .* `with numba.objmode"),
+        ("softmax_scale=1.0", "'softmax_scale': say scale=; "),
+        ("False, 1.0, None", "takes 5 positional arguments .*, but 6 were given"),
+    ],
+)
+def test_arguments_that_compiled_code_does_not_take(given: str, said: str) -> None:
+    function = eval(f"lambda query: attention(query, query, query, {given})", {"attention": attention})
+    with pytest.raises(numba.TypingError, match=said):
+        numba.njit(function)(np.ones((2, 3)))
+
+
+@pytest.mark.slow
+def test_the_block_for_other_arguments() -> None:
+    @numba.njit
+    def windowed(query: Any, key: Any, value: Any) -> Any:
+        with numba.objmode(out="float32[:,:,::1]"):
+            out = fastattn.attention(query, key, value, window=(2, 0))
+        return out
+
+    arrays = arrays_of()
+    assert_same_bits(windowed(*arrays), fastattn.attention(*arrays, window=(2, 0)))
+
+
 def test_threads_without_the_gil() -> None:
     """New calls and known ones at once."""
     problems = [arrays_of(len_q=40 + n) for n in range(8)]

@@ -12,6 +12,7 @@ import numpy as np
 
 import fastattn
 from fastattn._api import c_entry
+from fastattn._call.hints import refusal
 from fastattn._call.options import refusing
 from fastattn.integrations._common import extra
 
@@ -44,6 +45,11 @@ _CAUSAL, _LEFT, _SCALE, _MESSAGE = (
 )
 _MESSAGE_WORDS = 64
 
+#: What to do about arguments that compiled code does not take.
+_ELSEWHERE = (
+    "in compiled code it takes query, key, value, causal and scale alone; a block "
+    "`with numba.objmode(out=...):`, which runs as Python, may call it with the others"
+)
 _DTYPES = {types.float32: c_entry.FLOAT32, types.float64: c_entry.FLOAT64}
 
 
@@ -73,7 +79,8 @@ def attention(
     ValueError
         As `fastattn.attention` does, when the compiled code runs.
     numba.core.errors.TypingError
-        Other dtypes and ranks; a function with ``parallel=True`` that holds the GIL, see Notes; no kernels.
+        Other dtypes and ranks; other arguments, which a block ``with numba.objmode`` may pass to
+        `fastattn.attention`; a function with ``parallel=True`` that holds the GIL, see Notes; no kernels.
 
     Notes
     -----
@@ -186,8 +193,12 @@ def _finite(scale: float) -> float:
     return float(scale)
 
 
-def _typed(query: Any, key: Any, value: Any, causal: Any = False, scale: Any = None) -> Any:
+def _typed(
+    query: Any, key: Any, value: Any, causal: Any = False, scale: Any = None, *more: Any, **unknown: Any
+) -> Any:
     """The implementation for arguments of these types."""
+    if more or unknown:
+        raise TypingError(f"{refusal(attention, more, unknown)}; {_ELSEWHERE}")
     _check_types(query=query, key=key, value=value)
     of_word = isinstance(causal, types.UnicodeType | types.StringLiteral)
     code_of_causal = _code_of_word if of_word else _code_of_bool
@@ -270,4 +281,5 @@ except fastattn.BackendError as error:
     _missing = str(error)
 
 for _function in (attention, fastattn.attention):
-    overload(_function, prefer_literal=True)(_typed)
+    # Not strict: so `_typed` may take what the implementation does not, to refuse it.
+    overload(_function, prefer_literal=True, strict=False)(_typed)

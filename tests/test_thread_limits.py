@@ -306,11 +306,22 @@ print(more_threads())
 
     @pytest.mark.parametrize("user_api", [None, "openmp"])
     def test_other_threads_see_it(self, limits, user_api):
+        wanted = fastattn.get_num_threads()
         with limits(2, user_api=user_api):
+            assert fastattn.get_num_threads() == wanted  # not limited, see its docstring
             assert threads.thread_limit(5) == 2
             assert self.in_a_thread(lambda: threads.thread_limit(5)) == 2
         assert threads.thread_limit(5) == 5
         assert self.in_a_thread(lambda: threads.thread_limit(5)) == 5
+
+    def test_a_limit_on_fastattn_alone(self, limits):
+        """As docs/promises.md writes it."""
+        controller = pytest.importorskip("threadpoolctl").ThreadpoolController()
+        others = [it for it in controller.info() if it["internal_api"] != "fastattn"]
+        with controller.select(internal_api="fastattn").limit(limits=1):
+            assert threads.thread_limit(5) == 1
+            assert [it for it in controller.info() if it["internal_api"] != "fastattn"] == others
+        assert threads.thread_limit(5) == 5
 
     def test_a_thread_of_its_own_limit(self, limits):
         def inner():

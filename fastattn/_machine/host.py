@@ -123,7 +123,10 @@ def threads_changed() -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads a call uses without ``num_threads=``.
+    """How many threads calls are set to use, where they have no ``num_threads=``.
+
+    A limit of threadpoolctl does not change this number: calls then use no more threads than the limit, and
+    `show_config` shows both.
 
     Returns
     -------

@@ -172,6 +172,8 @@ class TestByPosition:
             ("flex_attention", (Causal(),), ", here mask=..."),
             ("flex_attention", (lambda score, b, h, i, j: score,), ", here score_mod=..."),
             ("varlen_attention", (None, Causal()), ", here mask=..."),
+            ("varlen_attention", (4, 4), "; a maximum length is left out"),
+            ("attention", (4,), ""),
         ],
     )
     def test_message(self, function, given, hint):
@@ -289,6 +291,9 @@ class TestHints:
             ("KVCache.attend", "key_lengths", "the cache knows"),
             ("rope", "is_neox_style", "say interleaved=not is_neox_style"),
             ("attention_backward", "softmax_lse", "say lse="),
+            ("attention_backward", "cu_seqlens_q", "np.repeat(np.arange(len(cu_seqlens_q) - 1), np.diff(cu"),
+            ("attention_backward", "cu_seqlens_k", "give the documents of the keys to Segments"),
+            ("MultiHeadAttention", "interleaved", "permute the columns of w_q and w_k"),
             ("MultiHeadAttention.__call__", "attn_mask", "say mask=~attn_mask"),
             ("kernel_regression", "gamma", "say bandwidth=(2 * gamma) ** -0.5"),
         ],
@@ -418,6 +423,15 @@ class TestHints:
         leftpad = np.array([0, 2])  # cache_leftpad of FA3: item 1 begins with two keys of padding
         got = fastattn.attention(q, k, v, mask=np.arange(6) >= leftpad[:, None, None, None])
         np.testing.assert_allclose(got[1], fastattn.attention(q[1], k[1, :, 2:], v[1, :, 2:]))
+        cu_seqlens_q = np.array([0, 4, 6])
+        packed = masks.Segments(np.repeat(np.arange(len(cu_seqlens_q) - 1), np.diff(cu_seqlens_q)))
+        x, y, z = (array[0].swapaxes(0, 1) for array in (q, k, v))
+        out, lse = fastattn.varlen_attention(x, y, z, cu_seqlens_q, return_lse=True)
+        got = fastattn.attention_backward(out, x, y, z, out, lse, mask=packed, layout="bshd")
+        x, y, z = (array[4:] for array in (x, y, z))
+        out, lse = fastattn.attention(x, y, z, layout="bshd", return_lse=True)
+        wanted = fastattn.attention_backward(out, x, y, z, out, lse, layout="bshd")
+        np.testing.assert_allclose(got.key[4:], wanted.key)
         cos, sin = fastattn.rope_tables(6, 4, scaling=("linear", 1 / 0.5))  # scale=0.5 of MLX
         for table, of_half in zip((cos, sin), fastattn.rope_tables(3, 4), strict=True):
             np.testing.assert_allclose(table[::2], of_half, atol=1e-7)

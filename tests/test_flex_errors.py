@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +232,11 @@ class TestErrors:
         got = fastattn.flex_attention(*arrays(), score_mod=lambda s, b, h, i, j: s + np.dot(row, row) * j)
         expected = fastattn.attention(*arrays(), bias=3.0 * np.arange(S))
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+    def test_a_module_that_numba_does_not_know(self):
+        said = "Unknown attribute 'time' .*; functions of numpy and of math are compiled$"
+        with pytest.raises(TypeError, match=said):
+            fastattn.flex_attention(*arrays(), score_mod=lambda s, b, h, i, j: s + time.time())
 
     def test_what_cannot_be_captured(self):
         held, a_class, far = {"a": 1.0}, type("Rates", (), {"rate": 0.5}), 2**70

@@ -393,6 +393,17 @@ def test_errors():
         call(cos=COS[:4], sin=SIN[:4])
 
 
+def test_a_position_for_each_item_is_told_how_to_be_written():
+    x, starts = np.ones((2, 3, 1, 4), np.float32), np.array([5, 3])  # as `KVCache.lengths` has them
+    cos, sin = fastattn.rope_tables(6, 4)
+    with pytest.raises(ValueError, match=r"got \(2,\); .* say positions\[\.\.\., None\] \+ np\.arange\(L\)"):
+        fastattn.rope(x, cos, sin, positions=starts)
+    got = fastattn.rope(x, cos, sin, positions=starts[..., None] + np.arange(1))
+    assert_same_bits(got[1], fastattn.rope(x[1], cos, sin, positions=[3]))
+    with pytest.raises(ValueError, match=r"got \(3,\); x"):
+        fastattn.rope(x, cos, sin, positions=[1, 2, 3])
+
+
 def test_in_place_errors_leave_x_alone(way):
     x = X.copy()
     with pytest.raises(ValueError, match="positions"):

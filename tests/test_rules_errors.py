@@ -362,6 +362,12 @@ class TestNotMasks:
                 fastattn.flex_attention(**good(), block_mask=mask)
             assert str(caught.value) == f"block_mask must be a fastattn.masks object, got {words}"
 
+    def test_block_mask_of_pytorch(self):
+        flex = pytest.importorskip("torch.nn.attention.flex_attention")
+        mask = flex.create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 5, 9, device="cpu")
+        with pytest.raises(TypeError, match="create_block_mask makes a mask of its mask_mod"):
+            fastattn.flex_attention(**good(), block_mask=mask)
+
 
 TABLES = fastattn.rope_tables(5, 4)
 POINTS = np.random.default_rng(0).standard_normal((9, 2))

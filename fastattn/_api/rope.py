@@ -307,9 +307,10 @@ def _positions(value: Any, lead: tuple[int, ...], length: int, rows: int) -> np.
         return np.arange(length, dtype=np.int64)
     positions = np.atleast_1d(integers(as_array(value, "positions"), "positions"))
     if positions.shape[-1] != length or not broadcasts(positions.shape[:-1], lead):
+        hint = "; where each item has its own, say positions[..., None] + np.arange(L)"
         raise ValueError(
             f"positions must have shape (..., L) = {(*lead, length)}, or leading axes that broadcast to it, "
-            f"got {np.shape(value)}"
+            f"got {np.shape(value)}{hint if positions.shape == lead else ''}"
         )
     if positions.size and not 0 <= positions.min() <= positions.max() < rows:
         wrong = positions[(positions < 0) | (positions >= rows)].flat[0]

@@ -245,6 +245,11 @@ seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv
     attn_mask | say attn_mask=np.arange(S) < NAME[:, None, None, None]
 cu_seqlens cu_seq_q cu_seqlens_query qo_indptr | cu_seqlens_q | say cu_seqlens_q=
 cu_seqlens_kv cu_seq_k cu_seqlens_key kv_indptr | cu_seqlens_k | say cu_seqlens_k=
+cu_seqlens cu_seq_q cu_seqlens_q cu_seqlens_query qo_indptr
+    grad_out | say mask=fastattn.masks.Segments(np.repeat(np.arange(len(NAME) - 1), np.diff(NAME))), the
+        document of each token, and layout="bshd"
+cu_seq_k cu_seqlens_k cu_seqlens_kv cu_seqlens_key kv_indptr
+    grad_out | leave it out, and give the documents of the keys to Segments, after those of the queries
 cu_seqlens cu_seq_q cu_seqlens_q cu_seqlens_query cu_seq_k cu_seqlens_k cu_seqlens_kv cu_seqlens_key qo_indptr
         kv_indptr
     query | call fastattn.varlen_attention, which takes packed documents
@@ -294,6 +299,9 @@ rotary_cos rotary_sin cos sin rotary_emb rotary_embedding position_embeddings fr
     MultiHeadAttention.__call__ | leave it out: the layer is made with its tables
 rotary_interleaved is_interleaved traditional | interleaved | say interleaved=
 is_neox_style | interleaved | say interleaved=not is_neox_style
+interleaved rotary_interleaved is_interleaved traditional
+    MultiHeadAttention | leave it out, and permute the columns of w_q and w_k, and b_q and b_k, as the
+        docstring of fastattn.rope shows
 rotary_cos rotary_sin cos sin rotary_emb rotary_embedding position_embeddings freqs_cis rope do_rotary
         rotary_dim rotary_embedding_dim rotary_interleaved is_interleaved traditional is_neox_style
         pos_encoding_mode rope_theta rope_scale
@@ -402,6 +410,8 @@ def _place_of(value: Any, parameters: list[str]) -> str:
     """Where a value given by position was most likely meant to go."""
     if callable(value) and "score_mod" in parameters:
         return ", here score_mod=..."
+    if type(value) is int and "cu_seqlens_q" in parameters:
+        return "; a maximum length is left out"
     place, written, note = "mask" if isinstance(value, Mask) else "", "...", ""
     dtype = str(value.dtype) if hasattr(value, "dtype") and np.ndim(value) else ""
     is_mask = "bool" in dtype or (_has_zeros_and_ones(value) if "float" in dtype or "int" in dtype else False)

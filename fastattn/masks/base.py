@@ -139,13 +139,13 @@ class Mask(Frozen):
         return allowed
 
     def shifted(self, q_offset: int, k_offset: int, *, size: tuple[int, int] | None = None) -> Mask:
-        """The mask of a block of a larger problem, whose first query and key these are.
+        """The mask of a block of a larger problem, for which this mask is.
 
         Parameters
         ----------
         q_offset, k_offset : int
-            Not negative. Of query ``i`` and key ``j`` the result says what the mask says of ``i + q_offset``
-            and ``j + k_offset``.
+            The block's first query and key, not negative: query ``i`` and key ``j`` of the block are
+            ``i + q_offset`` and ``j + k_offset`` of the larger problem.
         size : (int, int), optional
             ``(L, S)`` of the larger problem. Masks that are aligned to its end need it: `PrefixLM`,
             `GlobalTokens`, and `Causal` and `Window` with ``align="bottom_right"``.
@@ -350,6 +350,8 @@ def describe(value: Any) -> str:
             "a function: fastattn.create_block_mask makes a mask of it, "
             "and fastattn.flex_attention takes it as mask_mod="
         )
+    if hasattr(value, "mask_mod"):  # of PyTorch
+        return f"{type(value).__name__}: fastattn.create_block_mask makes a mask of its mask_mod"
     is_array = hasattr(value, "shape") or isinstance(value, (list, tuple))
     return f"{type(value).__name__}{': make a mask of it, Dense(array)' if is_array else ''}"
 

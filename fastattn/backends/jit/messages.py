@@ -47,9 +47,11 @@ def not_compiled(kind: str, function: Any, error: Exception) -> str:
     objected = " ".join([*about[:1], *[line for line in about[1:4] if line.startswith(">>>")]])
     places = re.findall(r'File "(.*?)", line (\d+)', text)
     named = [f"{file}, line {line}" for file, line in places if file != WRAPPER and not _is_numbas(file)]
+    is_of_another = re.search(r"of type Module\(<module '(?!numpy|math)", objected)  # as torch.tanh is
+    hint = "; functions of numpy and of math are compiled" if is_of_another else ""
     return (
         f"{kind} {name_of(function)} cannot be compiled, see above for all that Numba says\n"
-        f"at {named[0] if named else location_of(function)}:\n{objected}"
+        f"at {named[0] if named else location_of(function)}:\n{objected}{hint}"
     )
 
 

@@ -218,7 +218,10 @@ def test_a_bad_setting_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch, as
 
 
 def test_the_capsule() -> None:
-    """By PyCapsule_Import, as NumPy's own is found, and by the header."""
+    """By PyCapsule_Import, as NumPy's own is found, by the header, and by ctypes as docs/c-api.md has it."""
+    namespace: dict[str, Any] = {}
+    exec((ROOT / "docs" / "c-api.md").read_text().split("```python\n")[1].split("```")[0], namespace)
+    assert namespace["address"] == _capi.address()
     load = ctypes.pythonapi.PyCapsule_Import
     load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
     assert load(b"fastattn._capi.attention", 0) == _capi.address()

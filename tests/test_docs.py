@@ -98,7 +98,7 @@ def test_cells(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = cells(DOCS / f"{name}.md")
     assert code
-    namespace = {"np": np}
+    namespace = {}
     for cell in code:
         exec(compile(cell, f"{name}.md", "exec"), namespace)
 

@@ -197,9 +197,7 @@ def _typed(
     query: Any, key: Any, value: Any, causal: Any = False, scale: Any = None, *more: Any, **unknown: Any
 ) -> Any:
     """The implementation for arguments of these types."""
-    if more or unknown:
-        raise TypingError(f"{refusal(attention, more, unknown)}; {_ELSEWHERE}")
-    _check_types(query=query, key=key, value=value)
+    _check_types(more, unknown, query=query, key=key, value=value)
     of_word = isinstance(causal, types.UnicodeType | types.StringLiteral)
     code_of_causal = _code_of_word if of_word else _code_of_bool
     has_no_scale = scale is None or isinstance(scale, types.NoneType | types.Omitted)
@@ -254,8 +252,10 @@ def _typed(
     return implementation
 
 
-def _check_types(**arrays: Any) -> None:
+def _check_types(more: tuple[Any, ...], unknown: dict[str, Any], **arrays: Any) -> None:
     """TypingError where compiled code cannot call the C entry with these."""
+    if more or unknown:
+        raise TypingError(f"{refusal(attention, more, unknown)}; {_ELSEWHERE}")
     for name, array in arrays.items():
         if not isinstance(array, types.Array) or array.dtype not in _DTYPES:
             raise TypingError(f"{name} must be an array of float32 or float64, got {array}")

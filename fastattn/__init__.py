@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._api.linear import linear_attention, random_features
+    from fastattn._api.recurrent import gated_linear_attention
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._call.gradients import Gradients
@@ -108,6 +109,7 @@ __all__ = [
     "create_block_mask",
     "dropout_mask",
     "flex_attention",
+    "gated_linear_attention",
     "get_include",
     "get_num_threads",
     "kernel_logsumexp",
@@ -137,6 +139,7 @@ _ON_FIRST_USE = {
     "attention_backward": "fastattn._api.backward",
     "create_block_mask": "fastattn._api.flex",
     "flex_attention": "fastattn._api.flex",
+    "gated_linear_attention": "fastattn._api.recurrent",
     "get_include": "fastattn._api.c_entry",
     "kernel_logsumexp": "fastattn._api.kernel_methods",
     "kernel_regression": "fastattn._api.kernel_methods",

@@ -54,12 +54,17 @@ LAYERS = [
     {"_call.gradients"},
     {"_call.options"},
     {"_call.arguments"},
-    {"_call.normalize", "_call.linear", "_call.rope"},
+    {"_call.normalize", "_call.linear", "_call.recurrent", "_call.rope"},
     {"_call.schedule"},
     # Those that compute
     {"backends._base"},
     {"backends.cpu.fields"},
-    {"backends.reference.attention", "backends.reference.linear", "backends.reference.rope"},
+    {
+        "backends.reference.attention",
+        "backends.reference.linear",
+        "backends.reference.recurrent",
+        "backends.reference.rope",
+    },
     {"backends.cpu.record", "backends.cpu.backward"},
     {"backends.jit.codegen.target"},
     {"backends.jit.codegen.emit"},
@@ -111,7 +116,7 @@ LAYERS = [
     {"_cache.cache"},
     {"_api.rope"},
     {"_api.kernel_methods"},
-    {"_api.linear"},
+    {"_api.linear", "_api.recurrent"},
     {"_api.c_entry"},
     {"layers"},
     {"_api.blas"},
@@ -450,7 +455,8 @@ def test_backends_name_no_mask():
 #: of `rope`, of kernel methods, of features and of weights around attention, those and the files of
 #: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
-    "_api/c_entry.py", "_api/kernel_methods.py", "_api/linear.py", "_api/rope.py", "_cache/cache.py",
+    "_api/c_entry.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
+    "_api/rope.py", "_cache/cache.py",
     "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
     "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",
     "masks/objects.py",
@@ -514,6 +520,7 @@ RAISES_ELSEWHERE = {
     "_api/flex.py: _aux": "what functions read",
     "_api/flex.py: _evaluate": "there is no compiler",
     "backends/reference/linear.py: of": "what a feature map gives",
+    "backends/registry.py: function": "the backend that was asked for has no such function",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
     "backends/jit/functions.py: _typed": "the function does not compile, or returns something else",
     "backends/jit/functions.py: check": "the function read outside of an array",

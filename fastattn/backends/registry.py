@@ -99,13 +99,19 @@ def warn_without_kernels(what: str, stacklevel: int) -> None:
         )
 
 
-def function(name: str, call: Any) -> Any:
-    """`name`, "rope" or "linear_attention", of the first backend that can run it: "reference" always can."""
-    for candidate in PREFERRED:
+def function(name: str, call: Any, wanted: str | None = None) -> Any:
+    """The function `name`, as "rope", of the first backend that can run it: "reference" always can.
+
+    Or of the backend `wanted`: BackendError where that cannot.
+    """
+    reasons: list[str] = []
+    named = None if wanted is None else requested(wanted)
+    for candidate in PREFERRED if named is None else (named,):
         backend = load(candidate)
-        if not backend.function_reasons(name, call) and not backend.unavailable_reasons():
-            break
-    return getattr(backend, name)
+        reasons = backend.function_reasons(name, call) or backend.unavailable_reasons()
+        if not reasons:
+            return getattr(backend, name)
+    raise BackendError(f"backend {named!r} cannot run {name}: {'; '.join(reasons)}")
 
 
 def usable(name: str, purpose: str) -> Any:

@@ -312,18 +312,10 @@ class FlexAttention(_FlexAttention):
 
 #: Which inputs each update rule of `LinearAttention` needs beside query, key and value.
 _GATES = {"linear": set(), "gated": {"decay"}, "delta": {"beta"}, "gated_delta": {"decay", "beta"}}
-_CHUNK = 64  #: tokens
-_CHUNK_OF_COLUMNS = 16  #: tokens where each column has its own decay
-_NO_TRACE = -200.0  #: a log decay that turns any float32 into 0
 
 
 class LinearAttention(OpRun):
-    """``LinearAttention`` of opset 27 on, a chunk of tokens at a time, by products of matrices.
-
-    The recurrences of a chunk in closed form: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta
-    Rule", ICLR 2025, section 3.3, with the triangular system solved rather than inverted. Computed in
-    float32, decays in float64.
-    """
+    """``LinearAttention`` of opset 27 on, by `fastattn.gated_linear_attention`."""
 
     def _run(
         self,
@@ -351,75 +343,24 @@ class LinearAttention(OpRun):
         for name, x in (("query", query), ("key", key), ("value", value)):
             _check_shape(name, x, (*query.shape[:2], x.shape[-1]))
         B, T, _ = query.shape
-        # Axes (B, K, G, T, ...) with G = 1 but for queries.
-        k, v = (
-            _heads(x, K, name, "kv_num_heads").astype(np.float32)[:, :, None]
-            for x, name in ((key, "key"), (value, "value"))
-        )
+        k, v = (_heads(x, K, name, "kv_num_heads") for x, name in ((key, "key"), (value, "value")))
         D, E = k.shape[-1], v.shape[-1]
         _check_shape("query", query, (B, T, H * D))
-        q = _heads(query, H, "query", "q_num_heads").astype(np.float32).reshape(B, K, H // K, T, D)
         if decay is not None:
             _check_shape("decay", decay, (B, T, K), (B, T, K * D))
-            decay = _heads(decay, K, "decay", "kv_num_heads").astype(np.float64)[:, :, None]
-            decay = np.maximum(decay, _NO_TRACE)
+            decay = _heads(decay, K, "decay", "kv_num_heads")
+            decay = decay if decay.shape[-1] > 1 else decay[..., 0]
         if beta is not None:
             _check_shape("beta", beta, (B, T, 1), (B, T, K))
-            beta = beta.swapaxes(1, 2).astype(np.float32)[:, :, None, :, None]
-        if past_state is None:
-            state = np.zeros((B, K, 1, D, E), np.float32)
-        else:
+            beta = beta.swapaxes(1, 2)
+        if past_state is not None:
             _check_shape("past_state", past_state, (B, K, D, E))
-            state = past_state.astype(np.float32)[:, :, None]
-        chunk = _CHUNK if decay is None or decay.shape[-1] == 1 else _CHUNK_OF_COLUMNS
-        if not all(np.isfinite(x).all() for x in (k, v, decay, beta) if x is not None):
-            chunk = 1  # the recurrence itself, so that nonfinite numbers do not reach earlier tokens
-        out = np.empty((*q.shape[:-1], E), query.dtype)
-        for start in range(0, T, chunk):
-            rows = np.s_[..., start : start + chunk, :]
-            gates = (None if x is None else x[rows] for x in (decay, beta))
-            found, state = _advance(state, q[rows], k[rows], v[rows], *gates)
-            out[rows] = (scale or 1 / sqrt(D)) * found
-        packed = out.reshape(B, H, T, E).swapaxes(1, 2).reshape(B, T, H * E)
-        return packed, state[:, :, 0].astype(query.dtype if past_state is None else past_state.dtype)
-
-
-def _advance(
-    state: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    decay: np.ndarray | None,
-    beta: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The outputs of a chunk, without the scale, and the state ``(..., D, E)`` after it.
-
-    The state at token t is ``kept(0, t) * state + sum_{s <= t} kept(s, t) * k_s v_s^T``. By the delta rule
-    the state's own answer, which depends on the tokens before, is first subtracted from v.
-    """
-    if decay is None:
-        from_start = to_end = np.ones((1, 1), np.float32)
-        between = np.ones((1, 1, 1), np.float32)
-    else:
-        total = decay.cumsum(-2)
-        from_start, to_end = (np.exp(x).astype(np.float32) for x in (total, total[..., -1:, :] - total))
-        gap = total[..., :, None, :] - total[..., None, :, :]
-        gap[..., ~np.tri(gap.shape[-2], dtype=bool), :] = 0  # of later tokens, which may be large
-        between = np.exp(gap).astype(np.float32)
-
-    def scores(x: np.ndarray, diagonal: int) -> np.ndarray:
-        if between.shape[-1] == 1:
-            products = (x @ k.swapaxes(-1, -2)) * between[..., 0]
-        else:
-            products = np.einsum("...tsd,...sd->...ts", x[..., :, None, :] * between, k)
-        return np.tril(products, diagonal)
-
-    if beta is not None:
-        system = np.eye(k.shape[-2], dtype=np.float32) + beta * scores(k, -1)
-        v = np.linalg.solve(system, beta * (v - (k * from_start) @ state))
-    out = (q * from_start) @ state + scores(q, 0) @ v
-    decayed = state * from_start[..., -1:, :].swapaxes(-1, -2)
-    return out, decayed + (k * to_end).swapaxes(-1, -2) @ v
+        out, state = fastattn.gated_linear_attention(
+            _heads(query, H, "query", "q_num_heads"), k, v, decay=decay, beta=beta, scale=scale or None,
+            state=past_state, return_state=True,
+        )  # fmt: skip
+        packed = out.swapaxes(1, 2).reshape(B, T, H * E)
+        return packed, state.astype(query.dtype if past_state is None else past_state.dtype)
 
 
 #: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.

@@ -24,6 +24,7 @@
 #include "test_backward.c"
 #include "test_rope.c"
 #include "test_linear.c"
+#include "test_recurrent.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
@@ -69,6 +70,7 @@ static const struct {
     {"rows_of_each_storage", test_rows_of_each_storage},
     {"rope", test_rope},
     {"linear", test_linear},
+    {"recurrent", test_recurrent},
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},

@@ -13,6 +13,7 @@ import numpy as np
 from fastattn._call.gradients import Backward, Gradients
 from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, broadcast, elu_plus_one, shared
 from fastattn._call.problem import Problem
+from fastattn._call.recurrent import RecurrentCall
 from fastattn._call.rope import Rotation
 from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
 from fastattn._call.storage import SWAPPED, storage_of
@@ -100,7 +101,7 @@ class CythonBackend(Backend):
     def function_reasons(self, name: str, call: Any) -> list[str]:
         if name == "linear_attention" and call.feature_map is not elu_plus_one:
             return ["it has no features but elu(x) + 1"]
-        if name == "linear_attention" and not all((call.out.size, *call.key.shape[-2:])):
+        if name != "rope" and not all((call.out.size, *call.key.shape[-2:])):
             return ["a size is 0"]
         return []
 
@@ -124,7 +125,7 @@ class CythonBackend(Backend):
         driver.linear_attention(
             arrays,
             tuple(map(_item_offsets, arrays, (lead, key_lead, key_lead, lead))),
-            tuple(storage_of(x.dtype) | (0 if x.dtype.isnative else SWAPPED) for x in arrays),
+            tuple(map(_storage, arrays)),
             np.broadcast_to(item_of_keys, lead).flatten(),
             np.full(item_of_keys.size, S) if call.lengths is None else call.lengths.flatten(),
             sums,
@@ -139,12 +140,35 @@ class CythonBackend(Backend):
             return None
         return broadcast(LinearState(sums[..., :E, :M].swapaxes(-1, -2), sums[..., E, :M]), lead)
 
+    def gated_linear_attention(self, call: RecurrentCall, num_threads: int | None) -> np.ndarray | None:
+        arrays = call.query, call.key, call.value, call.out, call.decay, call.beta
+        lead, state = call.lengths.shape, None
+        if call.return_state:
+            state = np.empty((*call.key.shape[:-2], call.key.shape[-1], call.value.shape[-1]), call.dtype)
+        driver.gated_linear_attention(
+            arrays,
+            tuple(None if x is None else _item_offsets(x, lead) for x in arrays),
+            tuple(0 if x is None else _storage(x) for x in arrays),
+            np.ascontiguousarray(call.lengths, np.int64),
+            call.earlier,
+            state,
+            call.scale,
+            call.dtype.itemsize,
+            self.limit_of_call(num_threads),
+        )
+        return state
+
     def limit_of_call(self, num_threads: int | None) -> Callable[[], int]:
         """Asked where several threads may be faster: how many a call with this `num_threads` may have."""
         return lambda: self.thread_limit(host.threads_for(num_threads))
 
 
 backend = CythonBackend()
+
+
+def _storage(array: np.ndarray) -> int:
+    """How its numbers are stored, and whether their bytes are swapped."""
+    return storage_of(array.dtype) | (0 if array.dtype.isnative else SWAPPED)
 
 
 def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:

@@ -20,7 +20,7 @@ ABI of Python 3.11, a call of Cython's own type of function builds a tuple of th
 
 from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
-from libc.math cimport INFINITY, NAN, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
+from libc.math cimport INFINITY, NAN, exp, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
 from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memcmp, memcpy, memset, strlen
@@ -68,6 +68,7 @@ include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
 include "linear.pxi"     # linear attention: sums over keys, and products of queries with them
+include "recurrent.pxi"  # gated linear attention: a state that decays, and the delta rule
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastattn.backends._base import Backend
-from fastattn.backends.reference import attention, linear, rope
+from fastattn.backends.reference import attention, linear, recurrent, rope
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastattn._call.gradients import Backward, Gradients
     from fastattn._call.linear import LinearCall, LinearState
     from fastattn._call.problem import Problem
+    from fastattn._call.recurrent import RecurrentCall
     from fastattn._call.rope import Rotation
 
 
@@ -45,6 +48,9 @@ class ReferenceBackend(Backend):
 
     def linear_attention(self, call: LinearCall, num_threads: int | None) -> LinearState | None:
         return linear.attend(call)
+
+    def gated_linear_attention(self, call: RecurrentCall, num_threads: int | None) -> np.ndarray | None:
+        return recurrent.attend(call)
 
 
 backend = ReferenceBackend()

@@ -108,6 +108,7 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
 
 #include "backward.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "rope.h"
 
 #define KERNEL(name) .name = name
@@ -129,6 +130,9 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     .accumulate_rows = {EACH_READ(EACH_STORED, ACCUMULATE_ROWS_OF)}, KERNEL(accumulate_rows_nonfinite),
     .rope = {EACH_READ(EACH_WRITTEN, ROPE_OF)},
     KERNEL(elu_plus_one), KERNEL(add_sums), KERNEL(round_sums),
+    KERNEL(exponentials), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(gate), KERNEL(substitute), KERNEL(correct),
+    KERNEL(scale_rows), KERNEL(multiply), KERNEL(advance_sums), KERNEL(round_panels),
+    KERNEL(advance_token),
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
     KERNEL(add_columns), KERNEL(uncap),
 };

@@ -225,6 +225,52 @@ typedef struct {
     void (*add_sums)(double *sums, const void *part, ptrdiff_t n);
     void (*round_sums)(void *rounded, const double *sums, ptrdiff_t n);
 
+    /* Recurrent forms. Their products are those of `score` and `accumulate`, too. Decays are natural logarithms; where a sum
+     * of them is in two arrays, high and low, it is their sum. ld and n_cols are multiples of `lanes`. */
+
+    /* to[i] = exp(high[i] + low[i]), i < n, a multiple of `lanes`. */
+    void (*exponentials)(void *to, const void *high, const void *low, ptrdiff_t n);
+
+    /* high and low of row t = the sum of decay[1 .. t][d], for the rows up to n before which no sum of consecutive decays
+     * of a column is beyond `most` in magnitude; returns how many these are, at least 1. */
+    ptrdiff_t (*sum_decays)(void *high, void *low, const void *decay, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t dim, double most);
+
+    /* Of such sums, high in `up` and low in `down`, and m, the middle between the least and the greatest of a column:
+     * up[t][d] = exp(sum - m), down[t][d] = exp(m - sum), before[d] = exp(first[d] + m), and after = the last row of up. */
+    void (*decay_columns)(void *up, void *down, void *before, void *after, const void *first, ptrdiff_t ld, ptrdiff_t n,
+                          ptrdiff_t dim);
+
+    /* s[j][lane] becomes factor[lane] * exp(the lane's sum - the key's) * s[j][lane] for j < seen[lane], and 0 for other j.
+     * high NULL: without the exponential. */
+    void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, const void *seen, const void *factor, const void *high,
+                 const void *low, const void *key_high, const void *key_low);
+
+    /* u[t] += the sum over j < t of s[j][t] * u[j], for one t after another, t < n <= 16. */
+    void (*substitute)(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
+
+    /* u[t] = beta[t] * (v[t] - u[t]), t < n. */
+    void (*correct)(void *u, const void *v, const void *beta, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
+
+    /* to[t] = factor[t] * from[t], t < n. */
+    void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n);
+
+    /* to[i] = a[i] * b[i], i < n, a multiple of `lanes`. */
+    void (*multiply)(void *to, const void *a, const void *b, ptrdiff_t n);
+
+    /* sums[d] = after[d] * (before[d] * sums[d] + part[d]), d < dim; NULL stands for 1. */
+    void (*advance_sums)(double *sums, const void *part, const void *before, const void *after, ptrdiff_t dim, ptrdiff_t ld);
+
+    /* Panels as of `pack_values` of factor[d] * sums[d], rounded; NULL stands for 1. */
+    void (*round_panels)(void *panels, const double *sums, const void *factor, ptrdiff_t dim, ptrdiff_t ld);
+
+    /* One token of a state (dim, n_cols), by rows to_row and from_row bytes apart: row d of `to` = kept[d] * row d of `from` +
+     * k[d] * u, where u = v, or with beta, unless NULL, u = beta * (v - the sum over d of k[d] * kept[d] * row d of `from`); and
+     * acc[r] = the sum over d of q[r * ld + d] * row d of `to`, r < n_queries. from NULL: zeros; it may be `to`. v and acc are
+     * readable and writable up to whole vectors. */
+    void (*advance_token)(char *to, const char *from, ptrdiff_t to_row, ptrdiff_t from_row, const void *k, const void *v,
+                          const void *kept, const void *beta, const void *q, ptrdiff_t ld, ptrdiff_t n_queries, ptrdiff_t dim,
+                          ptrdiff_t n_cols, void *acc, ptrdiff_t acc_ld);
+
     /* Gradients. Their products are those of `score` and `accumulate`, with rows of queries in the place of keys. */
 
     /* The sum over c < n of a[c] * b[c], contiguous REAL, added up in double. */

@@ -1,0 +1,258 @@
+"""`gated_linear_attention`: a recurrence, whose state decays and is corrected by the delta rule."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from fastattn._call.arguments import (
+    as_array,
+    check_bool,
+    check_finite,
+    check_key_lengths,
+    check_number_dtype,
+    is_swapped,
+)
+from fastattn._call.normalize import as_inputs, naming_shapes, room_for_out
+from fastattn._call.options import refusing
+from fastattn._call.recurrent import RecurrentCall
+from fastattn._machine.device import host_array, in_library_of
+from fastattn._machine.host import check_threads_of_call
+from fastattn.backends.registry import function
+from fastattn.masks.arguments import broadcasts
+
+if TYPE_CHECKING:
+    from typing import Generic, TypedDict, Unpack
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._call.options import BackendName, Flag, LayoutName, No, Yes
+
+    class _Options(TypedDict, Generic[Flag], total=False):
+        decay: ArrayLike | None
+        beta: ArrayLike | None
+        scale: float | None
+        key_lengths: ArrayLike | None
+        state: ArrayLike | None
+        return_state: Flag
+        layout: LayoutName
+        num_threads: int | None
+        backend: BackendName | None
+
+
+@overload
+def gated_linear_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[No]]
+) -> np.ndarray: ...
+@overload
+def gated_linear_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[Yes]]
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def gated_linear_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[_Options[bool]]
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]: ...
+@refusing
+def gated_linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    key_lengths: ArrayLike | None = None,
+    state: ArrayLike | None = None,
+    return_state: bool = False,
+    layout: LayoutName = "bhsd",
+    num_threads: int | None = None,
+    backend: BackendName | None = None,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Causal linear attention whose state decays or is corrected by the delta rule, in linear time.
+
+    Each token adds the product of its key and its value to a state, which decays before, and each query
+    reads the state of its own token. Letters as in `attention`, with ``L`` tokens.
+
+    Parameters
+    ----------
+    query, key, value : array_like, shapes (..., H, L, D), (..., K, L, D) and (..., K, L, E)
+        As in `attention`, but on the host. Query head ``h`` reads key/value head ``h // (H // K)``.
+    decay : array_like, shape (..., K, L) or (..., K, L, D), optional
+        Natural logarithm of the factor that a token's state, or each of its rows, is multiplied by; at most
+        0 for a state that decays, -inf forgets it. None: 1. Broadcasts to its shape; as many axes as `key`
+        say that it is one of the rows.
+    beta : array_like, shape (..., K, L), optional
+        The rate of the delta rule: a token writes so much of the difference between its value and what the
+        state answers to its key. None: the value itself is added.
+    scale : float, optional
+        Of the results; ``1 / sqrt(D)`` when not given.
+    key_lengths : array_like of int, optional
+        Broadcasts to the leading batch axes; keys, values, decays and rates of tokens at or past it are never
+        read, and queries there read the state of the tokens before.
+    state : array_like, shape (..., K, D, E), optional
+        The state before the first token; zeros when not given. It is not changed.
+    return_state : bool, default False
+        Also return the state after the last token.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        "bshd": query, key, value and the result are ``(..., L, heads, dim)``, `decay` and `beta`
+        ``(..., L, K)``, and a `decay` of rows ``(..., L, K, D)``.
+    num_threads, backend
+        As in `attention`; "cython" and "reference" can run it.
+
+    Returns
+    -------
+    out : ndarray, shape (..., H, L, E)
+        In the dtype that query, key and value promote to; C-contiguous.
+    state : ndarray, shape (..., K, D, E)
+        When asked for; in float32, or float64 where that is the dtype of the computation.
+
+    Raises
+    ------
+    TypeError
+        A dtype that `attention` does not take; arrays on a GPU.
+    ValueError
+        Shapes that do not fit, `key_lengths` outside ``0..L``.
+    BackendError
+        A `backend` that cannot run it.
+
+    Notes
+    -----
+    The same in NumPy, for one head, with ``g`` the decays of its tokens, of shape ``(L, 1)`` or ``(L, D)``::
+
+        for t in range(L):
+            S = np.exp(g[t])[:, None] * S
+            u = v[t] if beta is None else beta[t] * (v[t] - k[t] @ S)
+            S = S + np.outer(k[t], u)
+            out[t] = scale * (q[t] @ S)
+
+    ========================  ================  ========
+    model                     `decay`           `beta`
+    ========================  ================  ========
+    linear attention          None              None
+    RetNet [1]_               of a head         None
+    Mamba-2 [2]_              ``(..., K, L)``   None
+    GLA [3]_                  ``(.., L, D)``    None
+    DeltaNet [4]_             None              yes
+    Gated DeltaNet [5]_       ``(..., K, L)``   yes
+    Kimi Delta Attention [6]_ ``(.., L, D)``    yes
+    ========================  ================  ========
+
+    Some tokens are worked on at once by products of matrices, [5]_, section 3.3; the triangular system of
+    the delta rule is solved by substitution. Cut anywhere, with the state passed on, the result is the same
+    to rounding. The bits depend on neither the number of threads nor the other items. A number that is NaN
+    or inf reaches later tokens of its own head and item only. Products are in the dtype of the computation,
+    the state is kept in float64 while the call runs.
+
+    References
+    ----------
+    .. [1] Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models", 2023.
+    .. [2] Dao and Gu, "Transformers are SSMs", ICML 2024.
+    .. [3] Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", ICML 2024.
+    .. [4] Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length",
+       NeurIPS 2024.
+    .. [5] Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", ICLR 2025.
+    .. [6] Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value = rng.standard_normal((3, 2, 4, 100, 16), dtype=np.float32)
+    >>> key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    >>> decay = -rng.random((2, 4, 100), dtype=np.float32)
+    >>> beta = rng.random((2, 4, 100), dtype=np.float32)
+    >>> out = fastattn.gated_linear_attention(query, key, value, decay=decay, beta=beta)
+    >>> out.shape
+    (2, 4, 100, 16)
+
+    The first 60 tokens, and then one at a time with the state:
+
+    >>> def run(tokens, state=None):
+    ...     q, k, v = (x[:, :, tokens] for x in (query, key, value))
+    ...     g, b = (x[:, :, tokens] for x in (decay, beta))
+    ...     return fastattn.gated_linear_attention(q, k, v, decay=g, beta=b, state=state, return_state=True)
+    >>> first, state = run(np.s_[:60])
+    >>> for t in range(60, 100):
+    ...     one, state = run(np.s_[t : t + 1], state)
+    >>> np.allclose(one[:, :, 0], out[:, :, -1], atol=1e-5)
+    True
+    """
+    num_threads = check_threads_of_call(num_threads)
+    check_bool(return_state, "return_state")
+    options = {
+        "decay": decay,
+        "beta": beta,
+        "scale": scale,
+        "key_lengths": key_lengths,
+        "state": state,
+        "return_state": return_state,
+        "layout": layout,
+    }
+    call, flat, result = _checked(query, key, value, options)
+    after = function("gated_linear_attention", call, backend)(call, num_threads)
+    result = in_library_of(query, result)
+    if after is None:
+        return result
+    return result, in_library_of(query, after[0] if flat else after)
+
+
+@naming_shapes
+def _checked(
+    query: Any, key: Any, value: Any, options: dict[str, Any]
+) -> tuple[RecurrentCall, bool, np.ndarray]:
+    """The call, whether the arrays are those of one head without an axis, and the result."""
+    given = ((query, "query"), (key, "key"), (value, "value"))
+    arrays: Any = (host_array(as_array(x, name), name) for x, name in given)
+    swapped, scale, key_lengths = is_swapped(options["layout"]), options["scale"], options["key_lengths"]
+    inputs: Any = as_inputs(*arrays, swapped=swapped)
+    lead, _, L, S = inputs.sizes
+    if L != S:
+        raise ValueError(f"query, key and value must have the same length, got {L} and {S}")
+    K, D, E = inputs.key.shape[-3], inputs.key.shape[-1], inputs.value.shape[-1]
+    flat, dtype = inputs.flat, inputs.dtype
+    swapped = swapped and not flat
+    tokens = (*lead, L, K) if swapped else (*lead, K, L)
+
+    def gate(name: str, per_column: bool) -> np.ndarray | None:
+        """``(*lead, K, L, 1)`` or ``(*lead, K, L, D)``."""
+        if options[name] is None:
+            return None
+        array = host_array(as_array(options[name], name), name)
+        check_number_dtype(array, name)
+        has_columns = per_column and array.ndim + flat > len(tokens)
+        x, whole = (array, (*tokens, D)) if has_columns else (array[..., None], (*tokens, 1))
+        x = x[None] if flat else x
+        if not broadcasts(x.shape, whole):
+            expected = f"{tokens[flat:]} or {(*tokens, D)[flat:]}" if per_column else tokens[flat:]
+            raise ValueError(f"{name} must broadcast to {expected}, got {array.shape}")
+        x = np.broadcast_to(x.astype(dtype, copy=False), whole)
+        return x.swapaxes(-3, -2) if swapped else x
+
+    decay, beta = gate("decay", True), gate("beta", False)
+    earlier = None
+    if options["state"] is not None:
+        array = host_array(as_array(options["state"], "state"), "state")
+        check_number_dtype(array, "state")
+        held, own = (array[None] if flat else array), (*lead, K, D, E)
+        if held.shape[-3:] != own[-3:] or not broadcasts(held.shape, own):
+            raise ValueError(f"state must have shape {own[flat:]}, got {array.shape}")
+        earlier = np.ascontiguousarray(np.broadcast_to(held, own), dtype)
+    lengths = np.full(lead, L) if key_lengths is None else check_key_lengths(key_lengths, lead, L)
+    result, _, out = room_for_out(inputs, None, {})
+    call = RecurrentCall(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        decay,
+        beta,
+        np.broadcast_to(lengths, lead),
+        earlier,
+        dtype,
+        1 / sqrt(D) if scale is None else check_finite(scale, "scale"),
+        options["return_state"],
+        out,
+    )
+    return call, flat, result

@@ -1,0 +1,268 @@
+/* Recurrent forms of attention: decays, and the triangular system of the delta rule. Included by kernels.c.
+ *
+ * A decay is a natural logarithm. Sums of decays are in two REALs, high and low, so that differences of long sums are
+ * those of the decays to a rounding. */
+
+/* exp(high + low), |low| far below |high|; 0 from the logarithm of the smallest normal number on, inf from that of the
+ * largest on, NaN for NaN. */
+INLINE void exp_vectors(const int n, VEC high[], const VEC low[]) {
+    const REAL round = (REAL)1.5 * (REAL)((LANE_INT)1 << MANTISSA_BITS) - EXPONENT_MIN;
+    const VEC lowest = splat((REAL)(EXPONENT_MIN * LN2)), highest = splat((REAL)((3 - EXPONENT_MIN) * LN2));
+    VEC half_power[FEATURE_VECTORS], y[FEATURE_VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++) {
+        const VEC x = max(lowest, min(highest, high[i]));
+        const VEC rest = (VEC)((IVEC)low[i] & (IVEC)(x == high[i])); /* 0 beyond either, where it may be large */
+        half_power[i] = x * (REAL)LOG2E + round;
+        const VEC whole = half_power[i] - round;
+        high[i] = (((x - whole * (REAL)LN2_HIGH) - whole * (REAL)LN2_LOW) + rest) * (REAL)LOG2E;
+        half_power[i] = (VEC)((IVEC)half_power[i] << MANTISSA_BITS);
+    }
+    twice_exp2m1_over_f(n, high, y);
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++) high[i] = (y[i] * high[i] + 2) * half_power[i];
+}
+
+static void exponentials(void *to, const void *high, const void *low, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i += LANES) {
+        VEC x = load((const REAL *)high + i);
+        const VEC rest = load((const REAL *)low + i);
+        exp_vectors(1, &x, &rest);
+        store((REAL *)to + i, x);
+    }
+}
+
+/* (high, low) += x, with Knuth's TwoSum: the error of the sum of high goes into low. */
+INLINE void add_exactly(VEC *high, VEC *low, VEC x) {
+    const VEC sum = *high + x, other = sum - *high;
+    *low += (*high - (sum - other)) + (x - other);
+    *high = sum;
+}
+
+static ptrdiff_t sum_decays(void *high_rows, void *low_rows, const void *decay, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t dim,
+                            double most) {
+    REAL *high = high_rows, *low = low_rows;
+    ptrdiff_t fits = n;
+    for (ptrdiff_t d = 0; d < dim; d += LANES) {
+        VEC sum = {}, rest = {}, least = {}, greatest = {};
+        store(high + d, sum);
+        store(low + d, rest);
+        for (ptrdiff_t t = 1; t < fits; t++) {
+            add_exactly(&sum, &rest, load((const REAL *)decay + t * ld + d));
+            least = min(sum, least);
+            greatest = max(sum, greatest);
+            const IVEC is_near = (IVEC)(greatest - least <= (REAL)most) & (IVEC)(sum == sum);
+            if (any_lane(~is_near)) {
+                fits = t;
+                break;
+            }
+            store(high + t * ld + d, sum);
+            store(low + t * ld + d, rest);
+        }
+    }
+    return fits;
+}
+
+static void decay_columns(void *up_rows, void *down_rows, void *before, void *after, const void *first, ptrdiff_t ld,
+                          ptrdiff_t n, ptrdiff_t dim) {
+    for (ptrdiff_t d = 0; d < dim; d += LANES) {
+        REAL *const up = (REAL *)up_rows + d, *const down = (REAL *)down_rows + d;
+        VEC least = {}, greatest = {};
+        for (ptrdiff_t t = 1; t < n; t++) {
+            const VEC x = load(up + t * ld);
+            least = min(x, least);
+            greatest = max(x, greatest);
+        }
+        const VEC middle = (least + greatest) * (REAL)0.5;
+        VEC whole = load((const REAL *)first + d), rest = {};
+        add_exactly(&whole, &rest, middle);
+        rest = select_lanes((IVEC)(nonfinite_lanes(whole) != 0), (VEC){}, rest);
+        exp_vectors(1, &whole, &rest);
+        store((REAL *)before + d, whole);
+        for (ptrdiff_t t = 0; t < n; t++) {
+            VEC x[2], low[2];
+            x[0] = load(up + t * ld);
+            low[0] = load(down + t * ld);
+            add_exactly(&x[0], &low[0], -middle);
+            x[1] = -x[0];
+            low[1] = -low[0];
+            exp_vectors(2, x, low);
+            store(up + t * ld, x[0]);
+            store(down + t * ld, x[1]);
+        }
+        store((REAL *)after + d, load(up + (n - 1) * ld));
+    }
+}
+
+/* `gate` for one vector of lanes. */
+INLINE void gate_lanes(const int has_decay, REAL *s, ptrdiff_t ld, ptrdiff_t n_keys, VEC seen, VEC factor, VEC high,
+                       VEC low, const REAL *key_high, const REAL *key_low) {
+    for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
+        VEC weight = factor;
+        if (has_decay) {
+            VEC x = high - key_high[j];
+            const VEC rest = low - key_low[j];
+            exp_vectors(1, &x, &rest);
+            weight *= x;
+        }
+        store(s, select_lanes((IVEC)(splat((REAL)j) < seen), load(s) * weight, (VEC){}));
+    }
+}
+
+static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, const void *seen, const void *factor,
+                 const void *high, const void *low, const void *key_high, const void *key_low) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        REAL *const s = (REAL *)s_tile + lane;
+        const VEC sees = load((const REAL *)seen + lane), scale = load((const REAL *)factor + lane);
+        if (high)
+            gate_lanes(1, s, ld, n_keys, sees, scale, load((const REAL *)high + lane), load((const REAL *)low + lane),
+                       key_high, key_low);
+        else
+            gate_lanes(0, s, ld, n_keys, sees, scale, (VEC){}, (VEC){}, NULL, NULL);
+    }
+}
+
+/* A block of `substitute`, which stays in registers. */
+#define SYSTEM_ROWS 16
+
+INLINE void substitute_rows(const int n, REAL *u, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld, ptrdiff_t n_cols) {
+    for (ptrdiff_t e = 0; e < n_cols; e += LANES) {
+        VEC x[SYSTEM_ROWS];
+#pragma GCC unroll 16
+        for (int t = 0; t < n; t++) x[t] = load(u + t * ld + e);
+#pragma GCC unroll 16
+        for (int t = 1; t < n; t++)
+#pragma GCC unroll 16
+            for (int j = 0; j < t; j++) x[t] += x[j] * s[j * s_ld + t];
+#pragma GCC unroll 16
+        for (int t = 1; t < n; t++) store(u + t * ld + e, x[t]);
+    }
+}
+
+static void substitute(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols) {
+    switch (n) {
+#define CASE(n) case n: substitute_rows(n, u, ld, s, s_ld, n_cols); break;
+    CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
+#undef CASE
+    }
+}
+
+static void correct(void *u_rows, const void *v_rows, const void *beta, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols) {
+    for (ptrdiff_t t = 0; t < n; t++) {
+        REAL *const u = (REAL *)u_rows + t * ld;
+        const REAL *const v = (const REAL *)v_rows + t * ld, rate = ((const REAL *)beta)[t];
+        for (ptrdiff_t e = 0; e < n_cols; e += LANES) store(u + e, rate * (load(v + e) - load(u + e)));
+    }
+}
+
+static void scale_rows(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n) {
+    for (ptrdiff_t t = 0; t < n; t++) {
+        const REAL scale = ((const REAL *)factor)[t];
+        for (ptrdiff_t e = 0; e < ld; e += LANES)
+            store((REAL *)to + t * ld + e, scale * load((const REAL *)from + t * ld + e));
+    }
+}
+
+static void multiply(void *to, const void *a, const void *b, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i += LANES)
+        store((REAL *)to + i, load((const REAL *)a + i) * load((const REAL *)b + i));
+}
+
+static void advance_sums(double *restrict sums, const void *part, const void *before, const void *after, ptrdiff_t dim,
+                         ptrdiff_t ld) {
+    const REAL *restrict from = part;
+    for (ptrdiff_t d = 0; d < dim; d++, sums += ld, from += ld) {
+        const double added = after ? ((const REAL *)after)[d] : 1, kept = added * (before ? ((const REAL *)before)[d] : 1);
+        for (ptrdiff_t e = 0; e < ld; e++) sums[e] = kept * sums[e] + added * from[e];
+    }
+}
+
+static void round_panels(void *panels, const double *sums, const void *factor, ptrdiff_t dim, ptrdiff_t ld) {
+    REAL *restrict to = panels;
+    for (ptrdiff_t panel = 0; panel < ld; panel += TILE_ROWS, sums += TILE_ROWS) {
+        const double *restrict from = sums;
+        const int n = ld - panel < TILE_ROWS ? (int)(ld - panel) : TILE_ROWS;
+        for (ptrdiff_t d = 0; d < dim; d++, to += TILE_ROWS, from += ld) {
+            const double kept = factor ? ((const REAL *)factor)[d] : 1;
+            if (n == TILE_ROWS)
+                for (int e = 0; e < TILE_ROWS; e++) to[e] = (REAL)(kept * from[e]);
+            else
+                for (int e = 0; e < n; e++) to[e] = (REAL)(kept * from[e]);
+        }
+    }
+}
+
+/* `advance_token` for the columns of V vectors, the last of `last` elements. */
+INLINE void advance_columns(const int V, int last, char *to, const char *from, ptrdiff_t to_row, ptrdiff_t from_row,
+                            const REAL *k, const REAL *v, const REAL *kept, const REAL *beta, const REAL *q, ptrdiff_t ld,
+                            ptrdiff_t n_queries, ptrdiff_t dim, REAL *acc, ptrdiff_t acc_ld) {
+    enum { QUERIES = 4 };
+#define LOAD(at, i) ((i) == V - 1 && last < LANES ? load_partial(at, last) : load(at))
+    VEC u[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < V; i++) u[i] = LOAD(v + i * LANES, i);
+    if (beta) {
+        VEC answer[2][4] = {};
+        if (from)
+            for (ptrdiff_t d = 0; d < dim; d++) {
+                const REAL weight = kept[d] * k[d];
+#pragma GCC unroll 4
+                for (int i = 0; i < V; i++)
+                    answer[d % 2][i] += weight * LOAD(from + d * from_row + i * VECTOR_BYTES, i);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) u[i] = *beta * (u[i] - (answer[0][i] + answer[1][i]));
+    }
+    for (ptrdiff_t first = 0; first < n_queries || first == 0; first += QUERIES) {
+        VEC sum[QUERIES][4] = {};
+        const int n = n_queries - first < QUERIES ? (int)(n_queries - first) : QUERIES;
+        for (ptrdiff_t d = 0; d < dim; d++) {
+            VEC x[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) {
+                char *const at = to + d * to_row + i * VECTOR_BYTES;
+                if (first > 0) {
+                    x[i] = LOAD(at, i);
+                    continue;
+                }
+                x[i] = k[d] * u[i];
+                if (from) x[i] += kept[d] * LOAD(from + d * from_row + i * VECTOR_BYTES, i);
+                if (i == V - 1 && last < LANES)
+                    store_partial(at, x[i], last);
+                else
+                    store(at, x[i]);
+            }
+            for (int g = 0; g < n; g++)
+#pragma GCC unroll 4
+                for (int i = 0; i < V; i++) sum[g][i] += q[(first + g) * ld + d] * x[i];
+        }
+        for (int g = 0; g < n; g++)
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) store(acc + (first + g) * acc_ld + i * LANES, sum[g][i]);
+    }
+#undef LOAD
+}
+
+static void advance_token(char *to, const char *from, ptrdiff_t to_row, ptrdiff_t from_row, const void *k, const void *v,
+                          const void *kept, const void *beta, const void *q, ptrdiff_t ld, ptrdiff_t n_queries,
+                          ptrdiff_t dim, ptrdiff_t n_cols, void *acc, ptrdiff_t acc_ld) {
+    for (ptrdiff_t e = 0; e < n_cols; e += 4 * LANES) {
+        const ptrdiff_t left = n_cols - e, vectors = (left + LANES - 1) / LANES;
+        const size_t at = (size_t)e * sizeof(REAL);
+        const int last = vectors > 4 || left % LANES == 0 ? LANES : (int)(left % LANES);
+#define COLUMNS(V)                                                                                             \
+    advance_columns(V, last, to + at, from ? from + at : NULL, to_row, from_row, k, (const REAL *)v + e, kept, beta, q, ld, \
+                    n_queries, dim, (REAL *)acc + e, acc_ld)
+        if (vectors >= 4)
+            COLUMNS(4);
+        else if (vectors == 3)
+            COLUMNS(3);
+        else if (vectors == 2)
+            COLUMNS(2);
+        else
+            COLUMNS(1);
+#undef COLUMNS
+    }
+}

@@ -1,0 +1,213 @@
+/* Recurrent forms: decays, the triangular system, sums of a state, and one token. Included by test_kernels.c only. */
+
+/* n numbers in [low, high], then NaN up to ld. */
+static void fill_row(char *row, int n, double low, double high) {
+    for (int i = 0; i < n; i++) put(row, i, uniform(low, high));
+}
+
+static void test_exponentials(void) {
+    const double reach = size == 8 ? 740 : 100;
+    for (int round = 0; round < 200; round++) {
+        const int n = lanes * (1 + below(9));
+        char *high = tile(1, n), *low = tile(1, n), *to = tile(1, n);
+        for (int i = 0; i < n; i++) {
+            const double x = below(9) == 0 ? special(below(8)) : uniform(-reach, reach);
+            put(high, i, x), put(low, i, isfinite(x) ? uniform(-1, 1) * fabs(x) * (double)unit : 0);
+        }
+        kernels->exponentials(to, high, low, n);
+        for (int i = 0; i < n; i++) {
+            const long double exact = expl((long double)get(high, i) + get(low, i));
+            const double got = get(to, i);
+            if (isnan(get(high, i)))
+                CHECK(isnan(got), "exp(NaN) is " NUMBER, got);
+            else if (exact < 2 * smallest())
+                CHECK(got == 0 || ulps(got, exact) <= 3, "exp(" NUMBER ") is " NUMBER, get(high, i), got);
+            else if (exact > largest() / 4)
+                CHECK(got > largest() / 8, "exp(" NUMBER ") is " NUMBER, get(high, i), got);
+            else
+                CHECK(ulps(got, exact) <= 3, "exp(" NUMBER ") is " NUMBER ", %.2f ULP off", get(high, i), got, ulps(got, exact));
+        }
+        release();
+    }
+}
+
+static void test_decay_columns(void) {
+    for (int round = 0; round < 60; round++) {
+        const int n = 1 + below(48), dim = lanes * (1 + below(3)), most = 64;
+        const double reach = round % 3 == 0 ? 0.5 : round % 3 == 1 ? 8 : 200;
+        char *decay = tile(n, dim), *up = tile(n, dim), *down = tile(n, dim), *before = tile(1, dim), *after = tile(1, dim);
+        for (int i = 0; i < n * dim; i++)
+            put(decay, i, below(40) == 0 ? special(1 + below(2)) : below(3) ? uniform(-reach, 0) : 0);
+        /* As the text says: the rows before the first of which a column leaves its range. */
+        int fits = n;
+        for (int d = 0; d < dim; d++) {
+            long double sum = 0, least = 0, greatest = 0;
+            for (int t = 1; t < fits; t++) {
+                sum += get(decay, t * dim + d);
+                least = fminl(sum, least), greatest = fmaxl(sum, greatest);
+                if (!(greatest - least <= most) || isnan(sum)) fits = t;
+            }
+        }
+        const int found = (int)kernels->sum_decays(up, down, decay, dim, n, dim, most);
+        CHECK(found == fits, "%d tokens fit, not %d", found, fits);
+        kernels->decay_columns(up, down, before, after, decay, dim, found, dim);
+        for (int d = 0; d < dim; d++) {
+            long double sum = 0;
+            const double first = get(decay, d), start = get(before, d);
+            for (int t = 0; t < found; t++) {
+                if (t > 0) sum += get(decay, t * dim + d);
+                const double a = get(up, t * dim + d), b = get(down, t * dim + d);
+                CHECK(ulps(a * b, 1) <= 8, "up times down is " NUMBER, a * b);
+                CHECK(a < 0x1p47 && b < 0x1p47, "a factor is " NUMBER, a > b ? a : b);
+                CHECK(ulps(rounded(a * get(down, d)), expl(sum)) <= 12, "the decay is " NUMBER ", not %Lg", a * get(down, d), expl(sum));
+            }
+            CHECK(get(after, d) == get(up, (found - 1) * dim + d), "after is " NUMBER, get(after, d));
+            const long double exact = expl(first) * get(down, d);
+            if (isnan(first))
+                CHECK(isnan(start), "before is " NUMBER, start);
+            else
+                CHECK(exact < 4 * smallest() ? start < 8 * smallest() : ulps(start, exact) <= 12, "before is " NUMBER ", not %Lg", start, exact);
+        }
+        release();
+    }
+}
+
+static void test_gate(void) {
+    for (int round = 0; round < 60; round++) {
+        const int vectors = 1 + below(4), ld = vectors * lanes, n_keys = 1 + below(48), has_decay = below(2);
+        char *s = tile(n_keys, ld), *was = tile(n_keys, ld), *seen = tile(1, ld), *factor = tile(1, ld);
+        char *high = tile(1, ld), *low = tile(1, ld), *key_high = tile(1, n_keys), *key_low = tile(1, n_keys);
+        ptrdiff_t *stops = (ptrdiff_t *)take(vectors * (ptrdiff_t)sizeof *stops, 64, 0);
+        for (int i = 0; i < n_keys * ld; i++) put(s, i, below(9) ? uniform(-3, 3) : special(below(3)));
+        memcpy(was, s, (size_t)(n_keys * ld * size));
+        fill_row(factor, ld, -1, 1), fill_row(high, ld, -40, 0), fill_row(low, ld, -1e-9, 1e-9);
+        fill_row(key_high, n_keys, -40, 0), fill_row(key_low, n_keys, -1e-9, 1e-9);
+        for (int v = 0; v < vectors; v++) stops[v] = v ? stops[v - 1] + below((int)(n_keys - stops[v - 1]) + 1) : below(n_keys + 1);
+        for (int lane = 0; lane < ld; lane++) put(seen, lane, below(n_keys + 1));
+        kernels->gate(s, ld, stops, seen, factor, has_decay ? high : NULL, low, key_high, key_low);
+        for (int lane = 0; lane < ld; lane++)
+            for (int j = 0; j < stops[lane / lanes]; j++) {
+                const double got = get(s, j * ld + lane);
+                long double exact = (long double)get(was, j * ld + lane) * get(factor, lane);
+                if (j >= get(seen, lane)) {
+                    CHECK(got == 0, "a later key has " NUMBER, got);
+                    continue;
+                }
+                /* The difference is rounded, so that a large exponential has some ULPs more. */
+                long double x = 0;
+                if (has_decay) x = (long double)get(high, lane) + get(low, lane) - get(key_high, j) - get(key_low, j);
+                exact *= expl(x);
+                CHECK(isfinite(exact) ? ulps(got, exact) <= 8 + fabsl(x) : !isfinite(got), "the score is " NUMBER ", not %Lg", got, exact);
+            }
+        release();
+    }
+}
+
+static void test_substitute(void) {
+    for (int n = 1; n <= 16; n++)
+        for (int round = 0; round < 4; round++) {
+            const int ld = lanes * (1 + below(4)), n_cols = lanes * (1 + below(ld / lanes)), s_ld = n + below(5);
+            char *u = tile(n, ld), *was = tile(n, ld), *s = tile(n, s_ld);
+            for (int i = 0; i < n * ld; i++) put(u, i, uniform(-1, 1));
+            for (int i = 0; i < n * s_ld; i++) put(s, i, uniform(-1, 1));
+            memcpy(was, u, (size_t)(n * ld * size));
+            kernels->substitute(u, ld, s, s_ld, n, n_cols);
+            for (int e = 0; e < ld; e++)
+                for (int t = 0; t < n; t++) {
+                    long double exact = get(was, t * ld + e), sum = fabsl(exact);
+                    for (int j = 0; j < t && e < n_cols; j++) {
+                        exact += (long double)get(s, j * s_ld + t) * get(u, j * ld + e);
+                        sum += fabsl((long double)get(s, j * s_ld + t) * get(u, j * ld + e));
+                    }
+                    CHECK(fabsl(get(u, t * ld + e) - exact) <= 16 * unit * sum, "row %d is " NUMBER ", not %Lg", t, get(u, t * ld + e), exact);
+                }
+            release();
+        }
+}
+
+static void test_rows_of_tokens(void) {
+    for (int round = 0; round < 20; round++) {
+        const int n = 1 + below(20), ld = lanes * (1 + below(5));
+        char *u = tile(n, ld), *v = tile(n, ld), *was = tile(n, ld), *beta = tile(1, n), *to = tile(n, ld);
+        for (int i = 0; i < n * ld; i++) put(u, i, uniform(-1, 1)), put(v, i, uniform(-1, 1));
+        fill_row(beta, n, 0, 2);
+        memcpy(was, u, (size_t)(n * ld * size));
+        kernels->correct(u, v, beta, ld, n, ld);
+        kernels->scale_rows(to, v, beta, ld, n);
+        for (int i = 0; i < n * ld; i++) {
+            const long double rate = get(beta, i / ld), rest = (long double)get(v, i) - get(was, i);
+            CHECK(fabsl(get(u, i) - rate * rest) <= 4 * unit * 4, "what is left is " NUMBER, get(u, i));
+            CHECK(get(to, i) == rounded(get(beta, i / ld) * get(v, i)), "a scaled number is " NUMBER, get(to, i));
+        }
+        kernels->multiply(to, u, v, n * ld);
+        for (int i = 0; i < n * ld; i++) CHECK(get(to, i) == rounded(get(u, i) * get(v, i)), "a product is " NUMBER, get(to, i));
+        release();
+    }
+}
+
+static void test_sums_of_a_state(void) {
+    for (int round = 0; round < 40; round++) {
+        const int dim = 1 + below(20), ld = 16 * (1 + below(3)), panel = kernels->panel_cols, has = below(4);
+        char *part = tile(dim, ld), *before = tile(1, dim), *after = tile(1, dim);
+        char *panels = tile(dim, (ld + panel - 1) / panel * panel);
+        double *sums = (double *)take(dim * ld * (ptrdiff_t)sizeof(double), 64, 0);
+        double *was = (double *)take(dim * ld * (ptrdiff_t)sizeof(double), 64, 0);
+        for (int i = 0; i < dim * ld; i++) was[i] = sums[i] = uniform(-1, 1), put(part, i, uniform(-1, 1));
+        fill_row(before, dim, 0, 1), fill_row(after, dim, 0, 1);
+        kernels->round_panels(panels, sums, has & 1 ? before : NULL, dim, ld);
+        kernels->advance_sums(sums, part, has & 1 ? before : NULL, has & 2 ? after : NULL, dim, ld);
+        for (int d = 0; d < dim; d++)
+            for (int e = 0; e < ld; e++) {
+                const long double kept = has & 1 ? get(before, d) : 1, end = has & 2 ? get(after, d) : 1;
+                const long double exact = end * (kept * was[d * ld + e] + get(part, d * ld + e));
+                const double got = get(panels, e / panel * dim * panel + d * panel + e % panel);
+                CHECK(fabsl(sums[d * ld + e] - exact) <= 0x1p-50, "a sum is " NUMBER ", not %Lg", sums[d * ld + e], exact);
+                CHECK(got == rounded((double)kept * was[d * ld + e]), "a rounded one is " NUMBER, got);
+            }
+        release();
+    }
+}
+
+static void test_advance_token(void) {
+    for (int round = 0; round < 120; round++) {
+        const int dim = 1 + below(20), n_cols = 1 + below(9 * lanes), width = (n_cols + lanes - 1) / lanes * lanes;
+        const int n_queries = 1 + below(9), has_beta = below(2), has_state = below(3), row = (n_cols + below(3)) * size;
+        char *from = take((dim - 1) * row + n_cols * size, size, 0), *to = has_state == 2 ? from : take((dim - 1) * row + n_cols * size, size, 0);
+        char *k = tile(1, dim), *v = tile(1, width), *kept = tile(1, dim), *beta = tile(1, 1), *q = tile(n_queries, dim);
+        char *acc = tile(n_queries, width), *was = tile(dim, n_cols);
+        fill_row(k, dim, -1, 1), fill_row(v, width, -1, 1), fill_row(kept, dim, 0, 1), fill_row(beta, 1, 0, 2);
+        fill_row(q, n_queries * dim, -1, 1);
+        for (int d = 0; d < dim; d++)
+            for (int e = 0; e < n_cols; e++) {
+                put(from + d * row, e, uniform(-1, 1));
+                put(was, d * n_cols + e, has_state ? get(from + d * row, e) : 0);
+            }
+        kernels->advance_token(to, has_state ? from : NULL, row, row, k, v, kept, has_beta ? beta : NULL, q, dim, n_queries, dim,
+                               n_cols, acc, width);
+        for (int e = 0; e < n_cols; e++) {
+            long double u = get(v, e);
+            for (int d = 0; d < dim && has_beta; d++) u -= (long double)get(k, d) * get(kept, d) * get(was, d * n_cols + e);
+            if (has_beta) u *= get(beta, 0);
+            for (int d = 0; d < dim; d++) {
+                const long double exact = (long double)get(kept, d) * get(was, d * n_cols + e) + get(k, d) * u;
+                CHECK(fabsl(get(to + d * row, e) - exact) <= 200 * unit, "the state is " NUMBER ", not %Lg", get(to + d * row, e), exact);
+            }
+            for (int r = 0; r < n_queries; r++) {
+                long double exact = 0;
+                for (int d = 0; d < dim; d++) exact += (long double)get(q, r * dim + d) * get(to + d * row, e);
+                CHECK(fabsl(get(acc, r * width + e) - exact) <= 200 * unit, "an answer is " NUMBER ", not %Lg", get(acc, r * width + e), exact);
+            }
+        }
+        release();
+    }
+}
+
+static void test_recurrent(void) {
+    test_exponentials();
+    test_decay_columns();
+    test_gate();
+    test_substitute();
+    test_rows_of_tokens();
+    test_sums_of_a_state();
+    test_advance_token();
+}

@@ -14,7 +14,7 @@ cdef enum:
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
     DECAY_MOST = 1000
     FEW_TOKENS = 4         # are added one after another
-    RECURRENT_SMALL = 1 << 20  # multiply-adds from which on two threads may be faster than one
+    RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one
 
 
 cdef struct Recurrent:

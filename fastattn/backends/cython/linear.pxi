@@ -104,15 +104,18 @@ cdef inline char *item_row(const ItemRows *rows, Py_ssize_t item, Py_ssize_t hea
     return rows.at + rows.items[item] + head * rows.head + position * rows.row
 
 
-cdef void load_item_rows(const Linear *n, char *to, Py_ssize_t ld, const ItemRows *rows, const char *at,
-                         Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
+cdef void load_item_rows(const fastattn_kernels *kernels, Py_ssize_t itemsize, char *to, Py_ssize_t ld,
+                         const ItemRows *rows, const char *at, Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
     """to[i * ld + c] = element c of row i in the type of the computation; 0 for the other c < ld."""
     cdef Py_ssize_t i
+    if not rows.storage and ld == n_cols:
+        fastattn_copy_rows(to, at, rows.row, rows.col, itemsize, n_rows, n_cols)
+        return
     for i in range(n_rows):
-        n.kernels.load_row(to + i * ld * n.itemsize, at + i * rows.row, rows.col, n_cols, rows.storage & STORAGE,
-                           (rows.storage & SWAPPED) != 0, NULL, 0)
+        kernels.load_row(to + i * ld * itemsize, at + i * rows.row, rows.col, n_cols, rows.storage & STORAGE,
+                         (rows.storage & SWAPPED) != 0, NULL, 0)
         if ld > n_cols:
-            memset(to + (i * ld + n_cols) * n.itemsize, 0, (ld - n_cols) * n.itemsize)
+            memset(to + (i * ld + n_cols) * itemsize, 0, (ld - n_cols) * itemsize)
 
 
 cdef void load_chunk(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
@@ -122,12 +125,12 @@ cdef void load_chunk(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize_
     cdef Py_ssize_t j
     t.first_key = first
     t.n_keys = n_keys
-    load_item_rows(n, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), n_keys, n.features)
+    load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), n_keys, n.features)
     n.kernels.elu_plus_one(t.keys, n_keys * n.ld)
     t.chunk.at = values
     t.chunk.row = n.value.row
     if n.value.storage or n.value.col != n.itemsize:
-        load_item_rows(n, t.values, n.value_dim, &n.value, values, n_keys, n.value_dim)
+        load_item_rows(n.kernels, n.itemsize, t.values, n.value_dim, &n.value, values, n_keys, n.value_dim)
         t.chunk.at = t.values
         t.chunk.row = n.value_dim * n.itemsize
     t.chunk.col = n.itemsize
@@ -219,7 +222,7 @@ cdef void attend_rows(const Linear *n, LinearTiles *t, Py_ssize_t item, Py_ssize
             t.rows[lane] = item_row(&n.query, item, h, i)
             if n.query.storage:
                 t.staged_rows[lane] = t.staged + lane * n.features * n.itemsize
-                load_item_rows(n, t.staged_rows[lane], n.features, &n.query, t.rows[lane], 1, n.features)
+                load_item_rows(n.kernels, n.itemsize, t.staged_rows[lane], n.features, &n.query, t.rows[lane], 1, n.features)
                 t.rows[lane] = t.staged_rows[lane]
             h += 1
             if h == (head + 1) * n.group:

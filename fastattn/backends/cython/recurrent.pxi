@@ -8,20 +8,21 @@
 # also ends before a token with a nonfinite number: no earlier row can read it then.
 
 cdef enum:
-    RECURRENT_TOKENS = 48  # a multiple of all lanes
+    RECURRENT_TOKENS = 48  # a multiple of all lanes, and three vectors of AVX-512 in float32; others were not measured
     # No sum of decays of a column within a chunk is beyond it: its factors are within exp(+-32), 2**+-46.
     DECAY_RANGE = 64
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
     DECAY_MOST = 1000
-    FEW_TOKENS = 4         # are added one after another
-    RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one
+    FEW_TOKENS = 4         # are added one after another; other numbers were not measured
+    RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one; an estimate
 
 
 cdef struct Recurrent:
     const fastattn_kernels *kernels
     Py_ssize_t itemsize
     ItemRows query, key, value, out, decay, beta
-    bint has_decay, has_columns, has_beta
+    bint has_decay, has_beta
+    bint has_token_decay, has_columns  # which of the two a decay is
     const int64_t *stops        # of each item: so many of its tokens are read
     Py_ssize_t n_items, num_kv_heads, group, length, features, value_dim
     Py_ssize_t ld               # features, padded to vectors
@@ -107,25 +108,11 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.seen = take(&at, tokens * size)
     t.factor = take(&at, 2 * tokens * size)
     t.ones = take(&at, max(tokens, n.columns) * size)
-    t.staged = take(&at, tokens * max(n.ld, n.columns) * size)
+    t.staged = take(&at, of_values)
     t.rows = <char **>take(&at, tokens * sizeof(char *))
     t.out_rows = <char **>take(&at, tokens * sizeof(char *))
     t.stops = <Py_ssize_t *>take(&at, max(tokens, n.columns) * sizeof(Py_ssize_t))
     return at - base
-
-
-cdef inline void load_token_rows(const Recurrent *n, char *to, Py_ssize_t ld, const ItemRows *rows, const char *at,
-                                 Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
-    """to[i * ld + c] = element c of row i in the type of the computation; 0 for the other c < ld."""
-    cdef Py_ssize_t i
-    if not rows.storage and ld == n_cols:
-        fastattn_copy_rows(to, at, rows.row, rows.col, n.itemsize, n_rows, n_cols)
-        return
-    for i in range(n_rows):
-        n.kernels.load_row(to + i * ld * n.itemsize, at + i * rows.row, rows.col, n_cols, rows.storage & STORAGE,
-                           (rows.storage & SWAPPED) != 0, NULL, 0)
-        if ld > n_cols:
-            memset(to + (i * ld + n_cols) * n.itemsize, 0, (ld - n_cols) * n.itemsize)
 
 
 cdef inline Py_ssize_t find_nonfinite(const Recurrent *n, const char *rows, Py_ssize_t ld, Py_ssize_t n_rows) noexcept nogil:
@@ -144,13 +131,13 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
     """Keys, values, decays and rates of some tokens."""
     t.first = first
     t.n = most
-    load_token_rows(n, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
-    load_token_rows(n, t.values, t.width, &n.value, item_row(&n.value, item, head, first) + t.column * n.value.col, most,
+    load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
+    load_item_rows(n.kernels, n.itemsize, t.values, t.width, &n.value, item_row(&n.value, item, head, first) + t.column * n.value.col, most,
                     t.n_columns)
     if n.has_beta:
-        load_token_rows(n, t.beta, 1, &n.beta, item_row(&n.beta, item, head, first), most, 1)
+        load_item_rows(n.kernels, n.itemsize, t.beta, 1, &n.beta, item_row(&n.beta, item, head, first), most, 1)
     if n.has_decay:
-        load_token_rows(n, t.decays, n.ld if n.has_columns else 1, &n.decay, item_row(&n.decay, item, head, first), most,
+        load_item_rows(n.kernels, n.itemsize, t.decays, n.ld if n.has_columns else 1, &n.decay, item_row(&n.decay, item, head, first), most,
                         n.features if n.has_columns else 1)
 
 
@@ -163,7 +150,7 @@ cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
         t.n = find_nonfinite(n, t.beta, 1, t.n)
     if n.has_columns:
         t.n = n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
-    elif n.has_decay:
+    elif n.has_token_decay:
         for i in range(1, t.n):
             if not fabs(get_real(t.decays + i * size, size)) <= DECAY_MOST:
                 t.n = i
@@ -201,7 +188,7 @@ cdef inline void set_lanes(const Recurrent *n, RecurrentTiles *t, Py_ssize_t lan
                            Py_ssize_t seen) noexcept nogil:
     cdef Py_ssize_t size = n.itemsize
     set_real(t.seen + lane * size, <double>seen, size)
-    if n.has_decay and not n.has_columns:
+    if n.has_token_decay:
         memcpy(t.lane_high + lane * size, t.high + token * size, size)
         memcpy(t.lane_low + lane * size, t.low + token * size, size)
         memcpy(t.lane_starts + lane * size, t.starts + token * size, size)
@@ -210,10 +197,9 @@ cdef inline void set_lanes(const Recurrent *n, RecurrentTiles *t, Py_ssize_t lan
 cdef inline void score_tokens(const Recurrent *n, const RecurrentTiles *t, const char *factor, Py_ssize_t ld,
                               int n_vectors) noexcept nogil:
     """Gated scores of the lanes of t.query with the keys of the chunk."""
-    cdef bint has_gate = n.has_decay and not n.has_columns
     n.kernels.score(t.scores, NULL, t.query, ld, n_vectors, t.lowered, t.stops, n.features, n.ld * n.itemsize, n.itemsize,
                     NULL, 0, 0)
-    n.kernels.gate(t.scores, ld, t.stops, t.seen, factor, t.lane_high if has_gate else NULL, t.lane_low, t.high, t.low)
+    n.kernels.gate(t.scores, ld, t.stops, t.seen, factor, t.lane_high if n.has_token_decay else NULL, t.lane_low, t.high, t.low)
 
 
 cdef inline void ask_state(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ld, int n_vectors) noexcept nogil:
@@ -264,7 +250,7 @@ cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
         set_lanes(n, t, i, min(i, t.n - 1), min(i, t.n - 1))
     n.kernels.pack(t.query, ld, <const char *const *>t.rows, size, n.features, 1)
     ask_state(n, t, ld, n_vectors)
-    unpack_answers(n, t, t.out_rows, size, t.n, ld, t.lane_starts if n.has_decay and not n.has_columns else t.ones)
+    unpack_answers(n, t, t.out_rows, size, t.n, ld, t.lane_starts if n.has_token_decay else t.ones)
     n.kernels.correct(t.added, t.values, t.beta, t.width, t.n, t.width)
     for i in range(ld):
         set_real(t.factor + i * size, -get_real(t.beta + min(i, t.n - 1) * size, size), size)
@@ -303,7 +289,7 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
             t.out_rows[lane] = item_row(&n.out, item, h, i) + t.column * n.out.col
             t.rows[lane] = item_row(&n.query, item, h, i)
             if is_staged and lane < n_rows:
-                load_token_rows(n, t.raised + lane * n.ld * size, n.ld, &n.query, t.rows[lane], 1, n.features)
+                load_item_rows(n.kernels, n.itemsize, t.raised + lane * n.ld * size, n.ld, &n.query, t.rows[lane], 1, n.features)
                 if n.has_columns and has_chunk:
                     n.kernels.multiply(t.raised + lane * n.ld * size, t.raised + lane * n.ld * size,
                                        t.up + token * n.ld * size, n.ld)
@@ -318,7 +304,7 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
                 # The last lane of a vector sees the most.
                 t.stops[v] = (row + min((v + 1) * lanes, n_rows) - 1) // n.group - t.first + 1
             score_tokens(n, t, t.ones, ld, n_vectors)
-            n.kernels.accumulate(t.acc, t.scores, t.lane_starts if n.has_decay and not n.has_columns else t.ones, ld,
+            n.kernels.accumulate(t.acc, t.scores, t.lane_starts if n.has_token_decay else t.ones, ld,
                                  n_vectors, &values, t.stops, KEY_CHUNK, t.n_columns, NULL, 0, 0)
         rows = t.out_rows
         if n.out.storage:
@@ -334,18 +320,17 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
 cdef void add_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Adds what the chunk adds to the state."""
     cdef Py_ssize_t size = n.itemsize, lanes = n.kernels.lanes, v
-    cdef bint is_faded = n.has_decay and not n.has_columns
     cdef fastattn_values keys
-    if is_faded:
+    if n.has_token_decay:
         n.kernels.scale_rows(t.faded, t.added, t.ends, t.width, t.n)
         for v in range(n.ld):
             memcpy(t.after + v * size, t.starts + (t.n - 1) * size, size)
     set_values(n, &keys, t.lowered, n.ld * size)
     for v in range(t.width // lanes):
         t.stops[v] = t.n
-    n.kernels.accumulate(t.part, t.faded if is_faded else t.added, NULL, t.width, <int>(t.width // lanes), &keys, t.stops,
+    n.kernels.accumulate(t.part, t.faded if n.has_token_decay else t.added, NULL, t.width, <int>(t.width // lanes), &keys, t.stops,
                          KEY_CHUNK, n.features, NULL, 0, 0)
-    if is_faded:
+    if n.has_token_decay:
         n.kernels.advance_sums(t.sums, t.part, t.after, NULL, n.features, t.width)
     else:
         n.kernels.advance_sums(t.sums, t.part, t.before, t.after if n.has_columns else NULL, n.features, t.width)
@@ -385,7 +370,7 @@ cdef void advance_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item,
         while g < n.group:
             n_heads = min(<Py_ssize_t>RECURRENT_TOKENS, n.group - g)
             for d in range(n_heads):
-                load_token_rows(n, t.raised + d * n.ld * size, n.ld, &n.query,
+                load_item_rows(n.kernels, n.itemsize, t.raised + d * n.ld * size, n.ld, &n.query,
                                 item_row(&n.query, item, head * n.group + g + d, i), 1, n.features)
             n.kernels.scale_rows(t.raised, t.raised, t.factor, n.ld, n_heads)
             is_read = g == 0 and i < n_read
@@ -429,7 +414,7 @@ cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *t, Py_ssize_t t
             if n.has_columns:
                 n.kernels.decay_columns(t.up, t.down, t.before, t.after, t.decays, n.ld, t.n, n.ld)
                 n.kernels.multiply(t.lowered, t.keys, t.down, t.n * n.ld)
-            elif n.has_decay:
+            elif n.has_token_decay:
                 sum_token_decays(n, t)
             n.kernels.round_panels(t.rounded, t.sums, t.before, n.features, t.width)
             if not n.has_beta:
@@ -498,6 +483,7 @@ def gated_linear_attention(tuple arrays, tuple items, tuple storages, cnp.ndarra
     if n.has_decay:
         set_item_rows(&n.decay, arrays[4], items[4], storages[4])
         n.has_columns = arrays[4].shape[-1] > 1
+        n.has_token_decay = not n.has_columns
     if n.has_beta:
         set_item_rows(&n.beta, arrays[5], items[5], storages[5])
     n.stops = <const int64_t *>cnp.PyArray_DATA(stops)

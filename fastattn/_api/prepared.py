@@ -65,7 +65,7 @@ def token_of(more: Any) -> int:
     """A number for what can be compared and hashed: that of what equals it, for a while."""
     token: int | None = _tokens.get(more)
     if token is None:
-        _forget_oldest(_tokens)
+        forget_oldest(_tokens)
         token = _tokens[more] = next(_numbers)
     return token
 
@@ -122,7 +122,7 @@ def known(signature: Any) -> Any:
     return _calls.get(signature)
 
 
-def _forget_oldest(kept: dict[Any, Any]) -> None:
+def forget_oldest(kept: dict[Any, Any]) -> None:
     """Makes room for one more."""
     if len(kept) >= MAX_CALLS:
         with suppress(RuntimeError):  # another thread keeps one at the same time
@@ -154,7 +154,7 @@ def run(
             return
         if _driver is not None and type(prepared) is _driver.Prepared:
             call = call.small(prepared, inputs, options) or call
-        _forget_oldest(_calls)
+        forget_oldest(_calls)
         _calls[signature] = call
     if type(call) is PreparedCall:
         call.by_threads[threads] = prepared

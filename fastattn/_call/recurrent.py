@@ -15,9 +15,10 @@ class RecurrentCall(NamedTuple):
     value: np.ndarray  #: ``(*lead, K, L, E)``
     decay: np.ndarray | None  #: ``(*lead, K, L, 1)``, or one of each column, ``(*lead, K, L, D)``
     beta: np.ndarray | None  #: ``(*lead, K, L, 1)``
-    lengths: np.ndarray  #: ``lead``: so many tokens are read
+    lengths: np.ndarray | None  #: int64 ``lead``: so many tokens are read; None: all
     earlier: np.ndarray | None  #: ``(*lead, K, D, E)``, the state before
     dtype: np.dtype  #: of the computation
     scale: float
     return_state: bool
     out: np.ndarray  #: ``(*lead, H, L, E)``
+    result: np.ndarray  #: the same memory in the layout of the call

@@ -74,28 +74,28 @@ static void test_decay_columns(void) {
 
 static void test_gate(void) {
     for (int round = 0; round < 60; round++) {
-        const int vectors = 1 + below(4), ld = vectors * lanes, n_keys = 1 + below(48), has_decay = below(2);
-        char *s = tile(n_keys, ld), *was = tile(n_keys, ld), *seen = tile(1, ld), *factor = tile(1, ld);
-        char *high = tile(1, ld), *low = tile(1, ld), *key_high = tile(1, n_keys), *key_low = tile(1, n_keys);
+        const int vectors = 1 + below(4), ld = vectors * lanes, has_decay = below(2), has_factor = below(2), seen = below(2);
+        char *s = tile(ld, ld), *was = tile(ld, ld), *factor = tile(1, ld), *high = tile(1, ld), *low = tile(1, ld);
         ptrdiff_t *stops = (ptrdiff_t *)take(vectors * (ptrdiff_t)sizeof *stops, 64, 0);
-        for (int i = 0; i < n_keys * ld; i++) put(s, i, below(9) ? uniform(-3, 3) : special(below(3)));
-        memcpy(was, s, (size_t)(n_keys * ld * size));
+        for (int i = 0; i < ld * ld; i++) put(s, i, below(9) ? uniform(-3, 3) : special(below(3)));
+        memcpy(was, s, (size_t)(ld * ld * size));
         fill_row(factor, ld, -1, 1), fill_row(high, ld, -40, 0), fill_row(low, ld, -1e-9, 1e-9);
-        fill_row(key_high, n_keys, -40, 0), fill_row(key_low, n_keys, -1e-9, 1e-9);
-        for (int v = 0; v < vectors; v++) stops[v] = v ? stops[v - 1] + below((int)(n_keys - stops[v - 1]) + 1) : below(n_keys + 1);
-        for (int lane = 0; lane < ld; lane++) put(seen, lane, below(n_keys + 1));
-        kernels->gate(s, ld, stops, seen, factor, has_decay ? high : NULL, low, key_high, key_low);
+        for (int v = 0; v < vectors; v++) stops[v] = v ? stops[v - 1] + below((int)(ld - stops[v - 1]) + 1) : below(ld + 1);
+        kernels->gate(s, ld, stops, seen, has_factor ? factor : NULL, has_decay ? high : NULL, low);
         for (int lane = 0; lane < ld; lane++)
-            for (int j = 0; j < stops[lane / lanes]; j++) {
-                const double got = get(s, j * ld + lane);
-                long double exact = (long double)get(was, j * ld + lane) * get(factor, lane);
-                if (j >= get(seen, lane)) {
+            for (int j = 0; j < ld; j++) {
+                const double got = get(s, j * ld + lane), old = get(was, j * ld + lane);
+                long double exact = (long double)old * (has_factor ? get(factor, lane) : 1), x = 0;
+                if (j >= stops[lane / lanes]) {
+                    CHECK(got == old || isnan(old), "a score past the stop is " NUMBER, got);
+                    continue;
+                }
+                if (j >= lane + seen) {
                     CHECK(got == 0, "a later key has " NUMBER, got);
                     continue;
                 }
                 /* The difference is rounded, so that a large exponential has some ULPs more. */
-                long double x = 0;
-                if (has_decay) x = (long double)get(high, lane) + get(low, lane) - get(key_high, j) - get(key_low, j);
+                if (has_decay) x = (long double)get(high, lane) + get(low, lane) - get(high, j) - get(low, j);
                 exact *= expl(x);
                 CHECK(isfinite(exact) ? ulps(got, exact) <= 8 + fabsl(x) : !isfinite(got), "the score is " NUMBER ", not %Lg", got, exact);
             }
@@ -129,13 +129,15 @@ static void test_rows_of_tokens(void) {
     for (int round = 0; round < 20; round++) {
         const int n = 1 + below(20), ld = lanes * (1 + below(5));
         char *u = tile(n, ld), *v = tile(n, ld), *was = tile(n, ld), *beta = tile(1, n), *to = tile(n, ld);
+        char *const kept = below(2) ? tile(1, n) : NULL;
         for (int i = 0; i < n * ld; i++) put(u, i, uniform(-1, 1)), put(v, i, uniform(-1, 1));
         fill_row(beta, n, 0, 2);
+        if (kept) fill_row(kept, n, 0, 1);
         memcpy(was, u, (size_t)(n * ld * size));
-        kernels->correct(u, v, beta, ld, n, ld);
-        kernels->scale_rows(to, v, beta, ld, n);
+        kernels->correct(u, v, beta, kept, ld, n, ld);
+        kernels->scale_rows(to, v, beta, ld, n, ld);
         for (int i = 0; i < n * ld; i++) {
-            const long double rate = get(beta, i / ld), rest = (long double)get(v, i) - get(was, i);
+            const long double rate = get(beta, i / ld), rest = (long double)get(v, i) - (kept ? get(kept, i / ld) : 1) * (long double)get(was, i);
             CHECK(fabsl(get(u, i) - rate * rest) <= 4 * unit * 4, "what is left is " NUMBER, get(u, i));
             CHECK(get(to, i) == rounded(get(beta, i / ld) * get(v, i)), "a scaled number is " NUMBER, get(to, i));
         }
@@ -147,22 +149,19 @@ static void test_rows_of_tokens(void) {
 
 static void test_sums_of_a_state(void) {
     for (int round = 0; round < 40; round++) {
-        const int dim = 1 + below(20), ld = 16 * (1 + below(3)), panel = kernels->panel_cols, has = below(4);
-        char *part = tile(dim, ld), *before = tile(1, dim), *after = tile(1, dim);
-        char *panels = tile(dim, (ld + panel - 1) / panel * panel);
+        const int dim = 1 + below(20), n_cols = lanes * (1 + below(5)), ld = n_cols + lanes * below(2), has = below(4);
+        char *part = tile(dim, ld), *before = tile(1, dim), *after = tile(1, dim), *to = tile(dim, ld);
         double *sums = (double *)take(dim * ld * (ptrdiff_t)sizeof(double), 64, 0);
         double *was = (double *)take(dim * ld * (ptrdiff_t)sizeof(double), 64, 0);
         for (int i = 0; i < dim * ld; i++) was[i] = sums[i] = uniform(-1, 1), put(part, i, uniform(-1, 1));
         fill_row(before, dim, 0, 1), fill_row(after, dim, 0, 1);
-        kernels->round_panels(panels, sums, has & 1 ? before : NULL, dim, ld);
-        kernels->advance_sums(sums, part, has & 1 ? before : NULL, has & 2 ? after : NULL, dim, ld);
+        kernels->advance_sums(sums, to, part, has & 1 ? before : NULL, has & 2 ? after : NULL, ld, dim, n_cols);
         for (int d = 0; d < dim; d++)
-            for (int e = 0; e < ld; e++) {
+            for (int e = 0; e < n_cols; e++) {
                 const long double kept = has & 1 ? get(before, d) : 1, end = has & 2 ? get(after, d) : 1;
                 const long double exact = end * (kept * was[d * ld + e] + get(part, d * ld + e));
-                const double got = get(panels, e / panel * dim * panel + d * panel + e % panel);
                 CHECK(fabsl(sums[d * ld + e] - exact) <= 0x1p-50, "a sum is " NUMBER ", not %Lg", sums[d * ld + e], exact);
-                CHECK(got == rounded((double)kept * was[d * ld + e]), "a rounded one is " NUMBER, got);
+                CHECK(get(to, d * ld + e) == rounded(sums[d * ld + e]), "a rounded one is " NUMBER, get(to, d * ld + e));
             }
         release();
     }

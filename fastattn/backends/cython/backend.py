@@ -44,9 +44,6 @@ else:
     driver.choose_isa(host.forced_isa() or driver.available_isas()[0])
     driver.set_cores(host.cores_of_cpus())
 
-#: Lanes to which the kernels pad features, of any instruction set.
-_FEATURE_LANES = 16
-
 
 class CythonBackend(Backend):
     """Tiles of keys by lanes of queries, on every core; see `fastattn.backends.cython.driver`."""
@@ -109,49 +106,52 @@ class CythonBackend(Backend):
         driver.rotate(*rotation, storage_of(rotation.out.dtype), self.limit_of_call(num_threads))
 
     def linear_attention(self, call: LinearCall, num_threads: int | None) -> LinearState | None:
-        lead, (K, S, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
+        lead, (K, _, M), E = call.query.shape[:-3], call.key.shape[-3:], call.value.shape[-1]
         key, value, key_lead = call.key, call.value, lead
-        if call.lengths is None and call.earlier is None:  # sums of keys that items share are computed once
+        if not call.causal and call.lengths is None and call.earlier is None:  # sums of keys that items share
             key, value = shared(key), shared(value)
             key_lead = np.broadcast_shapes(key.shape[:-3], value.shape[:-3])
-        sums: Any = None
-        if call.return_state or call.earlier is not None:
-            sums = np.zeros((*key_lead, K, E + 1, -(-M // _FEATURE_LANES) * _FEATURE_LANES))
-        if call.earlier is not None:
-            sums[..., :E, :M] = call.earlier.key_value_sum.swapaxes(-1, -2)
-            sums[..., E, :M] = call.earlier.key_sum
-        item_of_keys = np.arange(prod(key_lead)).reshape(key_lead)
-        arrays = call.query, key, value, call.out
-        driver.linear_attention(
+        item_of_keys = state = None
+        if key_lead != lead:
+            item_of_keys = np.broadcast_to(np.arange(prod(key_lead)).reshape(key_lead), lead).flatten()
+        if call.return_state:
+            state = LinearState(np.empty((*key_lead, K, M, E)), np.empty((*key_lead, K, M)))
+        arrays = call.query, key, value, call.out, None, None
+        driver.recurrent_attention(
             arrays,
-            tuple(map(_item_offsets, arrays, (lead, key_lead, key_lead, lead))),
-            tuple(map(_storage, arrays)),
-            np.broadcast_to(item_of_keys, lead).flatten(),
-            np.full(item_of_keys.size, S) if call.lengths is None else call.lengths.flatten(),
-            sums,
+            _storages(arrays, call.dtype),
+            (lead, key_lead),
+            item_of_keys,
+            None if call.lengths is None else call.lengths.flatten(),
+            None if call.earlier is None else broadcast(call.earlier, key_lead)[:2],
+            None if state is None else state[:2],
             call.lost,
-            LEAST,
-            MOST,
+            (LEAST, MOST),
+            True,
             call.causal,
+            1.0,
             call.dtype.itemsize,
             self.limit_of_call(num_threads),
         )
-        if not call.return_state:
-            return None
-        return broadcast(LinearState(sums[..., :E, :M].swapaxes(-1, -2), sums[..., E, :M]), lead)
+        return state if state is None or key_lead == lead else broadcast(state, lead)
 
     def gated_linear_attention(self, call: RecurrentCall, num_threads: int | None) -> np.ndarray | None:
         arrays = call.query, call.key, call.value, call.out, call.decay, call.beta
-        lead, state = call.lengths.shape, None
+        lead, state = call.query.shape[:-3], None
         if call.return_state:
             state = np.empty((*call.key.shape[:-2], call.key.shape[-1], call.value.shape[-1]), call.dtype)
-        driver.gated_linear_attention(
+        driver.recurrent_attention(
             arrays,
-            tuple(None if x is None else _item_offsets(x, lead) for x in arrays),
-            tuple(0 if x is None else _storage(x) for x in arrays),
-            np.ascontiguousarray(call.lengths, np.int64),
-            call.earlier,
-            state,
+            _storages(arrays, call.dtype),
+            (lead, lead),
+            None,
+            None if call.lengths is None else call.lengths.flatten(),
+            None if call.earlier is None else (call.earlier, None),
+            None if state is None else (state, None),
+            None,
+            None,
+            False,
+            True,
             call.scale,
             call.dtype.itemsize,
             self.limit_of_call(num_threads),
@@ -166,18 +166,12 @@ class CythonBackend(Backend):
 backend = CythonBackend()
 
 
-def _storage(array: np.ndarray) -> int:
-    """How its numbers are stored, and whether their bytes are swapped."""
-    return storage_of(array.dtype) | (0 if array.dtype.isnative else SWAPPED)
-
-
-def _item_offsets(array: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
-    """The bytes from the start of an array to each item, all of `lead` in C order."""
-    offsets = np.zeros(1, np.int64)
-    for n, own, stride in zip(lead, array.shape, array.strides, strict=False):
-        if n > 1:
-            offsets = np.add.outer(offsets, np.arange(n) * (stride if own > 1 else 0)).ravel()
-    return offsets
+def _storages(arrays: tuple[np.ndarray | None, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """How the numbers of each are stored, and whether their bytes are swapped."""
+    return tuple(
+        0 if x is None or x.dtype == dtype else storage_of(x.dtype) | (0 if x.dtype.isnative else SWAPPED)
+        for x in arrays
+    )
 
 
 def available_isas(names: Sequence[str] = ISAS) -> list[str]:

@@ -67,8 +67,7 @@ chosen[0] = chosen[1] = NULL
 include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
-include "linear.pxi"     # linear attention: sums over keys, and products of queries with them
-include "recurrent.pxi"  # gated linear attention: a state that decays, and the delta rule
+include "recurrent.pxi"  # linear attention and its relatives: a state that tokens are added to
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

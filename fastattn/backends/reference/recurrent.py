@@ -25,7 +25,7 @@ def attend(call: RecurrentCall) -> np.ndarray | None:
     states = np.empty((*call.key.shape[:-2], call.key.shape[-1], call.value.shape[-1]), call.dtype)
     has_columns = call.decay is not None and call.decay.shape[-1] > 1
     with np.errstate(all="ignore"):
-        for item in np.ndindex(call.lengths.shape):
+        for item in np.ndindex(call.query.shape[:-3]):
             out, states[item] = _attend_item(call, item, _CHUNK_OF_COLUMNS if has_columns else _CHUNK)
             # Token by token nonfinite numbers, and what overflows, reach no earlier token.
             if not (np.isfinite(out).all() and np.isfinite(states[item]).all()):
@@ -36,8 +36,8 @@ def attend(call: RecurrentCall) -> np.ndarray | None:
 
 def _attend_item(call: RecurrentCall, item: Any, chunk: int) -> tuple[np.ndarray, np.ndarray]:
     """The results of an item ``(H, L, E)``, and its state ``(K, D, E)``."""
-    n, dtype = int(call.lengths[item]), call.dtype
     H, L, D = call.query.shape[-3:]
+    n, dtype = L if call.lengths is None else int(call.lengths[item]), call.dtype
     K, E = call.key.shape[-3], call.value.shape[-1]
     # Axes (K, G, L, ...) with G = 1 but for queries.
     q = call.query[item].astype(dtype).reshape(K, H // K if K else 1, L, D)

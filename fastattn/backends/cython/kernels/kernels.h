@@ -214,16 +214,9 @@ typedef struct {
                                     const char *cosines, const char *sines, ptrdiff_t table_row, ptrdiff_t n_rows,
                                     const fastattn_rotation *rotation);
 
-    /* Linear attention. Its products are those of `score` and `accumulate`; n is a multiple of `lanes`, and nothing
-     * overlaps. */
-
     /* Each of n REAL becomes x + 1 where it is above 0 and exp(x) elsewhere, 0 from the logarithm of the smallest normal
      * number on. NaN stays NaN. */
     void (*elu_plus_one)(void *tile, ptrdiff_t n);
-
-    /* sums[i] += part[i], and rounded[i] = sums[i], i < n; `part` and `rounded` are of REAL. */
-    void (*add_sums)(double *sums, const void *part, ptrdiff_t n);
-    void (*round_sums)(void *rounded, const double *sums, ptrdiff_t n);
 
     /* Recurrent forms. Their products are those of `score` and `accumulate`, too. Decays are natural logarithms; where a sum
      * of them is in two arrays, high and low, it is their sum. ld and n_cols are multiples of `lanes`. */
@@ -240,28 +233,27 @@ typedef struct {
     void (*decay_columns)(void *up, void *down, void *before, void *after, const void *first, ptrdiff_t ld, ptrdiff_t n,
                           ptrdiff_t dim);
 
-    /* s[j][lane] becomes factor[lane] * exp(the lane's sum - the key's) * s[j][lane] for j < seen[lane], and 0 for other j.
-     * high NULL: without the exponential. */
-    void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, const void *seen, const void *factor, const void *high,
-                 const void *low, const void *key_high, const void *key_low);
+    /* Scores of tokens in lanes with earlier ones: s[j][lane] becomes factor[lane] * exp(the sum of token `lane` - that of
+     * token j) * s[j][lane] for j < lane + seen, and 0 for the other j < the stop of the lane's vector. factor NULL: 1; high
+     * NULL: without the exponential. */
+    void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *high,
+                 const void *low);
 
     /* u[t] += the sum over j < t of s[j][t] * u[j], for one t after another, t < n <= 16. */
     void (*substitute)(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
 
-    /* u[t] = beta[t] * (v[t] - u[t]), t < n. */
-    void (*correct)(void *u, const void *v, const void *beta, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
+    /* u[t] = beta[t] * (v[t] - kept[t] * u[t]), t < n; kept NULL: 1. */
+    void (*correct)(void *u, const void *v, const void *beta, const void *kept, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
 
     /* to[t] = factor[t] * from[t], t < n. */
-    void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n);
+    void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
 
     /* to[i] = a[i] * b[i], i < n, a multiple of `lanes`. */
     void (*multiply)(void *to, const void *a, const void *b, ptrdiff_t n);
 
-    /* sums[d] = after[d] * (before[d] * sums[d] + part[d]), d < dim; NULL stands for 1. */
-    void (*advance_sums)(double *sums, const void *part, const void *before, const void *after, ptrdiff_t dim, ptrdiff_t ld);
-
-    /* Panels as of `pack_values` of factor[d] * sums[d], rounded; NULL stands for 1. */
-    void (*round_panels)(void *panels, const double *sums, const void *factor, ptrdiff_t dim, ptrdiff_t ld);
+    /* sums[d] = after[d] * (before[d] * sums[d] + part[d]), and rounded[d] the same as REAL, d < dim; NULL stands for 1. */
+    void (*advance_sums)(double *sums, void *rounded, const void *part, const void *before, const void *after, ptrdiff_t ld,
+                         ptrdiff_t dim, ptrdiff_t n_cols);
 
     /* One token of a state (dim, n_cols), by rows to_row and from_row bytes apart: row d of `to` = kept[d] * row d of `from` +
      * k[d] * u, where u = v, or with beta, unless NULL, u = beta * (v - the sum over d of k[d] * kept[d] * row d of `from`); and

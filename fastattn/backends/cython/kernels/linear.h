@@ -1,4 +1,4 @@
-/* Linear attention: features, and sums over keys. Included by kernels.c. */
+/* Linear attention: features. Included by kernels.c. */
 
 #if REAL_BITS == 32
 #define LN2_HIGH 0x1.63p-1 /* so few bits that its product with an exponent is exact */
@@ -36,14 +36,4 @@ static void elu_plus_one(void *tile, ptrdiff_t n) {
     for (; n >= FEATURE_VECTORS * LANES; n -= FEATURE_VECTORS * LANES, x += FEATURE_VECTORS * LANES)
         elu_plus_one_vectors(FEATURE_VECTORS, x);
     for (; n > 0; n -= LANES, x += LANES) elu_plus_one_vectors(1, x);
-}
-
-static void add_sums(double *sums, const void *part, ptrdiff_t n) {
-    const REAL *const from = part;
-    for (ptrdiff_t i = 0; i < n; i++) sums[i] += from[i];
-}
-
-static void round_sums(void *rounded, const double *sums, ptrdiff_t n) {
-    REAL *const to = rounded;
-    for (ptrdiff_t i = 0; i < n; i++) to[i] = (REAL)sums[i];
 }

@@ -94,32 +94,43 @@ static void decay_columns(void *up_rows, void *down_rows, void *before, void *af
     }
 }
 
-/* `gate` for one vector of lanes. */
-INLINE void gate_lanes(const int has_decay, REAL *s, ptrdiff_t ld, ptrdiff_t n_keys, VEC seen, VEC factor, VEC high,
-                       VEC low, const REAL *key_high, const REAL *key_low) {
-    for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
-        VEC weight = factor;
-        if (has_decay) {
-            VEC x = high - key_high[j];
-            const VEC rest = low - key_low[j];
-            exp_vectors(1, &x, &rest);
-            weight *= x;
+/* `gate` for n rows from row j on, of the vector of lanes whose first is `lane`. */
+INLINE void gate_rows(const int n, const int has_decay, REAL *s, ptrdiff_t ld, ptrdiff_t j, ptrdiff_t seen, VEC factor,
+                      VEC high, VEC low, const REAL *key_high, const REAL *key_low) {
+    VEC weight[FEATURE_VECTORS], rest[FEATURE_VECTORS];
+    if (has_decay) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) {
+            weight[i] = high - key_high[j + i];
+            rest[i] = low - key_low[j + i];
         }
-        store(s, select_lanes((IVEC)(splat((REAL)j) < seen), load(s) * weight, (VEC){}));
+        exp_vectors(n, weight, rest);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++, s += ld) {
+        const VEC x = load(s) * (has_decay ? factor * weight[i] : factor);
+        store(s, select_lanes(lane_numbers() > (LANE_INT)(j + i - seen), x, (VEC){}));
     }
 }
 
-static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, const void *seen, const void *factor,
-                 const void *high, const void *low, const void *key_high, const void *key_low) {
+static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *high_sums,
+                 const void *low_sums) {
+    const REAL *const sums = high_sums, *const rests = low_sums;
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const ptrdiff_t n_keys = *stops++;
-        REAL *const s = (REAL *)s_tile + lane;
-        const VEC sees = load((const REAL *)seen + lane), scale = load((const REAL *)factor + lane);
-        if (high)
-            gate_lanes(1, s, ld, n_keys, sees, scale, load((const REAL *)high + lane), load((const REAL *)low + lane),
-                       key_high, key_low);
-        else
-            gate_lanes(0, s, ld, n_keys, sees, scale, (VEC){}, (VEC){}, NULL, NULL);
+        const VEC scale = factor ? load((const REAL *)factor + lane) : splat(1);
+        REAL *s = (REAL *)s_tile + lane;
+        ptrdiff_t j = 0;
+#define ROWS(n)                                                                                                \
+    for (; j + n <= n_keys; j += n, s += n * ld) {                                                             \
+        if (sums)                                                                                              \
+            gate_rows(n, 1, s, ld, j, seen + lane, scale, load(sums + lane), load(rests + lane), sums, rests); \
+        else                                                                                                   \
+            gate_rows(n, 0, s, ld, j, seen + lane, scale, (VEC){}, (VEC){}, NULL, NULL);                       \
+    }
+        ROWS(4)
+        ROWS(1)
+#undef ROWS
     }
 }
 
@@ -149,18 +160,20 @@ static void substitute(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptr
     }
 }
 
-static void correct(void *u_rows, const void *v_rows, const void *beta, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols) {
+static void correct(void *u_rows, const void *v_rows, const void *beta, const void *kept, ptrdiff_t ld, ptrdiff_t n,
+                    ptrdiff_t n_cols) {
     for (ptrdiff_t t = 0; t < n; t++) {
         REAL *const u = (REAL *)u_rows + t * ld;
         const REAL *const v = (const REAL *)v_rows + t * ld, rate = ((const REAL *)beta)[t];
-        for (ptrdiff_t e = 0; e < n_cols; e += LANES) store(u + e, rate * (load(v + e) - load(u + e)));
+        const REAL factor = kept ? ((const REAL *)kept)[t] : 1;
+        for (ptrdiff_t e = 0; e < n_cols; e += LANES) store(u + e, rate * (load(v + e) - factor * load(u + e)));
     }
 }
 
-static void scale_rows(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n) {
+static void scale_rows(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols) {
     for (ptrdiff_t t = 0; t < n; t++) {
         const REAL scale = ((const REAL *)factor)[t];
-        for (ptrdiff_t e = 0; e < ld; e += LANES)
+        for (ptrdiff_t e = 0; e < n_cols; e += LANES)
             store((REAL *)to + t * ld + e, scale * load((const REAL *)from + t * ld + e));
     }
 }
@@ -170,27 +183,13 @@ static void multiply(void *to, const void *a, const void *b, ptrdiff_t n) {
         store((REAL *)to + i, load((const REAL *)a + i) * load((const REAL *)b + i));
 }
 
-static void advance_sums(double *restrict sums, const void *part, const void *before, const void *after, ptrdiff_t dim,
-                         ptrdiff_t ld) {
-    const REAL *restrict from = part;
-    for (ptrdiff_t d = 0; d < dim; d++, sums += ld, from += ld) {
+static void advance_sums(double *restrict sums, void *restrict rounded, const void *restrict part, const void *before,
+                         const void *after, ptrdiff_t ld, ptrdiff_t dim, ptrdiff_t n_cols) {
+    const REAL *from = part;
+    REAL *to = rounded;
+    for (ptrdiff_t d = 0; d < dim; d++, sums += ld, from += ld, to += ld) {
         const double added = after ? ((const REAL *)after)[d] : 1, kept = added * (before ? ((const REAL *)before)[d] : 1);
-        for (ptrdiff_t e = 0; e < ld; e++) sums[e] = kept * sums[e] + added * from[e];
-    }
-}
-
-static void round_panels(void *panels, const double *sums, const void *factor, ptrdiff_t dim, ptrdiff_t ld) {
-    REAL *restrict to = panels;
-    for (ptrdiff_t panel = 0; panel < ld; panel += TILE_ROWS, sums += TILE_ROWS) {
-        const double *restrict from = sums;
-        const int n = ld - panel < TILE_ROWS ? (int)(ld - panel) : TILE_ROWS;
-        for (ptrdiff_t d = 0; d < dim; d++, to += TILE_ROWS, from += ld) {
-            const double kept = factor ? ((const REAL *)factor)[d] : 1;
-            if (n == TILE_ROWS)
-                for (int e = 0; e < TILE_ROWS; e++) to[e] = (REAL)(kept * from[e]);
-            else
-                for (int e = 0; e < n; e++) to[e] = (REAL)(kept * from[e]);
-        }
+        for (ptrdiff_t e = 0; e < n_cols; e++) to[e] = (REAL)(sums[e] = kept * sums[e] + added * from[e]);
     }
 }
 

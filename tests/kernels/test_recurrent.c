@@ -5,6 +5,26 @@ static void fill_row(char *row, int n, double low, double high) {
     for (int i = 0; i < n; i++) put(row, i, uniform(low, high));
 }
 
+static void test_copy_rows(void) {
+    for (int round = 0; round < 100; round++) {
+        const int n = 1 + below(6), n_cols = 1 + below(5 * lanes), ld = (n_cols + lanes - 1) / lanes * lanes + lanes * below(2);
+        const int row = (n_cols + below(3)) * size, at = below(n), bad = below(2);
+        char *from = take((n - 1) * row + n_cols * size, size, 0), *to = tile(n, ld);
+        for (int i = 0; i < n; i++) fill_row(from + i * row, n_cols, -1, 1);
+        if (bad) put(from + at * row, below(n_cols), special(below(3)));
+        const int found = kernels->copy_rows(to, ld, from, row, n, n_cols);
+        int expected = 0;
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < ld; c++) {
+                const double x = c < n_cols ? get(from + i * row, c) : 0, got = get(to, i * ld + c);
+                CHECK(got == x || (isnan(got) && isnan(x)), "a copy is " NUMBER ", not " NUMBER, got, x);
+                expected |= i > 0 && !isfinite(x);
+            }
+        CHECK(!found == !expected, "%s nonfinite", found ? "found" : "did not find");
+        release();
+    }
+}
+
 static void test_exponentials(void) {
     const double reach = size == 8 ? 740 : 100;
     for (int round = 0; round < 200; round++) {
@@ -202,6 +222,7 @@ static void test_advance_token(void) {
 }
 
 static void test_recurrent(void) {
+    test_copy_rows();
     test_exponentials();
     test_decay_columns();
     test_gate();

@@ -121,6 +121,7 @@ cdef struct RecurrentTiles:
     # The chunk.
     Py_ssize_t n
     Py_ssize_t n_lanes   # of the packed tokens, padded to vectors
+    bint may_be_nonfinite  # a key or value but those of the first
     bint is_empty        # the state is 0
     # The task.
     Py_ssize_t column, n_columns, width  # columns of values; their number padded to vectors
@@ -186,20 +187,21 @@ cdef inline Py_ssize_t item_of_keys(const Recurrent *n, Py_ssize_t item) noexcep
     return item if n.item_of_keys == NULL else n.item_of_keys[item]
 
 
-cdef void load_item_rows(const fastattn_kernels *kernels, Py_ssize_t itemsize, char *to, Py_ssize_t ld,
+cdef bint load_item_rows(const fastattn_kernels *kernels, Py_ssize_t itemsize, char *to, Py_ssize_t ld,
                          const ItemRows *rows, const char *at, Py_ssize_t n_rows, Py_ssize_t n_cols) noexcept nogil:
-    """to[i * ld + c] = element c of row i in the type of the computation; 0 for the other c < ld."""
+    """to[i * ld + c] = element c of row i in the type of the computation; 0 for the other c < ld. False where none but those of
+    row 0 is NaN or inf."""
     cdef Py_ssize_t i
-    if not rows.storage and ld == n_cols:
-        fastattn_copy_rows(to, at, rows.row, rows.col, itemsize, n_rows, n_cols)
-        return
+    cdef bint swapped = (rows.storage & SWAPPED) != 0
+    if ld == 1:
+        kernels.load_row(to, at, rows.row, n_rows, rows.storage & STORAGE, swapped, NULL, 0)
+        return True
+    if not rows.storage and rows.col == itemsize:
+        return kernels.copy_rows(to, ld, at, rows.row, n_rows, n_cols)
     for i in range(n_rows):
-        if not rows.storage and rows.col == itemsize:
-            memcpy(to + i * ld * itemsize, at + i * rows.row, n_cols * itemsize)
-        else:
-            kernels.load_row(to + i * ld * itemsize, at + i * rows.row, rows.col, n_cols, rows.storage & STORAGE,
-                             (rows.storage & SWAPPED) != 0, NULL, 0)
+        kernels.load_row(to + i * ld * itemsize, at + i * rows.row, rows.col, n_cols, rows.storage & STORAGE, swapped, NULL, 0)
         memset(to + (i * ld + n_cols) * itemsize, 0, (ld - n_cols) * itemsize)
+    return True
 
 
 cdef void store_item_row(const Recurrent *n, const RecurrentTiles *t, const char *row, Py_ssize_t item, Py_ssize_t head,
@@ -289,9 +291,9 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
                       Py_ssize_t most) noexcept nogil:
     """Keys, values, decays and rates of some tokens."""
     t.n = most
-    load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
-    load_item_rows(n.kernels, n.itemsize, t.values, n.values_ld, &n.value,
-                   item_row(&n.value, item, head, first) + t.column * n.value.col, most, t.n_columns)
+    t.may_be_nonfinite = load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
+    t.may_be_nonfinite |= load_item_rows(n.kernels, n.itemsize, t.values, n.values_ld, &n.value,
+                                         item_row(&n.value, item, head, first) + t.column * n.value.col, most, t.n_columns)
     if n.has_elu:
         n.kernels.elu_plus_one(t.keys, most * n.ld)
     if n.has_beta:
@@ -305,8 +307,9 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
 cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Ends the chunk before a token that has to begin one."""
     cdef Py_ssize_t i, size = n.itemsize
-    t.n = find_nonfinite(n, t.keys, n.ld, t.n)
-    t.n = find_nonfinite(n, t.values, n.values_ld, t.n)
+    if t.may_be_nonfinite:
+        t.n = find_nonfinite(n, t.keys, n.ld, t.n)
+        t.n = find_nonfinite(n, t.values, n.values_ld, t.n)
     if n.has_beta:
         t.n = find_nonfinite(n, t.beta, 1, t.n)
     if n.has_columns:
@@ -384,15 +387,17 @@ cdef void ask_state(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t 
     n.kernels.accumulate(to, t.rounded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows, NULL, 0, 0)
 
 
-cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, const char *factor) noexcept nogil:
-    """Gated scores of the packed tokens of the chunk with the keys of those before, and with their own where `seen`."""
+cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, const char *factor, const char *next,
+                       Py_ssize_t next_row, Py_ssize_t nbytes) noexcept nogil:
+    """Gated scores of the packed tokens of the chunk with the keys of those before, and with their own where `seen`. Rows that
+    are next worked on are prefetched."""
     cdef Py_ssize_t vectors = t.n_lanes // n.kernels.lanes, v
     for v in range(vectors):
         t.stops[v] = min(t.n, (v * n.kernels.lanes // TOKEN_BLOCK + 1) * TOKEN_BLOCK)
     if n.has_columns:
         n.kernels.scale_rows(t.asked, t.packed, t.before, t.n_lanes, n.features, t.n_lanes)
     n.kernels.score(t.scores, NULL, t.packed, t.n_lanes, <int>vectors, t.lowered, t.stops, n.features, n.ld * n.itemsize,
-                    n.itemsize, NULL, 0, 0)
+                    n.itemsize, next, next_row, nbytes)
     n.kernels.gate(t.scores, t.n_lanes, t.stops, seen, factor, t.high if n.has_token_decay else NULL, t.low)
 
 
@@ -407,7 +412,7 @@ cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t
                          KEY_CHUNK, min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), NULL, 0, 0)
 
 
-cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t, const char *next) noexcept nogil:
     """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change."""
     cdef Py_ssize_t size = n.itemsize, i, start = 0
     cdef const char *keys = t.keys
@@ -418,7 +423,7 @@ cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
         t.rows[i] = <char *>keys + i * n.ld * size
         set_real(t.rates + i * size, -get_real(t.beta + i * size, size), size)
     pack_tokens(n, t, t.n, size, 1)
-    score_tokens(n, t, 0, t.rates)
+    score_tokens(n, t, 0, t.rates, next, n.key.row, n.features * n.key.col)
     ask_state(n, t, t.added, t.n)
     n.kernels.correct(t.added, t.values, t.beta, t.starts if n.has_token_decay else NULL, n.values_ld, t.n, t.width)
     while start < t.n:
@@ -475,7 +480,8 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
             if n.has_elu:
                 n.kernels.elu_plus_one(t.packed, n.features * t.n_lanes)
             if has_chunk:
-                score_tokens(n, t, 1, NULL)
+                score_tokens(n, t, 1, NULL, item_row(&n.out, item, head, row) + t.column * n.out.col, n.out.row,
+                             t.n_columns * n.out.col)
             elif n.has_columns:
                 memcpy(t.asked, t.packed, n.features * t.n_lanes * size)
             ask_state(n, t, t.acc, n_rows)
@@ -552,7 +558,7 @@ cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ite
             decay_tokens(n, t)
             if not n.has_beta:
                 break
-            apply_delta_rule(n, t)
+            apply_delta_rule(n, t, item_row(&n.key, key_item, kv, first + t.n))
             # Rows before one that overflows may not read it.
             overflows = find_nonfinite(n, t.added, n.values_ld, t.n)
             if overflows == t.n:

@@ -130,7 +130,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     .accumulate_rows = {EACH_READ(EACH_STORED, ACCUMULATE_ROWS_OF)}, KERNEL(accumulate_rows_nonfinite),
     .rope = {EACH_READ(EACH_WRITTEN, ROPE_OF)},
     KERNEL(elu_plus_one),
-    KERNEL(exponentials), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(gate), KERNEL(substitute), KERNEL(correct),
+    KERNEL(copy_rows), KERNEL(exponentials), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(gate), KERNEL(substitute), KERNEL(correct),
     KERNEL(scale_rows), KERNEL(multiply), KERNEL(advance_sums),
     KERNEL(advance_token),
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),

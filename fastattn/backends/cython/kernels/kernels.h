@@ -221,6 +221,10 @@ typedef struct {
     /* Recurrent forms. Their products are those of `score` and `accumulate`, too. Decays are natural logarithms; where a sum
      * of them is in two arrays, high and low, it is their sum. ld and n_cols are multiples of `lanes`. */
 
+    /* to[i * ld + c] = element c of row i, contiguous REAL of any alignment, c < n_cols, and 0 for the other c < ld, i < n.
+     * Returns whether a row but row 0 has NaN or inf. */
+    int (*copy_rows)(void *to, ptrdiff_t ld, const char *from, ptrdiff_t row, ptrdiff_t n, ptrdiff_t n_cols);
+
     /* to[i] = exp(high[i] + low[i]), i < n, a multiple of `lanes`. */
     void (*exponentials)(void *to, const void *high, const void *low, ptrdiff_t n);
 

@@ -23,6 +23,29 @@ INLINE void exp_vectors(const int n, VEC high[], const VEC low[]) {
     for (int i = 0; i < n; i++) high[i] = (y[i] * high[i] + 2) * half_power[i];
 }
 
+static int copy_rows(void *tile, ptrdiff_t ld, const char *from, ptrdiff_t row, ptrdiff_t n, ptrdiff_t n_cols) {
+    IVEC nonfinite = {};
+    for (ptrdiff_t i = 0; i < n; i++, from += row) {
+        REAL *const to = (REAL *)tile + i * ld;
+        IVEC own = {};
+        ptrdiff_t c = 0;
+        for (; c + LANES <= n_cols; c += LANES) {
+            const VEC x = load((const REAL *)from + c);
+            own |= nonfinite_lanes(x);
+            store(to + c, x);
+        }
+        if (c < n_cols) {
+            const VEC x = load_partial((const REAL *)from + c, (int)(n_cols - c));
+            own |= nonfinite_lanes(x);
+            store(to + c, x);
+            c += LANES;
+        }
+        for (; c < ld; c += LANES) store(to + c, (VEC){});
+        if (i > 0) nonfinite |= own;
+    }
+    return any_lane(nonfinite);
+}
+
 static void exponentials(void *to, const void *high, const void *low, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i += LANES) {
         VEC x = load((const REAL *)high + i);

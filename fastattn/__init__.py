@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from fastattn._api.backward import attention_backward
     from fastattn._api.blas import share_threads_with_blas
     from fastattn._api.c_entry import get_include
+    from fastattn._api.conv import causal_conv1d
     from fastattn._api.flex import create_block_mask, flex_attention
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
@@ -106,6 +107,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "causal_conv1d",
     "create_block_mask",
     "dropout_mask",
     "flex_attention",
@@ -137,6 +139,7 @@ _ON_FIRST_USE = {
     "RandomFeatures": "fastattn._call.linear",
     "_capi": "fastattn._capi",
     "attention_backward": "fastattn._api.backward",
+    "causal_conv1d": "fastattn._api.conv",
     "create_block_mask": "fastattn._api.flex",
     "flex_attention": "fastattn._api.flex",
     "gated_linear_attention": "fastattn._api.recurrent",

@@ -54,13 +54,14 @@ LAYERS = [
     {"_call.gradients"},
     {"_call.options"},
     {"_call.arguments"},
-    {"_call.normalize", "_call.linear", "_call.recurrent", "_call.rope"},
+    {"_call.normalize", "_call.conv", "_call.linear", "_call.recurrent", "_call.rope"},
     {"_call.schedule"},
     # Those that compute
     {"backends._base"},
     {"backends.cpu.fields"},
     {
         "backends.reference.attention",
+        "backends.reference.conv",
         "backends.reference.linear",
         "backends.reference.recurrent",
         "backends.reference.rope",
@@ -116,7 +117,7 @@ LAYERS = [
     {"_cache.cache"},
     {"_api.rope"},
     {"_api.kernel_methods"},
-    {"_api.linear", "_api.recurrent"},
+    {"_api.conv", "_api.linear", "_api.recurrent"},
     {"_api.c_entry"},
     {"layers"},
     {"_api.blas"},
@@ -455,7 +456,7 @@ def test_backends_name_no_mask():
 #: of `rope`, of kernel methods, of features and of weights around attention, those and the files of
 #: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
-    "_api/c_entry.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
+    "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
     "_api/rope.py", "_cache/cache.py",
     "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
     "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",

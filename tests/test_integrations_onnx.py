@@ -23,9 +23,10 @@ COUNTS = {
     "TensorScatter": 3,
     "FlexAttention": 11,
     "LinearAttention": 14,
+    "CausalConvWithState": 13,
 }
 #: Where onnx keeps the cases whose module has another name.
-MODULES = {"LinearAttention": "linear_attention"}
+MODULES = {"LinearAttention": "linear_attention", "CausalConvWithState": "causal_conv_with_state"}
 
 
 def cases_of(operator):

@@ -120,5 +120,9 @@ def relatives() -> None:
         fastattn.linear_attention(x, x, x, state=state, return_state=flag),
         np.ndarray | tuple[np.ndarray, fastattn.LinearState],
     )
+    rows, filters = x[0, 0, :4], x[0, 0, :4]
+    assert_type(fastattn.causal_conv1d(rows, filters, activation="silu"), np.ndarray)
+    assert_type(fastattn.causal_conv1d(rows, filters, [0.0] * 4, state=None, return_state=True), Pair)
+    assert_type(fastattn.causal_conv1d(rows, filters, return_state=flag), np.ndarray | Pair)
     cos, sin = fastattn.rope_tables(5, 4, scaling=("yarn", 2.0, 4096, {"beta_fast": 32}))
     assert_type(fastattn.rope(x, cos, sin), np.ndarray)

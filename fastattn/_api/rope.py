@@ -21,6 +21,7 @@ from fastattn._call.arguments import (
     is_swapped,
     overlap,
 )
+from fastattn._call.normalize import naming_shapes
 from fastattn._call.options import public, refuse_arguments, refusing
 from fastattn._call.problem import FLOAT32, FLOAT64, MAX_ROWS
 from fastattn._call.rope import Rotation
@@ -171,12 +172,7 @@ def rope(
         done = _rope_at_once(x, cos, sin, positions, interleaved, inverse, layout, out, limit)
         if done is not None:
             return done
-    try:
-        rotation, result, staged = _normalize(x, cos, sin, positions, interleaved, inverse, layout, out)
-    except (TypeError, ValueError) as error:
-        raised = TypeError if isinstance(error, TypeError) else ValueError
-        shapes = ", ".join(f"{name} {_shape(it)}" for name, it in (("x", x), ("cos", cos), ("sin", sin)))
-        raise raised(f"{error}; {shapes}") from None
+    rotation, result, staged = _normalize(x, cos, sin, positions, interleaved, inverse, layout, out)
     function("rope", rotation)(rotation, num_threads)
     if staged is not None:
         result[...] = staged
@@ -187,6 +183,7 @@ def _limit(num_threads: int | None = None) -> int:
     return load("cython").thread_limit(host.threads_for(num_threads))
 
 
+@partial(naming_shapes, names=("x", "cos", "sin"))
 def _normalize(
     x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, inverse: Any, layout: Any, out: Any
 ) -> tuple[Rotation, np.ndarray, np.ndarray | None]:
@@ -229,13 +226,6 @@ def _normalize(
         x = filled
     filled, x = (_with_heads(array, swapped) for array in (filled, x))
     return Rotation(filled, x, cos, sin, positions, interleaved, inverse), result, staged
-
-
-def _shape(value: Any) -> tuple[int, ...] | str:
-    try:
-        return tuple(np.shape(value))
-    except (TypeError, ValueError):
-        return "of no shape"
 
 
 def _table(value: Any, name: str) -> np.ndarray:

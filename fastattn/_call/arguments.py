@@ -68,7 +68,7 @@ def as_array(value: Any, name: str) -> np.ndarray:
 
 def host_numbers(value: Any, name: str) -> np.ndarray:
     """`value` as an ndarray of numbers on the host."""
-    array = host_array(as_array(value, name), name)
+    array = value if type(value) is np.ndarray else host_array(as_array(value, name), name)
     check_number_dtype(array, name)
     return array
 

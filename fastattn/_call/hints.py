@@ -314,8 +314,11 @@ base theta rope_theta rotary_base scaling n_positions
     x cos | give it to fastattn.rope_tables, which makes cos and sin
 rope_scaling | rope_tables | say scaling=("linear", factor), or another of those it lists
 # Relatives
-initial_state | state | say state=
-output_final_state return_final_state | return_state | say return_state=True
+initial_state initial_states past_state conv_state conv_states | state | say state=
+output_final_state return_final_state return_final_states | return_state | say return_state=True
+seq_idx cu_seqlens query_start_loc
+    activation weight | leave it out, and call it for each sequence by itself
+final_states_out | activation weight | say return_state=True, which gives them
 kernel kernel_fn feature_fn phi
     feature_map | say feature_map=
     bandwidth | leave it out: the kernel is Gaussian

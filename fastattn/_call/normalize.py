@@ -129,9 +129,11 @@ class _Inputs(NamedTuple):
         return self._replace(**found) if found else self
 
 
-def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Appends the shapes of query, key and value, the first arguments, to every error. Where the options, the
-    fourth, have a layout, it also hints at another."""
+def naming_shapes(
+    normalize: Callable[Arguments, Result], names: tuple[str, ...] = ("query", "key", "value")
+) -> Callable[Arguments, Result]:
+    """Appends the shapes of `names`, the first arguments, to every error. Where the options, the fourth, have
+    a layout, it also hints at another."""
 
     @wraps(normalize)
     def naming(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -140,11 +142,11 @@ def naming_shapes(normalize: Callable[Arguments, Result]) -> Callable[Arguments,
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             options: Any = args[3] if len(args) > 3 else {}
-            inputs: Any = args[:3]
+            inputs: Any = args[: len(names)]
             shapes = [_shape(x) for x in inputs]
-            described = zip(("query", "key", "value"), map(_described, inputs, shapes), strict=True)
+            described = zip(names, map(_described, inputs, shapes), strict=True)
             listed = ", ".join(f"{name} {text}" for name, text in described)
-            hints = _shape_hints(shapes, options) if "layout" in options else []
+            hints = _shape_hints(shapes, options) if isinstance(options, dict) and "layout" in options else []
             raise kind("; ".join([str(error), listed, *hints])) from None
 
     return naming

@@ -363,5 +363,33 @@ class LinearAttention(OpRun):
         return packed, state.astype(query.dtype if past_state is None else past_state.dtype)
 
 
+class CausalConvWithState(OpRun):
+    """``CausalConvWithState`` of opset 27 on, by `fastattn.causal_conv1d`."""
+
+    def _run(
+        self,
+        input: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None = None,
+        past_state: np.ndarray | None = None,
+        activation: str | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        _check_choice("activation", activation, (None, "none", "silu", "swish"))
+        if input.ndim != 3 or weight.ndim != 3:
+            raise ValueError(f"input and weight must have three axes, got {input.shape} and {weight.shape}")
+        B, C, width = *input.shape[:2], weight.shape[2]
+        _check_shape("weight", weight, (C, 1, width))
+        if bias is not None:
+            _check_shape("bias", bias, (C,))
+        if past_state is not None:
+            _check_shape("past_state", past_state, (B, C, width - 1))
+        return fastattn.causal_conv1d(
+            input, weight[:, 0], bias, activation=None if activation == "none" else activation,  # type: ignore[arg-type]  # one of the choices
+            state=past_state, return_state=True,
+        )  # fmt: skip
+
+
 #: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.
-operators = [Attention, RotaryEmbedding, TensorScatter, FlexAttention, LinearAttention]
+operators = [
+    Attention, RotaryEmbedding, TensorScatter, FlexAttention, LinearAttention, CausalConvWithState
+]  # fmt: skip

@@ -25,6 +25,7 @@
 #include "test_rope.c"
 #include "test_linear.c"
 #include "test_recurrent.c"
+#include "test_conv.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
@@ -71,6 +72,7 @@ static const struct {
     {"rope", test_rope},
     {"linear", test_linear},
     {"recurrent", test_recurrent},
+    {"conv", test_conv},
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._call.conv import ConvolutionCall
 from fastattn._call.gradients import Backward, Gradients
 from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, broadcast, elu_plus_one, shared
 from fastattn._call.problem import Problem
@@ -43,6 +44,9 @@ else:
     is_unbuilt_tree = False
     driver.choose_isa(host.forced_isa() or driver.available_isas()[0])
     driver.set_cores(host.cores_of_cpus())
+
+#: Lanes to which rows of the kernels are padded, of any instruction set.
+_LANES = 16
 
 
 class CythonBackend(Backend):
@@ -98,7 +102,7 @@ class CythonBackend(Backend):
     def function_reasons(self, name: str, call: Any) -> list[str]:
         if name == "linear_attention" and call.feature_map is not elu_plus_one:
             return ["it has no features but elu(x) + 1"]
-        if name != "rope" and not all((call.out.size, *call.key.shape[-2:])):
+        if name.endswith("linear_attention") and not all((call.out.size, *call.key.shape[-2:])):
             return ["a size is 0"]
         return []
 
@@ -157,6 +161,24 @@ class CythonBackend(Backend):
             self.limit_of_call(num_threads),
         )
         return state
+
+    def causal_conv1d(self, call: ConvolutionCall, num_threads: int | None) -> None:
+        C, W = call.weight.shape
+        weight = np.empty((W + 1, -(-C // _LANES) * _LANES), call.weight.dtype)
+        weight[:W, :C] = call.weight.T
+        weight[W, :C] = -0.0 if call.bias is None else call.bias  # products of 0 keep their signs
+        arrays = tuple(
+            x.swapaxes(-1, -2) if call.along_channels else x for x in (call.x, call.out, call.earlier)
+        )
+        driver.causal_conv1d(
+            arrays,
+            call.x.shape[:-2],
+            storage_of(call.x.dtype),
+            weight,
+            not call.along_channels,
+            call.silu,
+            self.limit_of_call(num_threads),
+        )
 
     def limit_of_call(self, num_threads: int | None) -> Callable[[], int]:
         """Asked where several threads may be faster: how many a call with this `num_threads` may have."""

@@ -68,6 +68,7 @@ include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
 include "recurrent.pxi"  # linear attention and its relatives: a state that tokens are added to
+include "conv.pxi"       # the short causal convolution before it
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

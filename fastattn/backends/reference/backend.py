@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastattn.backends._base import Backend
-from fastattn.backends.reference import attention, linear, recurrent, rope
+from fastattn.backends.reference import attention, conv, linear, recurrent, rope
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from fastattn._call.conv import ConvolutionCall
     from fastattn._call.gradients import Backward, Gradients
     from fastattn._call.linear import LinearCall, LinearState
     from fastattn._call.problem import Problem
@@ -51,6 +52,9 @@ class ReferenceBackend(Backend):
 
     def gated_linear_attention(self, call: RecurrentCall, num_threads: int | None) -> np.ndarray | None:
         return recurrent.attend(call)
+
+    def causal_conv1d(self, call: ConvolutionCall, num_threads: int | None) -> None:
+        conv.convolve(call)
 
 
 backend = ReferenceBackend()

@@ -109,12 +109,14 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
 #include "backward.h"
 #include "linear.h"
 #include "recurrent.h"
+#include "conv.h"
 #include "rope.h"
 
 #define KERNEL(name) .name = name
 #define SCORE_ROWS_OF(name, storage) [storage] = score_rows_##name,
 #define ACCUMULATE_ROWS_OF(name, storage) [storage] = accumulate_rows_##name,
 #define ROPE_OF(name, storage) [storage] = rope_##name,
+#define CONVOLVE_OF(name, storage) [storage] = convolve_##name,
 
 const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS) = {
     .isa = STRING(FASTATTN_ISA),
@@ -133,6 +135,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     KERNEL(copy_rows), KERNEL(exponentials), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(gate), KERNEL(substitute), KERNEL(correct),
     KERNEL(scale_rows), KERNEL(multiply), KERNEL(advance_sums),
     KERNEL(advance_token),
+    .convolve = {EACH_READ(EACH_WRITTEN, CONVOLVE_OF)},
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
     KERNEL(add_columns), KERNEL(uncap),
 };

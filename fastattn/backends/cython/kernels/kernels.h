@@ -267,6 +267,15 @@ typedef struct {
                           const void *kept, const void *beta, const void *q, ptrdiff_t ld, ptrdiff_t n_queries, ptrdiff_t dim,
                           ptrdiff_t n_cols, void *acc, ptrdiff_t acc_ld);
 
+    /* By storage of the rows, 16 bits for float only: row r at to + r * to_row = weight[width] + the sum over j < width of
+     * weight[j] * rows[r + j], added up in the order of j, column by column; then x / (1 + exp(-x)) of it where `silu`. Row
+     * j of the weights is of REAL, ld elements behind the one before, and readable up to whole vectors. `along`: n_rows is
+     * 1, and one weight stands for all columns, the first of its row, of which no other is read. Rows are contiguous, and
+     * `to` overlaps none of them. */
+    void (*convolve[FASTATTN_STORAGES])(char *to, ptrdiff_t to_row, const char *const *rows, ptrdiff_t n_rows,
+                                        ptrdiff_t n_cols, const void *weight, ptrdiff_t ld, ptrdiff_t width, int along,
+                                        int silu);
+
     /* Gradients. Their products are those of `score` and `accumulate`, with rows of queries in the place of keys. */
 
     /* The sum over c < n of a[c] * b[c], contiguous REAL, added up in double. */

@@ -442,3 +442,31 @@ def test_errors_of_linear_attention(message, changed, attributes):
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         linear_attention(arrays, **{"q_num_heads": 2, "kv_num_heads": 2} | attributes)
+
+
+def causal_conv(inputs, **attributes):
+    """Output and state of one CausalConvWithState node."""
+    names = [name if name in inputs else "" for name in ("input", "weight", "bias", "past_state")]
+    node = make_node("CausalConvWithState", names, ["output", "present_state"], **attributes)
+    described = [make_tensor_value_info(name, onnx.TensorProto.FLOAT, x.shape) for name, x in inputs.items()]
+    results = [make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in node.output]
+    model = make_model(
+        make_graph([node], "causal_conv", described, results), opset_imports=[make_opsetid("", 27)]
+    )
+    return run(model, [inputs[it.name] for it in model.graph.input])
+
+
+@pytest.mark.parametrize(
+    "message, changed, attributes",
+    [
+        ("activation must be one of none, silu, swish, got 'relu'", {}, {"activation": "relu"}),
+        (r"input and weight must have three axes, got \(2, 3\) and \(3, 1, 4\)", {"input": (2, 3)}, {}),
+        (r"weight must have shape \(3, 1, 4\), got \(3, 2, 4\)", {"weight": (3, 2, 4)}, {}),
+        (r"bias must have shape \(3,\), got \(4,\)", {"bias": (4,)}, {}),
+        (r"past_state must have shape \(2, 3, 3\), got \(2, 3, 4\)", {"past_state": (2, 3, 4)}, {}),
+    ],
+)
+def test_errors_of_causal_conv(message, changed, attributes):
+    shapes = {"input": (2, 3, 5), "weight": (3, 1, 4)} | changed
+    with pytest.raises(ValueError, match=message):
+        causal_conv({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, **attributes)

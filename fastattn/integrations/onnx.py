@@ -383,10 +383,10 @@ class CausalConvWithState(OpRun):
             _check_shape("bias", bias, (C,))
         if past_state is not None:
             _check_shape("past_state", past_state, (B, C, width - 1))
+        chosen: Any = None if activation == "none" else activation
         return fastattn.causal_conv1d(
-            input, weight[:, 0], bias, activation=None if activation == "none" else activation,  # type: ignore[arg-type]  # one of the choices
-            state=past_state, return_state=True,
-        )  # fmt: skip
+            input, weight[:, 0], bias, activation=chosen, state=past_state, return_state=True
+        )
 
 
 #: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.

@@ -1,6 +1,6 @@
 /* The short causal convolution of each channel by itself. Included by kernels.c. */
 
-/* x / (1 + exp(-x)), and its limits: inf for inf, -0 for -inf. exp(-x) is inf below -88.8 in float, -709.8 in double. */
+/* x / (1 + exp(-x)), and its limits: inf for inf, -0 for -inf. exp(-x) is inf below -88.7 in float, -709.7 in double. */
 INLINE void silu_vectors(const int n, VEC x[]) {
     const VEC lowest = splat((REAL)((EXPONENT_MIN - 3) * LN2)); /* exp(-lowest) is inf */
     VEC power[FEATURE_VECTORS], rest[FEATURE_VECTORS] = {};

@@ -183,11 +183,9 @@ def _checked(x: Any, weight: Any, bias: Any, activation: Any, state: Any) -> tup
 
     def empty(n: int) -> np.ndarray:
         """The same, to be filled."""
-        return (
-            np.empty((*lead, n, C), dtype).swapaxes(-1, -2)
-            if along_channels
-            else np.empty((*lead, C, n), dtype)
-        )
+        if along_channels:
+            return np.empty((*lead, n, C), dtype).swapaxes(-1, -2)
+        return np.empty((*lead, C, n), dtype)
 
     own = (*lead, C, weight.shape[1] - 1)
     if state is None:
@@ -201,12 +199,12 @@ def _checked(x: Any, weight: Any, bias: Any, activation: Any, state: Any) -> tup
                 raise ValueError(f"state must have shape {own[flat:]}, got {earlier.shape}")
             held = np.broadcast_to(held, own).copy()
         earlier = in_order(held)
+    if bias is not None:
+        bias = as_shape(host_numbers(bias, "bias"), "bias", (C,)).astype(computed, copy=False)
     call = ConvolutionCall(
         in_order(x),
         weight.astype(computed, copy=False),
-        None
-        if bias is None
-        else as_shape(host_numbers(bias, "bias"), "bias", (C,)).astype(computed, copy=False),
+        bias,
         earlier,
         along_channels,
         activation is not None,

@@ -5,7 +5,7 @@ static void fill_row(char *row, int n, double low, double high) {
     for (int i = 0; i < n; i++) put(row, i, uniform(low, high));
 }
 
-static void test_copy_rows(void) {
+static void test_copied_tokens(void) {
     for (int round = 0; round < 100; round++) {
         const int n = 1 + below(6), n_cols = 1 + below(5 * lanes), ld = (n_cols + lanes - 1) / lanes * lanes + lanes * below(2);
         const int row = (n_cols + below(3)) * size, at = below(n), bad = below(2);
@@ -222,7 +222,7 @@ static void test_advance_token(void) {
 }
 
 static void test_recurrent(void) {
-    test_copy_rows();
+    test_copied_tokens();
     test_exponentials();
     test_decay_columns();
     test_gate();

@@ -69,21 +69,28 @@ cdef void run_convolution_tasks(void *call, Share *shares, int own, int n_shares
     free(rows)
 
 
-def causal_conv1d(tuple arrays, tuple items, int storage, cnp.ndarray weight, bint along, bint silu, thread_limit):
+def causal_conv1d(tuple arrays, tuple lead, int storage, cnp.ndarray weight, bint along, bint silu, thread_limit):
     """Fills out. arrays: x, out and the tokens before x, (*lead, token, channel), or (*lead, channel, token) where `along`,
     lead not empty, with contiguous rows of one type and native bytes.
 
-    items: for each the bytes from its start to each item. storage: how all three are stored. weight: contiguous and of the
+    storage: how all three are stored. weight: contiguous and of the
     computation's type, (width + 1, channels padded to a multiple of 16), the bias in the last row.
     """
     cdef Convolution n
     cdef cnp.ndarray x = arrays[0]
-    cdef Py_ssize_t n_items = cnp.PyArray_SIZE(items[0])
+    cdef Py_ssize_t n_items = 1
+    cdef int64_t *memory
+    cdef int64_t *items
     cdef int num_threads = 1
     cdef bint done
-    set_item_rows(&n.x, x, items[0], storage)
-    set_item_rows(&n.out, arrays[1], items[1], storage)
-    set_item_rows(&n.earlier, arrays[2], items[2], storage)
+    for size in lead:
+        n_items *= <Py_ssize_t>size
+    memory = items = <int64_t *>malloc(3 * n_items * sizeof(int64_t))
+    if items == NULL:
+        raise MemoryError("no memory for the addresses of items")
+    items = set_item_rows(&n.x, x, storage, lead, items)
+    items = set_item_rows(&n.out, arrays[1], storage, lead, items)
+    set_item_rows(&n.earlier, arrays[2], storage, lead, items)
     n.itemsize = cnp.PyArray_ITEMSIZE(weight)
     n.size = cnp.PyArray_ITEMSIZE(x)
     n.kernels = chosen[n.itemsize == 8]
@@ -103,5 +110,6 @@ def causal_conv1d(tuple arrays, tuple items, int storage, cnp.ndarray weight, bi
         num_threads = thread_limit()
     with nogil:
         done = run_on_threads(run_convolution_tasks, &n, n_items, <int>min(<Py_ssize_t>num_threads, n_items), False)
+    free(memory)
     if not done:
         raise MemoryError("no memory for the rows of a thread")

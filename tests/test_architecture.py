@@ -110,6 +110,7 @@ LAYERS = [
     {"_api.attention"},
     {"_api.backward"},
     {"_api.flex"},
+    {"_cache.container"},
     {"_cache.pages"},
     {"_cache.state"},
     {"_cache.store"},
@@ -457,7 +458,7 @@ def test_backends_name_no_mask():
 #: `KVCache`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
     "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
-    "_api/rope.py", "_cache/cache.py",
+    "_api/rope.py", "_cache/cache.py", "_cache/container.py",
     "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
     "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",
     "masks/objects.py",

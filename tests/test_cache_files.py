@@ -11,11 +11,15 @@ import pytest
 
 import fastattn
 from fastattn._cache import files as _cache_files
-from fastattn._cache.files import _header, _tensors
+from fastattn._cache.files import _content, _tensors
 from tests.tolerances import assert_same_bits
 
 K, D, E = 2, 16, 24
 STORAGES = ["float32", "float64", "float16", "bfloat16", "int8", ("int8", "float64"), ("float16", "int8")]
+
+
+def _header(settings, state, tensors, checksums):
+    return _content(settings, state, tensors).header(checksums)
 
 
 def filled(storage="float32", *, window=None, keep_first=0, batch=3, seed=0):
@@ -368,7 +372,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(_cache_files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
         filled(seed=1).save(path)
     assert path.read_bytes() == before

@@ -16,8 +16,6 @@ from fastattn._call.arguments import (
     check_bool,
     check_window,
     count,
-    host_numbers,
-    per_item,
     promote,
 )
 from fastattn._call.options import MISSING, complete, public, refuse_arguments, refusing
@@ -26,7 +24,6 @@ from fastattn._call.storage import Rows
 from fastattn._machine.device import in_library_of
 from fastattn._machine.host import default_backend
 from fastattn.backends.registry import load as load_backend
-from fastattn.masks.arguments import integers
 
 if TYPE_CHECKING:
     import os
@@ -304,10 +301,7 @@ class KVCache(PageStore):
             Further back is a ValueError, unless all rows that the next query would see are still held.
         """
         state, settings = self._settle(), self._settings
-        new = self._per_item(lengths)
-        if (wrong := np.flatnonzero((new < 0) | (new > state.lengths))).size:
-            b = wrong[0]
-            raise ValueError(f"lengths: item {b} has {state.lengths[b]} tokens, got {new[b]}")
+        new = settings.truncated(lengths, state.lengths)
         if settings.window is not None:
             least = np.where(state.retained > 0, state.retained + settings.window, 0)
             if (wrong := np.flatnonzero((new < least) & (new < state.lengths))).size:
@@ -321,20 +315,8 @@ class KVCache(PageStore):
     def _extend(self, key: Any, value: Any, lengths: Any) -> Undo:
         """`append`, but that nothing is given up yet."""
         settings = self._settings
-        keys = self._given_rows(key, "key", settings.head_dim)
-        values = self._given_rows(value, "value", settings.value_dim)
-        T = keys.shape[2]
-        if values.shape[2] != T:
-            raise ValueError(f"key and value must have as many tokens, got {T} and {values.shape[2]}")
-        if lengths is None:
-            counts = np.full(settings.batch, T)
-        else:
-            counts = self._per_item(lengths, T)
-            if (wrong := np.flatnonzero((counts < 0) | (counts > T))).size:
-                raise ValueError(
-                    f"lengths must be in 0..T={T}, got {counts[wrong[0]]} for item {wrong[0]}; "
-                    f"key {np.shape(key)}, value {np.shape(value)}"
-                )
+        keys, values = settings.rows(key, value)
+        counts = settings.counts(lengths, key, value, keys.shape[2])
         most = int((self._state.lengths + counts).max(initial=0))
         if settings.batch * settings.num_kv_heads * rounded_length(most) > MAX_ROWS:
             raise ValueError(
@@ -406,9 +388,7 @@ class KVCache(PageStore):
         given, get = query, completed.get
         query = given if type(given) is np.ndarray else as_array(given, "query")
         settings, lengths = self._settings, self._state.lengths
-        if query.ndim != 4 or query.shape[0] != settings.batch:
-            axes = "(batch, H, L, D)" if settings.layout == "bhsd" else "(batch, L, H, D)"
-            raise ValueError(f"query must have shape {axes}, with batch={settings.batch}, got {query.shape}")
+        settings.check_query(query)
         rule = causal_rule(get("causal", True))
         len_q = query.shape[2 if settings.layout == "bhsd" else 1]
         if len_q > self._longest and 0 not in query.shape:
@@ -516,12 +496,7 @@ class KVCache(PageStore):
         `items` are integers in ``0 .. batch - 1``, of shape ``(n,)``: else TypeError or ValueError. Pages are
         shared until one of the caches writes.
         """
-        chosen = integers(as_array(items, "items"), "items")
-        if chosen.ndim != 1:
-            raise ValueError(f"items must have shape (n,), got {chosen.shape}")
-        if (wrong := chosen[(chosen < 0) | (chosen >= self._settings.batch)]).size:
-            raise ValueError(f"items must be in 0..{self._settings.batch - 1}, got {wrong[0]}")
-        return self._of_items(chosen)
+        return self._of_items(self._settings.chosen(items))
 
     # Files ---------------------------------------------------------------------------------------
 
@@ -572,24 +547,6 @@ class KVCache(PageStore):
         cache._begin(settings, state, pool, ids)
         cache._freed = np.maximum(cache._freed, state.retained // settings.page_size)
         return cache
-
-    # Arguments -----------------------------------------------------------------------------------
-
-    def _given_rows(self, rows: Any, name: str, dim: int) -> np.ndarray:
-        """Rows to append, as ``(batch, K, T, dim)``."""
-        array = host_numbers(rows, name)
-        settings = self._settings
-        batch, heads = settings.batch, settings.num_kv_heads
-        swapped = settings.layout == "bshd"
-        view = array.swapaxes(1, 2) if swapped and array.ndim == 4 else array
-        if view.ndim != 4 or view.shape[:2] != (batch, heads) or view.shape[3] != dim:
-            expected = f"({batch}, T, {heads}, {dim})" if swapped else f"({batch}, {heads}, T, {dim})"
-            raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
-        return view
-
-    def _per_item(self, lengths: Any, length: int = -1) -> np.ndarray:
-        lead = (self._settings.batch,)
-        return np.broadcast_to(per_item(lengths, "lengths", lead, length), lead).astype(np.int64)
 
 
 def _in_library_of(query: Any, results: Any, out: Any) -> Any:

@@ -73,8 +73,8 @@ def causal_conv1d(tuple arrays, tuple lead, int storage, cnp.ndarray weight, bin
     """Fills out. arrays: x, out and the tokens before x, (*lead, token, channel), or (*lead, channel, token) where `along`,
     lead not empty, with contiguous rows of one type and native bytes.
 
-    storage: how all three are stored. weight: contiguous and of the
-    computation's type, (width + 1, channels padded to a multiple of 16), the bias in the last row.
+    storage: how all three are stored. weight: contiguous and of the computation's type, (width + 1, channels padded to a
+    multiple of 16), the bias in the last row.
     """
     cdef Convolution n
     cdef cnp.ndarray x = arrays[0]
@@ -83,9 +83,11 @@ def causal_conv1d(tuple arrays, tuple lead, int storage, cnp.ndarray weight, bin
     cdef int64_t *items
     cdef int num_threads = 1
     cdef bint done
+    if cnp.PyArray_SIZE(x) >= CONV_SMALL:
+        num_threads = thread_limit()
     for size in lead:
         n_items *= <Py_ssize_t>size
-    memory = items = <int64_t *>malloc(3 * n_items * sizeof(int64_t))
+    memory = items = <int64_t *>malloc((3 * n_items + 1) * sizeof(int64_t))
     if items == NULL:
         raise MemoryError("no memory for the addresses of items")
     items = set_item_rows(&n.x, x, storage, lead, items)
@@ -106,8 +108,6 @@ def causal_conv1d(tuple arrays, tuple lead, int storage, cnp.ndarray weight, bin
     n.block = max(<Py_ssize_t>4, n.block)
     n.n_blocks = (n.n_rows + n.block - 1) // n.block
     n_items *= n.n_blocks
-    if cnp.PyArray_SIZE(x) >= CONV_SMALL:
-        num_threads = thread_limit()
     with nogil:
         done = run_on_threads(run_convolution_tasks, &n, n_items, <int>min(<Py_ssize_t>num_threads, n_items), False)
     free(memory)

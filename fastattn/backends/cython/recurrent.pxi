@@ -814,7 +814,7 @@ def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys,
             * n.value_dim >= RECURRENT_SMALL):
         num_threads = thread_limit()
     rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = &n.query, &n.key, &n.value, &n.out, &n.decay, &n.beta
-    memory = items = <int64_t *>malloc((2 * n.n_items + 4 * n.n_key_items) * sizeof(int64_t))
+    memory = items = <int64_t *>malloc((2 * n.n_items + 4 * n.n_key_items + 1) * sizeof(int64_t))
     if items == NULL:
         raise MemoryError("no memory for the addresses of items")
     for i in range(6):

@@ -35,7 +35,7 @@ The wings. A wing imports from those above it alone:
 ``_call``            one call as data: options, arguments, storage, `Problem`, `Schedule`; checks are here
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_api``             the public functions, each a list of stages; prepared calls; the C entry
-``_cache``           `KVCache`: pages, state, files
+``_cache``           `KVCache` and `RecurrentState`: what is kept between calls, and files of it
 `fastattn.layers`    `MultiHeadAttention`: projections around `attention`
 ``integrations``     `attention` inside other libraries, each module imported on its own
 ``bench``, ``demo``  programs: ``python -m fastattn``
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from fastattn._api.recurrent import gated_linear_attention
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
+    from fastattn._cache.recurrent import RecurrentState
     from fastattn._call.gradients import Gradients
     from fastattn._call.linear import LinearState, RandomFeatures
 
@@ -104,6 +105,7 @@ __all__ = [
     "Paged",
     "Quantized",
     "RandomFeatures",
+    "RecurrentState",
     "__version__",
     "attention",
     "attention_backward",
@@ -137,6 +139,7 @@ _ON_FIRST_USE = {
     "KVCache": "fastattn._cache.cache",
     "LinearState": "fastattn._call.linear",
     "RandomFeatures": "fastattn._call.linear",
+    "RecurrentState": "fastattn._cache.recurrent",
     "_capi": "fastattn._capi",
     "attention_backward": "fastattn._api.backward",
     "causal_conv1d": "fastattn._api.conv",

@@ -119,6 +119,7 @@ LAYERS = [
     {"_api.rope"},
     {"_api.kernel_methods"},
     {"_api.conv", "_api.linear", "_api.recurrent"},
+    {"_cache.recurrent"},
     {"_api.c_entry"},
     {"layers"},
     {"_api.blas"},
@@ -455,13 +456,13 @@ def test_backends_name_no_mask():
 
 #: Where arguments are checked, once: those of calls, those of objects that exist before any call does, those
 #: of `rope`, of kernel methods, of features and of weights around attention, those and the files of
-#: `KVCache`, and addresses and codes of the C entry, which become arrays.
+#: `KVCache` and `RecurrentState`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
     "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
     "_api/rope.py", "_cache/cache.py", "_cache/container.py",
-    "_cache/files.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py", "_call/normalize.py",
-    "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py", "masks/base.py",
-    "masks/objects.py",
+    "_cache/files.py", "_cache/recurrent.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py",
+    "_call/normalize.py", "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py",
+    "masks/base.py", "masks/objects.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

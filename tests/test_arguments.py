@@ -195,7 +195,7 @@ class TestByPosition:
         assert "here bias=..., unless it holds zeros and ones alone" in unknown
 
 
-CACHE = fastattn.KVCache(1, 2, 4)
+CACHE, STATE = fastattn.KVCache(1, 2, 4), fastattn.RecurrentState(1, 2, 4)
 CALLABLES = {
     function.__qualname__.removesuffix(".__init__"): function
     for function in [
@@ -204,7 +204,8 @@ CALLABLES = {
         fastattn.linear_attention, fastattn.merge_attention, fastattn.random_features, fastattn.rope,
         fastattn.rope_tables, fastattn.scaled_dot_product_attention, fastattn.varlen_attention,
         fastattn.KVCache.__init__, fastattn.KVCache.append, fastattn.KVCache.attend, fastattn.KVCache.load,
-        fastattn.KVCache.select, fastattn.KVCache.truncate, MultiHeadAttention.__init__,
+        fastattn.KVCache.select, fastattn.KVCache.truncate, fastattn.RecurrentState.__init__,
+        fastattn.RecurrentState.append, fastattn.RecurrentState.step, MultiHeadAttention.__init__,
         MultiHeadAttention.__call__, MultiHeadAttention.from_torch,
     ]
 }  # fmt: skip
@@ -231,6 +232,9 @@ WRONG_CALLS = {
     "KVCache.load": lambda **k: fastattn.KVCache.load("", **k),
     "KVCache.select": lambda **k: CACHE.select(**k),
     "KVCache.truncate": lambda **k: CACHE.truncate(**k),
+    "RecurrentState": lambda **k: fastattn.RecurrentState(1, **k),
+    "RecurrentState.append": lambda **k: STATE.append(X, X, **k),
+    "RecurrentState.step": lambda **k: STATE.step(X, X, X, **k),
     "MultiHeadAttention": lambda **k: MultiHeadAttention(W, **k),
     "MultiHeadAttention.__call__": lambda **k: MultiHeadAttention(W, W, W, W, num_heads=1)(X[0], **k),
     "MultiHeadAttention.from_torch": lambda **k: MultiHeadAttention.from_torch({}, **k),
@@ -342,6 +346,10 @@ class TestHints:
             ("attention_backward", "output_mask", "wrt"), ("attention_backward", "philox_seed", "seed"),
             ("varlen_attention", "block_table", "Paged"), ("linear_attention", "layout", "H"),
             ("linear_attention", "normalize", "weights"), ("KVCache", "storage", "dtype"),
+            ("RecurrentState", "key_dim", "head_dim"), ("RecurrentState.append", "seq_lens", "lengths"),
+            ("RecurrentState.append", "attention_mask", "lengths"),
+            ("RecurrentState.step", "key_lengths", "lengths"), ("RecurrentState.step", "layout", "made"),
+            ("RecurrentState.step", "initial_state", "holds"), ("RecurrentState.step", "use_cache", "holds"),
             ("KVCache.append", "layer_idx", "each layer"), ("KVCache.append", "axis", "follow"),
             ("rope", "base", "rope_tables"), ("rope", "dims", "columns"), ("rope_tables", "scale", "scaling"),
             ("random_features", "ortho_scaling", "lengths"), ("kernel_logsumexp", "bw_method", "bandwidth"),

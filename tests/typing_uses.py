@@ -91,6 +91,9 @@ def a_cache() -> None:
     assert_type(cache.attend(x, return_lse=True, return_weights=True, causal=False), Triple)
     assert_type(cache.attend(x, return_lse=flag), np.ndarray | tuple[np.ndarray, ...])
     assert_type(cache.fork().select([0]).lengths, np.ndarray)
+    state = fastattn.RecurrentState(batch=1, num_kv_heads=2, head_dim=4, dtype="float64")
+    assert_type(state.step(x, x, x, decay=-x[..., 0], scale=1.0, lengths=[5]), np.ndarray)
+    assert_type(state.fork().select([0]).state, np.ndarray)
 
 
 def a_layer() -> None:

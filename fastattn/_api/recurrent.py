@@ -193,7 +193,7 @@ def gated_linear_attention(
         "return_state": return_state,
         "layout": layout,
     }
-    call, flat = _checked(query, key, value, options)
+    call, flat = checked_call(query, key, value, options)
     run = function("gated_linear_attention", call, backend)
     if signature is not None and not flat:
         _prepare(signature, call, run, arrays, layout)
@@ -265,7 +265,9 @@ def _prepare(
 
 
 @naming_shapes
-def _checked(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[RecurrentCall, bool]:
+def checked_call(
+    query: Any, key: Any, value: Any, options: dict[str, Any]
+) -> tuple[RecurrentCall, bool]:
     """The call, and whether the arrays are those of one head without an axis."""
     given = ((query, "query"), (key, "key"), (value, "value"))
     arrays: Any = (host_array(as_array(x, name), name) for x, name in given)

@@ -1,1 +1,1 @@
-"""`KVCache`: keys and values of past tokens, in pages."""
+"""What is kept of past tokens: by `KVCache` keys and values in pages, by `RecurrentState` a state."""

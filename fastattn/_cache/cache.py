@@ -316,7 +316,8 @@ class KVCache(PageStore):
         """`append`, but that nothing is given up yet."""
         settings = self._settings
         keys, values = settings.rows(key, value)
-        counts = settings.counts(lengths, key, value, keys.shape[2])
+        T = keys.shape[2]
+        counts = np.full(settings.batch, T) if lengths is None else settings.counts(lengths, key, value, T)
         most = int((self._state.lengths + counts).max(initial=0))
         if settings.batch * settings.num_kv_heads * rounded_length(most) > MAX_ROWS:
             raise ValueError(

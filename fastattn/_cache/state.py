@@ -73,8 +73,6 @@ class Sizes:
 
     def counts(self, lengths: Any, key: Any, value: Any, T: int) -> np.ndarray:
         """How many of the T rows of each item are tokens."""
-        if lengths is None:
-            return np.full(self.batch, T)
         counts = self._per_item(lengths, T)
         if (wrong := np.flatnonzero((counts < 0) | (counts > T))).size:
             raise ValueError(

@@ -41,7 +41,7 @@ key_padding_mask value_mask key_mask padding_mask
     attn_mask | say attn_mask=~NAME[:, None, None, :] where True means ignore, as in
         torch.nn.MultiheadAttention, and without ~ where it means keep
 attention_mask encoder_attention_mask key_padding_mask value_mask key_mask padding_mask
-    KVCache.append | say lengths=, how many of the new rows are tokens, as the padding has to stand at the end
+    key lengths | say lengths=, how many of the new rows are tokens, as the padding has to stand at the end
     key_lengths | say key_lengths=, as the padding has to stand at the end
 query_mask query_seq_lengths query_lengths q_lengths seqused_q
     causal window | leave it out: rows of padding among the queries change no other row; with
@@ -191,6 +191,7 @@ layout qkv_format tensor_layout input_layout kv_layout head_first
     MultiHeadAttention.__call__ | leave it out: arrays are (..., length, dim)
     KVCache.attend | leave it out: the cache is made with it
     KVCache.append | leave it out: the cache is made with it
+    decay lengths | leave it out: the state is made with it
     query | leave it out: arrays are (..., H, L, D)
 attention_axes | query | leave it out: arrays are (..., H, L, D), and L is the axis
 Q_LEN q_len query_length q_length | create_block_mask | say L=
@@ -238,6 +239,7 @@ seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv
     key_lengths | say key_lengths=
     KVCache.append | leave it out where it counts what the cache has, which knows that, and say lengths= for
         how many of the new rows are tokens
+    decay lengths | say lengths=, how many of the new rows are tokens
     KVCache.attend | leave it out: the cache knows the length of each item; step and append have `lengths`,
         how many of the new rows are tokens
     cu_seqlens_q | leave it out: cu_seqlens_q and cu_seqlens_k say where each document begins; rows beyond its
@@ -266,6 +268,7 @@ past_key_values past_key_value past_key past_value layer_past past use_cache kv_
     cache | say cache=, a fastattn.KVCache
     feature_map | say state=, which return_state=True gives
     grad_out | give all keys and values: there are no gradients of a cache
+    decay lengths | leave it out: the state holds what came before
     query key | use a fastattn.KVCache, whose step appends keys and values and attends to all so far
 block_table block_tables page_table
     attention | give fastattn.Paged(pages, table) as key and value
@@ -275,7 +278,7 @@ block_table block_tables page_table
 block_size | page_size | say page_size=
 num_layers layer_idx
     KVCache | leave it out, and make a cache for each layer
-    KVCache.append | leave it out, and make a cache for each layer
+    key lengths | leave it out, and make a cache for each layer
 kv_cache_dtype cache_dtype storage
     KVCache | say dtype=
     attention | give fastattn.Quantized(data, scale) as key or value
@@ -319,6 +322,8 @@ output_final_state return_final_state return_final_states | return_state | say r
 seq_idx cu_seqlens query_start_loc
     activation weight | leave it out, and call it for each sequence by itself
 final_states_out | activation weight | say return_state=True, which gives them
+initial_state state output_final_state return_final_state return_state
+    decay lengths | leave it out: the state holds what came before, and is kept
 kernel kernel_fn feature_fn phi
     feature_map | say feature_map=
     bandwidth | leave it out: the kernel is Gaussian
@@ -361,6 +366,7 @@ flash_attention use_flash use_flash_attn num_splits pack_gqa sm_margin implement
     query | leave it out: how to compute is chosen for each call
 dtype
     x cos | leave it out: the result has the dtype of x
+    decay lengths | leave it out: the state is made with it
     query | leave it out: query, key and value decide, by their dtypes
 softmax_precision softmax_dtype precision preferred_element_type force_fp32_for_softmax
     query | leave it out: it is float32 for 16-bit arrays, and their own for others

@@ -115,7 +115,7 @@ class RecurrentState:
     state : ndarray, shape (batch, K, D, E)
         After the last token of each item. A copy.
     nbytes : int
-        Memory of the state, and of what `truncate` needs: a second state, and rows of past tokens.
+        Memory of the state, and of what `truncate` needs: two earlier states, and rows of past tokens.
     dtype : dtype
         Of the computation.
 
@@ -304,12 +304,12 @@ class RecurrentState:
                 f"lengths: item {b} can be truncated to {retained[b]} at least, got {new[b]}: earlier tokens "
                 f"are in its state alone (rollback={s.rollback})"
             )
+        if not s.rollback:
+            return
         from_middle = new >= held.middles
         first = np.where(from_middle, held.middles, held.starts)
         middle = np.where(from_middle[:, None, None, None], held.middle, held.base)
-        state = (
-            np.where((new == first)[:, None, None, None], middle, held.state) if s.rollback else held.state
-        )
+        state = np.where((new == first)[:, None, None, None], middle, held.state)
         counts = np.where(new < held.lengths, new - first, 0)
         for n in np.unique(counts[counts > 0]).tolist():  # a call for each: no bit depends on other items
             items = np.flatnonzero(counts == n)
@@ -496,8 +496,8 @@ class RecurrentState:
                 spans = zip((starts - first).tolist(), (lengths - starts).tolist(), strict=True)
                 for item, (at, n) in enumerate(spans):
                     rows[item, :, :n] = old[item, :, at : at + n]
-            next_move = np.where(middles > starts, middles + rollback - 1, starts + _APART)
-            quiet = T + int((next_move - ends).min(initial=room - needed))
+            to_pass, to_begin = middles + rollback - 1 - greatest, starts + _APART - ends
+            quiet = np.where(middles > starts, to_pass, to_begin).min(initial=room - needed) + T
         counts = lengths - starts
         if len(of_all := {*zip(counts.tolist(), call.lengths.tolist(), strict=True)}) == 1:
             ((n, more),) = of_all
@@ -531,7 +531,7 @@ def _parse(given: Any, lists: Any) -> tuple[container.Content, tuple[_Settings, 
     lengths, greatest, starts, middles = counters = container.of_items(lists, _Held._fields[:4], s.batch)
     retained = np.maximum(greatest - s.rollback, 0)
     possible = (starts <= retained) & (retained <= lengths) & (lengths <= greatest)
-    possible &= (starts <= middles) & (middles <= lengths)
+    possible &= (starts <= middles) & (middles <= lengths) & (lengths - starts <= 4 * (s.rollback + _APART))
     if not possible.all() or (s.gates is None and greatest.any()):
         raise container.Damaged("lengths that no state has")
     return _content(s, counters), (s, counters)

@@ -265,9 +265,7 @@ def _prepare(
 
 
 @naming_shapes
-def checked_call(
-    query: Any, key: Any, value: Any, options: dict[str, Any]
-) -> tuple[RecurrentCall, bool]:
+def checked_call(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[RecurrentCall, bool]:
     """The call, and whether the arrays are those of one head without an axis."""
     given = ((query, "query"), (key, "key"), (value, "value"))
     arrays: Any = (host_array(as_array(x, name), name) for x, name in given)

@@ -421,7 +421,7 @@ class RecurrentState:
         options.setdefault("scale", None)
         call, _ = checked_call(queries, keys, values, options)
         if call.lengths is None:
-            call = call._replace(lengths=np.full(s.batch, keys.shape[2]))
+            call = call._replace(lengths=np.full(s.batch, call.key.shape[2]))
         n_decay, n_beta = (0 if x is None else x.shape[-1] for x in (call.decay, call.beta))
         gates = n_decay, n_beta
         for name, n, first in zip(("decay", "beta"), gates, s.gates or gates, strict=True):
@@ -449,8 +449,9 @@ class RecurrentState:
     def _add(self, call: RecurrentCall, num_threads: int | None, backend: BackendName | None) -> None:
         """Runs the call, from the state on, and keeps the last of its tokens."""
         lengths, greatest, starts, middles, before, base, middle, rows = self._held
+        added: Any = call.lengths
         rollback, run = self._settings.rollback, function("gated_linear_attention", call, backend)
-        ends, T = lengths + call.lengths, call.key.shape[2]
+        ends, T = lengths + added, call.key.shape[2]
         greatest = np.maximum(greatest, ends)
         if not rollback or not T:
             state = run(call, num_threads)
@@ -459,7 +460,7 @@ class RecurrentState:
             return
         has_many = rollback < T  # whatever their number in each item: no bit depends on that of others
         if has_many:
-            cut = np.maximum(call.lengths - rollback, 0)
+            cut = np.maximum(added - rollback, 0)
             state = run(call._replace(lengths=cut), num_threads)
             is_cut, lengths = cut > 0, lengths + cut
             starts, middles = (np.where(is_cut, lengths, x) for x in (starts, middles))
@@ -471,7 +472,8 @@ class RecurrentState:
             for name, x in parts.items():
                 parts[name] = None if x is None else x.swapaxes(1, 2)[last].swapaxes(1, 2)
             whole, T = call, rollback
-            call = call._replace(**parts, lengths=call.lengths - cut, earlier=before)
+            call = call._replace(**parts, lengths=added - cut, earlier=before)
+            added = added - cut
         state = run(call, num_threads)
         if has_many:
             whole.out.swapaxes(1, 2)[last] = call.out.swapaxes(1, 2)
@@ -499,11 +501,11 @@ class RecurrentState:
             to_pass, to_begin = middles + rollback - 1 - greatest, starts + _APART - ends
             quiet = np.where(middles > starts, to_pass, to_begin).min(initial=room - needed) + T
         counts = lengths - starts
-        if len(of_all := {*zip(counts.tolist(), call.lengths.tolist(), strict=True)}) == 1:
+        if len(of_all := {*zip(counts.tolist(), added.tolist(), strict=True)}) == 1:
             ((n, more),) = of_all
             rows[:, :, n : n + more] = new[:, :, :more]
         else:
-            items, tokens = np.nonzero(np.arange(T) < call.lengths[:, None])
+            items, tokens = np.nonzero(np.arange(T) < added[:, None])
             rows[items, :, counts[items] + tokens] = new[items, :, tokens]
         self._held = _Held(ends, greatest, starts, middles, state, base, middle, rows)
         self._quiet = quiet - T

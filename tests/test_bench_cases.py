@@ -18,6 +18,7 @@ import fastattn
 from fastattn.bench import oracle, peers
 from fastattn.bench.case import (
     PADDING_KEPT,
+    RULES,
     SHORTEST,
     Case,
     Inputs,
@@ -27,12 +28,19 @@ from fastattn.bench.case import (
     numpy_dtype,
 )
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, possible_cases
-from fastattn.bench.oracle import checked_rows, expected_gradients, expected_output, oracle_dtype
+from fastattn.bench.oracle import (
+    checked_rows,
+    expected_gradients,
+    expected_output,
+    expected_recurrence,
+    oracle_dtype,
+)
 from fastattn.bench.peers import DEFAULT_PEERS, OURS, PEERS, Redundant, Unable, _base, fastattn_api
 from fastattn.bench.peers._base import joined
 from fastattn.bench.peers.numpy_formula import NumPyFormula
 from tests import naive
 from tests.process import python
+from tests.test_recurrent import recurrence
 
 SMALL = replace(
     CASES["square-512-64"],
@@ -111,10 +119,16 @@ KINDS = {
         "backward-strided": replace(SMALL, backward=True, strided=True),
         "backward-float64": replace(SMALL, backward=True, dtype="float64"),
         "backward-float16": replace(SMALL, backward=True, dtype="float16"),
+        **{f"rule-{rule}": replace(SMALL, rule=rule, len_q=70, len_k=70, layout="bshd") for rule in RULES},
+        **{f"rule-{rule}-token": replace(SMALL, rule=rule, len_q=1, len_k=1, value_dim=4) for rule in RULES},
+        "rule-grouped": replace(SMALL, rule="kimi", kv_heads=2),
+        "rule-float64": replace(SMALL, rule="gated_delta", dtype="float64"),
+        "rule-float16": replace(SMALL, rule="gated_delta", dtype="float16", layout="bshd"),
     }.items()
 }
 BACKWARD = tuple(kind for kind, case in KINDS.items() if case.backward)
-FORWARD = tuple(kind for kind in KINDS if kind not in BACKWARD)
+RECURRENT = tuple(kind for kind, case in KINDS.items() if case.rule is not None)
+FORWARD = tuple(kind for kind in KINDS if kind not in (*BACKWARD, *RECURRENT))
 
 
 def in_interval(case: Case, b: int, i: int, j: int) -> bool:
@@ -199,11 +213,66 @@ def test_gradients_without_a_key_are_not_tolerated(dtype: str) -> None:
     case = replace(SMALL, backward=True, dtype=dtype, len_k=64)
     inputs = make_inputs(case)
     answer = expected_gradients(case, inputs)
-    allowed = oracle.gradient_tolerance(case, inputs, answer)
+    allowed = oracle.relative_tolerance(case, inputs, answer)
     rounded = answer.astype(dtype)
     assert oracle.gradient_errors(case, rounded, answer)[0] <= allowed / 4
     masked = replace(inputs, mask=np.arange(64) < np.full((case.len_q, 1), 63))
     assert oracle.gradient_errors(case, expected_gradients(case, masked), answer)[0] > allowed
+
+
+def recurrence_of(kind: str) -> tuple[Inputs, list[np.ndarray]]:
+    """The inputs, and by a loop in long double the output and the state after."""
+    case, inputs = KINDS[kind], make_inputs(KINDS[kind])
+    decay, beta = inputs.gates(case)
+    if RULES[case.rule or ""][0] == "token":
+        decay = decay[..., 0]
+    beta = None if beta is None else beta[..., 0]
+    return inputs, list(recurrence(inputs.bhsd(case), decay, beta, state=inputs.state))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_the_recurrence_of_the_oracle_is_that_of_the_definition(kind: str) -> None:
+    inputs, exact = recurrence_of(kind)
+    answer = expected_recurrence(KINDS[kind], inputs)
+    assert answer.dtype == oracle_dtype(KINDS[kind])
+    group = KINDS[kind].heads // KINDS[kind].kv_heads
+    wanted = joined([exact[0], np.repeat(exact[1], group, axis=1)])
+    np.testing.assert_allclose(answer.astype(float), wanted.astype(float), rtol=1e-12, atol=1e-13)
+    assert oracle.recurrence_errors(KINDS[kind], joined(exact), answer)[0] < 1e-12
+
+
+def test_a_wrong_state_or_token_is_not_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of a head that is compared, where not all of them are."""
+    for updates in (1 << 28, 0):
+        monkeypatch.setattr(oracle, "MOST_UPDATES", updates)
+        case = KINDS["rule-gated_delta"]
+        inputs, exact = recurrence_of(case.name)
+        heads = oracle.checked_heads(case)
+        assert len(heads) == (2 if updates == 0 else case.batch * case.heads)
+        assert (heads[0], heads[-1]) == (0, case.batch * case.heads - 1)
+        answer = expected_recurrence(case, inputs)
+        allowed = oracle.relative_tolerance(case, inputs, answer)
+        rounded = joined(exact).astype(np.float32)
+        assert oracle.recurrence_errors(case, rounded, answer)[0] <= allowed / 16
+        for at in (0, exact[0].size - 1, exact[0].size, -1):
+            found = rounded.copy()
+            found[at] += 0.01 * np.abs(answer).max()
+            assert oracle.recurrence_errors(case, found, answer)[0] > allowed
+    with pytest.raises(ValueError, match="elements"):
+        oracle.recurrence_errors(case, rounded[:-1], answer)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_multiply_adds_of_a_recurrence(rule: str) -> None:
+    """Each token: the state is read, added to and, by the delta rule, asked; so is the half of a chunk."""
+    case = replace(SMALL, rule=rule, batch=3, len_q=960, len_k=960, head_dim=8, value_dim=6)
+    times = 2 if RULES[rule][1] else 1
+    assert case.flops == 2 * 3 * 4 * 960 * (2 * 48 + (times - 1) * 48 + times * 48 / 2 * (8 + 6))
+    token = replace(case, len_q=1, len_k=1)
+    states = token.nbytes - 3 * 4 * 4 * 2 * (8 + 6)  # but for query, key, value and result
+    assert states - 2 * 3 * 4 * 4 * 8 * 6 == 3 * 4 * 4 * sum(
+        {None: 0, "token": 1, "column": 8}[it] if not isinstance(it, bool) else it for it in RULES[rule]
+    )
 
 
 @pytest.mark.parametrize("kind", FORWARD)
@@ -357,6 +426,8 @@ def test_pairs_and_bytes_are_what_counting_gives(kind: str) -> None:
                 read += 4 * sum(math.ceil(it.shape[3] / 64) * it.shape[1] for it in (key, value))
     read += sum(array.nbytes for array in (inputs.mask, inputs.bias) if array is not None)
     written = case.batch * case.heads * case.len_q * case.value_dim * query.itemsize
+    read += sum(it.nbytes for it in (inputs.decay, inputs.beta, inputs.state) if it is not None)
+    written += 0 if inputs.state is None else inputs.state.nbytes
     if case.backward:
         read += written + inputs.grad_out.nbytes  # the output is there already
         read += case.batch * case.heads * case.len_q * np.dtype(case.compute_dtype).itemsize  # lse
@@ -435,6 +506,8 @@ def test_cases_are_consistent() -> None:
         assert case.page_size is None or (case.len_k % case.page_size == 0 and not case.step)
         assert case.backward == (case.group == "backward")
         assert not case.backward or (case.is_plain and case.model_dim is None)
+        assert (case.rule is not None) == (case.group == "recurrent")
+        assert case.rule is None or (case.is_plain and case.rank == 4 and case.len_q == case.len_k)
 
 
 def test_the_decoder_is_timed_in_each_storage() -> None:
@@ -508,7 +581,7 @@ def test_gradients_are_timed_without_the_forward_pass(monkeypatch: pytest.Monkey
     call = fastattn_api.Fastattn().backward_ways["attention_backward"](case, inputs)
     monkeypatch.setattr(fastattn, "attention", lambda *_, **__: pytest.fail("the outputs were there"))
     answer = expected_gradients(case, inputs)
-    assert oracle.gradient_errors(case, call.result(), answer)[0] <= oracle.gradient_tolerance(
+    assert oracle.gradient_errors(case, call.result(), answer)[0] <= oracle.relative_tolerance(
         case, inputs, answer
     )
 
@@ -624,7 +697,10 @@ STORED = tuple(
 
 #: Kinds that a library cannot do, with what it says.
 UNABLE = {
-    "fastattn-numba": dict.fromkeys((*STORED, *BACKWARD), "cannot take this problem"),
+    "fastattn-numba": {
+        **dict.fromkeys((*STORED, *BACKWARD), "cannot take this problem"),
+        **dict.fromkeys(RECURRENT, "cannot run gated_linear_attention"),
+    },
     # Both compute float64 in float32.
     "onnxruntime": {
         **dict.fromkeys(BACKWARD, "no gradients"),
@@ -637,17 +713,28 @@ UNABLE = {
         "stored-float16": "no float32 queries over float16",
         "pages": "no pages",
         "pages-int8": "no float32 queries over int8",
+        **dict.fromkeys(("rule-float64", "rule-float16"), "Type"),
     },
     "openvino": {
+        **dict.fromkeys(RECURRENT, "GatedDeltaNet is the delta rule with a decay of each token"),
         **dict.fromkeys(BACKWARD, "no gradients"),
         "float64": "wrong",
         "float64-causal": "wrong",
         "softcap": "no soft-cap",
         **dict.fromkeys(("pages-bfloat16", "step-bfloat16-some"), "has a bfloat16 cache only where"),
     },
-    "torch": {"step-int8": "no step over int8", "backward-softcap": "no soft-cap"},
-    "numpy": {"step-int8": "no step over int8", **dict.fromkeys(BACKWARD, "no gradients")},
+    "torch": {
+        "step-int8": "no step over int8",
+        "backward-softcap": "no soft-cap",
+        **dict.fromkeys(("rule-grouped", "rule-float16"), "written for float32 and float64"),
+    },
+    "numpy": {
+        "step-int8": "no step over int8",
+        **dict.fromkeys(BACKWARD, "no gradients"),
+        **dict.fromkeys(("rule-grouped", "rule-float16"), "written for float32 and float64"),
+    },
     "jax": {
+        **dict.fromkeys(RECURRENT, "no gated linear attention"),
         **dict.fromkeys(("step", "step-float16", "step-bfloat16-some"), "no cache to append to"),
         **dict.fromkeys(("pages", "pages-bfloat16"), "no pages"),
         **dict.fromkeys(("int8", "int8-some", "pages-int8", "step-int8"), "no float32 queries over int8"),
@@ -658,8 +745,13 @@ UNABLE = {
         "float64-causal": "no float64",
         "pages": "no pages",
         "backward": "no gradients",
+        "rule-kimi": "no gated linear attention",
     },
 }
+#: The delta rule of a token's decay, or of none, which OpenVINO has.
+for kind in RECURRENT:
+    if KINDS[kind].rule in ("delta", "gated_delta") and KINDS[kind].dtype == "float32":
+        del UNABLE["openvino"][kind]
 
 #: Those that it can do after all on some CPUs, or once its backend does.
 UNABLE_HERE = {"openvino": ("pages-bfloat16", "step-bfloat16-some"), "fastattn-numba": (*STORED, *BACKWARD)}
@@ -670,7 +762,7 @@ PARTLY_WRONG = {
 }
 
 #: Compiling takes half a minute per kind, so only what flex_attention is for.
-FLEX_KINDS = ("window-causal", "ragged", "softcap", "float64", "pages", "backward")
+FLEX_KINDS = ("window-causal", "ragged", "softcap", "float64", "pages", "backward", "rule-kimi")
 
 RUN_KINDS = """
 import json

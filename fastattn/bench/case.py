@@ -19,6 +19,20 @@ PADDING_KEPT = 0.75
 #: The shortest item of a "ragged" batch has this share of the keys, the longest all of them.
 SHORTEST = 1 / 8
 
+#: Gated linear attention: whether a rule has decays, of each "token" or of each "column" of a state, and
+#: whether it has the rates of the delta rule.
+RULES: dict[str, tuple[str | None, bool]] = {
+    "linear": (None, False),
+    "gated": ("token", False),
+    "gla": ("column", False),
+    "delta": (None, True),
+    "gated_delta": ("token", True),
+    "kimi": ("column", True),
+}
+
+#: Tokens that are worked on at once, where FLOPs of gated linear attention are counted.
+CHUNK = 48
+
 #: Elements of a row of int8 that share one float32 scale, and the largest magnitude of an element.
 INT8_GROUP, INT8_LARGEST = 64, 127
 
@@ -63,6 +77,7 @@ class Case:
     backward: bool = (
         False  #: the gradients are timed, by all arrays but the mask; the outputs are there before
     )
+    rule: str | None = None  #: gated linear attention by one of `RULES`, with a state before and after; L = S
     causal: bool = False  #: no key after position p: "bottom_right"
     mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
     bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
@@ -159,7 +174,15 @@ class Case:
 
         Gradients take five products, ``2 · H · pairs · (3 D + 2 E)``: the scores once more, the gradient of
         the weights, and those of query, key and value.
+
+        By a `rule` each query reads the state, and each key adds to it, D · E; a query also meets half of C
+        tokens, 48 or all L, C / 2 · (D + E). By the delta rule a key does what a query does, too.
         """
+        if self.rule is not None:
+            state, pairs = self.head_dim * self.value_dim, self.head_dim + self.value_dim
+            reading = state + min(CHUNK, self.len_q) / 2 * pairs
+            adding = state + (reading if RULES[self.rule][1] else 0)
+            return 2.0 * self.batch * self.len_q * (self.heads * reading + self.kv_heads * adding)
         times = (3, 2) if self.backward else (1, 1)
         return 2.0 * self.heads * self.pairs * (times[0] * self.head_dim + times[1] * self.value_dim)
 
@@ -169,7 +192,8 @@ class Case:
 
         Query and output; of keys and values each key/value head once, and only the keys that some query may
         attend; mask and bias as the case gives them. Not the few bytes that say lengths, windows and pages.
-        For gradients also lse, the gradient of the output, and each gradient in full.
+        For gradients also lse, the gradient of the output, and each gradient in full. By a `rule` also the
+        gates, and the state, which is read and written.
         """
         return _nbytes(self)
 
@@ -186,6 +210,7 @@ class Case:
         words += [f"pages of {self.page_size}"] if self.page_size else []
         words += ["step"] if self.step else []
         words += ["backward"] if self.backward else []
+        words += [f"rule {self.rule}"] if self.rule else []
         words += ["causal"] if self.causal else []
         words += [f"{self.mask} mask"] if self.mask else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -230,6 +255,12 @@ def _nbytes(case: Case) -> int:
     bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
     row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in (case.head_dim, case.value_dim))
     forward = element * (rows * dims + bias) + case.kv_heads * attended * row + mask
+    if case.rule is not None:
+        decays, has_rates = RULES[case.rule]
+        gates = {None: 0, "token": 1, "column": case.head_dim}[decays] + has_rates
+        heads = case.batch * case.kv_heads
+        states = 2 * itemsize(case.compute_dtype) * heads * case.head_dim * case.value_dim
+        return forward + element * heads * case.len_k * gates + states
     if not case.backward:
         return forward
     written = rows * dims + bias + case.batch * case.kv_heads * case.len_k * dims
@@ -301,6 +332,11 @@ class Inputs:
     grad_out: np.ndarray | None = (
         None  #: of a backward case, like the output: the gradient with respect to it
     )
+    #: Of a case with a `rule`: logarithms of factors and rates of the delta rule, as `gated_linear_attention`
+    #: takes them in the layout of the case, and the state before, ``(B, K, D, E)`` in `compute_dtype`.
+    decay: np.ndarray | None = None
+    beta: np.ndarray | None = None
+    state: np.ndarray | None = None
 
     def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Query, key and value as ``(B, heads, length, dim)``, whatever the case's layout.
@@ -322,6 +358,13 @@ class Inputs:
         if case.rank == 3:
             return self.grad_out[None]
         return self.grad_out.transpose(0, 2, 1, 3) if case.layout == "bshd" else self.grad_out
+
+    def gates(self, case: Case) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`decay` and `beta` as ``(B, K, L, 1)``, or ``(B, K, L, D)`` for decays of columns; views."""
+        whole = (it if it is None or it.ndim == 4 else it[..., None] for it in (self.decay, self.beta))
+        swapped = case.layout == "bshd"
+        decay, beta = (it.swapaxes(1, 2) if swapped and it is not None else it for it in whole)
+        return decay, beta
 
     def wide(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arrays whose ``[..., ::2]`` a strided case has; of the others what `bhsd` gives."""
@@ -373,7 +416,10 @@ def document_ids(case: Case) -> np.ndarray:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Standard normal inputs from a seed that depends on the case's name alone."""
+    """Standard normal inputs from a seed that depends on the case's name alone.
+
+    By a `rule` keys have length 1, a state falls by a fifth at a token on average, and rates are in 0..1.
+    """
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     drawn: Any = np.dtype(case.compute_dtype).type
 
@@ -417,7 +463,18 @@ def make_inputs(case: Case) -> Inputs:
         heads = (case.heads,) if case.bias == "per_head" else ()
         bias = draw((*heads, case.len_q, case.len_k), case.dtype)
     grad_out = draw((*query.shape[:-1], case.value_dim), case.dtype) if case.backward else None
-    return Inputs(query, key, value, mask, bias, grad_out)
+    if case.rule is None or isinstance(key, Stored):
+        return Inputs(query, key, value, mask, bias, grad_out)
+    key[...] = key / np.linalg.norm(key.astype(drawn), axis=-1, keepdims=True)
+    decays, has_rates = RULES[case.rule]
+    decay = beta = None
+    if decays is not None:
+        shape = key.shape if decays == "column" else key.shape[:-1]
+        decay = -np.exp(draw(shape, case.compute_dtype) - drawn(2)).astype(numpy_dtype(case.dtype))
+    if has_rates:
+        beta = rng.random(key.shape[:-1], dtype=drawn).astype(numpy_dtype(case.dtype))
+    state = draw((case.batch, case.kv_heads, case.head_dim, case.value_dim), case.compute_dtype)
+    return Inputs(query, key, value, mask, bias, grad_out, decay, beta, state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fastattn.bench.case import PADDING_KEPT, Case, make_inputs
+from fastattn.bench.case import PADDING_KEPT, RULES, Case, make_inputs
 
 #: Tokens in all of each case of the length family.
 TOKENS = 32768
@@ -41,6 +41,14 @@ def _in_each_storage(
             all_fields |= {"baseline": f"{name}-float32"}
         rows.append((f"{name}-{storage}", shape, all_fields, f"{origin}, in {storage}"))
     return rows
+
+
+def _by_each_rule(name: str, shape: str, fields: dict[str, Any], origin: str) -> list[_Row]:
+    """A row for each of `RULES`, in the layout that a linear layer leaves."""
+    return [
+        (f"{name}-{rule}", shape, fields | {"rule": rule, "layout": "bshd"}, f"{origin}, by the rule {rule}")
+        for rule in RULES
+    ]
 
 
 # fmt: off
@@ -209,6 +217,23 @@ _TABLE: dict[str, list[_Row]] = {
         ("backward-gqa-1024",       "1,32/8,1024,1024,64",  dict(backward=True),
          "32 query heads on 8 key/value heads, as in Llama-3.2-1B"),
     ],
+    "recurrent": [
+        *_by_each_rule("recurrent-1024", "1,16,1024,1024,128", {},
+                       "gated linear attention: the heads of DeltaNet-1.3B, a prompt of 1024"),
+        *_by_each_rule("recurrent-token", "8,32,1,1,128", dict(cold=True),
+                       "gated linear attention: the value heads of Qwen3-Next, one token of 8 conversations"),
+        ("recurrent-batch",  "8,16,1024,1024,64",   dict(rule="gated_delta", layout="bshd"),
+         "gated linear attention: 8 prompts of 1024"),
+        ("recurrent-4k",     "1,32,4096,4096,128",  dict(rule="kimi", layout="bshd"),
+         "Kimi Linear, a prompt of 4096"),
+        ("recurrent-16k",    "1,16,16384,16384,64", dict(rule="gated_delta", layout="bshd"),
+         "gated linear attention: a prompt of 16384"),
+        ("recurrent-16k-columns", "1,16,16384,16384,64", dict(rule="gla", layout="bshd"),
+         "the same with a decay of each column"),
+        ("recurrent-decode", "1,32,1,1,128",
+         dict(rule="gated_delta", layout="bshd", cold=True, quick=True),
+         "the value heads of Qwen3-Next, one token"),
+    ],
     "long": [
         ("long-8k",  "1,4,8192,8192,64",   dict(causal=True), "long context, four heads"),
         ("long-16k", "1,2,16384,16384,64", dict(causal=True), "long context, two heads"),
@@ -332,6 +357,11 @@ def case_of_shape(shape: str, **options: Any) -> Case:
         raise ValueError(f"{shape}: the keys fill their pages, got pages of {case.page_size}")
     if case.step and (case.page_size is not None or case.lengths is not None or case.len_q > case.len_k):
         raise ValueError(f"{shape}: a step has L of the S keys, no key lengths and no pages")
+    beside = {"rule", "dtype", "layout", "cold"}
+    if case.rule is not None and (case.len_q != case.len_k or not options.keys() <= beside):
+        raise ValueError(
+            f"{shape}: a rule has as many queries as keys, and no option but dtype, layout and cold"
+        )
     return case
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._machine import host
 from fastattn.bench import document
-from fastattn.bench.case import Case, itemsize
+from fastattn.bench.case import RULES, Case, itemsize
 from fastattn.bench.cases import CASES, GROUPS, MEMORY_CASES, case_of_shape, check_keys, possible_cases
 from fastattn.bench.compare import compare
 from fastattn.bench.measure import Notify, Patience, check, measure, measure_memory
@@ -68,6 +68,7 @@ _SHAPE_FIELDS: dict[str, dict[str, Any]] = {
     "storage": {"choices": ["float16", "bfloat16", "int8"], "help": "of keys and values, beside that dtype"},
     "page_size": {"type": int, "metavar": "N", "help": "keys and values in pages of N rows"},
     "backward": {"action": "store_true", "help": "the gradients, of outputs that are there before"},
+    "rule": {"choices": [*RULES], "help": "gated linear attention, with a state before and after"},
     "step": {"action": "store_true", "help": "append the last L keys and values first, as a decoder does"},
     "layout": {"choices": ["bhsd", "bshd"], "help": "bshd: arrays (B, L, H, D)"},
     "cold": {"action": "store_true", "help": "keys and values come from memory, not from the caches"},

@@ -6,13 +6,13 @@ time, by the textbook formula, from gathered and decoded keys and values, with n
 
 Large cases are checked on a sample of their query rows, `checked_rows`, so that checking takes no longer
 than measuring. Every library still computes all rows. Gradients are checked in full, as that of one key takes
-every row.
+every row. Gated linear attention is computed token by token, and checked on a sample of its heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,10 +39,14 @@ TOLERANCE_EPS = 32
 TOLERANCE_EPS_16_BIT = 4
 
 
+#: Gated linear attention with more multiply-adds of states than this is checked on a sample of heads, about
+#: a second of work, but never on fewer than two.
+MOST_UPDATES, FEWEST_HEADS = 1 << 28, 2
+
 #: A gradient is right when its largest error is below this many eps of its dtype, times its largest absolute
 #: value; in 16-bit types see above. Each row is a sum over all keys, or over all queries: of 128 to 8192 of
 #: them honest rounding made 2 to 19 eps (PyTorch's and ours, 2026-11-23).
-GRADIENT_TOLERANCE_EPS = 64
+RELATIVE_TOLERANCE_EPS = 64
 
 
 def oracle_dtype(case: Case) -> np.dtype:
@@ -120,9 +124,60 @@ def expected_gradients(case: Case, inputs: Inputs) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in (by_query, by_key, by_value, by_bias)])
 
 
-def gradient_tolerance(case: Case, inputs: Inputs, answer: np.ndarray) -> float:
-    """The largest error, as `gradient_errors` gives it, of gradients that count as right."""
-    return (TOLERANCE_EPS_16_BIT if _is_16_bit(case) else GRADIENT_TOLERANCE_EPS) * _eps(case)
+def checked_heads(case: Case) -> np.ndarray:
+    """The heads of all items that are compared of gated linear attention: all, or an evenly spaced sample."""
+    heads = case.batch * case.heads
+    budget = MOST_UPDATES // (case.len_q * case.head_dim * case.value_dim)
+    return np.linspace(0, heads - 1, min(heads, max(budget, FEWEST_HEADS))).round().astype(np.int64)
+
+
+def expected_recurrence(case: Case, inputs: Inputs) -> np.ndarray:
+    """Gated linear attention, one token after another.
+
+    Of the `checked_heads` the outputs ``(n, L, E)``, then the states after, ``(n, D, E)``: all elements, one
+    after another.
+    """
+    dtype, heads = oracle_dtype(case), checked_heads(case)
+    item, head = np.divmod(heads, case.heads)
+    of_keys = item, head // (case.heads // case.kv_heads)
+    query, key, value = inputs.bhsd(case)
+    q = query[item, head].astype(dtype)
+    arrays: Any = key, value, *inputs.gates(case), inputs.state
+    read: Any = (it if it is None else it[of_keys].astype(dtype) for it in arrays)
+    k, v, decay, beta, state = read
+    out = np.empty((len(heads), case.len_q, case.value_dim), dtype)
+    for t in range(case.len_q):
+        if decay is not None:
+            state *= np.exp(decay[:, t, :, None])
+        added = v[:, t]
+        if beta is not None:
+            added = beta[:, t] * (added - np.einsum("nd,nde->ne", k[:, t], state))
+        state += k[:, t, :, None] * added[:, None]
+        out[:, t] = np.einsum("nd,nde->ne", q[:, t], state)
+    out /= np.sqrt(np.asarray(case.head_dim, dtype))
+    return np.concatenate([out.reshape(-1), state.reshape(-1)])
+
+
+def recurrence_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple[float, float]:
+    """Of the outputs or of the states after, whichever are worse: as `gradient_errors`.
+
+    `result` has all outputs ``(B, H, L, E)``, then all states ``(B, K, D, E)``.
+    """
+    shape = case.batch, case.heads, case.len_q, case.value_dim
+    size = int(np.prod(shape))
+    states = case.batch, case.kv_heads, case.head_dim, case.value_dim
+    if result.size != size + np.prod(states):
+        raise ValueError(f"the result has {result.size} elements, expected those of {shape} and {states}")
+    item, head = np.divmod(checked_heads(case), case.heads)
+    out = result[:size].reshape(shape)[item, head]
+    state = result[size:].reshape(states)[item, head // (case.heads // case.kv_heads)]
+    exact = np.split(answer, [out.size])
+    return _worst((out.reshape(-1), exact[0]), (state.reshape(-1), exact[1]))
+
+
+def relative_tolerance(case: Case, inputs: Inputs, answer: np.ndarray) -> float:
+    """The largest error, over the largest value, of gradients and of a recurrence that count as right."""
+    return (TOLERANCE_EPS_16_BIT if _is_16_bit(case) else RELATIVE_TOLERANCE_EPS) * _eps(case)
 
 
 def gradient_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple[float, float]:
@@ -136,10 +191,13 @@ def gradient_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple
     rows, keys = case.batch * case.heads * case.len_q, case.batch * case.kv_heads * case.len_k
     sizes = rows * case.head_dim, keys * case.head_dim, keys * case.value_dim
     parts = (np.split(array, np.cumsum(sizes)) for array in (result, answer))
+    return _worst(*(pair for pair in zip(*parts, strict=True) if pair[1].size))
+
+
+def _worst(*pairs: tuple[np.ndarray, np.ndarray]) -> tuple[float, float]:
+    """Of results and what is right the largest errors, each over the largest right value of its pair."""
     errors = [
-        _largest_and_rms((found.astype(exact.dtype) - exact) / np.abs(exact).max())
-        for found, exact in zip(*parts, strict=True)
-        if exact.size
+        _largest_and_rms((found.astype(exact.dtype) - exact) / np.abs(exact).max()) for found, exact in pairs
     ]
     largest, rms = np.max(errors, axis=0).tolist()
     return largest, rms

@@ -1,6 +1,6 @@
-"""What a case asks of a library: the outputs of attention, or its gradients.
+"""What a case asks of a library: the outputs of attention, its gradients, or gated linear attention.
 
-Only this module and a case's own FLOPs, bytes and inputs tell the two apart.
+Only this module and a case's own FLOPs, bytes and inputs tell them apart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ _BACKWARD = Task(
     lambda peer: peer.backward_ways,
     oracle.expected_gradients,
     oracle.gradient_errors,
-    oracle.gradient_tolerance,
+    oracle.relative_tolerance,
+)
+_RECURRENT = Task(
+    lambda peer: peer.recurrent_ways,
+    oracle.expected_recurrence,
+    oracle.recurrence_errors,
+    oracle.relative_tolerance,
 )
 
 
 def task_of(case: Case) -> Task:
     """What `case` asks."""
-    return _BACKWARD if case.backward else _FORWARD
+    return _BACKWARD if case.backward else _FORWARD if case.rule is None else _RECURRENT

@@ -38,7 +38,7 @@ class Call:
     """A case made ready in one library."""
 
     run: Callable[[], object]  #: what is timed; does all of the work, and nothing but it
-    #: runs it and gives the output as ``(B, H, L, E)``, or the gradients as `joined`; not timed
+    #: runs it and gives the output as ``(B, H, L, E)``, or what else a case asks for as `joined`; not timed
     result: Callable[[], np.ndarray]
     #: of a library that holds other numbers than the case, in an int8 of its own: it is checked against the
     #: right answer for these
@@ -61,24 +61,30 @@ def _no_gradients(case: Case, inputs: Inputs) -> Call:
     raise Unable("no gradients")
 
 
+def _no_recurrence(case: Case, inputs: Inputs) -> Call:
+    raise Unable("no gated linear attention")
+
+
 class Peer:
     """What `worker` drives. The module has ``load(num_threads) -> Peer``."""
 
     version: str
     ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
     backward_ways: Mapping[str, Way] = {"backward": _no_gradients}  #: those of backward cases
+    recurrent_ways: Mapping[str, Way] = {"recurrence": _no_recurrence}  #: those of cases with a `rule`
 
     def products(self, layer: Layer) -> Products:
         """The products of the process's NumPy, which a library without matrix products of its own meets."""
         return Products(lambda: layer.rows @ layer.w_qkv, lambda: layer.attended @ layer.w_o)
 
 
-def joined(gradients: Iterable[np.ndarray]) -> np.ndarray:
-    """Gradients by query, key, value and, where there is one, bias: the elements of all one after another.
+def joined(results: Iterable[np.ndarray]) -> np.ndarray:
+    """The elements of all results one after another.
 
-    Those of the first three are ``(B, heads, length, dim)``.
+    Gradients by query, key, value and, where there is one, bias; those of the first three are
+    ``(B, heads, length, dim)``. By a `rule` the output ``(B, H, L, E)``, then the state ``(B, K, D, E)``.
     """
-    return np.concatenate([gradient.reshape(-1) for gradient in gradients])
+    return np.concatenate([result.reshape(-1) for result in results])
 
 
 def check_plain(case: Case) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
+from fastattn._machine import host
 from fastattn.bench.case import Case, Inputs, Stored, document_ids, numpy_dtype
 from fastattn.bench.peers._base import Call, Peer, Unable, joined, take_new
 
@@ -31,6 +32,7 @@ class Fastattn(Peer):
     def __init__(self) -> None:
         self.ways = {"attention": self._attention, "attention, out=": self._attention_out}
         self.backward_ways = {"attention_backward": self._backward}
+        self.recurrent_ways = {"gated_linear_attention": self._recurrence}
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
         return self._call(case, inputs, self._options(case, inputs))
@@ -55,6 +57,21 @@ class Fastattn(Peer):
             if case.layout == "bshd":
                 found[:3] = [gradient.transpose(0, 2, 1, 3) for gradient in found[:3]]
             return joined(found)
+
+        return Call(run, result)
+
+    def _recurrence(self, case: Case, inputs: Inputs) -> Call:
+        given: tuple[Any, Any, Any] = inputs.query, inputs.key, inputs.value
+        options: dict[str, Any] = {"decay": inputs.decay, "beta": inputs.beta, "state": inputs.state}
+        options |= {"return_state": True, "layout": case.layout}
+        options["backend"] = host.default_backend()  # which `attention` alone asks for
+
+        def run() -> tuple[np.ndarray, np.ndarray]:
+            return fastattn.gated_linear_attention(*given, **options)
+
+        def result() -> np.ndarray:
+            out, state = run()
+            return joined([out.transpose(0, 2, 1, 3) if case.layout == "bshd" else out, state])
 
         return Call(run, result)
 

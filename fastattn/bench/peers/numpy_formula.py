@@ -6,6 +6,8 @@ result is rounded at its end: NumPy has no fast products of other types.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from fastattn.bench.case import Case, Inputs, Stored, numpy_dtype
@@ -18,8 +20,12 @@ from fastattn.bench.peers._base import (
     block_axis,
     blocks,
     check_scores_fit,
+    joined,
     take_new,
 )
+
+#: Tokens of a chunk of gated linear attention.
+CHUNK = 64
 
 
 def load(num_threads: int) -> NumPyFormula:
@@ -37,6 +43,17 @@ class NumPyFormula(Peer):
             "formula, block by block": self._by_blocks,
             "keys and values made ready, then the formula": self._made_ready,
         }
+        self.recurrent_ways = {"formula, chunk by chunk": self._recurrence}
+
+    def _recurrence(self, case: Case, inputs: Inputs) -> Call:
+        if case.dtype != case.compute_dtype or case.heads != case.kv_heads:
+            raise Unable("the formula is written for float32 and float64 without grouped heads")
+        arrays: Any = *inputs.bhsd(case), *inputs.gates(case), inputs.state
+
+        def run() -> tuple[np.ndarray, np.ndarray]:
+            return gated_linear_attention(*arrays)
+
+        return Call(run, lambda: joined(run()))
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
         if _is_made_ready(case):
@@ -125,3 +142,39 @@ def attention(
     out = scores @ value
     out /= scores.sum(axis=-1, keepdims=True)
     return out.reshape(batch, heads, len_q, -1)
+
+
+def gated_linear_attention(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    decay: np.ndarray | None,
+    beta: np.ndarray | None,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and state after of ``(B, heads, length, ...)`` arrays, `CHUNK` tokens at a time.
+
+    Decays become factors of queries and keys, which is the cheapest form. Their sums in a chunk must be in
+    the range of exp, as those of the cases are.
+    """
+    *_, length, dim = query.shape
+    out = np.empty_like(value)
+    query = query * query.dtype.type(dim**-0.5)
+    for start in range(0, length, CHUNK):
+        rows = np.s_[:, :, start : start + CHUNK]
+        q, k, added = query[rows], key[rows], value[rows]
+        asking, last = k, None
+        if decay is not None:
+            sums = decay[rows].cumsum(axis=-2)
+            up = np.exp(sums)
+            q, asking, k, last = q * up, k * up, k * np.exp(-sums), up[:, :, -1, :, None]
+        if beta is not None:
+            added = beta[rows] * (added - asking @ state)
+            if added.shape[-2] > 1:
+                system = np.tril(beta[rows] * (asking @ k.swapaxes(-1, -2)), -1)
+                added = np.linalg.solve(system + np.eye(len(system[0, 0]), dtype=q.dtype), added)
+        out[rows] = q @ state + np.tril(q @ k.swapaxes(-1, -2)) @ added
+        state = state + k.swapaxes(-1, -2) @ added
+        if last is not None:
+            state *= last
+    return out, state

@@ -22,7 +22,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
-from fastattn.bench.case import INT8_LARGEST, Case, Inputs, numpy_dtype
+from fastattn.bench.case import INT8_LARGEST, RULES, Case, Inputs, numpy_dtype
 from fastattn.bench.peers._base import (
     Call,
     Held,
@@ -33,6 +33,7 @@ from fastattn.bench.peers._base import (
     check_plain,
     check_scores_fit,
     folded,
+    joined,
 )
 
 #: The highest versions that onnxruntime 1.31 loads and that have the opset-23 ``Attention``.
@@ -81,6 +82,18 @@ class OnnxRuntime(Peer):
             "Attention, a group's heads as rows": folded(self._attention),
             "MultiHeadAttention, a group's heads as rows": folded(self._multi_head),
         }
+        self.recurrent_ways = {"LinearAttention": self._linear}
+
+    def _linear(self, case: Case, inputs: Inputs) -> Call:
+        """Of com.microsoft; it takes ``(B, L, heads · dim)`` alone."""
+        feeds = _query_key_value(case, inputs, merged=True) | {"past_state": inputs.state}
+        for name, gate in zip(("decay", "beta"), inputs.gates(case), strict=True):
+            feeds[name] = None if gate is None else _merge_heads(gate)
+        decays, has_rates = RULES[case.rule or ""]
+        rule = "_".join(["gated"] * (decays is not None) + ["delta"] * has_rates) or "linear"
+        attributes = {"q_num_heads": case.heads, "kv_num_heads": case.kv_heads, "update_rule": rule}
+        outputs = {"state": (case.batch, case.kv_heads, case.head_dim, case.value_dim)}
+        return self._call(case, Node("LinearAttention", "com.microsoft", feeds, attributes, True, outputs))
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
         check_plain(case)
@@ -213,8 +226,8 @@ class OnnxRuntime(Peer):
             session.run_with_iobinding(binding)
             out = bound["out"].numpy()
             if node.merged:
-                return out.reshape(case.batch, case.len_q, case.heads, -1).transpose(0, 2, 1, 3)
-            return out
+                out = out.reshape(case.batch, case.len_q, case.heads, -1).transpose(0, 2, 1, 3)
+            return out if case.rule is None else joined([out, bound["state"].numpy()])
 
         return Call(lambda: session.run_with_iobinding(binding), result, held)
 

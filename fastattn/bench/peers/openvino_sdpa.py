@@ -17,6 +17,7 @@ from openvino import opset13
 from fastattn.bench.case import Case, Inputs, numpy_dtype
 from fastattn.bench.peers._base import Call, Peer, Unable, check_plain, check_scores_fit, folded
 from fastattn.bench.peers.openvino_paged import paged_attention
+from fastattn.bench.peers.openvino_recurrent import gated_delta_net
 
 #: What 16-bit cases change of the configuration.
 _HINTS = {
@@ -48,6 +49,7 @@ class OpenVINO(Peer):
             "open lengths, a group's heads as rows": folded(partial(self._sdpa, fixed=False)),
             "PagedAttention": partial(paged_attention, self._core, self._config),
         }
+        self.recurrent_ways = {"GatedDeltaNet": partial(gated_delta_net, self._core, self._config)}
 
     def _sdpa(self, case: Case, inputs: Inputs, *, fixed: bool) -> Call:
         check_plain(case)

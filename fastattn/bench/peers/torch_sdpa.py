@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench.case import INT8_GROUP, Case, Inputs, Layer, Stored
+from fastattn.bench.peers import torch_recurrent
 from fastattn.bench.peers._base import (
     FEW_ROWS,
     Call,
@@ -99,6 +100,10 @@ class TorchSDPA(Peer):
             "flash, in the form that it takes": partial(_backward, flash, self._fitted),
             "flash, block by block": partial(_backward, flash, self._by_blocks),
             "math": partial(_backward, math, self._sdpa),
+        }
+        self.recurrent_ways = {
+            "formula, chunk by chunk": lambda *given: _recurrence(torch_recurrent.advance, *given),
+            "the same, compiled": lambda *given: _recurrence(torch_recurrent.compiled(given[0]), *given),
         }
 
     def products(self, layer: Layer) -> Products:
@@ -260,6 +265,18 @@ def _backward(kernel: SDPBackend, prepare: Prepare, case: Case, inputs: Inputs) 
     def run() -> tuple[torch.Tensor, ...]:
         with torch.inference_mode(False):
             return torch.autograd.grad(out, leaves, given, retain_graph=True)
+
+    return Call(run, lambda: joined(map(as_numpy, run())))
+
+
+def _recurrence(step: torch_recurrent.Advance, case: Case, inputs: Inputs) -> Call:
+    if case.dtype != case.compute_dtype or case.heads != case.kv_heads or inputs.state is None:
+        raise Unable("the formula is written for float32 and float64 without grouped heads")
+    gates: Any = (None if it is None else own(it) for it in inputs.gates(case))
+    given: Any = (*tensors(case, inputs), *gates, own(inputs.state))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch_recurrent.attend(step, *given)
 
     return Call(run, lambda: joined(map(as_numpy, run())))
 

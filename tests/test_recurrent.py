@@ -233,6 +233,17 @@ def test_strides_and_broadcasting(backend):
     assert state.shape == (8, 12)
 
 
+@pytest.mark.parametrize("backend", ["cython", "reference"])
+def test_the_bits_do_not_depend_on_the_layout(backend):
+    arrays, gates = inputs("gated_delta", (), 4, 1, 50, 8, 1)
+    state = np.random.default_rng(0).standard_normal((1, 8, 1), dtype=np.float32)
+    out = gated_linear_attention(*arrays, **gates, state=state, backend=backend)
+    swapped = [np.ascontiguousarray(x.swapaxes(0, 1)) for x in arrays]
+    gates = {name: np.ascontiguousarray(x.swapaxes(0, 1)) for name, x in gates.items()}
+    again = gated_linear_attention(*swapped, **gates, state=state, layout="bshd", backend=backend)
+    assert_same_bits(again.swapaxes(0, 1), out)
+
+
 @pytest.mark.parametrize(
     "sizes", [(0, 2, 2, 5, 4, 3), (1, 0, 0, 5, 4, 3), (1, 2, 2, 0, 4, 3), (1, 2, 2, 5, 4, 0)]
 )

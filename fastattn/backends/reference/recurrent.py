@@ -40,9 +40,9 @@ def _attend_item(call: RecurrentCall, item: Any, chunk: int) -> tuple[np.ndarray
     n, dtype = L if call.lengths is None else int(call.lengths[item]), call.dtype
     K, E = call.key.shape[-3], call.value.shape[-1]
     # Axes (K, G, L, ...) with G = 1 but for queries.
-    q = call.query[item].astype(dtype).reshape(K, H // K if K else 1, L, D)
+    q = call.query[item].astype(dtype, order="C").reshape(K, H // K if K else 1, L, D)
     out = np.empty((*q.shape[:-1], E), dtype)
-    k, v = (x[item][:, None, :n].astype(dtype) for x in (call.key, call.value))
+    k, v = (x[item][:, None, :n].astype(dtype, order="C") for x in (call.key, call.value))
     decay, beta = (None if x is None else x[item][:, None, :n] for x in (call.decay, call.beta))
     state = np.zeros((K, 1, D, E), dtype) if call.earlier is None else call.earlier[item][:, None]
     if decay is not None:

@@ -138,6 +138,29 @@ def test_a_few_functions(seed):
     assert manner_of(record) is None, record
 
 
+@pytest.mark.parametrize("seed", range(0, 80, 8))
+def test_a_few_recurrences(seed):
+    for number in range(seed, seed + 8):
+        record = draw(number, [*COMPILED, "reference"], ("recurrent",))
+        assert manner_of(record) is None, record
+
+
+@pytest.mark.parametrize("gate", ["decay", "beta"])
+def test_gates_that_are_wrong_by_a_hundred_thousandth_are_found(gate, monkeypatch):
+    real = fastattn.gated_linear_attention
+
+    def wrong(*arrays, **options):
+        if gate in options:
+            options[gate] = options[gate] * (1 + 1e-5)
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(fastattn, "gated_linear_attention", wrong)
+    records = [draw(seed, ["reference"], ("recurrent",)) for seed in range(60)]
+    manners = [found[0] for record in records if (found := manner_of(record | {"variants": []})) is not None]
+    assert manners
+    assert set(manners) <= {"wrong recurrent out", "wrong recurrent state"}
+
+
 @pytest.mark.slow
 def test_the_long_mode():
     pytest.importorskip("rich")

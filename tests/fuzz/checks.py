@@ -732,6 +732,13 @@ def check_layers(record: Record, engine: Engine) -> None:
     layers.check_layers(record, engine)
 
 
+def check_recurrent(record: Record, engine: Engine) -> None:
+    """`gated_linear_attention`."""
+    from tests.fuzz import recurrent
+
+    recurrent.check(record, engine)
+
+
 def check_beside(record: Record, engine: Engine) -> None:
     """`flex_attention`, `linear_attention`, `rope`, or sums of Gaussian kernels."""
     from tests.fuzz import beside
@@ -759,4 +766,5 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "rope": check_beside,
     "kernels": check_beside,
     "layers": check_layers,
+    "recurrent": check_recurrent,
 }

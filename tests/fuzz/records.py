@@ -46,6 +46,8 @@ VARIANTS = (
     "poison",
     "written",
 )
+#: The same of a call of `gated_linear_attention`, and what else must hold of it.
+RECURRENT_VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "hidden", "cut", "poison")
 #: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
 #: a second has.
 MOST_WORK = (60_000, 8, 200)
@@ -54,7 +56,7 @@ MOST_WORK = (60_000, 8, 200)
 #: What is drawn, and how often.
 KINDS = {
     "attention": 72, "backward": 3, "varlen": 3, "merge": 3, "stored": 4, "cache": 2, "sdpa": 1, "error": 7,
-    "flex": 1, "linear": 2, "rope": 1.5, "kernels": 0.5, "layers": 1,
+    "flex": 1, "linear": 2, "rope": 1.5, "kernels": 0.5, "layers": 1, "recurrent": 2,
 }  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def draw(seed: int, engines: Sequence[str], kinds: Sequence[str] = tuple(KINDS))
     r = Random(seed)
     engine = _engine(r, engines)
     kind = r.choices(kinds, [KINDS[name] for name in kinds])[0]
-    if engine == "numba" and kind in ("backward", "stored", "cache"):
+    if engine == "numba" and kind in ("backward", "stored", "cache", "recurrent"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
     record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
     if r.random() < 0.3:
@@ -422,6 +424,56 @@ def _kernels(r: Random, record: Record) -> None:
         record["len_k"] = min(record["len_k"], 40)
 
 
+def _recurrent(r: Random, record: Record) -> None:
+    _without(record, "styles", "nonfinite", "hidden", "causal", "window", "softcap", "sinks", "bias", "mask",
+             "dropout", "dropout_seed")  # fmt: skip
+    if "spread" in record:
+        record["spread"] = min(record["spread"], 1000.0)
+    for name in ("head_dim", "value_dim"):
+        record[name] = min(record[name], 129)
+    rule = r.choice(("linear", "gated", "gla", "delta", "gated_delta", "kimi"))
+    chosen: Record = {"rule": rule, "reach": r.choice((1e-3, 0.1, 0.1, 1.0, 1.0, 10.0, 300.0, 1e4))}
+    record["recurrent"] = chosen
+    for name, values, chance in (
+        ("breaks", (True,), 0.3), ("none", (0.1, 0.5, 1.0), 0.3), ("rate", (1.9, 2.0, 2.2), 0.5),
+        ("gates", FLOATS, 0.4), ("state", FLOATS, 0.6), ("hidden", ("nan", "inf", "-inf"), 0.3),
+    ):  # fmt: skip
+        if r.random() < chance:
+            chosen[name] = r.choice(values)
+    if "delta" in rule or rule == "kimi" or r.random() < 0.3:
+        chosen["size"] = r.choices((1.0, 0.3, 1.3, 3.0), (6, 1, 1, 1))[0]
+        record["dtypes"] = [name if name in FLOATS else "float32" for name in record["dtypes"]]
+    if {"float16", "bfloat16"} <= set(record["dtypes"]):
+        record["dtypes"] = ["float32"] * 3
+    if r.random() < 0.3:
+        chosen["once"] = {name: [r.random() < 0.4 for _ in range(5)] for name in ("decay", "beta")}
+    if r.random() < 0.3:
+        record.setdefault("places", {})[r.choice(("decay", "beta", "state"))] = r.choice(PLACES)
+    most = 200_000 if r.random() < 0.9 else 3_000_000
+    length = r.choices(
+        (r.randint(1, 4), r.randint(46, 50), r.randint(95, 97), r.randint(0, 300)), (4, 3, 1, 3)
+    )[0]
+    record["len_q"] = record["len_k"] = length
+    while _updates(record) > most:
+        record.pop("leads", None)
+        if max(record["lead"], default=0) > 1:
+            record["lead"][record["lead"].index(max(record["lead"]))] = 1
+        elif record["kv_heads"] > 1:
+            record["heads"], record["kv_heads"] = record["heads"] // record["kv_heads"], 1
+        else:
+            name = max(("head_dim", "value_dim"), key=record.__getitem__)
+            record[name] //= 2
+    if record.get("key_lengths", {}).get("dtype") == "uint8" and length > 255:
+        record["key_lengths"]["dtype"] = "int16"
+    record["variants"] = sorted({r.choice(RECURRENT_VARIANTS) for _ in range(2)})
+
+
+def _updates(record: Record) -> int:
+    return prod(max(n, 1) for n in record["lead"]) * max(1, record["kv_heads"]) * prod(
+        max(1, record[name]) for name in ("len_q", "head_dim", "value_dim")
+    )  # fmt: skip
+
+
 def _function(r: Random, record: Record) -> None:
     _without(record, "dropout", "dropout_seed", "nonfinite", "styles")
     record["spread"] = min(record.get("spread", 1.0), 4.0)
@@ -497,4 +549,5 @@ def _layer_cache(r: Random, record: Record) -> None:
     record["layer"]["cache"] = program
 
 
-_BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels, "layers": _layers}
+_BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels, "layers": _layers,
+           "recurrent": _recurrent}  # fmt: skip

@@ -13,6 +13,7 @@ _NEEDED = {
     "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
     "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
     "flex", "function", "linear", "rope", "kernels", "map", "pairs", "layer", "dims", "chunks", "positions",
+    "recurrent", "rule", "reach",
 }  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 
@@ -79,7 +80,18 @@ def _simpler(record: Record) -> Iterator[Record]:
         for key in record.get(name, {}):
             rest = {other: value for other, value in record[name].items() if other != key}
             yield record | {name: rest}
-    for name in ("bias", "sinks", "key_lengths", "out", "flex", "linear", "rope", "kernels", "layer"):
+    for name in (
+        "bias",
+        "sinks",
+        "key_lengths",
+        "out",
+        "flex",
+        "linear",
+        "rope",
+        "kernels",
+        "layer",
+        "recurrent",
+    ):
         for key in record.get(name, {}):
             if key not in _NEEDED and key != "place":
                 yield record | {name: {other: value for other, value in record[name].items() if other != key}}

@@ -168,7 +168,7 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.beta = take(&at, tokens * size)
     t.rates = take(&at, tokens * size)
     t.factors = take(&at, tokens * size)
-    t.ones = take(&at, max(tokens, n.columns) * size)
+    t.ones = take(&at, max(tokens, n.values_ld) * size)
     t.rows = <char **>take(&at, tokens * sizeof(char *))
     t.stops = <Py_ssize_t *>take(&at, max(tokens, max(n.ld, n.columns)) * sizeof(Py_ssize_t))
     return at - base
@@ -692,7 +692,7 @@ cdef void run_recurrent_tasks(void *call, Share *shares, int own, int n_shares) 
     memset(tiles.added, 0, n.tokens * n.values_ld * n.itemsize)
     memset(tiles.acc, 0, RECURRENT_TOKENS * n.values_ld * n.itemsize)
     memset(tiles.high, 0, tiles.starts - tiles.high)
-    for i in range(max(<Py_ssize_t>RECURRENT_TOKENS, n.columns)):
+    for i in range(max(<Py_ssize_t>RECURRENT_TOKENS, n.values_ld)):
         set_real(tiles.ones + i * n.itemsize, 1, n.itemsize)
     while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
         run_recurrent_task(n, &tiles, task)

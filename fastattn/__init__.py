@@ -90,12 +90,13 @@ if TYPE_CHECKING:
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._api.linear import linear_attention, random_features
-    from fastattn._api.recurrent import gated_linear_attention
+    from fastattn._api.recurrent import gated_linear_attention, gated_linear_attention_backward
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._cache.recurrent import RecurrentState
     from fastattn._call.gradients import Gradients
     from fastattn._call.linear import LinearState, RandomFeatures
+    from fastattn._call.recurrent import RecurrentGradients
 
 __all__ = [
     "BackendError",
@@ -105,6 +106,7 @@ __all__ = [
     "Paged",
     "Quantized",
     "RandomFeatures",
+    "RecurrentGradients",
     "RecurrentState",
     "__version__",
     "attention",
@@ -114,6 +116,7 @@ __all__ = [
     "dropout_mask",
     "flex_attention",
     "gated_linear_attention",
+    "gated_linear_attention_backward",
     "get_include",
     "get_num_threads",
     "kernel_logsumexp",
@@ -139,6 +142,7 @@ _ON_FIRST_USE = {
     "KVCache": "fastattn._cache.cache",
     "LinearState": "fastattn._call.linear",
     "RandomFeatures": "fastattn._call.linear",
+    "RecurrentGradients": "fastattn._call.recurrent",
     "RecurrentState": "fastattn._cache.recurrent",
     "_capi": "fastattn._capi",
     "attention_backward": "fastattn._api.backward",
@@ -146,6 +150,7 @@ _ON_FIRST_USE = {
     "create_block_mask": "fastattn._api.flex",
     "flex_attention": "fastattn._api.flex",
     "gated_linear_attention": "fastattn._api.recurrent",
+    "gated_linear_attention_backward": "fastattn._api.recurrent",
     "get_include": "fastattn._api.c_entry",
     "kernel_logsumexp": "fastattn._api.kernel_methods",
     "kernel_regression": "fastattn._api.kernel_methods",

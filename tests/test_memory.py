@@ -11,7 +11,7 @@ from tests.process import python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 
-SCRIPT = """
+MEASURE = """
 import numpy as np
 import fastattn
 from fastattn import masks
@@ -30,7 +30,11 @@ def extra(call):
     before = resident("VmRSS:")
     call()
     return resident("VmHWM:") - before
+"""
 
+SCRIPT = (
+    MEASURE
+    + """
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((1, 1, LENGTH, DIM), dtype=np.float32) for _ in range(3))
 query = query[:, :, :{len_q}]
@@ -43,6 +47,7 @@ options = {options}
 key, value = ({stored} for x in (key, value))
 print(extra(lambda: fastattn.attention(query, key, value, out=out, **options)))
 """
+)
 
 LIMIT = 8 * 2**20
 
@@ -84,6 +89,31 @@ def measure(backend, options, storage="float32"):
 )
 def test_long_sequence(backend, options):
     extra = measure(backend, options)
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
+RECURRENT = (
+    MEASURE
+    + """
+rng = np.random.default_rng(0)
+query, key, value, grad = (rng.standard_normal((1, LENGTH, DIM), dtype=np.float32) for _ in range(4))
+key /= np.linalg.norm(key, axis=-1, keepdims=True)
+beta, decay = rng.random((1, LENGTH)), -rng.random((1, LENGTH))
+
+def gradients(n):
+    given = dict(beta=beta[:, :n], decay=decay[:, :n], backend="{backend}")
+    return fastattn.gated_linear_attention_backward(*(x[:, :n] for x in (grad, query, key, value)), **given)
+
+gradients(64)
+print(extra(lambda: gradients(LENGTH)) - query.nbytes - key.nbytes - value.nbytes)
+"""
+)
+
+
+@pytest.mark.parametrize("backend", ["cython", "reference"])
+def test_states_of_a_long_sequence(backend):
+    """Of 683 chunks, or 512, about two for each root: each is 32 KB."""
+    extra = int(python(RECURRENT.replace("{backend}", backend)))
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 

@@ -82,6 +82,15 @@ def gradients() -> None:
     assert found.query.shape == key.shape == value.shape
 
 
+def gradients_of_the_recurrent_form() -> None:
+    found = fastattn.gated_linear_attention_backward(x, x, x, x, decay=[-1.0])
+    assert_type(found, fastattn.RecurrentGradients[np.ndarray])
+    assert_type(found.query, np.ndarray)
+    assert_type(found.decay, np.ndarray | None)
+    some = fastattn.gated_linear_attention_backward(x, x, x, x, beta=[1.0], wrt="beta")
+    assert_type(some.query, np.ndarray | None)
+
+
 def a_cache() -> None:
     cache = fastattn.KVCache(batch=1, num_kv_heads=2, head_dim=4)
     assert_type(cache.step(x, x, x, lengths=[5]), np.ndarray)

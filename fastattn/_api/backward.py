@@ -134,19 +134,20 @@ def attention_backward(
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
     given = completed | {"query": query, "key": key, "value": value}
+    swapped = ("query", "key", "value") if completed["layout"] == "bshd" else ()
     return Gradients(
         *(
             None
             if gradient is None
-            else in_library_of(query, _as_given(gradient, on_host(given[name]), name, completed["layout"]))
+            else in_library_of(query, as_given(gradient, on_host(given[name]), name in swapped))
             for name, gradient in found._asdict().items()
         )
     )
 
 
-def _as_given(gradient: np.ndarray, given: np.ndarray, name: str, layout: str) -> np.ndarray:
+def as_given(gradient: np.ndarray, given: np.ndarray, swapped: bool) -> np.ndarray:
     """A gradient in the layout, shape and dtype of its argument."""
-    if layout == "bshd" and name in ("query", "key", "value") and given.ndim > 2:
+    if swapped and given.ndim > 2:
         gradient = gradient.swapaxes(-3, -2)
     missing = gradient.ndim - given.ndim
     if missing > 0 and gradient.shape[:missing] == (1,) * missing:

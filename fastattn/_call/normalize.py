@@ -252,19 +252,13 @@ def normalize_backward(
     given = None if options["bias"] is None else as_array(options["bias"], "bias")
     bias = _bias_of_scores(options["bias"], inputs)
     numbers = _numbers(inputs, options)
-    shape, rows = _result_shapes(inputs)
-
-    def outputs(given: ArrayLike, name: str) -> np.ndarray:
-        array: Any = as_shape(given, name, shape)
-        if not is_stored(array):
-            array = as_dtype(array, inputs.dtype, name)
-        return _with_heads(array, inputs)
+    _, rows = _result_shapes(inputs)
 
     def sums(given: ArrayLike, name: str) -> np.ndarray:
         array = np.ascontiguousarray(as_shape(given, name, rows), inputs.dtype)
         return array[None] if inputs.flat else array
 
-    results = outputs(out, "out"), None, None
+    results = as_result(out, "out", inputs), None, None
     problem = _problem(inputs, results, band, lowered, bias, numbers)
     names = check_wrt(options["wrt"], DIFFERENTIABLE)
     for name in names:
@@ -273,7 +267,7 @@ def normalize_backward(
     return Backward(
         problem=problem,
         lse=sums(lse, "lse"),
-        grad_out=outputs(grad_out, "grad_out"),
+        grad_out=as_result(grad_out, "grad_out", inputs),
         grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
         wrt=frozenset(names),
         bias_shape=() if given is None else (1,) * (inputs.query.ndim - given.ndim) + given.shape,
@@ -619,6 +613,15 @@ def room_for_out(
                 raise ValueError(f"out must not share memory with what is read on {out.device}")
             staged = np.empty(shape, out.dtype)
     return out, staged, _with_heads(out if staged is None else staged, inputs)
+
+
+def as_result(given: ArrayLike, name: str, inputs: _Inputs) -> np.ndarray:
+    """An array that has the shape of the result, as ``(*lead, heads, length, dim)``, in the dtype of the
+    computation or in 16 bits."""
+    array: Any = as_shape(given, name, _result_shapes(inputs)[0])
+    if not is_stored(array):
+        array = as_dtype(array, inputs.dtype, name)
+    return _with_heads(array, inputs)
 
 
 def _with_heads(array: Any, inputs: _Inputs) -> Any:

@@ -1,10 +1,16 @@
-"""A call of gated linear attention."""
+"""A call of gated linear attention, one for its gradients, and what comes back."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
+
+from fastattn._call.gradients import Gradient
+from fastattn.masks.arguments import show_shapes
+
+#: What gradients there are with respect to.
+DIFFERENTIABLE = ("query", "key", "value", "decay", "beta", "state")
 
 
 class RecurrentCall(NamedTuple):
@@ -20,5 +26,39 @@ class RecurrentCall(NamedTuple):
     dtype: np.dtype  #: of the computation
     scale: float
     return_state: bool
-    out: np.ndarray  #: ``(*lead, H, L, E)``
-    result: np.ndarray  #: the same memory in the layout of the call
+    out: np.ndarray  #: ``(*lead, H, L, E)``; in a call for gradients the gradient with respect to it
+    result: np.ndarray  #: the same in the layout of the call
+
+
+class RecurrentBackward(NamedTuple):
+    """One validated call for gradients."""
+
+    call: RecurrentCall
+    grad_state: np.ndarray | None  #: ``(*lead, K, D, E)``, of the dtype of the computation, C-contiguous
+    wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
+
+    def zeros(self) -> RecurrentGradients:
+        """Room for the gradients that are asked for."""
+        given = self.call._asdict() | {"state": self.call.earlier}
+        return RecurrentGradients(
+            *(np.zeros(given[n].shape, self.call.dtype) if n in self.wrt else None for n in DIFFERENTIABLE)
+        )
+
+
+class RecurrentGradients(NamedTuple, Generic[Gradient]):
+    """Gradients with respect to the arguments of `gated_linear_attention`; None for what was not asked for.
+
+    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
+    """
+
+    # What a backend returns is of a `RecurrentCall`: shapes with all leading axes, in its dtype.
+
+    query: Gradient  # an array where `wrt` is its default
+    key: Gradient
+    value: Gradient
+    decay: np.ndarray | None
+    beta: np.ndarray | None
+    state: np.ndarray | None
+
+    def __repr__(self) -> str:
+        return show_shapes(self)

@@ -26,6 +26,7 @@
 #include "test_linear.c"
 #include "test_recurrent.c"
 #include "test_conv.c"
+#include "test_recurrent_gradient.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
@@ -73,6 +74,7 @@ static const struct {
     {"linear", test_linear},
     {"recurrent", test_recurrent},
     {"conv", test_conv},
+    {"recurrent_gradient", test_recurrent_gradient},
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},

@@ -14,7 +14,7 @@ from fastattn._call.conv import ConvolutionCall
 from fastattn._call.gradients import Backward, Gradients
 from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, broadcast, elu_plus_one, shared
 from fastattn._call.problem import Problem
-from fastattn._call.recurrent import RecurrentCall
+from fastattn._call.recurrent import RecurrentBackward, RecurrentCall, RecurrentGradients
 from fastattn._call.rope import Rotation
 from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
 from fastattn._call.storage import SWAPPED, storage_of
@@ -102,7 +102,9 @@ class CythonBackend(Backend):
     def function_reasons(self, name: str, call: Any) -> list[str]:
         if name == "linear_attention" and call.feature_map is not elu_plus_one:
             return ["it has no features but elu(x) + 1"]
-        if name.endswith("linear_attention") and not all((call.out.size, *call.key.shape[-2:])):
+        if name == "gated_linear_attention_backward":
+            call = call.call
+        if "linear_attention" in name and not all((call.out.size, *call.key.shape[-2:])):
             return ["a size is 0"]
         return []
 
@@ -161,6 +163,25 @@ class CythonBackend(Backend):
             self.limit_of_call(num_threads),
         )
         return state
+
+    def gated_linear_attention_backward(
+        self, backward: RecurrentBackward, num_threads: int | None
+    ) -> RecurrentGradients:
+        call, found = backward.call, backward.zeros()
+        arrays = call.query, call.key, call.value, call.out, call.decay, call.beta
+        driver.gated_linear_attention_backward(
+            arrays,
+            _storages(arrays, call.dtype),
+            (call.query.shape[:-3],) * 2,
+            None if call.lengths is None else call.lengths.flatten(),
+            None if call.earlier is None else (call.earlier, None),
+            backward.grad_state,
+            tuple(found),
+            call.scale,
+            call.dtype.itemsize,
+            self.limit_of_call(num_threads),
+        )
+        return found
 
     def causal_conv1d(self, call: ConvolutionCall, num_threads: int | None) -> None:
         C, W = call.weight.shape

@@ -22,7 +22,7 @@ from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, exp, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
 from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memchr, memcmp, memcpy, memset, strlen
 
 cimport numpy as cnp
@@ -68,6 +68,7 @@ include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
 include "recurrent.pxi"  # linear attention and its relatives: a state that tokens are added to
+include "recurrent_gradient.pxi"  # its gradients: chunks of tokens from the last to the first, states computed again
 include "conv.pxi"       # the short causal convolution before it
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)

@@ -119,7 +119,7 @@ cdef struct RecurrentTiles:
     char **rows
     Py_ssize_t *stops
     # The chunk.
-    Py_ssize_t n
+    Py_ssize_t first, n
     Py_ssize_t n_lanes   # of the packed tokens, padded to vectors
     bint may_be_nonfinite  # a key or value but those of the first
     bint is_empty        # the state is 0
@@ -239,25 +239,34 @@ cdef void round_state(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     convert_numbers(t.rounded_keys, n.itemsize, <char *>t.key_sums, sizeof(double), n.features)
 
 
-cdef void read_state(const Recurrent *n, RecurrentTiles *t, const char *at, Py_ssize_t size, const double *keys) noexcept nogil:
-    """Of one head, (features, value_dim) and (features); NULL: zeros."""
+cdef void load_sums(const Recurrent *n, const RecurrentTiles *t, double *sums, const char *at, Py_ssize_t size) noexcept nogil:
+    """Columns of a state of one head, (features, value_dim); zeros for NULL."""
     cdef Py_ssize_t d
-    t.is_empty = at == NULL
-    memset(t.sums, 0, n.features * n.values_ld * sizeof(double))
-    memset(t.key_sums, 0, n.ld * sizeof(double))
+    memset(sums, 0, n.features * n.values_ld * sizeof(double))
     for d in range(n.features if at != NULL else 0):
-        convert_numbers(<char *>(t.sums + d * n.values_ld), sizeof(double), at + (d * n.value_dim + t.column) * size, size,
+        convert_numbers(<char *>(sums + d * n.values_ld), sizeof(double), at + (d * n.value_dim + t.column) * size, size,
                         t.n_columns)
+
+
+cdef void store_sums(const Recurrent *n, const RecurrentTiles *t, const double *sums, char *at, Py_ssize_t size) noexcept nogil:
+    cdef Py_ssize_t d
+    for d in range(n.features):
+        convert_numbers(at + (d * n.value_dim + t.column) * size, size, <const char *>(sums + d * n.values_ld), sizeof(double),
+                        t.n_columns)
+
+
+cdef void read_state(const Recurrent *n, RecurrentTiles *t, const char *at, Py_ssize_t size, const double *keys) noexcept nogil:
+    """Of one head, and its sums of keys, (features); NULL: zeros."""
+    t.is_empty = at == NULL
+    load_sums(n, t, t.sums, at, size)
+    memset(t.key_sums, 0, n.ld * sizeof(double))
     if keys != NULL:
         memcpy(t.key_sums, keys, n.features * sizeof(double))
     round_state(n, t)
 
 
 cdef void write_state(const Recurrent *n, const RecurrentTiles *t, char *at, Py_ssize_t size, double *keys) noexcept nogil:
-    cdef Py_ssize_t d
-    for d in range(n.features):
-        convert_numbers(at + (d * n.value_dim + t.column) * size, size, <char *>(t.sums + d * n.values_ld), sizeof(double),
-                        t.n_columns)
+    store_sums(n, t, t.sums, at, size)
     if keys != NULL:
         memcpy(keys, t.key_sums, n.features * sizeof(double))
 
@@ -290,6 +299,7 @@ cdef inline Py_ssize_t find_nonfinite(const Recurrent *n, const char *rows, Py_s
 cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
                       Py_ssize_t most) noexcept nogil:
     """Keys, values, decays and rates of some tokens."""
+    t.first = first
     t.n = most
     t.may_be_nonfinite = load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
     t.may_be_nonfinite |= load_item_rows(n.kernels, n.itemsize, t.values, n.values_ld, &n.value,
@@ -654,6 +664,9 @@ cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *t, Py_ssize_t t
     t.column = part * n.columns if n.phase == WHOLE_HEADS else 0
     t.n_columns = min(n.columns, n.value_dim - t.column)
     t.width = (t.n_columns + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+    # Columns past those of the task are 0.
+    memset(t.added, 0, n.tokens * n.values_ld * n.itemsize)
+    memset(t.acc, 0, RECURRENT_TOKENS * n.values_ld * n.itemsize)
     if n.phase == FOLD_SEGMENTS:
         fold_segments(n, t, head)
     elif n.phase == SUM_SEGMENTS:
@@ -688,9 +701,6 @@ cdef void run_recurrent_tasks(void *call, Share *shares, int own, int n_shares) 
     if memory == NULL:
         return
     set_recurrent_tiles(n, <char *>((<size_t>memory + 63) & ~<size_t>63), &tiles)
-    # Columns past those of a task stay 0.
-    memset(tiles.added, 0, n.tokens * n.values_ld * n.itemsize)
-    memset(tiles.acc, 0, RECURRENT_TOKENS * n.values_ld * n.itemsize)
     memset(tiles.high, 0, tiles.starts - tiles.high)
     for i in range(max(<Py_ssize_t>RECURRENT_TOKENS, n.values_ld)):
         set_real(tiles.ones + i * n.itemsize, 1, n.itemsize)
@@ -715,8 +725,6 @@ cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
         n.segment = (n.segment + SUMMED_TOKENS - 1) // SUMMED_TOKENS * SUMMED_TOKENS
     n.key_segments = (n.len_k + n.segment - 1) // n.segment
     n.query_segments = (n.length + n.segment - 1) // n.segment
-    n.columns = n.value_dim
-    n.n_parts = 1
     if n.n_items == n.n_key_items and n.key_segments == 1 and n.query_segments == 1:
         # Columns of values do not depend on each other: where there are few heads, each is divided. No bit depends on it.
         if num_threads > 1:
@@ -725,7 +733,6 @@ cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
         n.n_parts = (n.value_dim + n.columns - 1) // n.columns
         n.values_ld = odd_lines(n.columns, n.itemsize)
         return run_phase(n, WHOLE_HEADS, heads * n.n_parts, num_threads)
-    n.values_ld = odd_lines(n.columns, n.itemsize)
     n.n_sums = n.features * (n.value_dim + 1)
     n.sums = <double *>malloc(heads * n.key_segments * n.n_sums * sizeof(double))
     if n.sums == NULL:
@@ -756,6 +763,64 @@ cdef int64_t *set_item_rows(ItemRows *rows, cnp.ndarray array, int storage, tupl
     return items + n_items
 
 
+cdef int64_t *set_recurrent(Recurrent *n, tuple arrays, tuple storages, tuple leads, item_of_keys, stops, tuple earlier,
+                            double scale, int itemsize) except NULL:
+    """The record of a call but for its tasks; see `recurrent_attention`. Returns the addresses of items, which the caller frees
+    after the call."""
+    cdef cnp.ndarray query = arrays[0], key = arrays[1], value = arrays[2]
+    cdef ItemRows *rows[6]
+    cdef int64_t *items
+    cdef int64_t *memory
+    cdef int i
+    memset(n, 0, sizeof(Recurrent))
+    n.kernels = chosen[itemsize == 8]
+    n.itemsize = itemsize
+    n.scale = scale
+    n.is_causal = True
+    n.num_kv_heads = key.shape[key.ndim - 3]
+    n.group = query.shape[query.ndim - 3] // n.num_kv_heads
+    n.length = query.shape[query.ndim - 2]
+    n.len_k = key.shape[key.ndim - 2]
+    n.tokens = RECURRENT_TOKENS
+    n.features = query.shape[query.ndim - 1]
+    n.value_dim = value.shape[value.ndim - 1]
+    n.ld = odd_lines(n.features, itemsize)
+    n.columns = n.value_dim
+    n.values_ld = odd_lines(n.columns, itemsize)
+    n.n_parts = 1
+    n.n_items = n.n_key_items = 1
+    for size in leads[0]:
+        n.n_items *= <Py_ssize_t>size
+    for size in leads[1]:
+        n.n_key_items *= <Py_ssize_t>size
+    n.has_beta = arrays[5] is not None
+    if arrays[4] is not None:
+        n.has_columns = (<cnp.ndarray>arrays[4]).shape[(<cnp.ndarray>arrays[4]).ndim - 1] > 1
+        n.has_token_decay = not n.has_columns
+    if item_of_keys is not None:
+        n.item_of_keys = <const int64_t *>cnp.PyArray_DATA(item_of_keys)
+    if stops is not None:
+        n.stops = <const int64_t *>cnp.PyArray_DATA(stops)
+    if earlier is not None:
+        n.earlier = <const char *>cnp.PyArray_DATA(earlier[0])
+        n.earlier_keys = <const double *>cnp.PyArray_DATA(earlier[1]) if earlier[1] is not None else NULL
+        n.state_size = cnp.PyArray_ITEMSIZE(earlier[0])
+    rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = &n.query, &n.key, &n.value, &n.out, &n.decay, &n.beta
+    memory = items = <int64_t *>malloc((2 * n.n_items + 4 * n.n_key_items + 1) * sizeof(int64_t))
+    if items == NULL:
+        raise MemoryError("no memory for the addresses of items")
+    for i in range(6):
+        if arrays[i] is not None:
+            items = set_item_rows(rows[i], arrays[i], storages[i], leads[0] if i == 0 or i == 3 else leads[1], items)
+    return memory
+
+
+cdef bint is_large(const Recurrent *n) noexcept:
+    """Whether two threads may be faster than one."""
+    return (n.num_kv_heads * (n.n_items * n.group * n.length + n.n_key_items * n.len_k * (1 + n.has_beta)) * n.features
+            * n.value_dim >= RECURRENT_SMALL)
+
+
 def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys, stops, tuple earlier, tuple state, lost,
                         tuple bounds, bint has_elu, bint is_causal, double scale, int itemsize, thread_limit):
     """Fills out, and the states. arrays: query, key, value, out, decay and beta, (*lead, head, token, column), no size of them
@@ -769,39 +834,14 @@ def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys,
     not within the bounds, or it is nonfinite; None: results are not divided.
     """
     cdef Recurrent n
-    cdef cnp.ndarray query = arrays[0], key = arrays[1], value = arrays[2]
-    cdef ItemRows *rows[6]
     cdef int64_t *items
-    cdef int64_t *memory
-    cdef int num_threads = 1, i
+    cdef int num_threads = 1
     cdef bint done
-    memset(&n, 0, sizeof(Recurrent))
-    n.kernels = chosen[itemsize == 8]
-    n.itemsize = itemsize
-    n.scale = scale
+    items = set_recurrent(&n, arrays, storages, leads, item_of_keys, stops, earlier, scale, itemsize)
     n.has_elu = has_elu
     n.is_causal = is_causal
-    n.tokens = RECURRENT_TOKENS if is_causal else SUMMED_TOKENS
-    n.num_kv_heads = key.shape[key.ndim - 3]
-    n.group = query.shape[query.ndim - 3] // n.num_kv_heads
-    n.length = query.shape[query.ndim - 2]
-    n.len_k = key.shape[key.ndim - 2]
-    n.features = query.shape[query.ndim - 1]
-    n.value_dim = value.shape[value.ndim - 1]
-    n.ld = odd_lines(n.features, itemsize)
-    n.n_items = n.n_key_items = 1
-    for size in leads[0]:
-        n.n_items *= <Py_ssize_t>size
-    for size in leads[1]:
-        n.n_key_items *= <Py_ssize_t>size
-    n.has_beta = arrays[5] is not None
-    if arrays[4] is not None:
-        n.has_columns = (<cnp.ndarray>arrays[4]).shape[(<cnp.ndarray>arrays[4]).ndim - 1] > 1
-        n.has_token_decay = not n.has_columns
-    if earlier is not None:
-        n.earlier = <const char *>cnp.PyArray_DATA(earlier[0])
-        n.earlier_keys = <const double *>cnp.PyArray_DATA(earlier[1]) if earlier[1] is not None else NULL
-        n.state_size = cnp.PyArray_ITEMSIZE(earlier[0])
+    if not is_causal:
+        n.tokens = SUMMED_TOKENS
     if state is not None:
         n.state = <char *>cnp.PyArray_DATA(state[0])
         n.state_keys = <double *>cnp.PyArray_DATA(state[1]) if state[1] is not None else NULL
@@ -810,22 +850,10 @@ def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys,
         n.is_normalized = True
         n.lost = <char *>cnp.PyArray_DATA(lost)
         n.least, n.most = bounds
-    if (n.num_kv_heads * (n.n_items * n.group * n.length + n.n_key_items * n.len_k * (1 + n.has_beta)) * n.features
-            * n.value_dim >= RECURRENT_SMALL):
+    if is_large(&n):
         num_threads = thread_limit()
-    rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = &n.query, &n.key, &n.value, &n.out, &n.decay, &n.beta
-    memory = items = <int64_t *>malloc((2 * n.n_items + 4 * n.n_key_items + 1) * sizeof(int64_t))
-    if items == NULL:
-        raise MemoryError("no memory for the addresses of items")
-    for i in range(6):
-        if arrays[i] is not None:
-            items = set_item_rows(rows[i], arrays[i], storages[i], leads[0] if i == 0 or i == 3 else leads[1], items)
-    if item_of_keys is not None:
-        n.item_of_keys = <const int64_t *>cnp.PyArray_DATA(item_of_keys)
-    if stops is not None:
-        n.stops = <const int64_t *>cnp.PyArray_DATA(stops)
     with nogil:
         done = run_recurrent(&n, num_threads)
-    free(memory)
+    free(items)
     if not done:
         raise MemoryError("no memory for the tiles of a thread, or for the sums of segments")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastattn._call.gradients import Backward, Gradients
     from fastattn._call.linear import LinearCall, LinearState
     from fastattn._call.problem import Problem
-    from fastattn._call.recurrent import RecurrentCall
+    from fastattn._call.recurrent import RecurrentBackward, RecurrentCall, RecurrentGradients
     from fastattn._call.rope import Rotation
 
 
@@ -52,6 +52,11 @@ class ReferenceBackend(Backend):
 
     def gated_linear_attention(self, call: RecurrentCall, num_threads: int | None) -> np.ndarray | None:
         return recurrent.attend(call)
+
+    def gated_linear_attention_backward(
+        self, backward: RecurrentBackward, num_threads: int | None
+    ) -> RecurrentGradients:
+        return recurrent.differentiate(backward)
 
     def causal_conv1d(self, call: ConvolutionCall, num_threads: int | None) -> None:
         conv.convolve(call)

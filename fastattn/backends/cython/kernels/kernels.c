@@ -110,6 +110,7 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
 #include "linear.h"
 #include "recurrent.h"
 #include "conv.h"
+#include "recurrent_gradient.h"
 #include "rope.h"
 
 #define KERNEL(name) .name = name
@@ -136,6 +137,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     KERNEL(scale_rows), KERNEL(multiply), KERNEL(advance_sums),
     KERNEL(advance_token),
     .convolve = {EACH_READ(EACH_WRITTEN, CONVOLVE_OF)},
+    KERNEL(add_products), KERNEL(weigh), KERNEL(substitute_back), KERNEL(cross_tokens), KERNEL(cross_columns), KERNEL(add_outside),
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
     KERNEL(add_columns), KERNEL(uncap),
 };

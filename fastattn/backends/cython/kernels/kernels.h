@@ -32,6 +32,9 @@
  * compiler, or the addresses of a register tile's elements do not fit the registers. */
 #define FASTATTN_GRADIENT_ROW 384
 
+/* Tokens that `cross_columns` takes at most. */
+#define FASTATTN_CROSSED_TOKENS 64
+
 /* How elements are stored in the caller's memory: as REAL, in 16 bits, or in 8 bits. The numbers of 16 bits are exact as
  * REAL; an int8 stands for its product with the float32 scale of its group of 64 elements, rounded to float32. */
 enum { FASTATTN_REAL, FASTATTN_FLOAT16, FASTATTN_BFLOAT16, FASTATTN_INT8, FASTATTN_STORAGES };
@@ -275,6 +278,30 @@ typedef struct {
     void (*convolve[FASTATTN_STORAGES])(char *to, ptrdiff_t to_row, const char *const *rows, ptrdiff_t n_rows,
                                         ptrdiff_t n_cols, const void *weight, ptrdiff_t ld, ptrdiff_t width, int along,
                                         int silu);
+
+    /* Gradients of recurrent forms, beside these. A tile of scores has the token of its lane for each lane. */
+
+    /* sums[i] += a[i] * b[i], i < n, a multiple of `lanes`; b NULL stands for 1. */
+    void (*add_products)(void *sums, const void *a, const void *b, ptrdiff_t n);
+
+    /* s[i] *= weights[i], i < n, a multiple of `lanes`; 0 where the weight is 0, also of NaN and inf. */
+    void (*weigh)(void *s, const void *weights, ptrdiff_t n);
+
+    /* u[t] += the sum over j > t of s[t][j] * u[j], for one t before another, t < n <= 16. */
+    void (*substitute_back)(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
+
+    /* sums[t] += the sum over the lanes from t on, and the keys j < t, of s[j][lane] * change[j][lane], 0 < t < n. */
+    void (*cross_tokens)(double *sums, const void *s, const void *change, ptrdiff_t ld, ptrdiff_t n);
+
+    /* The same of columns: sums[t][d] += the sum over the rows i >= t, and the keys j < t, of change[j][i] * rows[i][d] *
+     * keys[j][d], 0 < t < n <= FASTATTN_CROSSED_TOKENS, d < dim, a multiple of `lanes`. */
+    void (*cross_columns)(void *sums, const void *rows, const void *keys, ptrdiff_t ld, const void *change,
+                          ptrdiff_t change_ld, ptrdiff_t n, ptrdiff_t dim);
+
+    /* sums[t][d] += whole[d] + the sum over i >= t of starts[i][d] + the sum over j < t of ends[j][d], t < n, d < dim, a
+     * multiple of `lanes`. */
+    void (*add_outside)(void *sums, const void *starts, const void *ends, const void *whole, ptrdiff_t ld, ptrdiff_t n,
+                        ptrdiff_t dim);
 
     /* Gradients. Their products are those of `score` and `accumulate`, with rows of queries in the place of keys. */
 

@@ -182,6 +182,15 @@ def test_nonfinite_numbers_reach_later_tokens_of_their_head_only(run, rule):
     assert np.isfinite(np.delete(out[0, 0], 5, axis=0)).all()
 
 
+def test_a_system_with_an_infinity_has_a_result(run):
+    """LAPACK calls it singular."""
+    query = value = np.ones((1, 3, 1), np.float32)
+    key = np.array([[[1], [np.inf], [1]]], np.float32)
+    out = run(query, key, value, beta=np.full((1, 3), 0.5))
+    np.testing.assert_array_equal(out[0, :1], [[0.5]])
+    assert not np.isfinite(out[0, 1:]).any()
+
+
 def test_an_overflow_reaches_no_earlier_token(run):
     """Keys that are not normalised and a rate of 2: the state grows until it is inf."""
     arrays, gates = inputs("delta", L=200)

@@ -454,6 +454,9 @@ def _recurrent(r: Random, record: Record) -> None:
         (r.randint(1, 4), r.randint(46, 50), r.randint(95, 97), r.randint(0, 300)), (4, 3, 1, 3)
     )[0]
     record["len_q"] = record["len_k"] = length
+    if length <= 4 and r.random() < 0.2:  # enough work for several threads
+        record["head_dim"], record["value_dim"] = (r.choice((64, 92, 95, 96, 128)) for _ in range(2))
+        most = 3_000_000
     while _updates(record) > most:
         record.pop("leads", None)
         if max(record["lead"], default=0) > 1:

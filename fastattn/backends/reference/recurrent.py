@@ -96,7 +96,7 @@ class _Chunk:
         if self.beta is None:
             return self.v
         left = self.v - (self.k * self.from_start) @ state
-        return np.linalg.solve(self.system(), self.beta * left)
+        return _solve(self.system(), self.beta * left)
 
     def system(self) -> np.ndarray:
         return np.eye(self.k.shape[-2], dtype=self.k.dtype) + self.beta * self.scores(self.k, -1)
@@ -213,7 +213,7 @@ def _differentiate_chunk(
     grad_value, grad_beta = grad_added, np.zeros(1, dtype)
     if chunk.beta is not None:
         left = chunk.v - (k * from_start) @ before - chunk.scores(k, -1) @ added
-        grad_added = np.linalg.solve(chunk.system().T, grad_added)
+        grad_added = _solve(chunk.system().T, grad_added)
         grad_value = chunk.beta * grad_added
         grad_beta = (grad_added * left).sum(-1, keepdims=True)
         readers.append((k, -grad_value, -1))
@@ -242,6 +242,13 @@ def _differentiate_chunk(
     if within.shape[-1] == 1:
         grad_decay = grad_decay.sum(-1, keepdims=True)
     return np.stack(grad_rows), grad_key, grad_value, grad_decay + within, grad_beta, grad_state
+
+
+def _solve(system: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    try:
+        return np.linalg.solve(system, rows)
+    except np.linalg.LinAlgError:  # numbers are not finite, or overflow; one token has none to solve for
+        return np.full_like(rows, np.nan)
 
 
 def _weighted(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:

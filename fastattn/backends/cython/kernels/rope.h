@@ -3,18 +3,6 @@
  * Both products of a coordinate are rounded, and then their sum: multiply-adds are not fused, as portable code and NumPy
  * have none, so that the bits are the same on every ISA. Reading and writing rows takes longer than these operations. */
 
-/* The next operation takes x as it is, and does not fuse with the multiplication before it. */
-INLINE VEC rounded(VEC x) {
-#if defined(__AVX512F__) || defined(__FMA__)
-    __asm__("" : "+v"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#elif !defined(__x86_64__)
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
-
 /* Lane i of the lanes of two vectors: of those at even or at odd places, and of the first or second half of the row
  * that has them in turn. */
 #define EVERY_OTHER(i, odd) (2 * (i) + (odd))

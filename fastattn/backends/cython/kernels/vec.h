@@ -46,6 +46,18 @@ INLINE void store(void *p, VEC x) { *(vec_unaligned *)p = x; }
 INLINE REAL scalar(const char *p) { return *(const real_unaligned *)p; }
 INLINE VEC splat(REAL x) { return x - (VEC){}; }
 
+/* The next operation takes x as it is, and does not fuse with the multiplication before it. */
+INLINE VEC rounded(VEC x) {
+#if defined(__AVX512F__) || defined(__FMA__)
+    __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#elif !defined(__x86_64__)
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
 /* The first n lanes (0 < n <= LANES) from p, the rest 0; and back. Accesses no memory past them. */
 INLINE VEC load_partial(const void *p, int n) {
 #if HAS_LANE_MASKS

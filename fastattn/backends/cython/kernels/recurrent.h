@@ -249,7 +249,7 @@ INLINE void advance_columns(const int V, int last, char *to, const char *from, p
                     x[i] = LOAD(at, i);
                     continue;
                 }
-                x[i] = rounded(k[d] * u[i]); /* the same product is fused in each column */
+                x[i] = round_product(k[d] * u[i]); /* the same product is fused in each column */
                 if (from) x[i] += kept[d] * LOAD(from + d * from_row + i * VECTOR_BYTES, i);
                 if (i == V - 1 && last < LANES)
                     store_partial(at, x[i], last);

@@ -22,8 +22,8 @@ INLINE void rope_vector(const int storage, const int interleaved, char *to, cons
         a = load_upto(storage, from, n);
         b = load_upto(storage, from + second, n);
     }
-    const VEC x = rounded(a * cosine) - rounded(b * sine);
-    const VEC y = rounded(b * cosine) + rounded(a * sine);
+    const VEC x = round_product(a * cosine) - round_product(b * sine);
+    const VEC y = round_product(b * cosine) + round_product(a * sine);
     if (interleaved) {
         store_upto(storage, to, SHUFFLE(IVEC, x, y, EACH_LANE(IN_TURN, 0)), 2 * n);
         if (2 * n > LANES)

@@ -47,7 +47,7 @@ INLINE REAL scalar(const char *p) { return *(const real_unaligned *)p; }
 INLINE VEC splat(REAL x) { return x - (VEC){}; }
 
 /* The next operation takes x as it is, and does not fuse with the multiplication before it. */
-INLINE VEC rounded(VEC x) {
+INLINE VEC round_product(VEC x) {
 #if defined(__AVX512F__) || defined(__FMA__)
     __asm__("" : "+v"(x));
 #elif defined(__aarch64__)

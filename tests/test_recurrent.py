@@ -323,3 +323,40 @@ def test_a_long_sequence():
     out = gated_linear_attention(q, k, v, scale=1.0)
     last = q[-1].astype(WIDE) @ (k.astype(WIDE).T @ v.astype(WIDE))
     np.testing.assert_allclose(out[-1], last.astype(np.float64), rtol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_long_sequences_of_few_heads(run, rule):
+    """Where each head is divided into segments, but by the delta rule."""
+    arrays, gates = inputs(rule, H=4, K=2, L=2500, D=8, E=12)
+    if "decay" in gates:
+        gates["decay"][:, 700] = -np.inf
+        gates["decay"][:, 1030:] *= np.float32(1e-3)
+    state = np.random.default_rng(1).standard_normal((2, 8, 12)).astype(np.float32)
+    options = {"state": state, "return_state": True, "key_lengths": 2400}
+    got, after = run(*arrays, **gates, **options, num_threads=1)
+    expected, wanted = recurrence(arrays, **gates, state=state, lengths=2400)
+    assert_near(got, expected, 60)
+    assert_near(after, wanted, 60)
+    for n in (2, 3):
+        again = run(*arrays, **gates, **options, num_threads=n)
+        assert_same_bits(again[0], got)
+        assert_same_bits(again[1], after)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("rule", RULES)
+def test_calls_of_one_signature(rule, layout):
+    """What is kept of a call is right for another one with other numbers."""
+    for seed in range(3):
+        arrays, gates = inputs(rule, (2,), L=5, seed=seed)
+        state = np.random.default_rng(seed).standard_normal((2, 2, 8, 8)).astype(np.float32)
+        if layout == "bshd":
+            arrays = [x.swapaxes(1, 2) for x in arrays]
+            gates = {name: x.swapaxes(1, 2) for name, x in gates.items()}
+        options = {"state": state, "return_state": True, "layout": layout}
+        got, after = gated_linear_attention(*arrays, **gates, **options)
+        # A call with lengths is not kept.
+        checked = gated_linear_attention(*arrays, **gates, **options, key_lengths=5)
+        assert_same_bits(got, checked[0])
+        assert_same_bits(after, checked[1])

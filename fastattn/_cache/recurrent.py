@@ -408,6 +408,14 @@ class RecurrentState:
     ) -> Any:
         """`step`; without queries `append`."""
         s, held = self._settings, self._held
+        T = self._few_tokens(query, key, value, options) if lengths is None else 0
+        if T:
+            given: Any = {"state": held.state, "layout": s.layout, "num_threads": num_threads} | options
+            out, state = gated_linear_attention(
+                query, key, value, **given, return_state=True, backend=backend
+            )
+            self._keep_few(T, state, (key, value, options["decay"], options["beta"]))
+            return out
         keys, values = (self._computed(x) for x in s.rows(key, value))
         counts = None if lengths is None else s.counts(lengths, key, value, keys.shape[2])
         if s.layout == "bshd":
@@ -437,6 +445,45 @@ class RecurrentState:
         if counts is not None:
             call.out.swapaxes(1, 2)[np.arange(call.out.shape[2]) >= counts[:, None]] = 0
         return None if query is None else in_library_of(query, call.result)
+
+    def _few_tokens(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> int:
+        """How many tokens plain arrays are of, where only rows have to be added for them; else 0.
+
+        A decoder's step: it takes less time than the checks, most of which the function does, too.
+        """
+        s, held = self._settings, self._held
+        if any(type(x) is not np.ndarray or x.dtype != s.dtype or x.ndim != 4 for x in (query, key, value)):
+            return 0
+        swapped = s.layout == "bshd"
+        T: int = key.shape[1 if swapped else 2]
+        shape = (s.batch, T, s.num_kv_heads) if swapped else (s.batch, s.num_kv_heads, T)
+        if key.shape != (*shape, s.head_dim) or value.shape != (*shape, s.value_dim) or s.gates is None:
+            return 0
+        for x, columns in zip((options["decay"], options["beta"]), s.gates, strict=True):
+            wanted = (*shape, columns) if columns > 1 else shape
+            if getattr(x, "shape", None) != (wanted if columns else None):
+                return 0
+        if s.rollback and (
+            min(self._quiet, s.rollback) < T or len({*(held.lengths - held.starts).tolist()}) > 1
+        ):
+            return 0
+        return T if s.batch else 0
+
+    def _keep_few(self, T: int, state: np.ndarray, tokens: tuple[Any, ...]) -> None:
+        held, s = self._held, self._settings
+        ends = held.lengths + T
+        held = held._replace(lengths=ends, greatest=np.maximum(held.greatest, ends), state=state)
+        if s.rollback:
+            n = int(held.lengths[0] - held.starts[0]) - T
+            rows = held.rows[:, :, n : n + T]
+            rows = rows.swapaxes(1, 2) if s.layout == "bshd" else rows
+            for x, part in zip(tokens, s.columns.values(), strict=True):
+                if x is not None:
+                    rows[..., part] = x if x.ndim == 4 else x[..., None]
+            self._quiet -= T
+            self._held = held
+        else:
+            self._held = held._replace(starts=ends, middles=ends)
 
     def _computed(self, array: np.ndarray) -> np.ndarray:
         """In the dtype of the state; 16 bits stay, as they are computed in float32."""

@@ -556,6 +556,24 @@ cdef void sum_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_
         first += t.n
 
 
+cdef void attend_slices(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t kv, Py_ssize_t first,
+                        Py_ssize_t stop) noexcept nogil:
+    """`attend_positions`, a vector of columns at a time, where what a token adds overflows: chunks then end otherwise than where
+    it does not, and which columns do so together may not depend on the task."""
+    cdef RecurrentTiles slice
+    cdef Py_ssize_t column = 0, lanes = n.kernels.lanes
+    while column < t.n_columns:
+        slice = t[0]
+        slice.sums += column
+        slice.rounded += column * n.itemsize
+        slice.column += column
+        slice.n_columns = min(lanes, t.n_columns - column)
+        slice.width = lanes
+        memset(slice.added, 0, n.tokens * n.values_ld * n.itemsize)
+        attend_positions(n, &slice, item, kv, first, stop)
+        column += lanes
+
+
 cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t kv, Py_ssize_t first,
                            Py_ssize_t stop) noexcept nogil:
     """The results of some tokens. With is_causal the state is that before them, and they are added to it."""
@@ -569,10 +587,13 @@ cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ite
             if not n.has_beta:
                 break
             apply_delta_rule(n, t, item_row(&n.key, key_item, kv, first + t.n))
-            # Rows before one that overflows may not read it.
             overflows = find_nonfinite(n, t.added, n.values_ld, t.n)
             if overflows == t.n:
                 break
+            if t.width > n.kernels.lanes:
+                attend_slices(n, t, item, kv, first, stop)
+                return
+            # Rows before one that overflows may not read it.
             t.n = overflows
             if n.has_columns:
                 n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)

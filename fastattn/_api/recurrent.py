@@ -145,7 +145,8 @@ def gated_linear_attention(
     the delta rule is solved by substitution. Cut anywhere, with the state passed on, the result is the same
     to rounding. The bits depend on neither the number of threads nor the other items. A number that is NaN
     or inf reaches later tokens of its own head and item only. Products are in the dtype of the computation,
-    the state is kept in float64 while the call runs.
+    and so is the state of a call of up to 4 tokens, or of the reference; of others it is in float64 while the
+    call runs. Accuracy, memory: docs/promises.md.
 
     References
     ----------

@@ -251,7 +251,7 @@ def digest(document: Mapping[str, Any]) -> str:
 def save(picture: Picture, folder: Path, results: str) -> Path:
     """Write `picture` as PNG with `results`, their digest, in its text; no date and no software version.
 
-    192 colours are enough for lines and letters and make the file a third as large.
+    64 colours are enough for lines and letters and make the file a third as large.
     """
     drawn = io.BytesIO()
     picture.figure.savefig(drawn, format="png", dpi=DPI)
@@ -259,5 +259,5 @@ def save(picture: Picture, folder: Path, results: str) -> Path:
     text = PngInfo()
     text.add_text(DIGEST_KEY, results)
     path = folder / f"{picture.name}.png"
-    image.quantize(192, Image.Quantize.MAXCOVERAGE).save(path, optimize=True, pnginfo=text, dpi=(DPI, DPI))
+    image.quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True, pnginfo=text, dpi=(DPI, DPI))
     return path

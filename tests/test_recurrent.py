@@ -360,3 +360,14 @@ def test_calls_of_one_signature(rule, layout):
         checked = gated_linear_attention(*arrays, **gates, **options, key_lengths=5)
         assert_same_bits(got, checked[0])
         assert_same_bits(after, checked[1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_in_a_column_of_values_on_several_threads(run, rule):
+    """Which columns stand beside it in a task moves no bit of theirs."""
+    arrays, gates = inputs(rule, L=150, D=16, E=64)
+    arrays[2][0, 20, 3] = np.nan
+    one, two = (run(*arrays, **gates, return_state=True, num_threads=n) for n in (1, 2))
+    assert np.isfinite(one[0][..., 40:]).any()
+    for x, y in zip(one, two, strict=True):
+        assert_same_bits(x, y)

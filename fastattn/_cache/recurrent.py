@@ -132,8 +132,8 @@ class RecurrentState:
     `decay` of each token, of each column, or none.
 
     `truncate` goes back to an earlier state and adds the tokens after it again: to rounding, the state is the
-    one that these tokens had. A token that is taken back leaves no trace, not even NaN. The bits of an item do
-    not depend on other items.
+    one that these tokens had. A token that is taken back leaves no trace, not even NaN. The bits of an item
+    do not depend on other items.
 
     Several threads may use different states at a time, forks of one another or not; what changes a state
     needs it alone. A state is not pickled: `save` and `load` it.

@@ -89,6 +89,7 @@ cdef struct RecurrentTiles:
     char *rounded        # the same in the type of the computation
     char *part           # what the chunk adds to STATE_ROWS rows of it
     double *key_sums     # with is_normalized; else, in a segment, the products of its decays
+    double *keys_before  # the same, before the slices of columns that each add the keys
     char *rounded_keys
     char *keys
     char *raised         # rows of queries, or of keys, that are not packed from where they are
@@ -144,6 +145,7 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.rounded = take(&at, n.features * n.values_ld * size)
     t.part = take(&at, max(n.ld, STATE_ROWS * n.values_ld) * size)
     t.key_sums = <double *>take(&at, n.ld * sizeof(double))
+    t.keys_before = <double *>take(&at, n.ld * sizeof(double))
     t.rounded_keys = take(&at, n.ld * size)
     t.lowered = take(&at, of_keys) if n.has_columns else t.keys
     t.faded = take(&at, of_values) if n.has_token_decay else t.added
@@ -558,12 +560,15 @@ cdef void sum_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_
 
 cdef void attend_slices(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t kv, Py_ssize_t first,
                         Py_ssize_t stop) noexcept nogil:
-    """`attend_positions`, a vector of columns at a time, where what a token adds overflows: chunks then end otherwise than where
-    it does not, and which columns do so together may not depend on the task."""
+    """`attend_positions`, a vector of columns at a time, where what a token adds is nonfinite: chunks then end otherwise than
+    where it is not, and which columns do so together may not depend on the task."""
     cdef RecurrentTiles slice
     cdef Py_ssize_t column = 0, lanes = n.kernels.lanes
+    memcpy(t.keys_before, t.key_sums, n.ld * sizeof(double))
     while column < t.n_columns:
         slice = t[0]
+        memcpy(t.key_sums, t.keys_before, n.ld * sizeof(double))
+        convert_numbers(t.rounded_keys, n.itemsize, <char *>t.key_sums, sizeof(double), n.features)
         slice.sums += column
         slice.rounded += column * n.itemsize
         slice.column += column
@@ -581,6 +586,9 @@ cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ite
     last = stop_of(n, key_item, stop) if n.is_causal else first
     while first < last:
         load_tokens(n, t, key_item, kv, first, min(n.tokens, last - first))
+        if t.width > n.kernels.lanes and t.may_be_nonfinite and find_nonfinite(n, t.values, n.values_ld, t.n) < t.n:
+            attend_slices(n, t, item, kv, first, stop)
+            return
         cut_chunk(n, t)
         while True:
             decay_tokens(n, t)

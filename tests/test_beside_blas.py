@@ -278,6 +278,22 @@ assert _blas.is_shared()
 """
         )
 
+    @linux_only
+    def test_a_child_of_several_callers_starts_no_threads(self, shareable):
+        """The lock under which OpenBLAS starts its own may be held for ever there."""
+        model_in_python(
+            MODEL
+            + """
+assert fastattn.share_threads_with_blas()
+in_threads(lambda: None, 0.1)
+def check():
+    step(1)
+    assert len(os.listdir("/proc/self/task")) == 1
+in_child(check)
+step(1)
+"""
+        )
+
     def test_again_and_again(self, shareable):
         x = np.ones((300, 300))
         for _ in range(20):

@@ -113,20 +113,36 @@ static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbyt
     pthread_mutex_unlock(&product);
 }
 
-/* No fork during a product: the child would inherit a held lock and partly filled buffers. */
-static void before_fork(void) { pthread_mutex_lock(&product); }
+static int threads_before_fork;
 
-static void in_parent(void) { pthread_mutex_unlock(&product); }
+/* No fork during a product: the child would inherit a held lock and partly filled buffers.
+ *
+ * OpenBLAS ends its threads before a fork, and whoever needs them next creates them again, under a lock of its own. A
+ * thread that did so between its handler and the fork would leave that lock held in the child, for ever. Products on
+ * one thread need no other threads: hence none but these until the fork is over. */
+static void before_fork(void) {
+    pthread_mutex_lock(&product);
+    if (shared.set_callback != NULL) {
+        threads_before_fork = shared.num_threads();
+        shared.set_num_threads(1);
+    }
+}
 
-/* The threads exist in the parent only: OpenBLAS creates its own again. If another thread was about to start or end a
- * product, it held a lock of OpenBLAS's that is never released in the child; a product on one thread does not take that
- * lock. */
+static void in_parent(void) {
+    if (shared.set_callback != NULL)
+        shared.set_num_threads(threads_before_fork);
+    pthread_mutex_unlock(&product);
+}
+
+/* The threads exist in the parent only: OpenBLAS creates its own again. If another thread of the parent may have been
+ * about to start or end a product, with a lock of OpenBLAS's held, the child's products stay on one thread: they take
+ * none of those locks, and neither does this handler. */
 static void in_child(void) {
     pthread_mutex_init(&product, NULL);
     if (shared.set_callback != NULL) {
         shared.set_callback(NULL);
-        if (callers == SEVERAL_THREADS || (callers == ONE_THREAD && !pthread_equal(caller, pthread_self())))
-            shared.set_num_threads(1);
+        if (callers == NO_THREAD || (callers == ONE_THREAD && pthread_equal(caller, pthread_self())))
+            shared.set_num_threads(threads_before_fork);
     }
     shared.set_callback = NULL;
 }

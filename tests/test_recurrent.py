@@ -35,23 +35,23 @@ def inputs(rule, lead=(), H=2, K=2, L=40, D=8, E=8, dtype=np.float32, seed=0, de
     return (query, key, value), gates
 
 
-def recurrence(arrays, decay=None, beta=None, scale=None, lengths=None, state=None):
+def recurrence(arrays, decay=None, beta=None, scale=None, lengths=None, state=None, dtype=WIDE):
     """The results and the state after the last token."""
-    q, k, v = (x.astype(WIDE) for x in arrays)
+    q, k, v = (x.astype(dtype) for x in arrays)
     *lead, K, L, D = k.shape
     q = q.reshape(*lead, K, q.shape[-3] // K, L, D)
-    S = np.zeros((*lead, K, D, v.shape[-1]), WIDE) if state is None else state.astype(WIDE)
-    out = np.empty((*q.shape[:-1], v.shape[-1]), WIDE)
-    scale = 1 / np.sqrt(WIDE(D)) if scale is None else scale
+    S = np.zeros((*lead, K, D, v.shape[-1]), dtype) if state is None else state.astype(dtype)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), dtype)
+    scale = 1 / np.sqrt(dtype(D)) if scale is None else scale
     for t in range(L):
         new = S
         if decay is not None:
-            g = decay.astype(WIDE)[..., t] if decay.ndim < k.ndim else decay.astype(WIDE)[..., t, :]
+            g = decay.astype(dtype)[..., t] if decay.ndim < k.ndim else decay.astype(dtype)[..., t, :]
             kept = np.exp(g[..., None, None] if decay.ndim < k.ndim else g[..., None])
             new = np.where(kept == 0, 0, kept * new)
         u = v[..., t, :]
         if beta is not None:
-            u = beta.astype(WIDE)[..., t, None] * (u - (k[..., t, None, :] @ new)[..., 0, :])
+            u = beta.astype(dtype)[..., t, None] * (u - (k[..., t, None, :] @ new)[..., 0, :])
         new = new + k[..., t, :, None] * u[..., None, :]
         is_read = True if lengths is None else (t < np.asarray(lengths))[..., None, None, None]
         S = np.where(is_read, new, S)
@@ -107,6 +107,20 @@ def test_decays_of_any_size(run, rule, dtype):
         expected, wanted = recurrence(arrays, **gates)
         assert_near(got, expected, 60)
         assert_near(after, wanted, 60)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_less_exact_than_token_by_token(rule):
+    """A chunk rounds a state less than the recurrence in the same type does, whatever the decays;
+    and a result at most a quarter more, whose scores are products with decays of columns."""
+    for reach in (0.01, 0.3, 1.0, 3.0, 10.0):
+        arrays, gates = inputs(rule, H=4, K=4, L=200, D=64, E=64, decay=reach)
+        got = gated_linear_attention(*arrays, **gates, scale=1.0, return_state=True, backend="cython")
+        by_token = recurrence(arrays, **gates, scale=1.0, dtype=np.float32)
+        exact = recurrence(arrays, **gates, scale=1.0)
+        for ours, theirs, wanted, most in zip(got, by_token, exact, (1.25, 1), strict=True):
+            errors = [np.sqrt(np.mean((x - wanted) ** 2)) for x in (ours, theirs)]
+            assert errors[0] <= most * errors[1]
 
 
 def dtype_of(name):

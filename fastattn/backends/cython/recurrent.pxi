@@ -7,7 +7,7 @@
 # query's product with the sums of the keys, which is then kept beside the state. Without `is_causal` all keys are added first.
 #
 # Decays of a whole token are factors of scores and of rows. Decays of columns are factors of queries and keys,
-# exp(sum - m) and exp(m - sum), m in the middle of the sums of a chunk, which ends before they leave their range. A chunk
+# exp(sum - m) and exp(m - sum), m about the middle of the sums of a chunk, which ends before they leave their range. A chunk
 # also ends before a token with a nonfinite number: no earlier row can read it then.
 #
 # Queries, and keys that the delta rule asks for, are packed by lanes of tokens, and so are scores. All else is rows of tokens:
@@ -20,7 +20,7 @@ cdef enum:
     SUMMED_TOKENS = 96    # of a chunk that no query reads
     TOKEN_BLOCK = 16       # rows of scores that are worked on at once: the most of `substitute`
     STATE_ROWS = 32        # of a state, advanced at once: what is added to them stays in L1. Others were not measured.
-    # No sum of decays of a column within a chunk is beyond it: its factors are within exp(+-32), 2**+-46.
+    # No sum of decays of a column within a chunk is beyond it: its factors are within 2**+-47.
     DECAY_RANGE = 64
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
     DECAY_MOST = 1000
@@ -425,24 +425,29 @@ cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t
 
 
 cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t, const char *next) noexcept nogil:
-    """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change."""
+    """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change. The answers are
+    added up from the oldest on, and values come last: most of the roundings are then those of small sums."""
     cdef Py_ssize_t size = n.itemsize, i, start = 0
+    cdef double rate
     cdef const char *keys = t.keys
     if n.has_columns:
         n.kernels.multiply(t.raised, t.keys, t.up, t.n * n.ld)
         keys = t.raised
     for i in range(t.n):
         t.rows[i] = <char *>keys + i * n.ld * size
-        set_real(t.rates + i * size, -get_real(t.beta + i * size, size), size)
+        rate = -get_real(t.beta + i * size, size)
+        set_real(t.rates + i * size, rate, size)
+        set_real(t.factors + i * size, rate * get_real(t.starts + i * size, size) if n.has_token_decay else rate, size)
     pack_tokens(n, t, t.n, size, 1)
     score_tokens(n, t, 0, t.rates, next, n.key.row, n.features * n.key.col)
     ask_state(n, t, t.added, t.n)
-    n.kernels.correct(t.added, t.values, t.beta, t.starts if n.has_token_decay else NULL, n.values_ld, t.n, t.width)
+    n.kernels.scale_rows(t.added, t.added, t.factors, n.values_ld, t.n, t.width)
     while start < t.n:
         if start > 0:
             add_scored(n, t, t.added, start, start)
-        n.kernels.substitute(t.added + start * n.values_ld * size, n.values_ld, t.scores + (start * t.n_lanes + start) * size,
-                             t.n_lanes, min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), t.width)
+        n.kernels.substitute(t.added + start * n.values_ld * size, t.values + start * n.values_ld * size, t.beta + start * size,
+                             n.values_ld, t.scores + (start * t.n_lanes + start) * size, t.n_lanes,
+                             min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), t.width)
         start += TOKEN_BLOCK
 
 

@@ -173,11 +173,12 @@ cdef void score_lanes(const Recurrent *n, RecurrentTiles *t, char *to, const cha
     n.kernels.score(to, NULL, packed, lanes, <int>(lanes // n.kernels.lanes), rows, t.stops, n_cols, ld * size, size, NULL, 0, 0)
 
 
-cdef void solve_tokens(const Recurrent *n, RecurrentTiles *t, char *u, const char *system, bint back) noexcept nogil:
-    """The triangular system, or the transposed one: u[t] += the sum over j < t of system[j][t] * u[j], or over j > t of
-    system[t][j] * u[j]."""
+cdef void solve_tokens(const Recurrent *n, RecurrentTiles *t, char *u, const char *values, const char *system) noexcept nogil:
+    """The triangular system: u[t] += the sum over j < t of system[j][t] * u[j], and values[t]; for NULL the transposed one,
+    without these: over j > t of system[t][j] * u[j]."""
     cdef Py_ssize_t size = n.itemsize, ld = padded_lanes(n, t.n), n_blocks = (t.n + 15) // 16, block, start, rows, row
     row = t.width * size
+    cdef bint back = values == NULL
     for block in range(n_blocks):
         start = 16 * (n_blocks - 1 - block if back else block)
         rows = min(<Py_ssize_t>16, t.n - start)
@@ -189,7 +190,8 @@ cdef void solve_tokens(const Recurrent *n, RecurrentTiles *t, char *u, const cha
         else:
             if block > 0:
                 multiply_rows(n, t, u + start * row, u, t.ones, t.width, system + start * size, ld, 1, start, rows)
-            n.kernels.substitute(u + start * row, t.width, system + (start * ld + start) * size, ld, rows, t.width)
+            n.kernels.substitute(u + start * row, values + start * row, t.ones, t.width, system + (start * ld + start) * size, ld,
+                                 rows, t.width)
 
 
 cdef void begin_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
@@ -242,8 +244,9 @@ cdef void find_left(const Recurrent *n, GradientTiles *g) noexcept nogil:
     cdef Py_ssize_t size = n.itemsize, lanes = padded_lanes(n, t.n), i
     pack_chunk(n, t, t.packed, g.raised, n.ld, n.features)
     multiply_rows(n, t, t.acc, t.packed, NULL, lanes, g.state, t.width, 1, n.features, t.n_columns)
-    unpack_tokens(n, t, g.left, t.width, t.n_columns, t.starts if n.has_token_decay else t.ones)
-    n.kernels.correct(g.left, t.values, t.ones, NULL, t.width, t.n, t.width)
+    for i in range(t.n):
+        set_real(t.factors + i * size, -get_real(t.starts + i * size, size) if n.has_token_decay else -1, size)
+    unpack_tokens(n, t, g.left, t.width, t.n_columns, t.factors)
     score_lanes(n, t, g.key_scores, t.packed, t.lowered, n.ld, n.features)
     n.kernels.weigh(g.key_scores, g.weights_before, t.n * lanes)
     memcpy(g.system, g.key_scores, t.n * lanes * size)
@@ -251,7 +254,7 @@ cdef void find_left(const Recurrent *n, GradientTiles *g) noexcept nogil:
         set_real(t.factors + i * size, -get_real(t.beta + i * size, size) if i < t.n else 0, size)
     gate_all(n, g, g.system, t.factors, False)
     n.kernels.scale_rows(t.scores, g.key_scores, t.factors, lanes, t.n, lanes)
-    solve_tokens(n, t, g.left, t.scores, False)
+    solve_tokens(n, t, g.left, t.values, t.scores)
     n.kernels.scale_rows(t.added, g.left, t.beta, t.width, t.n, t.width)
 
 
@@ -355,7 +358,7 @@ cdef void read_keys(const RecurrentGradient *of, GradientTiles *g, Py_ssize_t he
     cdef const Recurrent *n = &of.forward
     cdef RecurrentTiles *t = &g.tiles
     cdef Py_ssize_t row = t.width * n.itemsize, i
-    solve_tokens(n, t, g.grad_added, g.system, True)
+    solve_tokens(n, t, g.grad_added, NULL, g.system)
     for i in range(t.n):
         set_real(t.factors + i * n.itemsize, n.kernels.dot(g.grad_added + i * row, g.left + i * row, t.n_columns), n.itemsize)
     store_gradient(n, t, of.beta, head, t.factors, 1, 1)

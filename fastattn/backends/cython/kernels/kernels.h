@@ -235,8 +235,9 @@ typedef struct {
      * of a column is beyond `most` in magnitude; returns how many these are, at least 1. */
     ptrdiff_t (*sum_decays)(void *high, void *low, const void *decay, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t dim, double most);
 
-    /* Of such sums, high in `up` and low in `down`, and m, the middle between the least and the greatest of a column:
-     * up[t][d] = exp(sum - m), down[t][d] = exp(m - sum), before[d] = exp(first[d] + m), and after = the last row of up. */
+    /* Of such sums, high in `up` and low in `down`, and m, close to the middle between the least and the greatest of a column:
+     * up[t][d] = exp(sum - m), down[t][d] = exp(m - sum), before[d] = exp(first[d] + m), and after = the last row of up, powers
+     * of two. */
     void (*decay_columns)(void *up, void *down, void *before, void *after, const void *first, ptrdiff_t ld, ptrdiff_t n,
                           ptrdiff_t dim);
 
@@ -246,11 +247,9 @@ typedef struct {
     void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *high,
                  const void *low);
 
-    /* u[t] += the sum over j < t of s[j][t] * u[j], for one t after another, t < n <= 16. */
-    void (*substitute)(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
-
-    /* u[t] = beta[t] * (v[t] - kept[t] * u[t]), t < n; kept NULL: 1. */
-    void (*correct)(void *u, const void *v, const void *beta, const void *kept, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
+    /* u[t] += the sum over j < t of s[j][t] * u[j], and then rate[t] * v[t], for one t after another, t < n <= 16. */
+    void (*substitute)(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
+                       ptrdiff_t n_cols);
 
     /* to[t] = factor[t] * from[t], t < n. */
     void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);

@@ -96,9 +96,14 @@ static void decay_columns(void *up_rows, void *down_rows, void *before, void *af
             least = min(x, least);
             greatest = max(x, greatest);
         }
-        const VEC middle = (least + greatest) * (REAL)0.5;
-        VEC whole = load((const REAL *)first + d), rest = {};
-        add_exactly(&whole, &rest, middle);
+        /* The factors of the last token are powers of two, as that of the state is then: what it adds loses no bit. */
+        const REAL round = (REAL)1.5 * (REAL)((LANE_INT)1 << MANTISSA_BITS);
+        const VEC last = load(up + (n - 1) * ld), last_low = load(down + (n - 1) * ld);
+        const VEC power = ((last - (least + greatest) * (REAL)0.5) * (REAL)LOG2E + round) - round;
+        const VEC step = power * (REAL)LN2_HIGH, step_low = power * (REAL)LN2_LOW;
+        VEC whole = load((const REAL *)first + d), rest = last_low - step_low;
+        add_exactly(&whole, &rest, last);
+        add_exactly(&whole, &rest, -step);
         rest = select_lanes((IVEC)(nonfinite_lanes(whole) != 0), (VEC){}, rest);
         exp_vectors(1, &whole, &rest);
         store((REAL *)before + d, whole);
@@ -106,7 +111,9 @@ static void decay_columns(void *up_rows, void *down_rows, void *before, void *af
             VEC x[2], low[2];
             x[0] = load(up + t * ld);
             low[0] = load(down + t * ld);
-            add_exactly(&x[0], &low[0], -middle);
+            add_exactly(&x[0], &low[0], -last);
+            add_exactly(&x[0], &low[0], step);
+            low[0] += step_low - last_low;
             x[1] = -x[0];
             low[1] = -low[0];
             exp_vectors(2, x, low);
@@ -160,36 +167,30 @@ static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t s
 /* A block of `substitute`, which stays in registers. */
 #define SYSTEM_ROWS 16
 
-INLINE void substitute_rows(const int n, REAL *u, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld, ptrdiff_t n_cols) {
+INLINE void substitute_rows(const int n, REAL *u, const REAL *v, const REAL *rate, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld,
+                            ptrdiff_t n_cols) {
     for (ptrdiff_t e = 0; e < n_cols; e += LANES) {
         VEC x[SYSTEM_ROWS];
 #pragma GCC unroll 16
         for (int t = 0; t < n; t++) x[t] = load(u + t * ld + e);
 #pragma GCC unroll 16
-        for (int t = 1; t < n; t++)
+        for (int t = 0; t < n; t++) {
 #pragma GCC unroll 16
             for (int j = 0; j < t; j++) x[t] += x[j] * s[j * s_ld + t];
+            x[t] += rate[t] * load(v + t * ld + e);
+        }
 #pragma GCC unroll 16
-        for (int t = 1; t < n; t++) store(u + t * ld + e, x[t]);
+        for (int t = 0; t < n; t++) store(u + t * ld + e, x[t]);
     }
 }
 
-static void substitute(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols) {
+static void substitute(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
+                       ptrdiff_t n_cols) {
     switch (n) {
-#define CASE(n) case n: substitute_rows(n, u, ld, s, s_ld, n_cols); break;
-    CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define CASE(n) case n: substitute_rows(n, u, v, rate, ld, s, s_ld, n_cols); break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
 #undef CASE
-    }
-}
-
-static void correct(void *u_rows, const void *v_rows, const void *beta, const void *kept, ptrdiff_t ld, ptrdiff_t n,
-                    ptrdiff_t n_cols) {
-    for (ptrdiff_t t = 0; t < n; t++) {
-        REAL *const u = (REAL *)u_rows + t * ld;
-        const REAL *const v = (const REAL *)v_rows + t * ld, rate = ((const REAL *)beta)[t];
-        const REAL factor = kept ? ((const REAL *)kept)[t] : 1;
-        for (ptrdiff_t e = 0; e < n_cols; e += LANES) store(u + e, rate * (load(v + e) - factor * load(u + e)));
     }
 }
 

@@ -66,7 +66,7 @@ except ImportError:
     if cython_backend.is_unbuilt_tree:  # where an installed fastattn may be meant
         registry.warn_without_kernels("fastattn has no compiled kernels", 3)
 
-from fastattn import masks
+from fastattn import biases, masks
 from fastattn._api.attention import (
     attention,
     dropout_mask,
@@ -111,6 +111,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "biases",
     "causal_conv1d",
     "create_block_mask",
     "dropout_mask",

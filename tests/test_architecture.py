@@ -47,6 +47,7 @@ LAYERS = [
     {"masks.base"},
     {"masks.objects"},
     {"masks"},
+    {"biases"},
     # One call as data
     {"_call.storage"},
     {"_call.dropout", "_call.hints"},
@@ -141,6 +142,7 @@ WINGS = [
     "_version",
     "_machine",
     "masks",
+    "biases",
     "_call",
     "backends",
     "_api",
@@ -461,8 +463,8 @@ EDGE = {
     "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
     "_api/rope.py", "_cache/cache.py", "_cache/container.py",
     "_cache/files.py", "_cache/recurrent.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py",
-    "_call/normalize.py", "_call/options.py", "_call/storage.py", "layers.py", "masks/arguments.py",
-    "masks/base.py", "masks/objects.py",
+    "_call/normalize.py", "_call/options.py", "_call/storage.py", "biases.py", "layers.py",
+    "masks/arguments.py", "masks/base.py", "masks/objects.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.
 PROGRAMS = {"demo", "bench"}

@@ -177,7 +177,10 @@ KEPT = [
         "mask must be a fastattn.masks object or a bool or integer array, got a list of them: combine them "
         "by & (both) or | (either)",
     ),
-    ({"bias": masks.NotSelf()}, "bias must be an array, got NotSelf(); a mask goes to mask="),
+    (
+        {"bias": masks.NotSelf()},
+        "bias must be an array or a bias object, got NotSelf(); a mask goes to mask=",
+    ),
     (
         {"softcap": 0.0},
         "softcap must be positive, and a normal number in float32, got 0.0; leave it out for none",

@@ -79,8 +79,9 @@ def attention(
     mask : fastattn.masks.Mask or array_like of bool or int, optional
         Which keys each query may attend to: a mask object, or an array, non-zero = may attend. It broadcasts
         to ``(..., H, L, S)``: one of shape ``(B, S)`` is given as ``mask[:, None, None, :]``.
-    bias : array_like of float, optional
-        Added to the scores, after `softcap`; broadcasts as a mask does. ``-inf`` masks.
+    bias : array_like of float, or fastattn.biases.Bias, optional
+        Added to the scores, after `softcap`; an array broadcasts as a mask does. ``-inf`` masks. An object
+        needs no array of ``L x S``: ``biases.Relative(table, offset)`` has a number for each distance.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
         item's entry of `key_lengths`, or else ``S``. True: for ``L = S``, where both are the same.

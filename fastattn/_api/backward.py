@@ -72,7 +72,8 @@ def attention_backward(
     other options
         As in the forward call. The backends "cython" and "reference" compute gradients.
     wrt : iterable of str, default ("query", "key", "value")
-        Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``.
+        Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``. Of a
+        bias object it is the gradient of its array.
 
     Returns
     -------
@@ -133,6 +134,10 @@ def attention_backward(
     sizes = backward.problem.sizes
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
+    if backward.by_diagonals and found.bias is not None:
+        bias = completed["bias"]
+        completed["bias"] = bias.table
+        found = found._replace(bias=bias._gradient(found.bias, sizes.len_q, sizes.len_k))
     given = completed | {"query": query, "key": key, "value": value}
     swapped = ("query", "key", "value") if completed["layout"] == "bshd" else ()
     return Gradients(

@@ -25,6 +25,7 @@ from fastattn._machine.device import (
     place,
 )
 from fastattn._machine.threads import no_fork
+from fastattn.biases import check_dtype
 from fastattn.masks.arguments import as_integer, axes_hint, broadcasts, integers, window_bound
 from fastattn.masks.base import describe
 
@@ -246,18 +247,8 @@ def check_cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
 
 def as_bias(bias: ArrayLike) -> np.ndarray:
     if isinstance(bias, masks.Mask):
-        raise TypeError(f"bias must be an array, got {bias!r}; a mask goes to mask=")
-    array = as_array(bias, "bias")
-    if not is_bias_dtype(array.dtype):
-        hint = "; to allow keys use mask=" if array.dtype.kind in "biu" else ""
-        raise TypeError(
-            f"bias must be a float16, bfloat16, float32 or float64 array, got dtype {array.dtype}{hint}"
-        )
-    return array
-
-
-def is_bias_dtype(dtype: np.dtype) -> bool:
-    return (dtype.kind == "f" and dtype.itemsize in (4, 8)) or storage_of(dtype) != REAL  # no float8
+        raise TypeError(f"bias must be an array or a bias object, got {bias!r}; a mask goes to mask=")
+    return check_dtype(as_array(bias, "bias"), "bias")
 
 
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:

@@ -56,7 +56,9 @@ class Backward(NamedTuple):
     grad_out: np.ndarray  #: ``(*lead, H, L, E)``, of the problem's `dtype` or in 16 bits; any strides
     grad_lse: np.ndarray | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
     wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
-    bias_shape: tuple[int, ...]  #: that of the bias as given, with an axis for each one of the scores
+    #: That of the bias as given, with an axis for each one of the scores; or ``(H or 1, L + S - 1)``
+    bias_shape: tuple[int, ...]
+    by_diagonals: bool = False  #: a bias object's gradient is first summed along the diagonals of the scores
 
     def zeros(self) -> Gradients:
         """Room for the gradients that are asked for."""

@@ -40,7 +40,6 @@ from fastattn._call.arguments import (
     check_window,
     check_wrt,
     computation_dtypes,
-    is_bias_dtype,
     is_stored,
     is_swapped,
     named,
@@ -50,6 +49,7 @@ from fastattn._call.options import DEFAULTS
 from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
+from fastattn.biases import Bias, is_bias_dtype
 from fastattn.masks import base
 from fastattn.masks.map import Band, Block, Documents, Size, bounded, make_intervals
 
@@ -240,6 +240,8 @@ def normalize_backward(
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
     others = {"grad_out": grad_out, "out": out, "lse": lse}
     others |= {name: options[name] for name in ("grad_lse", "bias", "sinks")}
+    if isinstance(others["bias"], Bias):
+        del others["bias"]
     for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
         if (array := as_device_array(x, name)) is not None:
             raise TypeError(
@@ -249,8 +251,7 @@ def normalize_backward(
     band = _band(inputs, options)
     lowered = _lower(_mask(inputs, options), inputs, band)
     grad_lse = options["grad_lse"]
-    given = None if options["bias"] is None else as_array(options["bias"], "bias")
-    bias = _bias_of_scores(options["bias"], inputs)
+    bias, given = _bias_of_scores(options["bias"], inputs), options["bias"]
     numbers = _numbers(inputs, options)
     _, rows = _result_shapes(inputs)
 
@@ -270,7 +271,8 @@ def normalize_backward(
         grad_out=as_result(grad_out, "grad_out", inputs),
         grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
         wrt=frozenset(names),
-        bias_shape=() if given is None else (1,) * (inputs.query.ndim - given.ndim) + given.shape,
+        bias_shape=_gradient_shape(given, inputs),
+        by_diagonals=isinstance(given, Bias),
     )
 
 
@@ -318,6 +320,8 @@ def normalize_varlen(
     position = queries + at_end if is_at_end else queries
     start, stop = np.maximum(position - left, first), np.minimum(position + (right + 1), last)
     keys = make_intervals(start, stop, S)
+    if isinstance(options["bias"], Bias) and not np.array_equal(starts_q, starts_k):
+        raise ValueError("bias: an object needs as many keys as queries in each document; give an array")
     mask, lowered = _mask(inputs, options), base.Lowered(keys.start, keys.stop)
     if mask is not None:
         lowered = base.lower(mask, *inputs.sizes, documents=Documents(keys, first, queries, at_end))
@@ -546,11 +550,28 @@ def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> 
     return left, right if causal is False else 0, at_end
 
 
-def _bias_of_scores(bias: ArrayLike | None, inputs: _Inputs) -> np.ndarray | None:
+def _gradient_shape(bias: ArrayLike | Bias | None, inputs: _Inputs) -> tuple[int, ...]:
+    """See `Backward.bias_shape`."""
+    if bias is None:
+        return ()
+    if isinstance(bias, Bias):
+        return bias._diagonals(inputs.sizes.L, inputs.sizes.S)
+    shape = np.shape(as_array(bias, "bias"))
+    return (1,) * (inputs.query.ndim - len(shape)) + shape
+
+
+def _bias_of_scores(bias: ArrayLike | Bias | None, inputs: _Inputs) -> np.ndarray | None:
     """A bias as a view of the shape of the scores."""
     if bias is None:
         return None
     lead, H, L, S = inputs.sizes
+    if isinstance(bias, Bias):
+        if isinstance(inputs.query, DeviceArray):
+            raise TypeError(
+                f"bias: {bias!r} is read on the host, and query is on {place(inputs.query)}: "
+                f"say bias=bias.materialize({H}, {L}, {S}), there"
+            )
+        return broadcast_to(bias._lower(H, L, S, inputs.dtype), (*lead, H, L, S), "bias")
     return broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
 
 

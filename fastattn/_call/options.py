@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._call.storage import Paged, Quantized
+    from fastattn.biases import Bias
     from fastattn.masks import Mask
     from fastattn.masks.objects import Align
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     Weights = TypeVar("Weights", bound=bool | Mean)  #: the same of `return_weights`
 
     class _ScoreOptions(TypedDict, total=False):
-        bias: ArrayLike | None
+        bias: ArrayLike | Bias | None
         window: WindowBounds | None
         scale: float | None
         softcap: float | None

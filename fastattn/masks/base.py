@@ -29,7 +29,36 @@ from fastattn.masks.map import (
 _MAX_DEPTH = 100  # of masks inside of each other: each takes a few of the 1000 calls that Python nests
 
 
-class Mask(Frozen):
+class Value(Frozen):
+    """A frozen object that equals those of its kind with the same arguments, and is shown as written."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return False if isinstance(other, Value) else NotImplemented
+        if self is not other:
+            for a, b in zip(self._values(), other._values(), strict=True):
+                if a is not b and not same(a, b):
+                    return False
+        return True
+
+    def __hash__(self) -> int:
+        return hash((type(self), *map(hashable, self._values())))
+
+    def _values(self) -> list[Any] | tuple[Any, ...]:
+        """What two equal masks have in common."""
+        return self.__getstate__()
+
+    def __repr__(self) -> str:
+        defaults = getattr(type(self).__init__, "__defaults__", None) or ()
+        default_of = dict(zip(self.__slots__[::-1], defaults[::-1], strict=False))
+        given: Any = zip(self.__slots__, self._values(), strict=True)
+        shown = (f"{name}={show(value)}" for name, value in given if value is not default_of.get(name, self))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Mask(Value):
     """What all masks share: ``&``, ``|``, ``~``, ``==``, `shifted` and `materialize`.
 
     Notes
@@ -77,29 +106,6 @@ class Mask(Frozen):
             f"mask {self!r} has no truth value, so `and`, `or` and `not` do not combine masks: "
             f"use & (both), | (either) and ~ (not)"
         )
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return False if isinstance(other, Mask) else NotImplemented
-        if self is not other:
-            for a, b in zip(self._values(), other._values(), strict=True):
-                if a is not b and not same(a, b):
-                    return False
-        return True
-
-    def __hash__(self) -> int:
-        return hash((type(self), *map(hashable, self._values())))
-
-    def _values(self) -> list[Any] | tuple[Any, ...]:
-        """What two equal masks have in common."""
-        return self.__getstate__()
-
-    def __repr__(self) -> str:
-        defaults = getattr(type(self).__init__, "__defaults__", None) or ()
-        default_of = dict(zip(self.__slots__[::-1], defaults[::-1], strict=False))
-        given: Any = zip(self.__slots__, self._values(), strict=True)
-        shown = (f"{name}={show(value)}" for name, value in given if value is not default_of.get(name, self))
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     def materialize(self, H: int, L: int, S: int) -> np.ndarray:
         """The mask as an array, for tests and teaching.

@@ -13,7 +13,13 @@ import numpy as np
 from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
 from fastattn._call.schedule import Schedule
 from fastattn._machine.constants import LN2, LOG2E
-from fastattn.backends.cpu.fields import BIAS_NONE, BIAS_OF_KEYS, BIAS_OF_ROWS, BIAS_OF_SCORES
+from fastattn.backends.cpu.fields import (
+    BIAS_NONE,
+    BIAS_OF_DIAGONALS,
+    BIAS_OF_KEYS,
+    BIAS_OF_ROWS,
+    BIAS_OF_SCORES,
+)
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
 
@@ -35,10 +41,12 @@ class Room:
     query: np.ndarray  #: (*lead, K, rows, D rounded up to whole vectors)
     key: np.ndarray  #: (*lead, K, S, D rounded up)
     value: np.ndarray  #: (*lead, K, S, E rounded up)
-    bias: np.ndarray | None  #: of `Backward.bias_shape`, or (batch, H, S or L) in float64
+    #: Of `Backward.bias_shape`; or float64, as (batch, H, S or L), or that shape of diagonals
+    bias: np.ndarray | None
     bias_kind: int
     bias_strides: np.ndarray  #: of `bias` broadcast to the scores, innermost first
-    bias_turns: np.ndarray | None  #: (key tiles, query blocks), where heads or items share a bias
+    #: (key tiles, query blocks), where heads or items share a bias; of diagonals, the task that adds next
+    bias_turns: np.ndarray | None
 
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
@@ -91,6 +99,11 @@ def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> N
     problem = backward.problem
     batch, num_heads, len_q, len_k = problem.batch, problem.num_heads, problem.len_q, problem.len_k
     shape = backward.bias_shape
+    if backward.by_diagonals:
+        room.bias, room.bias_kind = np.zeros(shape), BIAS_OF_DIAGONALS
+        room.bias_strides[2] = room.bias.strides[0] if shape[0] > 1 else 0
+        room.bias_turns = np.zeros(1, np.int64)
+        return
     if shape[-1] < len_k:
         room.bias, room.bias_kind = np.zeros((batch, num_heads, len_q)), BIAS_OF_ROWS
         return
@@ -119,7 +132,7 @@ def gradients_of(backward: Backward, room: Room) -> Gradients:
     bias = sinks = None
     if room.bias is not None:
         bias = room.bias
-        if room.bias_kind != BIAS_OF_SCORES:
+        if room.bias_kind in (BIAS_OF_ROWS, BIAS_OF_KEYS):
             sums = bias.reshape(*problem.lead, sizes.num_heads, -1)
             bias = sums[..., None] if room.bias_kind == BIAS_OF_ROWS else sums[..., None, :]
             bias = sum_to(bias, backward.bias_shape)

@@ -23,7 +23,7 @@ MARKS = {4: MARK_FLOAT32, 8: MARK_FLOAT64}  #: by itemsize
 
 #: Axes of the scores that are summed for the gradient of the bias, beside heads and items: none, queries, or
 #: keys (and queries, which are added up later).
-BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS = range(4)
+BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS, BIAS_OF_DIAGONALS = range(5)
 
 
 class Epilogue(NamedTuple):

@@ -65,6 +65,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
     cdef Tile tile
     tile.head = task % g.heads
     tile.task_key0 = key0
+    if g.diagonal_turn != NULL:
+        memset(t.diagonals, 0, job.group_size * (job.len_q + t.task_keys) * sizeof(double))
     for tile.index in range(job.n_blocks):
         tile.first_row = tile.index * block_rows(job)
         find_query_block(job, g, w, &block, tile.head, tile.index)
@@ -100,6 +102,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
         key = key0 + number * job.block_k
         if key < key0 + n_keys and not are_set >> number & 1:
             clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
+    if g.diagonal_turn != NULL:
+        add_diagonals(job, g, t, task, key0, n_keys)
 
 
 cdef inline double largest_score(const Gradients *g, double query_norm, double key_norm) noexcept nogil:
@@ -265,7 +269,10 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
         memset(g.is_large, 1, n_blocks)
     g.bias_kind = room.bias_kind
     g.bias = <char *>address_of(room.bias)
-    g.bias_turns = <int64_t *>address_of(room.bias_turns)
+    if g.bias_kind == BIAS_OF_DIAGONALS:
+        g.diagonal_turn = <int64_t *>address_of(room.bias_turns)
+    else:
+        g.bias_turns = <int64_t *>address_of(room.bias_turns)
     g.bias_strides = <const Py_ssize_t *>address_of(room.bias_strides)
     with nogil:
         done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)

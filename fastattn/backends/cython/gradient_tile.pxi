@@ -40,9 +40,11 @@ cdef struct Gradients:
     char *query              # (heads, rows, query_ld)
     char *key                # (heads, len_k, query_ld)
     char *value              # (heads, len_k, value_ld)
-    char *bias               # BIAS_OF_SCORES: of the compute type; else double, (batch, H, len_k or len_q)
+    char *bias               # BIAS_OF_SCORES: of the compute type; else double: (batch, H, len_k or len_q), or of diagonals
+                             # (H or 1, len_q + len_k - 1)
     int64_t *turns           # (heads, n_blocks)
     int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
+    int64_t *diagonal_turn   # BIAS_OF_DIAGONALS: the task that adds its sums next
     Py_ssize_t padded_rows, query_ld, value_ld, heads
     Py_ssize_t task_tiles    # key tiles of a task
     const Py_ssize_t *bias_strides   # innermost first, 0 where the bias is broadcast
@@ -68,6 +70,9 @@ cdef struct Tiles:
     char *change         # the products of grad_out and values, then the gradients of the scores
     char *capped         # scores after the soft-cap, before bias and mask
     double *row_sums     # of `change`, where they are the gradient of the bias
+    char *band           # BIAS_OF_DIAGONALS: sums along the diagonals of a tile, of each head of the group
+    double *diagonals    # and of the task, (group, len_q + task_keys)
+    Py_ssize_t task_keys
     char *clean_keys     # the rows with NaN and inf set to 0, and the rows as they were
     char *raw_rows
     char *key_groups     # of the keys of the task and of the query block, where scores are on tiles
@@ -95,6 +100,7 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
     cdef Py_ssize_t masks = masks_any(job), on_tiles = job.scores_on_tiles
     cdef char *at = base
+    t.task_keys = keys
     t.keys = take(&at, keys * q)
     t.values = take(&at, max(keys, lanes) * v)
     t.grad = take(&at, job.value_dim * lanes * size)
@@ -103,6 +109,9 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.change = take(&at, job.block_k * lanes * size)
     t.capped = take(&at, job.block_k * lanes * size if job.softcap > 0 else 0)
     t.row_sums = <double *>take(&at, lanes * sizeof(double))
+    if g.bias_kind == BIAS_OF_DIAGONALS:
+        t.band = take(&at, job.group_size * (lanes + job.block_k) * size)
+        t.diagonals = <double *>take(&at, job.group_size * (job.len_q + keys) * sizeof(double))
     t.clean_keys = take(&at, masks * job.block_k * q)
     t.raw_rows = take(&at, masks * lanes * wide)
     t.key_groups = take(&at, on_tiles * (keys // GROUP_KEYS) * key_groups_nbytes(job))
@@ -268,6 +277,36 @@ cdef void add_nonfinite(const Job *job, const Scratch *w, const Block *block, co
                     set_real(to, get_real(to, size) + x * get_real(factors + (j * block.ld + lane) * size, size), size)
 
 
+cdef void add_to_diagonals(const Job *job, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
+    """Adds the gradients of a tile's scores along its diagonals, and those sums to the task's."""
+    cdef Py_ssize_t last = w.row_i[block.n_rows - 1], ld = last - w.row_i[0] + tile.n_keys, size = job.itemsize
+    cdef Py_ssize_t first_head = tile.head % job.num_kv_heads * job.group_size, sums_ld = job.len_q + t.task_keys, lane, h, m
+    cdef double *sums
+    memset(t.band, 0, job.group_size * ld * size)
+    for lane in range(block.n_rows):
+        w.rows[lane] = t.band + ((w.row_h[lane] - first_head) * ld + last - w.row_i[lane]) * size
+    kernels_of(job).add_columns(w.rows, size, block.n_rows, t.change, block.ld, tile.n_keys)
+    for h in range(job.group_size):
+        sums = t.diagonals + h * sums_ld + job.len_q - 1 - last + tile.key0 - tile.task_key0
+        for m in range(ld):
+            sums[m] += get_real(t.band + (h * ld + m) * size, size)
+
+
+cdef void add_diagonals(const Job *job, const Gradients *g, const Tiles *t, Py_ssize_t task, Py_ssize_t key0,
+                        Py_ssize_t n_keys) noexcept nogil:
+    """Adds the sums of a task to those of all, which tasks do in their order."""
+    cdef Py_ssize_t first_head = task % g.heads % job.num_kv_heads * job.group_size, h, m
+    cdef double *to
+    cdef const double *sums
+    fastattn_wait_for_turn(g.diagonal_turn, task)
+    for h in range(job.group_size):
+        to = <double *>(g.bias + (first_head + h) * g.bias_strides[2]) + key0
+        sums = t.diagonals + h * (job.len_q + t.task_keys)
+        for m in range(job.len_q + n_keys - 1):
+            to[m] += sums[m]
+    fastattn_pass_turn(g.diagonal_turn, task + 1)
+
+
 cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block,
                       const Tile *tile) noexcept nogil:
     """Adds the gradients of a tile's scores to that of the bias; where those of all keys are added up, the sums over
@@ -284,6 +323,8 @@ cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const 
         for lane in range(block.n_rows):
             w.rows[lane] = to + w.row_h[lane] * g.bias_strides[2] + w.row_i[lane] * g.bias_strides[1]
         kernels_of(job).add_columns(w.rows, g.bias_strides[0], block.n_rows, t.change, block.ld, tile.n_keys)
+    elif g.bias_kind == BIAS_OF_DIAGONALS:
+        add_to_diagonals(job, w, t, block, tile)
     elif g.bias_kind == BIAS_OF_KEYS and job.group_size == 1:
         sums = <double *>g.bias + (first_head + w.row_h[0]) * job.len_k + tile.key0
         for j in range(tile.n_keys):

@@ -279,7 +279,11 @@ def _differentiate(backward: Backward, gradients: Gradients, block: _QueryBlock)
     if kept is not None:
         change, after = change * kept, weights * kept
     change = np.where(allowed, weights * (change - delta.astype(dtype)[:, None]), dtype(0))
-    if gradients.bias is not None:
+    if gradients.bias is not None and backward.by_diagonals:
+        sums = gradients.bias[head if len(gradients.bias) > 1 else 0]
+        for i, row in zip(range(rows.start, rows.stop), change, strict=True):
+            sums[problem.len_q - 1 - i :][keys] += row
+    elif gradients.bias is not None:
         full = np.broadcast_to(
             gradients.bias, (*problem.lead, problem.num_heads, problem.len_q, problem.len_k)
         )

@@ -82,7 +82,7 @@ from fastattn.backends.registry import BackendError
 
 if TYPE_CHECKING:
     from fastattn import layers
-    from fastattn._api.backward import attention_backward
+    from fastattn._api.backward import attention_backward, varlen_attention_backward
     from fastattn._api.blas import share_threads_with_blas
     from fastattn._api.c_entry import get_include
     from fastattn._api.conv import causal_conv1d
@@ -134,6 +134,7 @@ __all__ = [
     "share_threads_with_blas",
     "show_config",
     "varlen_attention",
+    "varlen_attention_backward",
 ]
 
 
@@ -162,6 +163,7 @@ _ON_FIRST_USE = {
     "rope_tables": "fastattn._api.rope",
     "share_threads_with_blas": "fastattn._api.blas",
     "show_config": "fastattn._api.info",
+    "varlen_attention_backward": "fastattn._api.backward",
 }
 
 #: What stands here in the place of names of other libraries.

@@ -1,4 +1,4 @@
-"""`attention_backward`: the gradients of `attention`."""
+"""`attention_backward` and `varlen_attention_backward`: the gradients of the functions of these names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.options import BackwardOptions
+    from fastattn._call.gradients import Backward
+    from fastattn._call.options import BackwardOptions, VarlenBackwardOptions
 
 
 @overload
@@ -129,22 +130,136 @@ def attention_backward(
     """
     completed = complete("B", attention_backward, options, extra)
     backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
-    threads = host.threads_for(completed["num_threads"])
-    chosen = select(backward.problem, completed["backend"], gradients=True)
+    given = completed | {"query": query, "key": key, "value": value}
+    return _differentiate(backward, given, completed["layout"] == "bshd")
+
+
+@overload
+def varlen_attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    **options: Unpack[VarlenBackwardOptions],
+) -> Gradients[np.ndarray]: ...
+@overload
+def varlen_attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    wrt: Iterable[str],
+    **options: Unpack[VarlenBackwardOptions],
+) -> Gradients: ...
+@public("W")
+def varlen_attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *extra: Any,
+    **options: Any,
+) -> Gradients:
+    """The gradients of a scalar that depends on `varlen_attention`, as `attention_backward` has those of
+    `attention`.
+
+    Letters as in `varlen_attention`.
+
+    Parameters
+    ----------
+    grad_out : array_like, shape (T, H, E)
+        The gradient with respect to `out`. Any strides, also 0.
+    out, lse : array_like, shapes (T, H, E) and (H, T)
+        What the forward call returned with ``return_lse=True``.
+    grad_lse : array_like, shape (H, T), optional
+        The gradient with respect to `lse`, if the scalar depends on it.
+    query, key, value
+    cu_seqlens_q, cu_seqlens_k
+    other options
+        As in the forward call. The backends "cython" and "reference" compute gradients.
+    wrt : iterable of str, default ("query", "key", "value")
+        As in `attention_backward`.
+
+    Returns
+    -------
+    Gradients
+        As of `attention_backward`: packed, as the arguments are. That of a `bias` or of `sinks` is summed
+        over the documents that share it, and is 0 where query and key are of different ones.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendError
+        As in `varlen_attention` and in `attention_backward`.
+
+    Notes
+    -----
+    One call of `attention_backward` in which each query reads one interval of keys, which is the same as ::
+
+        for d in range(N):
+            q, k = slice(*cu_seqlens_q[d : d + 2]), slice(*cu_seqlens_k[d : d + 2])
+            arrays = grad_out[q], query[q], key[k], value[k], out[q], lse[:, q]
+            found = attention_backward(*arrays, layout="bshd", causal=causal, window=window)
+            grad_query[q], grad_key[k], grad_value[k] = found[:3]
+
+    to rounding. What another document holds changes no bit of a document's gradients. Pairs of different
+    documents are skipped, by tiles, and nothing of size ``T * T_k`` is stored, unless the bias has it.
+    Determinism: the same bits on any number of threads. docs/promises.md says more.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023,
+       algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastattn
+    >>> x, target = np.random.default_rng(0).standard_normal((2, 10, 2, 4))
+    >>> starts = [0, 3, 8, 10]  # three documents: 3, 5 and 2 tokens
+    >>> out, lse = fastattn.varlen_attention(x, x, x, starts, causal=True, return_lse=True)
+    >>> gradients = fastattn.varlen_attention_backward(out - target, x, x, x, out, lse, starts, causal=True)
+    >>> gradients
+    Gradients(query=<float64 (10, 2, 4)>, key=<float64 (10, 2, 4)>, value=<float64 (10, 2, 4)>,
+              bias=None, sinks=None)
+    """
+    completed = complete("W", varlen_attention_backward, options, extra)
+    outputs = {"grad_out": grad_out, "out": out, "lse": lse}
+    starts = cu_seqlens_q, cu_seqlens_k
+    backward = normalize_backward(query, key, value, completed, **outputs, cu_seqlens=starts)
+    return _differentiate(backward, completed | {"query": query, "key": key, "value": value}, True)
+
+
+def _differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> Gradients:
+    """The gradients as the caller wants them, who gave these arguments. `swapped`: their length axes stand
+    before their head axes."""
+    threads = host.threads_for(given["num_threads"])
+    chosen = select(backward.problem, given["backend"], gradients=True)
     sizes = backward.problem.sizes
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
     if backward.by_diagonals and found.bias is not None:
-        bias = completed["bias"]
-        completed["bias"] = bias.table
+        bias = given["bias"]
         found = found._replace(bias=bias._gradient(found.bias, sizes.len_q, sizes.len_k))
-    given = completed | {"query": query, "key": key, "value": value}
-    swapped = ("query", "key", "value") if completed["layout"] == "bshd" else ()
+        given = given | {"bias": bias.table}
+    rows = ("query", "key", "value") if swapped else ()
     return Gradients(
         *(
             None
             if gradient is None
-            else in_library_of(query, as_given(gradient, on_host(given[name]), name in swapped))
+            else in_library_of(given["query"], as_given(gradient, on_host(given[name]), name in rows))
             for name, gradient in found._asdict().items()
         )
     )

@@ -232,9 +232,10 @@ def normalize_backward(
     grad_out: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
+    cu_seqlens: tuple[ArrayLike, ArrayLike | None] | None = None,
 ) -> Backward:
-    """The arguments of `attention_backward` as a `Backward`; see there for what they mean and what is
-    raised."""
+    """The arguments of `attention_backward` as a `Backward`, with `cu_seqlens` those of
+    `varlen_attention_backward`; see there for what they mean and what is raised."""
     from fastattn._call.gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
 
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
@@ -247,9 +248,14 @@ def normalize_backward(
             raise TypeError(
                 f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
             )
-    inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
-    band = _band(inputs, options)
-    lowered = _lower(_mask(inputs, options), inputs, band)
+    band: Band | None = None
+    if cu_seqlens is None:
+        inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
+        band = _band(inputs, options)
+        lowered = _lower(_mask(inputs, options), inputs, band)
+    else:
+        q, k, v = arrays
+        inputs, lowered = _packed(q, k, v, options, *cu_seqlens)
     grad_lse = options["grad_lse"]
     bias, given = _bias_of_scores(options["bias"], inputs), options["bias"]
     numbers = _numbers(inputs, options)
@@ -285,8 +291,21 @@ def normalize_varlen(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike | None,
 ) -> Request:
-    """The arguments of `varlen_attention` as one call whose rows read the keys of their document."""
+    """The arguments of `varlen_attention` as a `Request`; see there for what they mean and what is raised."""
     options = DEFAULTS | options
+    inputs, lowered = _packed(query, key, value, options, cu_seqlens_q, cu_seqlens_k)
+    return _assemble(inputs, None, lowered, _bias_of_scores(options["bias"], inputs), options)
+
+
+def _packed(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    options: dict[str, Any],
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None,
+) -> tuple[_Inputs, base.Lowered]:
+    """Packed documents as one problem, each of whose queries reads keys of its document alone."""
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
     for array, name in named(*arrays):
         if array.ndim != 3:
@@ -325,7 +344,7 @@ def normalize_varlen(
     mask, lowered = _mask(inputs, options), base.Lowered(keys.start, keys.stop)
     if mask is not None:
         lowered = base.lower(mask, *inputs.sizes, documents=Documents(keys, first, queries, at_end))
-    return _assemble(inputs, None, lowered, _bias_of_scores(options["bias"], inputs), options)
+    return inputs, lowered
 
 
 @naming_shapes

@@ -63,11 +63,13 @@ if TYPE_CHECKING:
         return_lse: Lse
         return_weights: Weights
 
-    class BackwardOptions(_WeightOptions, total=False):
+    class VarlenBackwardOptions(_WeightOptions, total=False):
         causal: CausalRule
+        grad_lse: ArrayLike | None
+
+    class BackwardOptions(VarlenBackwardOptions, total=False):
         key_lengths: ArrayLike | None
         layout: LayoutName
-        grad_lse: ArrayLike | None
 
     class LayerOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule | None
@@ -135,31 +137,31 @@ OPTIONS = (
     Option("mask_mod", None, NEVER, "F"),
     Option("block_mask", None, NEVER, "F"),
     Option("aux", (), NEVER, "F"),
-    Option("grad_lse", None, NEVER, "B"),
-    Option("mask", None, MASK, "ABCFLV"),
-    Option("bias", None, ARRAY, "ABCFLV"),
-    Option("causal", False, CHOICE, "ABCFLV", (False, True, "top_left", "bottom_right")),
-    Option("window", None, BOUNDS, "ABCFLV"),
+    Option("grad_lse", None, NEVER, "BW"),
+    Option("mask", None, MASK, "ABCFLVW"),
+    Option("bias", None, ARRAY, "ABCFLVW"),
+    Option("causal", False, CHOICE, "ABCFLVW", (False, True, "top_left", "bottom_right")),
+    Option("window", None, BOUNDS, "ABCFLVW"),
     Option("key_lengths", None, LENGTHS, "ABFL"),
-    Option("scale", None, REAL, "ABCFLV"),
-    Option("softcap", None, REAL, "ABCFLV"),
-    Option("sinks", None, ARRAY, "ABCFLV"),
+    Option("scale", None, REAL, "ABCFLVW"),
+    Option("softcap", None, REAL, "ABCFLVW"),
+    Option("sinks", None, ARRAY, "ABCFLVW"),
     Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
-    Option("dropout", 0.0, REAL, "ABLV"),
-    Option("seed", None, SEED, "ABLV"),
-    Option("wrt", ("query", "key", "value"), NEVER, "B"),
+    Option("dropout", 0.0, REAL, "ABLVW"),
+    Option("seed", None, SEED, "ABLVW"),
+    Option("wrt", ("query", "key", "value"), NEVER, "BW"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
     Option("return_weights", False, CHOICE, "ACFLV", (False, True, "mean")),
-    Option("num_threads", None, COUNT, "ABCFLV"),
-    Option("backend", None, CHOICE, "ABCFLV", (None, "cython", "numba")),  # the others prepare no calls
+    Option("num_threads", None, COUNT, "ABCFLVW"),
+    Option("backend", None, CHOICE, "ABCFLVW", (None, "cython", "numba")),  # the others prepare no calls
 )
 
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 
 #: The options of each function, with their defaults: `attention`, `attention_backward`, `KVCache.attend`,
-#: `flex_attention`, `MultiHeadAttention` and `varlen_attention`; none of others.
-TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLV"}
+#: `flex_attention`, `MultiHeadAttention`, `varlen_attention`, `varlen_attention_backward`; none of others.
+TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLVW"}
 TAKERS["C"]["causal"], TAKERS["L"]["causal"] = True, None
 
 

@@ -59,6 +59,7 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
     """The key tiles of a task, beside each other for one query block after another."""
     cdef Py_ssize_t key0 = task // g.heads * g.task_tiles * job.block_k, key, number, n_tile_keys
     cdef Py_ssize_t n_keys = min(g.task_tiles * job.block_k, job.len_k - key0)
+    cdef const int64_t *reads
     cdef bint loaded, has_keys = False, nonfinite_keys = False
     cdef uint64_t are_set = 0   # a bit per key tile: its gradients hold what they should
     cdef Block block
@@ -68,6 +69,9 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
     if g.diagonal_turn != NULL:
         memset(t.diagonals, 0, job.group_size * (job.len_q + t.task_keys) * sizeof(double))
     for tile.index in range(job.n_blocks):
+        reads = g.reads + 2 * (tile.head * job.n_blocks + tile.index)
+        if g.bias_turns == NULL and max(reads[0], key0) >= min(reads[1], key0 + n_keys):
+            continue   # it reads no key of the task, and no other block waits for it
         tile.first_row = tile.index * block_rows(job)
         find_query_block(job, g, w, &block, tile.head, tile.index)
         if not has_keys and max(block.low, key0) < min(block.high, key0 + n_keys):
@@ -231,7 +235,7 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     cdef Job *job = new_job(record[0], record[1])
     cdef Job *forward = new_job(forward_record[0], forward_record[1])
     cdef Gradients g
-    cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks
+    cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks, reads
     cdef bint done
     cdef Py_ssize_t n_blocks
     set_addresses(job, tuple(arrays))
@@ -262,7 +266,9 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     n_blocks = g.heads * job.n_blocks
     turns = np.zeros(n_blocks, np.int64)
     of_blocks = np.zeros(2 * n_blocks, np.bool_)
+    reads = np.empty((n_blocks, 2), np.int64)
     g.turns = <int64_t *>address_of(turns)
+    g.reads = <int64_t *>address_of(reads)
     g.nonfinite = <char *>address_of(of_blocks)
     g.is_large = g.nonfinite + n_blocks
     if all_large:

@@ -34,6 +34,7 @@ cdef struct Gradients:
                              # keys may be masked
     char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
                              # all_large, every block is taken for such
+    int64_t *reads           # (heads, n_blocks, 2): the first key that a query block may attend, and the end of these keys
     bint needs_own_lse       # some block that is not large may have scores of large_norms or more
     # The gradients, uninitialised: the first tile that contributes to a row sets it. Rows without a contribution
     # are set to 0: those of queries when their block is prepared, those of keys and values by their task.
@@ -151,8 +152,8 @@ cdef inline void pack_rows(const Job *job, char *to, Py_ssize_t ld, const Source
 
 
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The delta of each row of a query block, whether the block is finite, and whether any lse is large; zeros, where no
-    tile will add to it."""
+    """The delta of each row of a query block, the keys it reads, whether it is finite, and whether any lse is large;
+    zeros, where no tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
     cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
@@ -164,6 +165,8 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
     cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
+    g.reads[2 * task] = block.low
+    g.reads[2 * task + 1] = block.high
     if g.wants_query and block.low >= block.high:
         row = head * job.len_q * job.group_size + index * block_rows(job)
         memset(g.query + row * g.query_ld * size, 0, block.n_rows * g.query_ld * size)

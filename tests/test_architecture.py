@@ -666,6 +666,7 @@ def test_public_names():
         "scaled_dot_product_attention",
         "merge_attention",
         "varlen_attention",
+        "varlen_attention_backward",
         "rope",
         "rope_tables",
         "set_num_threads",
@@ -714,6 +715,29 @@ def test_the_signature_is_the_contract():
         "num_threads": None,
         "backend": None,
     }
+
+
+def test_gradients_take_the_options_of_their_forward_call():
+    """In its order, with `grad_lse` and `wrt`, and without those that say what is returned."""
+    for forward, arrays in (
+        (fastattn.attention, ["query", "key", "value"]),
+        (fastattn.varlen_attention, ["query", "key", "value", "cu_seqlens_q", "cu_seqlens_k"]),
+    ):
+        backward = getattr(fastattn, f"{forward.__name__}_backward")
+        options, of_gradients = (
+            {
+                n: p.default
+                for n, p in inspect.signature(function).parameters.items()
+                if p.kind is p.KEYWORD_ONLY
+            }
+            for function in (forward, backward)
+        )
+        places = [n for n in inspect.signature(backward).parameters if n not in of_gradients]
+        assert places == ["grad_out", *arrays[:3], "out", "lse", *arrays[3:]]
+        assert of_gradients.pop("grad_lse") is None
+        assert of_gradients.pop("wrt") == ("query", "key", "value")
+        kept = {n: x for n, x in options.items() if n not in ("out", "return_lse", "return_weights")}
+        assert list(of_gradients.items()) == list(kept.items())
 
 
 def test_compiled_backend_is_here_wherever_a_compiler_is():

@@ -203,6 +203,7 @@ CALLABLES = {
         fastattn.flex_attention, fastattn.kernel_logsumexp, fastattn.kernel_regression,
         fastattn.linear_attention, fastattn.merge_attention, fastattn.random_features, fastattn.rope,
         fastattn.rope_tables, fastattn.scaled_dot_product_attention, fastattn.varlen_attention,
+        fastattn.varlen_attention_backward,
         fastattn.KVCache.__init__, fastattn.KVCache.append, fastattn.KVCache.attend, fastattn.KVCache.load,
         fastattn.KVCache.select, fastattn.KVCache.truncate, fastattn.RecurrentState.__init__,
         fastattn.RecurrentState.append, fastattn.RecurrentState.step, MultiHeadAttention.__init__,
@@ -226,6 +227,9 @@ WRONG_CALLS = {
     "rope_tables": lambda **k: fastattn.rope_tables(3, **k),
     "scaled_dot_product_attention": lambda **k: fastattn.scaled_dot_product_attention(X, X, X, **k),
     "varlen_attention": lambda **k: fastattn.varlen_attention(X[0], X[0], X[0], [0, 2], **k),
+    "varlen_attention_backward": lambda **k: fastattn.varlen_attention_backward(
+        X[0], X[0], X[0], X[0], X[0], X[0, ..., 0].T, [0, 2], **k
+    ),
     "KVCache": lambda **k: fastattn.KVCache(1, **k),
     "KVCache.append": lambda **k: CACHE.append(X, X, **k),
     "KVCache.attend": lambda **k: CACHE.step(X, X, X, **k),
@@ -295,8 +299,10 @@ class TestHints:
             ("KVCache.attend", "key_lengths", "the cache knows"),
             ("rope", "is_neox_style", "say interleaved=not is_neox_style"),
             ("attention_backward", "softmax_lse", "say lse="),
-            ("attention_backward", "cu_seqlens_q", "np.repeat(np.arange(len(cu_seqlens_q) - 1), np.diff(cu"),
-            ("attention_backward", "cu_seqlens_k", "give the documents of the keys to Segments"),
+            ("attention_backward", "cu_seqlens_q", "call fastattn.varlen_attention_backward"),
+            ("attention_backward", "cu_seqlens_k", "call fastattn.varlen_attention_backward"),
+            ("varlen_attention_backward", "cu_seqlens", "say cu_seqlens_q="),
+            ("varlen_attention_backward", "softmax_lse", "say lse="),
             ("MultiHeadAttention", "interleaved", "permute the columns of w_q and w_k"),
             ("MultiHeadAttention.__call__", "attn_mask", "say mask=~attn_mask"),
             ("kernel_regression", "gamma", "say bandwidth=(2 * gamma) ** -0.5"),
@@ -432,10 +438,9 @@ class TestHints:
         got = fastattn.attention(q, k, v, mask=np.arange(6) >= leftpad[:, None, None, None])
         np.testing.assert_allclose(got[1], fastattn.attention(q[1], k[1, :, 2:], v[1, :, 2:]))
         cu_seqlens_q = np.array([0, 4, 6])
-        packed = masks.Segments(np.repeat(np.arange(len(cu_seqlens_q) - 1), np.diff(cu_seqlens_q)))
         x, y, z = (array[0].swapaxes(0, 1) for array in (q, k, v))
         out, lse = fastattn.varlen_attention(x, y, z, cu_seqlens_q, return_lse=True)
-        got = fastattn.attention_backward(out, x, y, z, out, lse, mask=packed, layout="bshd")
+        got = fastattn.varlen_attention_backward(out, x, y, z, out, lse, cu_seqlens_q)
         x, y, z = (array[4:] for array in (x, y, z))
         out, lse = fastattn.attention(x, y, z, layout="bshd", return_lse=True)
         wanted = fastattn.attention_backward(out, x, y, z, out, lse, layout="bshd")
@@ -601,7 +606,8 @@ def option_names(function, overload):
 
 OVERLOADED = [
     *(function for function, _, _ in FUNCTIONS.values()),
-    *(fastattn.attention_backward, fastattn.KVCache.attend, fastattn.KVCache.step),
+    *(fastattn.attention_backward, fastattn.varlen_attention_backward),
+    *(fastattn.KVCache.attend, fastattn.KVCache.step),
     *(MultiHeadAttention.__call__, fastattn.kernel_regression, fastattn.linear_attention),
 ]
 
@@ -622,7 +628,7 @@ class TestSignature:
             parameters = [name for name in inspect.signature(overload).parameters if name != "options"]
             names = [*parameters, *option_names(function, overload)]
             assert len(names) == len(set(names))
-            of_default = {"wrt"} if function.__name__ == "attention_backward" and number == 0 else set()
+            of_default = {"wrt"} if "wrt" in shown and number == 0 else set()
             assert set(names) == shown - of_default
 
 
@@ -642,10 +648,11 @@ def test_signatures_name_types():
         ("F", "FlexOptions"),
         ("L", "LayerOptions"),
         ("V", "VarlenOptions"),
+        ("W", "VarlenBackwardOptions"),
     ],
 )
 def test_every_option_has_a_type(taker, types):
-    of_overload = {"wrt"} if taker == "B" else set()
+    of_overload = {"wrt"} if taker in "BW" else set()
     assert OPTION_TYPES[types].__annotations__.keys() == _options.TAKERS[taker].keys() - of_overload
 
 

@@ -79,6 +79,12 @@ def gradients() -> None:
     assert_type(some.value, np.ndarray | None)
     of_any(found)
     of_any(some)
+    rows = np.ones((5, 2, 4))
+    out, lse = fastattn.varlen_attention(rows, rows, rows, [0, 2, 5], return_lse=True)
+    packed = fastattn.varlen_attention_backward(out, rows, rows, rows, out, lse, [0, 2, 5], window=(1, 0))
+    assert_type(packed, fastattn.Gradients[np.ndarray])
+    some = fastattn.varlen_attention_backward(out, rows, rows, rows, out, lse, [0, 2, 5], wrt=["key"])
+    assert_type(some.value, np.ndarray | None)
     assert found.query.shape == key.shape == value.shape
 
 

@@ -393,7 +393,7 @@ def varlen_attention(
             out[q] = attention(query[q], key[k], value[k], layout="bshd", causal=causal, window=window)
 
     to rounding; of a `mask` or `bias` array each document has its ``[..., q, k]``. Keys of other documents
-    are never seen. Gradients are those of one call with a mask of `Segments`: docs/recipes.md.
+    are never seen. `varlen_attention_backward` has the gradients.
 
     Examples
     --------

@@ -173,8 +173,7 @@ def varlen_attention_backward(
     *extra: Any,
     **options: Any,
 ) -> Gradients:
-    """The gradients of a scalar that depends on `varlen_attention`, as `attention_backward` has those of
-    `attention`.
+    """The gradients of a scalar that depends on `varlen_attention`: `attention_backward` of packed documents.
 
     Letters as in `varlen_attention`.
 

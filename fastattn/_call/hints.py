@@ -247,13 +247,9 @@ seq_lens seqlens seq_lengths sequence_lengths valid_length lengths kv_lengths kv
     attn_mask | say attn_mask=np.arange(S) < NAME[:, None, None, None]
 cu_seqlens cu_seq_q cu_seqlens_query qo_indptr | cu_seqlens_q | say cu_seqlens_q=
 cu_seqlens_kv cu_seq_k cu_seqlens_key kv_indptr | cu_seqlens_k | say cu_seqlens_k=
-cu_seqlens cu_seq_q cu_seqlens_q cu_seqlens_query qo_indptr
-    grad_out | say mask=fastattn.masks.Segments(np.repeat(np.arange(len(NAME) - 1), np.diff(NAME))), the
-        document of each token, and layout="bshd"
-cu_seq_k cu_seqlens_k cu_seqlens_kv cu_seqlens_key kv_indptr
-    grad_out | leave it out, and give the documents of the keys to Segments, after those of the queries
 cu_seqlens cu_seq_q cu_seqlens_q cu_seqlens_query cu_seq_k cu_seqlens_k cu_seqlens_kv cu_seqlens_key qo_indptr
         kv_indptr
+    grad_out lse | call fastattn.varlen_attention_backward, which takes packed documents
     query | call fastattn.varlen_attention, which takes packed documents
 max_seq_len max_seqlen max_length max_position_embeddings seq_len end
     n_positions | say n_positions=

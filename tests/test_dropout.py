@@ -15,7 +15,7 @@ from fastattn import masks
 from fastattn.backends.registry import load
 from tests import cases, naive
 from tests.cases import Case
-from tests.conftest import FLOAT32_FIRST, computes_gradients
+from tests.conftest import FLOAT32_FIRST, computes_gradients, on_cython
 from tests.refusals import assert_named
 from tests.test_backward import check
 from tests.tolerances import assert_all_same, assert_attention, assert_same_bits, computes_as_upcast
@@ -241,17 +241,76 @@ def test_nan_reaches_the_gradients_that_it_does_without_dropout(engine, where):
         np.testing.assert_array_equal(np.isnan(getattr(found, name)[0]).any(axis=-1), expected, name)
 
 
+# ---------------------------------------------------------------- functions of the caller
+
+
+def identity(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def biased(score, b, h, q_idx, kv_idx, table):
+    return score + table[h, q_idx, kv_idx]
+
+
+def at_most_9_apart(b, h, q_idx, kv_idx):
+    return abs(q_idx - kv_idx) <= 9
+
+
+FLEX_SIZES = [(3, 33), (49, 95), (130, 257)]
+RESULTS = {"return_lse": True, "return_weights": True}
+
+
+@drops_weights
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST)
+@pytest.mark.parametrize("size", FLEX_SIZES, ids=str)
+@pytest.mark.parametrize("kind", ["mask_mod", "block_mask", "neither"])
+def test_flex_attention_drops_the_same_weights(engine, kind, size, dtype):
+    """Bit for bit those of `attention` with the mask that the function makes."""
+    pytest.importorskip("numba")
+    arrays = cases.random_arrays(3, lead=(2,), heads=4, kv_heads=2, len_q=size[0], len_k=size[1], dtype=dtype)
+    own = {"mask_mod": {"mask_mod": at_most_9_apart}, "neither": {}}.get(kind)
+    if own is None:
+        own = {"block_mask": fastattn.create_block_mask(at_most_9_apart, None, None, *size)}
+    mask = {} if kind == "neither" else {"mask": masks.Window(9, 9, "top_left")}
+    for seed in (5, 5, 6):  # the second call is a prepared one, and the third has another seed
+        options = {"causal": "bottom_right", "dropout": 0.3, "seed": seed} | RESULTS
+        got = fastattn.flex_attention(*arrays, **own, **options, backend=engine.backend)
+        assert_all_same(got, engine.attention(*arrays, **mask, **options))
+
+
+@on_cython
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST)
+@pytest.mark.parametrize("size", FLEX_SIZES, ids=str)
+def test_weights_are_dropped_after_a_score_function(engine, size, dtype):
+    pytest.importorskip("numba")
+    arrays = cases.random_arrays(3, heads=4, kv_heads=2, len_q=size[0], len_k=size[1], dtype=dtype)
+    table = np.random.default_rng(2).standard_normal((4, *size)).astype(dtype)
+    call = partial(fastattn.flex_attention, *arrays, backend=engine.backend, **RESULTS)
+    for mod, same in (
+        ({"score_mod": identity}, {}),
+        ({"score_mod": biased, "aux": (table,)}, {"bias": table}),
+    ):
+        for seed in (5, 5, 6):
+            drop = {"dropout": 0.3, "seed": seed}
+            one = call(**mod, **drop)
+            assert_attention(one, *arrays, **same, **drop)
+            kept = np.broadcast_to(fastattn.dropout_mask((4, *size), 0.3, seed), one[2].shape)
+            np.testing.assert_array_equal(one[2] != 0, kept)
+            assert_all_same(call(**mod, **drop, num_threads=3), one)
+            assert_same_bits(call(**mod)[1], one[1])  # dropout leaves the lse
+
+
 # ---------------------------------------------------------------- errors
 
 
 def call(name, **options):
     query = np.ones((1, 2, 4, 8))
-    if name == "attention":
-        return fastattn.attention(query, query, query, **options)
+    if name != "attention_backward":
+        return getattr(fastattn, name)(query, query, query, **options)
     return fastattn.attention_backward(query, query, query, query, query, np.ones((1, 2, 4)), **options)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+@pytest.mark.parametrize("name", ["attention", "flex_attention", "attention_backward"])
 def test_errors(name):
     drops, seeded = partial(call, name, seed=0), partial(call, name, dropout=0.1)
     assert_named(drops, ValueError, {"dropout": [1.0, -0.1, 1 - 2**-18, np.nan]})
@@ -285,6 +344,8 @@ def test_other_backends_say_why_they_refuse(name, dtype, monkeypatch):
     query = np.ones((1, 2, 4, 8), dtype)
     with pytest.raises(fastattn.BackendError, match="it drops no weights") as caught:
         fastattn.attention(query, query, query, backend=name, **DROP)
+    with pytest.raises(fastattn.BackendError, match="it drops no weights"):
+        fastattn.flex_attention(query, query, query, score_mod=identity, backend=name, **DROP)
     assert ("16-bit" in str(caught.value)) == (dtype == np.float16)
 
 

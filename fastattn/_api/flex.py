@@ -89,7 +89,8 @@ def flex_attention(
     query, key, value
     other options
         As in `attention`. `bias` is added after `score_mod`. All masks hold together (AND). On the CPU a
-        `score_mod` needs the backend ``"cython"`` or ``"numba"``, and Numba as its compiler.
+        `score_mod` needs the backend ``"cython"`` or ``"numba"``, and Numba as its compiler; with `dropout`
+        it needs ``"cython"``.
 
     Returns
     -------

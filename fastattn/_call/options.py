@@ -78,10 +78,9 @@ if TYPE_CHECKING:
         return_lse: Lse
         return_weights: Weights
 
-    class FlexOptions(_ScoreOptions, Generic[Lse, Weights], total=False):
+    class FlexOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         score_mod: Callable[..., object] | None
         mask_mod: Callable[..., object] | None
-        mask: Mask | ArrayLike | None
         block_mask: Mask | None
         aux: Sequence[ArrayLike]
         causal: CausalRule
@@ -147,8 +146,8 @@ OPTIONS = (
     Option("softcap", None, REAL, "ABCFLVW"),
     Option("sinks", None, ARRAY, "ABCFLVW"),
     Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
-    Option("dropout", 0.0, REAL, "ABLVW"),
-    Option("seed", None, SEED, "ABLVW"),
+    Option("dropout", 0.0, REAL, "ABFLVW"),
+    Option("seed", None, SEED, "ABFLVW"),
     Option("wrt", ("query", "key", "value"), NEVER, "BW"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),

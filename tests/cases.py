@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,36 @@ class MaskPair:
     allowed: np.ndarray
 
 
+def neighborhood(
+    len_q: int,
+    len_k: int,
+    inner: tuple[int, ...],
+    kernel: tuple[int, ...],
+    dilation: tuple[int, ...],
+    causal: tuple[bool, ...],
+) -> tuple[masks.Mask, np.ndarray]:
+    """The mask of a layout of so many tokens, or of more, of which a part, where L and S differ; its array.
+
+    Inner axes have `inner` coordinates at most, and windows are cut to fit.
+    """
+    is_square = len_q == len_k > 0
+    some = prod(inner)
+    rest = len_q if is_square else some * -(-max(len_q + 1, len_k + 2) // some)
+    shape: list[int] = []
+    for most in reversed(inner):
+        shape.insert(0, max(n for n in range(1, most + 1) if rest % n == 0))
+        rest //= shape[0]
+    shape.insert(0, rest)
+    kernel = tuple(map(min, kernel, shape))
+    dilation = tuple(min(n, size // of) for n, size, of in zip(dilation, shape, kernel, strict=True))
+    mask = masks.Neighborhood(tuple(shape), kernel, dilation=dilation, causal=causal)
+    allowed = _neighborhood_array(tuple(shape), kernel, dilation, causal)
+    return (mask, allowed) if is_square else (mask.shifted(1, 2), allowed[1 : 1 + len_q, 2 : 2 + len_k])
+
+
+_neighborhood_array = lru_cache(maxsize=64)(naive.neighborhood)
+
+
 @lru_cache(maxsize=8)
 def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> tuple[MaskPair, ...]:
     """Every kind of mask and what they combine to, for one problem size (one batch axis)."""
@@ -244,6 +275,9 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
     anchored = np.isin(j, tokens) | np.isin(i + shift, tokens)
     real = j < lengths[per_item]
     prefix = (j < prefixes[per_item]) | decoder
+    line, line_array = neighborhood(len_q, len_k, (), (6,), (1,), (False,))
+    image, image_array = neighborhood(len_q, len_k, (16,), (3, 5), (1, 1), (False, False))
+    video, video_array = neighborhood(len_q, len_k, (3, 8), (2, 2, 3), (1, 1, 2), (True, False, False))
 
     pairs = [
         ("causal_top_left", masks.Causal("top_left"), causal),
@@ -284,6 +318,12 @@ def mask_pairs(batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) ->
         ("not_not_self", ~masks.NotSelf(), j == i),
         ("and_not_self", masks.NotSelf() & masks.KeyLengths(lengths), (j != i) & real),
         ("or_not_self", masks.NotSelf() | masks.Window(0, 0), (j != i) | (j == i + shift)),
+        ("neighborhood_line", line, line_array),
+        ("neighborhood_image", image, image_array),
+        ("neighborhood_video", video, video_array),
+        ("and_neighborhood", image & masks.KeyLengths(lengths), image_array & real),
+        ("or_neighborhood", video | masks.Window(3, 2), video_array | window),
+        ("not_neighborhood", ~image, ~image_array),
         ("shifted_not_self", masks.NotSelf().shifted(2, 3), j + 3 != i + 2),
         (
             "shifted_window",

@@ -84,6 +84,32 @@ def allowed_keys(
     return allowed
 
 
+def neighborhood(
+    shape: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...], causal: tuple[bool, ...]
+) -> Array:
+    """Bool ``(n, n)`` for the n tokens of a layout in C order: neighborhood attention by its definition.
+
+    Along an axis the coordinates a multiple of the dilation away are listed. Of this list a token has the
+    kernel's number of entries, half of them before its own, or the first or last ones where there are not so
+    many on one side; a causal axis has those up to its own, as many as there are.
+    """
+    allowed = np.zeros(shape * 2, dtype=bool)
+    for token in np.ndindex(shape):
+        near = []
+        for size, at, n, step, ends_here in zip(shape, token, kernel, dilation, causal, strict=True):
+            group = list(range(at % step, size, step))
+            own = group.index(at)
+            if ends_here:
+                near.append(group[: own + 1][-n:])
+            elif own < n // 2:
+                near.append(group[:n])
+            else:
+                near.append(group[own - n // 2 :][:n] if own - n // 2 + n <= len(group) else group[-n:])
+        allowed[(*token, *np.ix_(*near))] = True
+    n_tokens = int(np.prod(shape))
+    return allowed.reshape(n_tokens, n_tokens)
+
+
 def kept_weights(shape: tuple[int, ...], p: float, seed: int) -> tuple[Array, float]:
     """Which weights ``(*lead, H, L, S)`` dropout keeps, and what it divides them by."""
     *rows, len_k = shape

@@ -11,7 +11,16 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn.layers import MultiHeadAttention
-from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, PrefixLM, Segments, Window
+from fastattn.masks import (
+    Causal,
+    Dense,
+    GlobalTokens,
+    KeyLengths,
+    Neighborhood,
+    PrefixLM,
+    Segments,
+    Window,
+)
 from tests.cases import random_arrays
 from tests.refusals import assert_named
 
@@ -39,6 +48,24 @@ class TestRefused:
             (PrefixLM, TypeError, {"prefix_lengths": ["a"]}),
             (GlobalTokens, ValueError, {"index": [[-1], 0]}),
             (GlobalTokens, TypeError, {"index": [[0.0]]}),
+            (
+                partial(Neighborhood, kernel=1),
+                ValueError,
+                {"shape": [0, (), (2,) * 4, (2**30, 2**30), 2**60, (3, -1), np.zeros(0, int)]},
+            ),
+            (partial(Neighborhood, kernel=1), TypeError, {"shape": [None, 2.0, "3", (3, 2.0), True, [[2]]]}),
+            (partial(Neighborhood, (4, 6)), ValueError, {"kernel": [0, 5, (4, 7), (3,), (3, 3, 3), -1]}),
+            (partial(Neighborhood, (4, 6)), TypeError, {"kernel": [None, 3.0, (3, None), "33"]}),
+            (
+                partial(Neighborhood, (4, 6), 2),
+                ValueError,
+                {"dilation": [0, 3, (2, 4), (2,)], "causal": [(True,), [True] * 3]},
+            ),
+            (
+                partial(Neighborhood, (4, 6), 2),
+                TypeError,
+                {"dilation": [None, True], "causal": [None, 1, "yes", (0, 1)]},
+            ),
             (partial(Causal().materialize, L=2, S=2), ValueError, {"H": [-1]}),
             (partial(Causal().materialize, H=1, S=2), ValueError, {"L": [2**60]}),
             (partial(Causal().materialize, H=1, L=2), TypeError, {"S": [2.0]}),
@@ -85,6 +112,8 @@ class TestRefused:
             Segments(np.zeros(17, int), np.zeros(32, int)),
             Segments(np.zeros((3, 17), int), np.zeros(33, int)),
             GlobalTokens([0, 33]),
+            Neighborhood((3, 11), 3),
+            Neighborhood(17, 3),
             Dense(np.ones((17, 32), bool)),
             Dense(np.ones((1, 2, 2, 17, 33), bool)),
         ]:

@@ -15,6 +15,7 @@ from fastattn.masks import (
     Dense,
     GlobalTokens,
     KeyLengths,
+    Neighborhood,
     NotSelf,
     PrefixLM,
     Segments,
@@ -71,6 +72,8 @@ def test_tiles_of_a_map_that_agree_need_no_bits():
         Dense(np.random.default_rng(0).random(30) < 0.5),
         Dense(np.random.default_rng(0).random((30, 1)) < 0.5),
         NotSelf(),
+        Neighborhood(30, 4),
+        Neighborhood((5, 6), 3, dilation=(1, 2)),
         ~(NotSelf() & Window(None, 4, align="top_left")) | KeyLengths(3),
     ],
     ids=repr,
@@ -120,6 +123,9 @@ def test_offsets_beyond_int64_do_not_wrap_around():
     )
     assert Window(2**70, 2**70, "top_left").shifted(far, 0).materialize(1, 3, 4).all()
     assert Window(None, None, "top_left").shifted(0, far).materialize(1, 3, 4).all()
+    image = Neighborhood((2**20, 2**39), (3, 2), dilation=(2**18, 2**37))  # a row and a column away, by that
+    part = image.shifted(2**58, 2**57 + 2**37).materialize(1, 3, 4)
+    np.testing.assert_array_equal(part[0], np.eye(3, 4, dtype=bool))
     assert not KeyLengths(5).shifted(0, far).materialize(1, 3, 4).any()
 
 
@@ -224,6 +230,8 @@ class TestRefused:
             (Dense(np.ones((40, 40), bool)), (41, 41), "40 40"),
             (Causal(), (41, 42), "41 42"),
             (KeyLengths(50), (41, 42), "50 42"),
+            (Neighborhood((4, 7), 3), None, "28 28"),
+            (Neighborhood((4, 7), 3), (41, 42), "28 28 41 42"),
             (of_map, None, "28 28"),
         ]:
             with pytest.raises(ValueError) as caught:

@@ -350,6 +350,11 @@ def test_refused_options(backend):
                 masks.Causal("top_left") & masks.PrefixLM(3),
                 r"^mask PrefixLM\(.*not of a document",
             ),
+            (
+                ValueError,
+                masks.Window(1, 1) | masks.Neighborhood(30, 3),
+                r"^mask Neighborhood\(.*not of packed documents: .* Dense\(array",
+            ),
             (ValueError, masks.Causal(offset=[1] * 5), "does not broadcast to the leading batch axes"),
             (ValueError, masks.Segments(np.arange(30)), "is for L=30 and S=30, got L=63 and S=30"),
             (

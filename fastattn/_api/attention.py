@@ -353,7 +353,8 @@ def varlen_attention(
         One more limit, beside the documents. An array broadcasts to ``(H, T, T_k)``. An object, too, counts
         packed queries and keys: ``GlobalTokens(cu_seqlens_k[:-1])`` has the first key of each document. What
         aligns queries with keys does so within each document: ``Causal("bottom_right")`` is
-        ``causal="bottom_right"``. `KeyLengths` and `PrefixLM`, which count from a first key, are refused.
+        ``causal="bottom_right"``. `KeyLengths` and `PrefixLM`, which count from a first key, are refused, as
+        `Neighborhood` is.
     bias : array_like of float, optional
         As in `attention`; broadcasts to ``(H, T, T_k)``.
     causal : {False, True, "top_left", "bottom_right"}, default False

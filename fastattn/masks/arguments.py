@@ -12,6 +12,8 @@ from fastattn._machine.device import DeviceArray, host_array
 from fastattn.masks.map import UNBOUNDED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike
 
 
@@ -74,6 +76,28 @@ def window_bound(value: Any, name: str) -> int | None:
     if bound < 0:
         raise ValueError(f"{name} must be a non-negative integer or None, got {value!r}")
     return bound
+
+
+def per_axis(value: Any, name: str, check: Callable[[Any, str], Any], n_axes: int) -> Any:
+    """What `check` makes of `value`, for all axes, or a tuple with one for each; raises where it does."""
+    if np.ndim(value) == 0:
+        return check(value, name)
+    if len(value) != n_axes:
+        raise ValueError(f"{name} must be one, or one for each axis of shape, {n_axes}, got {value!r}")
+    return tuple(check(one, name) for one in value)
+
+
+def positive_integer(value: Any, name: str) -> int:
+    number = as_integer(value, name, "a positive integer, or one for each axis")
+    if not 0 < number < UNBOUNDED:
+        raise ValueError(f"{name} must be positive and below 2**60, got {value!r}")
+    return number
+
+
+def true_or_false(value: Any, name: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, or one for each axis, got {value!r}")
+    return bool(value)
 
 
 def sizes(size: Any) -> tuple[int, int]:

@@ -53,6 +53,7 @@ class Value(Frozen):
     def __repr__(self) -> str:
         defaults = getattr(type(self).__init__, "__defaults__", None) or ()
         default_of = dict(zip(self.__slots__[::-1], defaults[::-1], strict=False))
+        default_of |= getattr(type(self).__init__, "__kwdefaults__", None) or {}
         given: Any = zip(self.__slots__, self._values(), strict=True)
         shown = (f"{name}={show(value)}" for name, value in given if value is not default_of.get(name, self))
         return f"{type(self).__name__}({', '.join(shown)})"

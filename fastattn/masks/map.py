@@ -324,10 +324,8 @@ class SameId(Node):
         self.outer = (*np.broadcast_shapes(q_ids.shape[:-1], k_ids.shape[:-1]), 1)
 
     def states(self, grid: Grid) -> np.ndarray:
-        q_min = np.minimum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
-        q_max = np.maximum.reduceat(self.q_ids, grid.row_starts, axis=-1)[..., :, None]
-        k_min = np.minimum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
-        k_max = np.maximum.reduceat(self.k_ids, grid.key_starts, axis=-1)[..., None, :]
+        q_min, q_max = (ids[..., :, None] for ids in bounds(self.q_ids, grid.row_starts))
+        k_min, k_max = (ids[..., None, :] for ids in bounds(self.k_ids, grid.key_starts))
         none = (q_max < k_min) | (k_max < q_min)
         every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
         return states_of(none, every)[..., None, :, :]
@@ -361,6 +359,83 @@ class Cross(Node):
         padded[: batch.grid.S] = self.keys
         key_words = pack_words(padded.reshape(n_keys, TILE_K))[batch.tile_key]
         return np.where(self.rows[batch.row][:, :, None], LOW_BITS[32], key_words[:, None, :])
+
+
+class Axis(NamedTuple):
+    """One axis of a layout of tokens in C order, and which coordinates along it are near each other."""
+
+    size: int
+    stride: int  #: tokens from one coordinate to the next
+    kernel: int  #: coordinates of a window: at most ``size // dilation``
+    dilation: int  #: a window has every so many of the coordinates
+    causal: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each window has all coordinates."""
+        return self.size == 1 or (self.kernel == self.size and not self.causal)
+
+    def coordinates(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens // self.stride % self.size
+
+    def window(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of the window of each coordinate, which has every `dilation`-th from its start.
+
+        NATTEN's rule: coordinates with the same remainder modulo `dilation` are a group, numbered from 0. A
+        window has `kernel` numbers, the first of them ``kernel // 2`` before the coordinate's own, and is
+        shifted inward at the ends of the group. A causal one ends with its own, and is cut off at the start.
+        """
+        number, group = at // self.dilation, at % self.dilation
+        if self.causal:
+            first = np.maximum(number - (self.kernel - 1), 0)
+            return first * self.dilation + group, at + 1
+        count = (self.size - 1 - group) // self.dilation + 1
+        first = np.clip(number - self.kernel // 2, 0, count - self.kernel) * self.dilation + group
+        return first, first + ((self.kernel - 1) * self.dilation + 1)
+
+
+class Neighbors(Node):
+    """Keys in the window of a query along each of some axes of the layout that both lie on."""
+
+    outer = (1,)
+
+    def __init__(self, axes: list[Axis], q_start: int, k_start: int) -> None:
+        self.axes, self.q_start, self.k_start = axes, q_start, k_start
+
+    def states(self, grid: Grid) -> np.ndarray:
+        """From the least and greatest coordinates of the tokens of a tile, along each axis."""
+        queries = np.arange(self.q_start, self.q_start + grid.L)
+        keys = np.arange(self.k_start, self.k_start + grid.S)
+        none, every = np.zeros(grid.shape, dtype=bool), np.ones(grid.shape, dtype=bool)
+        for axis in self.axes:
+            at = axis.coordinates(queries)
+            (q_min, q_max), (start_min, start_max), (stop_min, stop_max) = (
+                (least[:, None], most[:, None])
+                for least, most in (bounds(x, grid.row_starts) for x in (at, *axis.window(at)))
+            )
+            k_min, k_max = bounds(axis.coordinates(keys), grid.key_starts)
+            none |= (start_min > k_max) | (stop_max <= k_min)
+            every &= (start_max <= k_min) & (stop_min > k_max)
+            if axis.dilation > 1:
+                # A multiple of the dilation has to be among the distances of the keys, and be the only one.
+                none |= (k_max - q_min) // axis.dilation * axis.dilation < k_min - q_max
+                every &= (k_max - q_min == k_min - q_max) & ((k_min - q_max) % axis.dilation == 0)
+        return states_of(none, every)
+
+    def words(self, batch: TileBatch) -> np.ndarray:
+        queries = self.q_start + batch.row
+        keys = self.k_start + batch.key_start[:, None] + np.arange(TILE_K)
+        allowed = np.ones((*queries.shape, TILE_K), dtype=bool)
+        for axis in self.axes:
+            unsigned = np.min_scalar_type(2 * axis.size)  # in which a key before the start is beyond any stop
+            start, stop = axis.window(axis.coordinates(queries))
+            first, length = (x.astype(unsigned)[:, :, None] for x in (start, stop - start))
+            key = axis.coordinates(keys)
+            allowed &= key.astype(unsigned)[:, None, :] - first < length
+            if axis.dilation > 1:
+                group, key_group = (x % axis.dilation for x in (start, key))
+                allowed &= group.astype(unsigned)[:, :, None] == key_group.astype(unsigned)[:, None, :]
+        return pack_words(allowed)
 
 
 class DenseArray(Node):
@@ -603,6 +678,11 @@ def interval_words(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
 def pack_words(allowed: np.ndarray) -> np.ndarray:
     """Bools ``(..., TILE_K)`` as words ``(..., TILE_K // 32)``."""
     return np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+
+
+def bounds(numbers: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest number from each of `starts` to the next, along the last axis."""
+    return np.minimum.reduceat(numbers, starts, axis=-1), np.maximum.reduceat(numbers, starts, axis=-1)
 
 
 def states_of(none: np.ndarray, every: np.ndarray) -> np.ndarray:

@@ -14,6 +14,9 @@ from fastattn.masks.arguments import (
     check_align,
     float_hint,
     integers,
+    per_axis,
+    positive_integer,
+    true_or_false,
     window_bound,
 )
 from fastattn.masks.base import Mask, _Shifted, check_inside
@@ -23,12 +26,14 @@ from fastattn.masks.map import (
     TILE_K,
     TILE_Q,
     UNBOUNDED,
+    Axis,
     Block,
     Cross,
     DenseArray,
     Mapped,
     MappedPart,
     MaskMap,
+    Neighbors,
     Node,
     Part,
     SameId,
@@ -39,6 +44,8 @@ from fastattn.masks.map import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
 
 Align = Literal["top_left", "bottom_right"]
@@ -317,6 +324,126 @@ class NotSelf(Mask):
     def _bind(self, block: Block) -> Node:
         own = block.queries - block.k_start
         return make_intervals(own, own + 1, block.S).complement(block.S)
+
+
+class Neighborhood(Mask):
+    """Key ``j`` is allowed for query ``i`` when it is in the window of ``i`` along each axis of an image.
+
+    Neighborhood attention, by NATTEN's rule, for any layout of tokens in one to three dimensions.
+
+    Parameters
+    ----------
+    shape : int or tuple of 1 to 3 ints
+        The layout, whose tokens are in C order: ``L`` and ``S`` must be their number, ``prod(shape)``.
+    kernel : int or tuple of int
+        Size of the windows, along all axes or along each, odd or even; ``kernel * dilation`` is at most
+        `shape`.
+    dilation : int or tuple of int, default 1
+        A window has every so many of the coordinates: those with the same remainder modulo `dilation` as the
+        query's are a group, which holds the window, and to which the rule applies as to an axis of its own.
+    causal : bool or tuple of bool, default False
+        Along these axes a window ends with the query's coordinate.
+
+    Raises
+    ------
+    TypeError
+        A size that is not an integer, or `causal` that is not a bool.
+    ValueError
+        One that is not positive, more than three axes, a tuple for another number of axes than `shape` has,
+        or windows that do not fit `shape`. When it is used: other numbers of queries or keys than
+        ``prod(shape)``, and packed documents.
+
+    Notes
+    -----
+    A window begins ``kernel // 2`` coordinates before the query's. At both ends of an axis it is shifted
+    inward, so that each query has ``kernel`` keys along it. Along `causal` axes it has the last ``kernel``
+    coordinates up to the query's, or as many as there are. This is the mask of natten 0.17 and later, with a
+    stride of 1. One axis of 6 tokens, ``kernel=3``::
+
+        dilation 1     dilation 2     causal
+        x x x . . .    x . x . x .    x . . . . .
+        x x x . . .    . x . x . x    x x . . . .
+        . x x x . .    x . x . x .    x x x . . .
+        . . x x x .    . x . x . x    . x x x . .
+        . . . x x x    x . x . x .    . . x x x .
+        . . . x x x    . x . x . x    . . . x x x
+
+    One axis without dilation lowers to intervals, also as the first of several, if windows are as long as
+    the others: frames of a video, each of which sees all of the last few. Others lower to tiles.
+
+    References
+    ----------
+    Hassani et al., "Neighborhood Attention Transformer", CVPR 2023. Hassani and Shi, "Dilated Neighborhood
+    Attention Transformer", 2022.
+
+    Examples
+    --------
+    The keys of the first and the fifth token of a layout of 3 by 4:
+
+    >>> from fastattn.masks import Neighborhood
+    >>> Neighborhood((3, 4), 2).materialize(1, 12, 12)[0, [0, 5]].reshape(2, 3, 4).astype(int)
+    array([[[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 0, 0]],
+    <BLANKLINE>
+           [[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 0, 0]]])
+    """
+
+    __slots__ = ("shape", "kernel", "dilation", "causal")
+    shape: tuple[int, ...]
+    kernel: int | tuple[int, ...]
+    dilation: int | tuple[int, ...]
+    causal: bool | tuple[bool, ...]
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        kernel: int | Sequence[int],
+        *,
+        dilation: int | Sequence[int] = 1,
+        causal: bool | Sequence[bool] = False,
+    ) -> None:
+        n_axes = 1 if np.ndim(shape) == 0 else len(shape)  # type: ignore[arg-type]
+        if not 1 <= n_axes <= 3:
+            raise ValueError(f"Neighborhood: shape must have 1 to 3 axes, got {shape!r}")
+        sizes, kernel, dilation = (
+            per_axis(value, f"Neighborhood: {name}", positive_integer, n_axes)
+            for name, value in (("shape", shape), ("kernel", kernel), ("dilation", dilation))
+        )
+        causal = per_axis(causal, "Neighborhood: causal", true_or_false, n_axes)
+        self._set(sizes if isinstance(sizes, tuple) else (sizes,), kernel, dilation, causal)
+        if prod(self.shape) >= UNBOUNDED:
+            raise ValueError(f"Neighborhood: shape must have fewer than 2**60 tokens, got {shape!r}")
+        if any(axis.kernel * axis.dilation > axis.size for axis in self._axes()):
+            raise ValueError(
+                f"Neighborhood: kernel * dilation must be at most shape along each axis, got "
+                f"kernel={kernel}, dilation={dilation} and shape={self.shape}"
+            )
+
+    def _axes(self) -> list[Axis]:
+        n_axes = len(self.shape)
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(n_axes)]
+        others = (self.kernel, self.dilation, self.causal)
+        spread = (value if isinstance(value, tuple) else (value,) * n_axes for value in others)
+        return [Axis(*of_axis) for of_axis in zip(self.shape, strides, *spread, strict=True)]
+
+    def _bind(self, block: Block) -> Node:
+        if block.documents is not None:
+            raise ValueError(
+                f"mask {self!r} is of one layout of tokens, not of packed documents: say which keys it "
+                f"means by Dense(array)"
+            )
+        n_tokens, axes = prod(self.shape), self._axes()
+        _check_block(self, block, n_tokens, n_tokens)
+        axes = [axis for axis in axes if not axis.is_whole] or axes[:1]
+        first = axes[0]
+        if len(axes) == 1 and first.dilation == 1 and first.size * first.stride == n_tokens:
+            ends = first.window(first.coordinates(block.queries))
+            start, stop = (end * first.stride - block.k_start for end in ends)
+            return make_intervals(start, stop, block.S)
+        return Neighbors(axes, block.q_start, block.k_start)
 
 
 class Dense(Mask):

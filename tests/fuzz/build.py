@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from fastattn import masks
-from tests.cases import MEMORY_LAYOUTS
+from tests.cases import MEMORY_LAYOUTS, neighborhood
 from tests.fuzz.records import Record
 from tests.naive import allowed_keys, kept_weights
 
@@ -381,6 +381,8 @@ class Case:
             return masks.GlobalTokens(_tokens(node, S))
         if kind == "not_self":
             return masks.NotSelf()
+        if kind == "neighborhood":
+            return _neighborhood(node, L, S)[0]
         raise ValueError(f"no mask object for the kind {kind!r}")
 
     def _mask_array(self, node: Record, L: int, S: int) -> Array:
@@ -419,6 +421,8 @@ class Case:
             return np.isin(j, _tokens(node, S)) | np.isin(i + S - L, _tokens(node, S))
         if kind == "not_self":
             return j != i
+        if kind == "neighborhood":
+            return _neighborhood(node, L, S)[1]
         raise ValueError(f"no mask array for the kind {kind!r}")
 
     @once
@@ -484,6 +488,10 @@ def _tokens(node: Record, S: int) -> Array:
     """The global tokens of a mask that are there: of a smaller problem than was drawn some are not."""
     index = np.array(node["index"], int)
     return index[index < S]
+
+
+def _neighborhood(node: Record, L: int, S: int) -> tuple[masks.Mask, Array]:
+    return neighborhood(L, S, *(tuple(node[name]) for name in ("inner", "kernel", "dilation", "causal")))
 
 
 def _whole(node: Record, L: int, S: int) -> tuple[int, int]:

@@ -256,6 +256,7 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
         "prefix",
         "dense",
         "not_self",
+        "neighborhood",
     ]
     if S:
         kinds.append("global")
@@ -279,6 +280,12 @@ def _mask(r: Random, record: Record, depth: int) -> Record:
         node["ids"] = r.choice((1, 2, 5))
     if node["kind"] == "global":
         node["index"] = sorted({r.randrange(S) for _ in range(r.randint(0, 3))})
+    if node["kind"] == "neighborhood":
+        n_axes = r.randint(1, 3)
+        node["inner"] = [r.choice((1, 2, 3, 5, 8, 16, 40)) for _ in range(n_axes - 1)]
+        node["kernel"] = [r.choice((1, 2, 3, 4, 7, 13)) for _ in range(n_axes)]
+        node["dilation"] = [r.choice((1, 1, 2, 3, 9)) for _ in range(n_axes)]
+        node["causal"] = [r.random() < 0.3 for _ in range(n_axes)]
     if node["kind"] not in ("array", "dense") and r.random() < 0.1:
         node = {"kind": "shifted", "of": [node], "by": [r.randint(0, 5), r.randint(0, 70)],
                 "beyond": [r.randint(0, 5), r.randint(0, 5)]}  # fmt: skip

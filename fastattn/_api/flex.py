@@ -234,7 +234,8 @@ def create_block_mask(
     Notes
     -----
     Each tile of 64 queries and 128 keys is EMPTY (skipped), FULL (runs unmasked) or PARTIAL (has bits).
-    Memory grows with the PARTIAL tiles, time with ``L * S``.
+    Memory grows with the PARTIAL tiles, time with ``L * S``. A mask object that allows the same takes far
+    less: ``masks.Segments(ids)`` in the place of ``ids[q_idx] == ids[kv_idx]``.
 
     Examples
     --------

@@ -427,7 +427,7 @@ class Neighbors(Node):
         keys = self.k_start + batch.key_start[:, None] + np.arange(TILE_K)
         allowed = np.ones((*queries.shape, TILE_K), dtype=bool)
         for axis in self.axes:
-            unsigned = np.min_scalar_type(2 * axis.size)  # in which a key before the start is beyond any stop
+            unsigned = np.min_scalar_type(axis.size)  # a key before the start wraps around, past the stop
             start, stop = axis.window(axis.coordinates(queries))
             first, length = (x.astype(unsigned)[:, :, None] for x in (start, stop - start))
             key = axis.coordinates(keys)

@@ -9,7 +9,8 @@ rules say what is run, and where:
 * *One instruction set.* The default run uses the best of this machine. The slow run has the pairs on each of
   the others whose kernels the test reaches, see `kernels_of`. Files named by `EVERY_ISA` have all but the
   models of instructions by default: what is computed in every size.
-* *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself.
+* *By name.* What starts a compiler, builds the package or takes seconds carries the mark itself. Hypothesis
+  draws few examples by default and many in the slow run: `drawn`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from inspect import signature
+from functools import lru_cache, partial, wraps
+from inspect import Parameter, signature
 from itertools import combinations, compress, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
 import fastattn
 from fastattn._api import rope
@@ -120,6 +122,29 @@ OF_ONE_ISA = tuple(it for it in ENGINES if it.isa in (None, *ISAS[:1]))
 NUMPY = (Engine("reference"), "reference", "numpy", None)
 #: Files about kernels beside those of vectors, which say themselves what they run on.
 OF_EXTENDED = ("test_fused.py", "test_pairs.py")
+
+
+def drawn(few: int, many: int, **strategies: SearchStrategy[Any]) -> Callable[..., Any]:
+    """Has Hypothesis draw arguments of a test: `few` times by default, `many` times in the slow run."""
+
+    def decorate(test: Callable[..., None]) -> pytest.MarkDecorator:
+        @wraps(test)
+        def drawing(*bound: Any, examples: int, **fixtures: Any) -> None:
+            @settings(max_examples=examples)
+            @given(**strategies)
+            def one(**values: Any) -> None:
+                test(*bound, **fixtures, **values)
+
+            one()
+
+        own = signature(test)
+        others = [it for name, it in own.parameters.items() if name not in strategies]
+        number = Parameter("examples", Parameter.KEYWORD_ONLY)
+        drawing.__signature__ = own.replace(parameters=[*others, number])  # type: ignore[attr-defined]
+        both = [few, pytest.param(many, marks=pytest.mark.slow)]
+        return pytest.mark.parametrize("examples", both)(drawing)
+
+    return decorate
 
 
 def on(engines: Iterable[Any]) -> pytest.MarkDecorator:

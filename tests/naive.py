@@ -1,7 +1,8 @@
 """Attention by its definition, as the oracle of the tests.
 
-`attention` loops over batch items, heads and query rows with plain loops and computes each row in
-extended precision (``np.longdouble``), touching only the keys that row may attend to. `formula` is
+`attention` loops over batch items, heads and query rows with plain loops and computes in extended
+precision (``np.longdouble``): some rows at a time where all numbers are finite, else each row alone, which
+touches only the keys that it may attend to. `formula` is
 what a NumPy user would write in the arrays' own precision: it sets the error budget. `gradients` and
 `gradient_formula` are the same two for what `fastattn.attention_backward` computes.
 
@@ -13,6 +14,7 @@ Letters: ``*lead`` batch axes, ``H`` query heads, ``K`` key/value heads, ``L`` q
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +155,21 @@ def _parts(query: Any, key: Any, value: Any, bias: Any, layout: str, rules: dict
     return _Parts(query, key, value, allowed, bias, single_head)
 
 
-@np.errstate(invalid="ignore")
+#: Rows of finite numbers that are worked on together.
+TOGETHER = 48
+
+
+def _some_rows(allowed: Array, *arrays: Array) -> Iterator[tuple[Array, Array, Array]]:
+    """Of a head: rows that have a key, the keys that any of them reads, and which of these each reads."""
+    height = TOGETHER if all(np.isfinite(array.astype(WIDE)).all() for array in arrays) else 1
+    rows = np.flatnonzero(allowed.any(axis=-1))
+    for start in range(0, len(rows), height):
+        some = rows[start : start + height]
+        read = np.flatnonzero(allowed[some].any(axis=0))
+        yield some, read, allowed[np.ix_(some, read)]
+
+
+@np.errstate(invalid="ignore", over="ignore")
 def attention(
     query: Any,
     key: Any,
@@ -189,56 +205,51 @@ def attention(
     weights = np.zeros((*rows, len_k), WIDE)
     out_reach, lse_reach, weights_reach = (np.zeros(array.shape) for array in (out, lse, weights))
 
-    for item in np.ndindex(*lead):
-        for head in range(num_heads):
-            kv_head = head // (num_heads // num_kv_heads)
-            wide_keys = parts.key[item][kv_head].astype(WIDE)
-            wide_values = parts.value[item][kv_head].astype(WIDE)
-            of_head = wide_keys, wide_keys**2, wide_values, np.abs(wide_values)
-            sink = None if sinks is None else WIDE(np.asarray(sinks)[head])
-            for i in range(len_q):
-                here = (*item, head, i)
-                chosen = np.flatnonzero(parts.allowed[here])
-                if chosen.size == 0:
-                    lse[here] = -np.inf if sink is None else sink
-                    lse_reach[here] = 0 if sink is None else abs(float(sink))
-                    continue
-                row = parts.query[here].astype(WIDE)
-                # Keys side by side are a view.
-                first, last = int(chosen[0]), int(chosen[-1])
-                read = slice(first, last + 1) if last + 1 - first == chosen.size else chosen
-                keys, squares, values, magnitudes = (array[read] for array in of_head)
-                scores = factor * (keys @ row)
-                if softcap is not None:
-                    scores = softcap * np.tanh(scores / softcap)
-                size = np.abs(scores) + np.abs(factor) * np.sqrt(squares @ row**2)
-                if score_mod is not None:
-                    b = int(np.ravel_multi_index(item, lead)) if lead else 0
-                    changed = [score_mod(x, b, head, i, int(j)) for x, j in zip(scores, chosen, strict=True)]
-                    scores = np.array(changed, WIDE)
-                    size = size + np.abs(scores)
-                if parts.bias is not None:
-                    added = parts.bias[here][read].astype(WIDE)
-                    scores = scores + added
-                    size = size + np.abs(added)
-                logits = scores if sink is None else np.append(scores, sink)
-                sizes = size if sink is None else np.append(size, np.abs(sink))
-                sizes[np.isinf(sizes)] = 0  # an infinite score is exact
-                size = sizes[: chosen.size]
-                top = logits.max()
-                raised = np.exp(logits - top)
-                share = raised / raised.sum()
-                rising = np.sort(raised)  # NaN is the largest
-                # Exact where the sum is near 1.
-                lse[here] = top + np.log1p(rising[:-1].sum() + (rising[-1] - 1))
-                weight = share[: chosen.size] * keep[here][read] / share_kept
-                out[here] = weight @ values
-                weights[here][read] = weight
-                wander = float(share @ sizes)
-                mass = (weight @ magnitudes).astype(float)
-                out_reach[here] = (weight * (1 + size)) @ magnitudes + wander * mass
-                lse_reach[here] = 1 + wander + abs(lse[here])
-                weights_reach[here][read] = weight * (1 + size + wander)
+    for place in np.ndindex(*lead, num_heads):
+        *item, head = place
+        kv_head = (*item, head // (num_heads // num_kv_heads))
+        queries, keys, values = parts.query[place], parts.key[kv_head], parts.value[kv_head]
+        sink = None if sinks is None else WIDE(np.asarray(sinks)[head])
+        if sink is not None:  # of rows without keys
+            lse[place], lse_reach[place] = sink, abs(float(sink))
+        for rows, read, allowed in _some_rows(parts.allowed[place], queries, keys, values):
+            q, k, v = queries[rows].astype(WIDE), keys[read].astype(WIDE), values[read].astype(WIDE)
+            scores = factor * (q @ k.T)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            size = np.abs(scores) + np.abs(factor) * np.sqrt(q**2 @ (k**2).T)
+            if score_mod is not None:
+                b = int(np.ravel_multi_index(item, lead)) if lead else 0
+                for i, j in np.argwhere(allowed):
+                    scores[i, j] = score_mod(scores[i, j], b, head, int(rows[i]), int(read[j]))
+                size = size + np.abs(scores)
+            if parts.bias is not None:
+                added = parts.bias[place][np.ix_(rows, read)].astype(WIDE)
+                scores = scores + added
+                size = size + np.abs(added)
+            scores = np.where(allowed, scores, -np.inf)
+            if sink is not None:
+                scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=sink)
+                size = np.pad(size, ((0, 0), (0, 1)), constant_values=np.abs(sink))
+            seen = np.pad(allowed, ((0, 0), (0, scores.shape[1] - read.size)), constant_values=True)
+            size = np.where(seen & ~np.isinf(size), size, 0)  # an infinite score is exact
+            top = scores.max(axis=-1, keepdims=True)
+            raised = np.where(seen, np.exp(scores - top), 0)
+            share = np.where(seen, raised / raised.sum(axis=-1, keepdims=True), 0)
+            rising = np.sort(raised)  # NaN is the largest
+            # Exact where the sum is near 1.
+            sums = top[:, 0] + np.log1p(rising[:, :-1].sum(axis=-1) + (rising[:, -1] - 1))
+            wander = (share * size).sum(axis=-1, keepdims=True).astype(float)
+            here = np.ix_(rows, read)
+            weight = share[:, : read.size] * keep[place][here] / share_kept
+            size = size[:, : read.size]
+            lse[place][rows] = sums
+            lse_reach[place][rows] = 1 + wander[:, 0] + np.abs(sums)
+            out[place][rows] = weight @ v
+            weights[place][here] = weight
+            mass = (weight @ np.abs(v)).astype(float)
+            out_reach[place][rows] = (weight * (1 + size)) @ np.abs(v) + wander * mass
+            weights_reach[place][here] = np.where(allowed, weight * (1 + size + wander), 0)
 
     results = [out, lse, weights, out_reach, lse_reach, weights_reach]
     if parts.single_head:
@@ -436,57 +447,55 @@ def gradients(
         return Gradients(*(np.zeros(shape, WIDE) for shape in shapes))
 
     exact, reach = zeros(), zeros()
-    for item in np.ndindex(*lead):
-        for head in range(num_heads):
-            kv_head = head // (num_heads // num_kv_heads)
-            wide_keys = parts.key[item][kv_head].astype(WIDE)
-            wide_values = parts.value[item][kv_head].astype(WIDE)
-            of_kv = [(array.key[item][kv_head], array.value[item][kv_head]) for array in (exact, reach)]
-            for i in range(len_q):
-                here = (*item, head, i)
-                chosen = np.flatnonzero(parts.allowed[here])
-                if chosen.size == 0:
-                    continue
-                first, last = int(chosen[0]), int(chosen[-1])
-                read = slice(first, last + 1) if last + 1 - first == chosen.size else chosen
-                keys, values = wide_keys[read], wide_values[read]
-                row, arriving = parts.query[here].astype(WIDE), grad_out[here].astype(WIDE)
-                of_lse = WIDE(grad_lse[here])
+    for place in np.ndindex(*lead, num_heads):
+        *item, head = place
+        kv_head = (*item, head // (num_heads // num_kv_heads))
+        of_head = parts.query[place], grad_out[place], parts.key[kv_head], parts.value[kv_head]
+        for rows, read, allowed in _some_rows(parts.allowed[place], *of_head):
+            here = np.ix_(rows, read)
+            q, arriving = (array[rows].astype(WIDE) for array in of_head[:2])
+            k, v = (array[read].astype(WIDE) for array in of_head[2:])
+            row_out, row_reach, of_lse, row_lse_reach = (
+                array[place][rows].reshape(len(rows), -1)
+                for array in (out, out_reach, grad_lse.astype(WIDE), lse_reach)
+            )
 
-                raw = factor * (keys @ row)
-                products = np.abs(factor) * np.sqrt((keys**2) @ row**2)
-                scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
-                added = 0 if parts.bias is None else np.abs(parts.bias[here][read].astype(WIDE))
-                moves = 1 + np.abs(scores) + products + added + lse_reach[here]
-                weight, kept = weights[here][read], keep[here][read] / share_kept
+            raw = factor * (q @ k.T)
+            products = np.abs(factor) * np.sqrt(q**2 @ (k**2).T)
+            scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
+            added = 0 if parts.bias is None else np.abs(parts.bias[place][here].astype(WIDE))
+            moves = np.where(allowed, 1 + np.abs(scores) + products + added + row_lse_reach, 0)
+            weight, kept = weights[place][here], keep[place][here] / share_kept
 
-                delta = arriving @ out[here] - of_lse
-                delta_size = np.abs(arriving) @ (np.abs(out[here]) + out_reach[here]) + np.abs(of_lse)
-                change = weight * (kept * (values @ arriving) - delta)
-                change_size = moves * np.abs(change) + weight * (
-                    kept * (np.abs(values) @ np.abs(arriving)) + delta_size
-                )
-                exact.bias[here][read], reach.bias[here][read] = change, change_size
-                if sinks is not None:
-                    sink = WIDE(np.asarray(sinks)[head])
-                    share = np.exp(sink - lse[here])
-                    exact.sinks[head] -= share * delta
-                    if share:
-                        moved = (1 + np.abs(sink) + lse_reach[here]) * np.abs(delta)
-                        reach.sinks[head] += share * (moved + delta_size)
-                if softcap is not None:
-                    slope = np.cosh(raw / softcap) ** -2
-                    ratio = np.abs(scores / softcap)
-                    of_slope = slope + 2 * ratio * (ratio + slope * (np.abs(raw) + products) / softcap)
-                    change_size = change_size * slope + np.abs(change) * of_slope
-                    change = change * slope
-                change, change_size = factor * change, np.abs(factor) * change_size
-                exact.query[here] = change @ keys
-                reach.query[here] = change_size @ np.abs(keys)
-                of_kv[0][0][read] += np.outer(change, row)
-                of_kv[1][0][read] += np.outer(change_size, np.abs(row))
-                of_kv[0][1][read] += np.outer(kept * weight, arriving)
-                of_kv[1][1][read] += np.outer(moves * kept * weight, np.abs(arriving))
+            # Added up as ``arriving @ v.T`` is: of one key the difference is 0.
+            delta = (arriving[:, None] @ row_out[:, :, None])[:, 0] - of_lse
+            delta_size = np.abs(arriving) * (np.abs(row_out) + row_reach)
+            delta_size = delta_size.sum(axis=-1, keepdims=True) + np.abs(of_lse)
+            change = weight * (kept * (arriving @ v.T) - delta)
+            change_size = moves * np.abs(change) + weight * (
+                kept * (np.abs(arriving) @ np.abs(v).T) + delta_size
+            )
+            change, change_size = (np.where(allowed, x, 0) for x in (change, change_size))
+            exact.bias[place][here], reach.bias[place][here] = change, change_size
+            if sinks is not None:
+                sink = WIDE(np.asarray(sinks)[head])
+                share = np.exp(sink - lse[place][rows])[:, None]
+                moved = (1 + np.abs(sink) + row_lse_reach) * np.abs(delta)
+                exact.sinks[head] -= (share * delta).sum()
+                reach.sinks[head] += np.where(share == 0, 0, share * (moved + delta_size)).sum()
+            if softcap is not None:
+                slope = np.cosh(raw / softcap) ** -2
+                ratio = np.abs(scores / softcap)
+                of_slope = slope + 2 * ratio * (ratio + slope * (np.abs(raw) + products) / softcap)
+                change_size = change_size * slope + np.abs(change) * of_slope
+                change = change * slope
+            change, change_size = factor * change, np.abs(factor) * change_size
+            exact.query[place][rows] = change @ k
+            reach.query[place][rows] = change_size @ np.abs(k)
+            exact.key[kv_head][read] += change.T @ q
+            reach.key[kv_head][read] += change_size.T @ np.abs(q)
+            exact.value[kv_head][read] += (kept * weight).T @ arriving
+            reach.value[kv_head][read] += (moves * kept * weight).T @ np.abs(arriving)
 
     given = (query, key, value, bias, sinks)
     return _as_given(exact, parts, layout, given), _as_given(reach, parts, layout, given)

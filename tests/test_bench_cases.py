@@ -793,7 +793,7 @@ def shares_threads() -> bool:
 
 
 #: They compile for seconds; and AVX2 has the adapter of the best instruction set.
-SLOW_PEERS = tuple(name for name in PEERS if name not in ("numpy", "fastattn"))
+SLOW_PEERS = tuple(name for name in PEERS if name != "fastattn")
 
 
 @pytest.mark.parametrize(

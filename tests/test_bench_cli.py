@@ -238,7 +238,8 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "Interrupted" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_real_interrupt_in_the_rounds(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

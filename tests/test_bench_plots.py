@@ -269,7 +269,7 @@ def without_results(document: dict[str, Any]) -> None:
         ),
         pytest.param(without_results, [name for name in NAMES if name != "memory"], marks=pytest.mark.slow),
         pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
-        (as_written_before, [*NAMES[:3], "time", "sizes"]),
+        pytest.param(as_written_before, [*NAMES[:3], "time", "sizes"], marks=pytest.mark.slow),
         (lambda document: document["cases"].clear(), ["memory"]),
     ],
 )
@@ -280,7 +280,8 @@ def test_what_was_not_measured_is_left_out(change: Callable[[dict[str, Any]], No
 
 
 @pytest.mark.parametrize(
-    "case", ["square-512-64", "tiny-4", pytest.param("float64-1024", marks=pytest.mark.slow)]
+    "case",
+    ["tiny-4", *(pytest.param(it, marks=pytest.mark.slow) for it in ("square-512-64", "float64-1024"))],
 )
 def test_one_case_is_enough(case: str) -> None:
     assert list(drawn(make_document([CASES[case]], memory=False))) == ["ratios", "roofline"]
@@ -288,7 +289,11 @@ def test_one_case_is_enough(case: str) -> None:
 
 @pytest.mark.parametrize(
     "libraries",
-    [["fastattn"], pytest.param(["fastattn", "fastattn-avx2"], marks=pytest.mark.slow), ["torch"], []],
+    [
+        *(pytest.param(it, marks=pytest.mark.slow) for it in (["fastattn"], ["fastattn", "fastattn-avx2"])),
+        ["torch"],
+        [],
+    ],
 )
 def test_libraries_may_be_absent(libraries: list[str]) -> None:
     document = make_document(SOME, libraries)

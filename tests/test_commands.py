@@ -23,7 +23,13 @@ from tests.process import ROOT
 TOO_LONG = "x" * 300
 
 
-@pytest.mark.parametrize("command", ["info", "--help", "demo --help", "demo train --help", "bench --list"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info", "bench --list",
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("--help", "demo --help", "demo train --help")),
+    ],
+)  # fmt: skip
 def test_a_closed_pipe_is_no_error(command: str, tmp_path: Path) -> None:
     """As in ``python -m fastattn info | head -1``."""
     if command.startswith("bench"):
@@ -46,7 +52,9 @@ def test_a_full_disk_is_told_in_one_line(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the shell is POSIX's")
-@pytest.mark.parametrize("closed", [">&-", "<&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&-", *(pytest.param(it, marks=pytest.mark.slow) for it in (">&-", ">&- 2>&-"))]
+)
 def test_closed_streams_are_no_traceback(closed: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the demo extra is not installed")
     from tests.demo_generate_models import write_gguf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from itertools import pairwise
 
 import ml_dtypes
@@ -11,8 +12,7 @@ import pytest
 
 import fastattn
 from fastattn import causal_conv1d
-from fastattn.backends.cython import driver
-from tests.cases import FLOATS
+from tests.cases import FLOATS, once
 from tests.tolerances import assert_same_bits
 
 WIDE = np.longdouble
@@ -45,6 +45,7 @@ def channels_last(x):
 LAYOUTS = {"time": np.ascontiguousarray, "channels": channels_last}
 
 
+@once
 def convolution(x, weight, bias=None, activation=None, state=None):
     """The results, the last tokens, and the sum of the magnitudes that are added up."""
     W, L = weight.shape[1], x.shape[-1]
@@ -63,16 +64,10 @@ def convolution(x, weight, bias=None, activation=None, state=None):
     return y / (1 + np.exp(-y)) if activation else y, padded[..., L:], size
 
 
-@pytest.fixture(params=["reference", *driver.available_isas()])
-def run(request):
+@pytest.fixture
+def run(way):
     """The function on a backend and an instruction set."""
-    if request.param == "reference":
-        yield lambda *arrays, **options: causal_conv1d(*arrays, **options, backend="reference")
-        return
-    before = driver.chosen_isa()
-    driver.choose_isa(request.param)
-    yield lambda *arrays, **options: causal_conv1d(*arrays, **options, backend="cython")
-    driver.choose_isa(before)
+    return partial(causal_conv1d, backend="reference" if way == "numpy" else "cython")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -190,7 +190,9 @@ class TestCommand:
         assert f"1.000  {PASSAGES[0][:60]}" in out
         assert len(drawn) == 1 and drawn[0] in SENTENCES
 
-    @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+    @pytest.mark.parametrize(
+        "ending", ["png", *(pytest.param(it, marks=pytest.mark.slow) for it in ("pdf", "svg"))]
+    )
     def test_picture_of_awkward_tokens(self, run_and_draw, tiny: Path, ending: str) -> None:
         write_json(tiny / "sentence_bert_config.json", {"max_seq_length": POSITIONS})
         Path("notes.txt").write_text("a $x_{$ ^\\frac $ 東京 🙂 dog\x1b[31m\nit rains", encoding="utf-8")
@@ -200,6 +202,7 @@ class TestCommand:
         assert "\x1b" not in out
         assert Path(f"p.{ending}").stat().st_size > 1000
 
+    @pytest.mark.slow
     def test_survives_a_closed_pipe(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("the dog runs\nit rains", encoding="utf-8")
         command = [sys.executable, "-m", "fastattn", "demo", "embed", "--model", str(tiny)]
@@ -218,7 +221,12 @@ class TestBusyMachine:
 
     @pytest.mark.parametrize(
         ("peaks", "disturbed"),
-        [([100.0], 0), ([100.0, 91.0], 0), ([100.0, 100.0, 100.0, 89.0], 1), ([50.0, 100.0], 2)],
+        [
+            pytest.param([100.0], 0, marks=pytest.mark.slow),
+            ([100.0, 91.0], 0),
+            ([100.0, 100.0, 100.0, 89.0], 1),
+            pytest.param([50.0, 100.0], 2, marks=pytest.mark.slow),
+        ],
     )
     def test_warning(self, run, monkeypatch: pytest.MonkeyPatch, peaks: list[float], disturbed: int) -> None:
         threads = probe(monkeypatch, peaks)
@@ -549,7 +557,12 @@ class TestReadLines:
 
 
 @pytest.mark.parametrize(
-    ("heads", "count"), [(1, 1), pytest.param(5, 2, marks=pytest.mark.slow), (16, MAX_PICTURE_TOKENS + 30)]
+    ("heads", "count"),
+    [
+        (1, 1),
+        pytest.param(5, 2, marks=pytest.mark.slow),
+        pytest.param(16, MAX_PICTURE_TOKENS + 30, marks=pytest.mark.slow),
+    ],
 )
 def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:
     weights = np.full((heads, count, count), 1 / count, np.float32)

@@ -361,6 +361,7 @@ class TestRealModel:
     def test_the_sensible_sentence_wins(self, nearest, query: str, expected: str) -> None:
         assert expected in nearest(SENTENCES, query)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("query", "expected"),
         [

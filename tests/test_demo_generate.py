@@ -762,6 +762,7 @@ class TestTerminal:
 
 
 class TestPicture:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "ending", ["png", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pdf", "svg"))]
     )

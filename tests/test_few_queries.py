@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import masks
@@ -20,7 +19,7 @@ from fastattn._machine.constants import BLOCK_K, FEW_ROWS, UNCACHED_NBYTES
 from fastattn.backends.cython import backend as cython_backend
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
-from tests.conftest import on_compiled, on_cython
+from tests.conftest import drawn, on_compiled, on_cython
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
 
@@ -238,8 +237,7 @@ def few_rows(draw):
     }
 
 
-@settings(max_examples=40)
-@given(problem=problems(few_rows()), num_threads=st.sampled_from([1, 2, 3]))
+@drawn(12, 50, problem=problems(few_rows()), num_threads=st.sampled_from([1, 2, 3]))
 def test_all_options_together(engine, problem, num_threads):
     arrays, ours, theirs = problem
     assert_attention(engine.everything(*arrays, num_threads=num_threads, **ours), *arrays, **theirs)

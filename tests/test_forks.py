@@ -92,7 +92,8 @@ def test_while_somebody_else_compiles():
     )
 
 
-@pytest.mark.parametrize("pause", [0.05, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.05, 0.3])
 def test_while_numba_is_imported(pause):
     """By the first call that needs it; the lock of a module would stay held in the child."""
     pytest.importorskip("numba")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastattn
 from fastattn.backends import registry
 from tests.cases import FLOATS, ODD_LENGTHS, Case, random_arrays, solve
+from tests.conftest import drawn
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_answer, assert_attention, assert_same_bits
 
 LENGTHS = st.one_of(st.sampled_from(ODD_LENGTHS), st.integers(1, 300))
 
 
-@settings(max_examples=50)
-@given(len_q=LENGTHS, len_k=LENGTHS, dims=st.tuples(*[st.integers(1, 40)] * 2), dtype=st.sampled_from(FLOATS))
+@drawn(
+    20, 60,
+    len_q=LENGTHS, len_k=LENGTHS, dims=st.tuples(*[st.integers(1, 40)] * 2), dtype=st.sampled_from(FLOATS),
+)  # fmt: skip
 def test_any_lengths(engine, len_q, len_k, dims, dtype):
     head_dim, value_dim = dims
     case = Case(
@@ -27,8 +29,10 @@ def test_any_lengths(engine, len_q, len_k, dims, dtype):
     assert_answer(engine.everything(*solved.arrays), solved.exact, solved.plain)
 
 
-@settings(max_examples=90)
-@given(problem=problems(), num_threads=st.sampled_from([1, 2, 3]), layout=st.sampled_from(["bhsd", "bshd"]))
+@drawn(
+    25, 100,
+    problem=problems(), num_threads=st.sampled_from([1, 2, 3]), layout=st.sampled_from(["bhsd", "bshd"]),
+)  # fmt: skip
 def test_all_options_together(engine, problem, num_threads, layout):
     arrays, ours, theirs = problem
     if layout == "bshd":

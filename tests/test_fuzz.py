@@ -124,14 +124,18 @@ def test_a_thousandth_is_found_and_made_small(monkeypatch):
     assert not smaller.get("places") and not smaller.get("mask")
 
 
-@pytest.mark.parametrize("seed", range(0, 600, 20))
+@pytest.mark.parametrize(
+    "seed", [*range(0, 300, 20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(300, 900, 20))]
+)
 def test_a_few_cases(seed):
     for number in range(seed, seed + 20):
         record = draw(number, [*COMPILED, "reference"])
         assert manner_of(record) is None, record
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 16))]
+)
 def test_a_few_functions(seed):
     pytest.importorskip("numba")
     record = draw(seed, [*COMPILED, "reference"], ("flex",))

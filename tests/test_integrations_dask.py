@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
 from fastattn.masks import base
 from tests.cases import mask_pair, random_arrays
+from tests.conftest import drawn
 from tests.tolerances import assert_all_same, assert_attention, assert_gradients
 
 da = pytest.importorskip("dask.array")
@@ -138,8 +138,7 @@ class TestParity:
             assert results[0].chunks[-2] == queries
             assert_attention(computed(results), *arrays, **options)
 
-    @settings(max_examples=40)
-    @given(st.data())
+    @drawn(12, 60, data=st.data())
     def test_any_chunks(self, data: Any) -> None:
         """Of each array its own, also where they do not fit together."""
         name = data.draw(st.sampled_from(sorted(OPTIONS)))

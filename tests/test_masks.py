@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattn.masks import Causal, Dense, GlobalTokens, KeyLengths, Segments, Window
 from tests.cases import mask_pairs, random_arrays
+from tests.conftest import drawn
 from tests.tolerances import assert_attention
 
 FUNCTION = (
@@ -79,7 +79,7 @@ class TestDefinitions:
 class TestAlgebra:
     """`&` intersects, `|` unites and `~` complements, however they are nested."""
 
-    @given(st.data())
+    @drawn(30, 200, data=st.data())
     def test_any_expression(self, data):
         sizes = data.draw(st.sampled_from([(5, 9), (9, 5), (6, 6), (70, 140)]))
         leaves = mask_pairs(2, 2, *sizes, seed=data.draw(st.integers(0, 5)))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.conftest import on_compiled_backends, on_storage_backends
+from tests.conftest import on_compiled_backends, on_storage_backends, quick_on_cython
 from tests.process import python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
@@ -70,6 +70,7 @@ def measure(backend, options, storage="float32"):
     return int(python(script, env={"FASTATTN_BACKEND": backend.backend}))
 
 
+@quick_on_cython
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,7 +111,7 @@ print(extra(lambda: gradients(LENGTH)) - query.nbytes - key.nbytes - value.nbyte
 )
 
 
-@pytest.mark.parametrize("backend", ["cython", "reference"])
+@pytest.mark.parametrize("backend", ["cython", pytest.param("reference", marks=pytest.mark.slow)])
 def test_states_of_a_long_sequence(backend):
     """Of 683 chunks, or 512, about two for each root: each is 32 KB."""
     extra = int(python(RECURRENT.replace("{backend}", backend)))
@@ -136,6 +137,7 @@ def test_a_tile_mask_costs_its_partial_tiles(backend):
     assert extra < one_bit_per_score // 4, f"{extra / 2**20:.1f} MiB"
 
 
+@quick_on_cython
 def test_options_of_packed_documents(backend):
     """In float32 the scores would take 256 MiB, and the keys of one document for every query 16 MiB."""
     dropout = "" if backend.backend == "numba" else "dropout=0.1, seed=1, "  # which it cannot
@@ -199,6 +201,7 @@ def test_few_queries(backend, length, place, options):
     assert extra < LIMIT / 8, f"{extra / 2**20:.2f} MiB"
 
 
+@pytest.mark.slow
 def test_the_measure_works():
     """It detects the L * S array of the plain formula."""
     script = SCRIPT.split("options = ")[0].replace("{len_q}", "LENGTH")
@@ -215,6 +218,7 @@ query = rng.standard_normal((64, 8, 2, 64), dtype=np.float32)
 """
 
 
+@quick_on_cython
 def test_broadcast_axes_are_never_expanded(backend):
     """64 x 8 views of one pair of keys and values, 1 GB if it were written out."""
     script = (

@@ -94,12 +94,14 @@ def test_another_instruction_set_has_its_own(tmp_path):
     assert load(tmp_path) == "found"
 
 
-@pytest.mark.parametrize("folder", ["/dev/null/cache", pytest.param("/proc/none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["/dev/null/cache", "/proc/none"])
 def test_a_folder_that_cannot_be_there(folder):
     """Then the folder beside the package is used."""
     assert load(folder) in ("compiled", "found")
 
 
+@pytest.mark.slow
 def test_no_folder_to_write_to():
     """Neither the named one nor those beside the package and of the user."""
     code = """
@@ -125,6 +127,7 @@ def test_damaged_files(tmp_path, filled, kind):
     assert load(tmp_path) == "found"
 
 
+@pytest.mark.slow
 def test_folder_that_goes_away(tmp_path):
     """Between two functions that are to be kept."""
     code = LOAD.replace(

@@ -13,6 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests import cases
+from tests.conftest import drawn
 from tests.tolerances import assert_all_same, assert_same_bits
 
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([31, 32, 33, 47, 48, 49, 65, 127, 129, 130]))
@@ -99,8 +100,10 @@ def problems(draw, any_size=None):
     return tuple(place(draw, array) for array in arrays), ours, theirs
 
 
-@settings(max_examples=60)
-@given(problem=problems(), place_of_out=st.sampled_from(["contiguous", "fortran", "reversed", "every_other"]))
+@drawn(
+    20, 80,
+    problem=problems(), place_of_out=st.sampled_from(["contiguous", "fortran", "reversed", "every_other"]),
+)  # fmt: skip
 def test_out_and_repetition(engine, problem, place_of_out):
     """The same bits once more, with one thread, alone, and into an `out` of any strides."""
     arrays, ours, _ = problem

@@ -11,13 +11,13 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastattn
 from fastattn import RecurrentState
 from fastattn._cache import recurrent as _recurrent
 from tests.cases import FLOATS
+from tests.conftest import drawn
 from tests.test_cache_files import damaged
 from tests.test_recurrent import RULES, WIDE, assert_near, inputs, recurrence
 from tests.tolerances import assert_same_bits
@@ -130,8 +130,7 @@ def program(data, state, items, rule, dtype, folder):
                 item.check(state, b)
 
 
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@drawn(30, 200, data=st.data())
 def test_any_history(data, tmp_path_factory):
     """The tokens that remain decide, and no bit of an item depends on the others."""
     rule, dtype = data.draw(st.sampled_from([*RULES])), np.dtype(data.draw(st.sampled_from(FLOATS)))

@@ -7,6 +7,7 @@ import pytest
 
 from fastattn import masks
 from tests.cases import FLOATS, random_arrays
+from tests.conftest import reference_is_slow
 from tests.naive import allowed_keys
 from tests.tolerances import assert_all_same, assert_attention, assert_same_bits
 
@@ -67,6 +68,7 @@ OPTIONS = {
 }
 
 
+@reference_is_slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -77,6 +79,7 @@ def test_options(engine, name, sizes, dtype):
     assert_row_sees_nothing_masked(engine, problem(*sizes, dtype), allowed, options)
 
 
+@reference_is_slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", ["bool", "integer", "per_key", "per_head", "bias"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -125,6 +125,7 @@ thread.join()
         (more,) = printed(code)
         assert 0 <= more < 4
 
+    @pytest.mark.slow
     def test_numba(self, pool_environment):
         (more,) = printed(
             "leave_room(2); print(more_threads(num_threads=4))", backend="numba", **pool_environment
@@ -134,7 +135,7 @@ thread.join()
     @pytest.mark.skipif(
         not hasattr(os, "getuid") or os.getuid() != 0, reason="root may become a user without processes"
     )
-    @pytest.mark.parametrize("backend", ["cython", "numba"])
+    @pytest.mark.parametrize("backend", ["cython", pytest.param("numba", marks=pytest.mark.slow)])
     def test_a_limit_on_the_processes_of_a_user(self, backend):
         """As set by `ulimit -u`; it does not apply to root, so the test runs as another user."""
         pytest.importorskip("fastattn.backends.cython.driver" if backend == "cython" else "numba")
@@ -265,8 +266,14 @@ class TestThreadpoolctl:
 
     @linux_only
     @pytest.mark.usefixtures("compiled")
-    @pytest.mark.parametrize("imports", ["fastattn, threadpoolctl", "threadpoolctl, fastattn"])
-    @pytest.mark.parametrize("default", [1, 2, 8])
+    @pytest.mark.parametrize(
+        "imports",
+        [
+            "fastattn, threadpoolctl",
+            pytest.param("threadpoolctl, fastattn", marks=pytest.mark.slow),
+        ],
+    )
+    @pytest.mark.parametrize("default", [1, pytest.param(2, marks=pytest.mark.slow), 8])
     def test_whatever_the_default_of_openmp_is(self, default, imports):
         code = f"""
 import os, numpy as np, {imports}
@@ -383,6 +390,7 @@ print(more_threads())
             fastattn.show_config()
         assert "threads   3 (from set_num_threads), at most 2 (threadpoolctl)\n" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_numba(self, pool_environment):
         """On each of its pools, whatever OpenMP's default is."""
         code = """

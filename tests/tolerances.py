@@ -30,13 +30,12 @@ part of it.
 
 from __future__ import annotations
 
-import pickle
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from fastattn._machine.constants import EXTENDED
+from tests.cases import once
 from tests.naive import Answer, Baseline, Gradients, attention, formula, gradient_formula, gradients
 
 ROUNDINGS = 4
@@ -81,10 +80,9 @@ def assert_answer(results: tuple[np.ndarray, ...], exact: Answer, plain: Baselin
         assert_close(name, got, getattr(exact, name), getattr(exact, f"{name}_reach"), getattr(plain, name))
 
 
-@lru_cache(maxsize=256)
-def solve(problem: bytes) -> tuple[Answer, Baseline]:
-    """The answers to pickled arrays and options: once for all engines, which meet the same problems."""
-    arrays, options = pickle.loads(problem)
+@once
+def solve(*arrays: Any, **options: Any) -> tuple[Answer, Baseline]:
+    """The exact answer and the formula's."""
     return attention(*arrays, **options), formula(*arrays, **options)
 
 
@@ -92,13 +90,12 @@ def assert_attention(
     results: tuple[np.ndarray, ...], query: Any, key: Any, value: Any, **options: Any
 ) -> None:
     """Compute the exact answer for these arrays and options, and hold ``(out, lse, weights)`` to it."""
-    assert_answer(results, *solve(pickle.dumps(((query, key, value), options))))
+    assert_answer(results, *solve(query, key, value, **options))
 
 
-@lru_cache(maxsize=256)
-def solve_gradients(problem: bytes) -> tuple[Gradients, Gradients, Gradients]:
-    """The exact gradients, their reach and the formula's, of pickled arrays and options."""
-    arrays, options = pickle.loads(problem)
+@once
+def solve_gradients(*arrays: Any, **options: Any) -> tuple[Gradients, Gradients, Gradients]:
+    """The exact gradients, their reach and the formula's."""
     return (*gradients(*arrays, **options), gradient_formula(*arrays, **options))
 
 
@@ -107,7 +104,7 @@ def assert_gradients(
 ) -> None:
     """Hold the gradients that `wrt` names to the budget, and the others to None; see also what they are."""
     arrays = (array.astype(float) if array.dtype.kind in "biu" else array for array in (query, key, value))
-    exact, reach, plain = solve_gradients(pickle.dumps(((grad_out, *arrays), options)))
+    exact, reach, plain = solve_gradients(grad_out, *arrays, **options)
     given = {"query": query, "key": key, "value": value} | options
     assert got._fields == ("query", "key", "value", "bias", "sinks")
     for name, gradient in got._asdict().items():

@@ -793,12 +793,10 @@ def shares_threads() -> bool:
 
 
 #: They compile for seconds; and AVX2 has the adapter of the best instruction set.
-SLOW_PEERS = tuple(name for name in PEERS if name != "fastattn")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_PEERS else ()) for name in PEERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
 def test_every_adapter_is_right_on_every_kind(name: str, tmp_path: Path) -> None:
     for module in NEEDS.get(name, []):
         if importlib.util.find_spec(module) is None:

@@ -273,6 +273,7 @@ def test_what_is_finished_is_written_at_once(monkeypatch: pytest.MonkeyPatch, tm
     assert written == [[], ["tiny-4"]]
 
 
+@pytest.mark.slow
 def test_the_command_line_measures_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_slower_the_surer_it_is_caught() -> None:
     assert caught[2] >= 0.98
 
 
+@pytest.mark.slow
 def test_a_little_slower_everywhere_shows_in_all_cases_together() -> None:
     rng = np.random.default_rng(10)
 

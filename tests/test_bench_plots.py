@@ -301,6 +301,7 @@ def test_libraries_may_be_absent(libraries: list[str]) -> None:
     assert list(drawn(document)) == wanted
 
 
+@pytest.mark.slow
 def test_a_peer_that_was_timed_on_some_cases_only() -> None:
     document = make_document(SOME)
     for number, run in enumerate(document["cases"].values()):

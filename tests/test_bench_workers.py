@@ -219,6 +219,7 @@ def test_attention_beside_a_wrong_product_is_not_timed(error: float, prepare: Ca
     assert found["ways"]["way"]["reason"] == "wrong: the product before attention"
 
 
+@pytest.mark.slow
 def test_cold_copies_leave_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, cold=True)
     for free in (0, 10 * case.nbytes, 2**40):
@@ -308,7 +309,7 @@ def test_a_case_with_threads_of_its_own_has_workers_of_its_own() -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_worker_outlives_a_killed_parent(busy: bool, tmp_path: Path) -> None:
     script = (
         "from dataclasses import asdict\n"

@@ -28,9 +28,8 @@ for extra in (
 @pytest.mark.parametrize(
     ("demo", "count"),
     [
-        ("generate", 10),
+        ("generate", 6),
         ("embed", 40),
-        ("image", 5),
         pytest.param("generate", 1_000, marks=pytest.mark.slow),
         pytest.param("embed", 400, marks=pytest.mark.slow),
         pytest.param("image", 150, marks=pytest.mark.slow),

@@ -31,6 +31,11 @@ few_on_other_isas = without(
     lambda engine, name: engine.isa not in (None, *ISAS[:1]) and name not in OF_EACH_KIND
 )
 
+
+def slow(*sizes):
+    return [pytest.param(it, marks=pytest.mark.slow) for it in sizes]
+
+
 # ---------------------------------------------------------------- the objects
 
 
@@ -97,7 +102,7 @@ def test_parts(name, whole):
 
 @every_mask
 @few_on_other_isas
-@pytest.mark.parametrize("sizes", [(5, 9), (70, 150), (129, 129), (150, 70)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 9), (70, 150), *slow((129, 129), (150, 70))], ids=str)
 def test_attention_is_the_definition(engine, name, sizes):
     heads, kv_heads = {5: (4, 2), 70: (2, 1)}.get(sizes[0], (1, 1))  # it takes long over many rows
     pair = mask_pair(name, 2, heads, *sizes)
@@ -109,7 +114,7 @@ def test_attention_is_the_definition(engine, name, sizes):
 
 @every_mask
 @few_on_other_isas
-@pytest.mark.parametrize("sizes", test_rules_nan.SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*test_rules_nan.SIZES[:2], *slow(*test_rules_nan.SIZES[2:])], ids=str)
 def test_a_row_sees_nothing_that_is_masked(engine, name, sizes):
     pair = mask_pair(name, test_rules_nan.BATCH, test_rules_nan.HEADS, *sizes)
     arrays, poisons = test_rules_nan.problem(*sizes), test_rules_nan.POISONS[:2]
@@ -144,7 +149,9 @@ def test_gradients(engine, name, sizes):
 @computes_gradients
 @every_mask
 @few_on_other_isas
-@pytest.mark.parametrize("sizes", test_backward_rules.SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [*test_backward_rules.SIZES[:2], *slow(*test_backward_rules.SIZES[2:])], ids=str
+)
 def test_gradients_of_masked_keys_are_0_whatever_they_hold(engine, name, sizes):
     pair = mask_pair(name, test_backward_rules.BATCH, test_backward_rules.HEADS, *sizes)
     arrays, options = test_backward_rules.problem(*sizes), {"mask": pair.mask}

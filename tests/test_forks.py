@@ -126,8 +126,8 @@ except TypeError:
 }
 
 
-#: Of each way of importing one. Those that import Numba import some hundred modules.
-USUAL = ("attention", "gradients")
+#: Those that import Numba import some hundred modules.
+USUAL = ("attention",)
 
 
 @pytest.mark.parametrize(

@@ -602,6 +602,7 @@ class TestReadsOutside:
             assert_same_bits(out, expected)
             out[...] = 7
 
+    @pytest.mark.slow
     def test_names_all_kinds(self):
         local = np.zeros((3, 4))
         rows, empty = (np.zeros(4), np.zeros(5)), np.zeros((0, 3))
@@ -665,6 +666,7 @@ class TestReadsOutside:
         )
         np.testing.assert_allclose(got, fastattn.attention(x, x, x, key_lengths=10), rtol=1e-12, atol=1e-13)
 
+    @pytest.mark.slow
     def test_the_switch(self):
         """Without checks nothing is raised; here the reads out of bounds are still in the array's own
         memory."""

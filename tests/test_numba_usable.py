@@ -74,6 +74,7 @@ def test_a_threading_layer_that_does_not_load(layer):
     assert "tbbpool" in reason
 
 
+@pytest.mark.slow
 def test_an_unknown_priority_of_threading_layers():
     assert "NUMBA_THREADING_LAYER_PRIORITY" in reasons(
         needs=1, NUMBA_THREADING_LAYER_PRIORITY="tbb omp pthreads"

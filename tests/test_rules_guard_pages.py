@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.conftest import reference_is_slow
+from tests.conftest import ENGINES, on, reference_is_slow
 from tests.process import python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
@@ -111,6 +111,7 @@ print("done")
 """
 
 
+@on(pytest.param(it, marks=pytest.mark.slow if it.backend == "numba" else ()) for it in ENGINES)
 def test_keys_past_key_lengths_are_never_read(engine):
     """The contract says never, so here it would crash."""
     assert python(HIDDEN, env=engine.environment(), timeout=120).strip() == "done"

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from inspect import Parameter, signature
 from itertools import combinations, compress, groupby
 from pathlib import Path
@@ -227,13 +227,18 @@ def uncovered(combined: Iterable[Iterable[Hashable]]) -> Iterator[bool]:
         seen |= parts
 
 
-def values_of(item: pytest.Function) -> list[Hashable]:
-    """The same object in two combinations is the same value; what one decorator lists is one parameter."""
-    params = dict(item.callspec.params)
+def parameters_of(item: pytest.Function) -> list[list[str]]:
+    """The names that one decorator lists are one parameter. All items of a test have the same."""
     together = [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [names.replace(",", " ").split() if isinstance(names, str) else names for names in together]
-    alone = [[name] for name in params if not any(name in names for names in together)]
-    return [tuple(id(params[name]) for name in names) for names in [*alone, *together]]
+    alone = [[name] for name in item.callspec.params if not any(name in names for names in together)]
+    return [*alone, *together]
+
+
+def values_of(item: pytest.Function, parameters: list[list[str]]) -> list[Hashable]:
+    """The same object in two combinations is the same value."""
+    params = item.callspec.params
+    return [tuple([id(params[name]) for name in names]) for names in parameters]
 
 
 def means_nothing(item: pytest.Function, mark: pytest.Mark) -> bool:
@@ -279,16 +284,21 @@ def has_own_kernels(item: pytest.Function) -> bool:
 
 def chosen(of_one_test: list[pytest.Function]) -> set[pytest.Function]:
     """By the rules above, those that are run at all; and marks which of them are slow."""
+    parameters = parameters_of(of_one_test[0])
+
+    def new(items: list[pytest.Function]) -> Iterator[pytest.Function]:
+        return compress(items, uncovered(values_of(item, parameters) for item in items))
+
     own = [item for item in of_one_test if has_own_kernels(item)]
     quick = [it for it in own if isa_of(it) in ("", *ISAS[:1]) and not it.get_closest_marker("slow")]
-    default = {*compress(quick, uncovered(map(values_of, quick)))}
+    default = {*new(quick)}
     apart: dict[Any, list[pytest.Function]] = {None: []}
     for item in sorted(own, key=lambda item: item not in default):
         if isa_of(item) in ("", *ISAS[:1]):
             apart[None].append(item)  # with the values that are slow
         if engine_of(item) not in NUMPY:
             apart.setdefault(engine_of(item), []).append(item)
-    kept = {it for items in apart.values() for it in compress(items, uncovered(map(values_of, items)))}
+    kept = {it for items in apart.values() for it in new(items)}
     for item in kept - default:
         item.add_marker(pytest.mark.slow)
     return kept
@@ -322,11 +332,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is deselected by pytest's own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [it for it in items if not any(map(partial(means_nothing, it), it.iter_markers("without")))]
     here = Path(__file__).parent
     ordered: list[pytest.Item] = []
     for _, group in groupby(items, key=name_of_test):
         of_one_test = list(group)
+        for mark in of_one_test[0].iter_markers("without"):
+            of_one_test = [item for item in of_one_test if not means_nothing(item, mark)]
         if here in of_one_test[0].path.parents and hasattr(of_one_test[0], "callspec"):
             kept = chosen(of_one_test)
             of_one_test = engines_together(item for item in of_one_test if item in kept)

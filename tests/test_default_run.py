@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from tests.conftest import ISAS, Engine, uncovered, values_of
+from tests.conftest import ISAS, Engine, parameters_of, uncovered, values_of
 
 
 @pytest.mark.parametrize("counts", [(2, 3, 1), (3, 7, 2), (3, 4, 10, 2), (1, 5, 1, 2, 3)], ids=str)
@@ -29,7 +29,7 @@ def test_one_parameter_alone_is_whole():
 @pytest.mark.parametrize("third", [1, 2])
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, 3), (2, 2), (2, 3)])
 def test_what_one_decorator_lists_is_one_parameter(request, first, second, third):
-    assert len(values_of(request.node)) == 2
+    assert len(values_of(request.node, parameters_of(request.node))) == 2
 
 
 def test_the_best_instruction_set_and_no_other(request, engine):

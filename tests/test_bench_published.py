@@ -190,6 +190,7 @@ def test_a_page_without_its_marks_is_refused(text: str) -> None:
         replaced(text.format(*marks("Speed")), "Speed", "new")
 
 
+@pytest.mark.slow
 def test_the_kept_file_is_small_and_has_a_line_for_each_case() -> None:
     document = make_document(rounds=15)
     text = as_text(compact(document))

@@ -49,6 +49,7 @@ def test_the_exact_density_is_that_of_the_definition():
     np.testing.assert_allclose(pair.exact(), pair.theirs(), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_report(monkeypatch, capsys):
     rows = [
         Row(one, "a sum", "a loop", "keras"),

@@ -241,7 +241,7 @@ class TestBusyMachine:
             assert f"{disturbed} of {_timing.MIN_ROUNDS + 1} probes" in out
         assert "disturbed" not in err
 
-    @pytest.mark.parametrize("threads", [1, 2])
+    @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_one_thread_is_advised(self, run, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         probe(monkeypatch, [50.0, 100.0])
         monkeypatch.setattr(host, "_num_threads", threads)
@@ -323,6 +323,7 @@ class TestComplaints:
     def test_empty_query(self, run, query: str) -> None:
         assert "--query is empty" in complaint(run("--query", "dog", "--query", query))
 
+    @pytest.mark.slow
     def test_picture_that_cannot_be_written_in_the_end(
         self, run_and_draw, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -556,12 +557,13 @@ class TestReadLines:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "count"),
     [
         (1, 1),
-        pytest.param(5, 2, marks=pytest.mark.slow),
-        pytest.param(16, MAX_PICTURE_TOKENS + 30, marks=pytest.mark.slow),
+        (5, 2),
+        (16, MAX_PICTURE_TOKENS + 30),
     ],
 )
 def test_picture_of_any_size(tmp_path: Path, heads: int, count: int) -> None:

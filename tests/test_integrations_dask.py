@@ -486,6 +486,7 @@ def all_results() -> list[Any]:
 
 
 class TestSchedulers:
+    @pytest.mark.slow
     def test_bits_are_those_of_the_chunks(self) -> None:
         lazy = all_results()
         expected = dask.compute(*lazy, scheduler="synchronous")

@@ -449,7 +449,7 @@ def banded(b, h, q, k, offsets):
 class TestSmallLoops:
     """Sizes at the first call are compiled in as well: calls with other sizes get what they get without."""
 
-    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("len_q", [3, 40])
     def test_any_number_of_rounds(self, dtype, len_q, compiled):
         x, rng = arrays(dtype), np.random.default_rng(3)
@@ -463,7 +463,7 @@ class TestSmallLoops:
             np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
         assert len(compiled) == 1
 
-    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
     def test_the_same_bits_whatever_came_first(self, dtype, monkeypatch):
         x, results = arrays(dtype), []
         aux = {n: (np.linspace(-1, 1, 40 * n).reshape(40, n).astype(dtype),) * 2 for n in (4, 5, 6)}

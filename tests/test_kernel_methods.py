@@ -282,6 +282,7 @@ class TestLeaveOneOut:
             np.testing.assert_allclose(out[[i]], wanted[0], rtol=1e-13)
             np.testing.assert_allclose(density[[i]], wanted[1], rtol=1e-13)
 
+    @pytest.mark.slow
     def test_over_several_blocks_of_points(self):
         num = _ROWS + 100
         x = np.random.default_rng(0).standard_normal((num, 1))

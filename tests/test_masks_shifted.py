@@ -42,6 +42,7 @@ def test_a_block_of_a_map_of_tiles(name, whole, block):
     np.testing.assert_array_equal(got, part_of(pair.allowed, block))
 
 
+@pytest.mark.slow
 def test_a_map_of_tiles_at_every_bit():
     allowed = np.random.default_rng(0).random((BATCH, HEADS, 70, 400)) < 0.5
     mask = block_mask(allowed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fastattn
 from fastattn import masks
+from tests import naive
 from tests.cases import Case, mask_pairs, random_arrays
 from tests.conftest import FLOAT32_FIRST, computes_gradients, drawn
 from tests.tolerances import assert_all_same, assert_gradients, assert_same_bits
@@ -604,3 +605,20 @@ def test_other_errors_are_those_of_attention(changed, error):
     with pytest.raises(error) as theirs:
         fastattn.attention(**arrays | changed)
     assert str(ours.value).split()[0] == str(theirs.value).split()[0]
+
+
+@pytest.mark.parametrize("others", [{}, {"dropout": 0.3, "seed": 5}], ids=["", "dropout"])
+def test_rows_of_the_oracle_do_not_depend_on_their_neighbours(monkeypatch, others):
+    """It works on some of them at a time: each sum has a rounding more for each key that only others read."""
+    case = replace(MEDIUM, dtype="float64", bias=(35, 70), mask=(2, 3, 35, 70), sinks=True)
+    arrays, options = case.arrays(), case.keywords() | {"softcap": 2.0, "causal": "bottom_right"} | others
+    out, grad_lse = np.random.default_rng(3).standard_normal((2, 2, 3, 35, 9))
+    results = []
+    for together in (1, naive.TOGETHER):
+        monkeypatch.setattr(naive, "TOGETHER", together)
+        found = naive.gradients(out, *arrays, grad_lse=grad_lse[..., 0], **options)
+        results.append([vars(it) for it in (naive.attention(*arrays, **options), *found)])
+    for which, alone, together in zip(("answer", "gradients", "reach"), *results, strict=True):
+        for name, expected in alone.items():
+            eps = np.finfo(float if "reach" in which + name else naive.WIDE).eps
+            assert np.abs(together[name] - expected).max() <= 2 * 70 * eps * np.abs(expected).max(), name

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._api.linear import linear_attention, random_features
     from fastattn._api.recurrent import gated_linear_attention, gated_linear_attention_backward
+    from fastattn._api.reductions import key_weights, max_similarity, reduce_scores
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._cache.recurrent import RecurrentState
@@ -122,11 +123,14 @@ __all__ = [
     "get_num_threads",
     "kernel_logsumexp",
     "kernel_regression",
+    "key_weights",
     "layers",
     "linear_attention",
     "masks",
+    "max_similarity",
     "merge_attention",
     "random_features",
+    "reduce_scores",
     "rope",
     "rope_tables",
     "scaled_dot_product_attention",
@@ -156,9 +160,12 @@ _ON_FIRST_USE = {
     "get_include": "fastattn._api.c_entry",
     "kernel_logsumexp": "fastattn._api.kernel_methods",
     "kernel_regression": "fastattn._api.kernel_methods",
+    "key_weights": "fastattn._api.reductions",
     "layers": "fastattn.layers",
     "linear_attention": "fastattn._api.linear",
+    "max_similarity": "fastattn._api.reductions",
     "random_features": "fastattn._api.linear",
+    "reduce_scores": "fastattn._api.reductions",
     "rope": "fastattn._api.rope",
     "rope_tables": "fastattn._api.rope",
     "share_threads_with_blas": "fastattn._api.blas",

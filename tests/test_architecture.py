@@ -55,7 +55,7 @@ LAYERS = [
     {"_call.gradients"},
     {"_call.options"},
     {"_call.arguments"},
-    {"_call.normalize", "_call.conv", "_call.linear", "_call.recurrent", "_call.rope"},
+    {"_call.normalize", "_call.conv", "_call.linear", "_call.recurrent", "_call.reductions", "_call.rope"},
     {"_call.schedule"},
     # Those that compute
     {"backends._base"},
@@ -67,6 +67,7 @@ LAYERS = [
         "backends.reference.recurrent",
         "backends.reference.rope",
     },
+    {"backends.reference.reductions"},
     {"backends.cpu.record", "backends.cpu.backward"},
     {"backends.jit.codegen.target"},
     {"backends.jit.codegen.emit"},
@@ -110,7 +111,7 @@ LAYERS = [
     {"_api.prepared"},
     {"_api.attention"},
     {"_api.backward"},
-    {"_api.flex"},
+    {"_api.flex", "_api.reductions"},
     {"_cache.container"},
     {"_cache.pages"},
     {"_cache.state"},
@@ -461,7 +462,7 @@ def test_backends_name_no_mask():
 #: `KVCache` and `RecurrentState`, and addresses and codes of the C entry, which become arrays.
 EDGE = {
     "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
-    "_api/rope.py", "_cache/cache.py", "_cache/container.py",
+    "_api/reductions.py", "_api/rope.py", "_cache/cache.py", "_cache/container.py",
     "_cache/files.py", "_cache/recurrent.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py",
     "_call/normalize.py", "_call/options.py", "_call/storage.py", "biases.py", "layers.py",
     "masks/arguments.py", "masks/base.py", "masks/objects.py",

@@ -647,6 +647,7 @@ def test_signatures_name_types():
         ("C", "AttendOptions"),
         ("F", "FlexOptions"),
         ("L", "LayerOptions"),
+        ("R", "ReductionOptions"),
         ("V", "VarlenOptions"),
         ("W", "VarlenBackwardOptions"),
     ],

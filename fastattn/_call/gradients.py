@@ -60,6 +60,16 @@ class Backward(NamedTuple):
     bias_shape: tuple[int, ...]
     by_diagonals: bool = False  #: a bias object's gradient is first summed along the diagonals of the scores
 
+    def of_heads(self, heads: slice) -> Backward:
+        """The call of some query heads, as many of each key/value head."""
+        grad_lse = None if self.grad_lse is None else np.ascontiguousarray(self.grad_lse[..., heads, :])
+        return self._replace(
+            problem=self.problem.of_heads(heads),
+            lse=np.ascontiguousarray(self.lse[..., heads, :]),
+            grad_out=self.grad_out[..., heads, :, :],
+            grad_lse=grad_lse,
+        )
+
     def zeros(self) -> Gradients:
         """Room for the gradients that are asked for."""
         shapes = {name: getattr(self.problem, name).shape for name in self.wrt} | {"bias": self.bias_shape}

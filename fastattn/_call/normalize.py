@@ -12,7 +12,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from math import gcd, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -48,7 +48,14 @@ from fastattn._call.arguments import (
 from fastattn._call.options import DEFAULTS
 from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
-from fastattn._machine.device import DeviceArray, as_device_array, broadcast_to, in_library_of, place
+from fastattn._machine.device import (
+    DeviceArray,
+    as_device_array,
+    broadcast_to,
+    host_array,
+    in_library_of,
+    place,
+)
 from fastattn.biases import Bias, is_bias_dtype
 from fastattn.masks import base
 from fastattn.masks.map import Band, Block, Documents, Size, bounded, make_intervals
@@ -170,8 +177,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-@naming_shapes
-def normalize(
+def _normalize(
     query: ArrayLike,
     key: RowsLike,
     value: RowsLike,
@@ -199,6 +205,37 @@ def normalize(
     lowered = _lower(mask, inputs, band)
     bias = _bias_of_scores(options["bias"], inputs)
     return _assemble(inputs, band, lowered, bias, options, may_fail)
+
+
+normalize = naming_shapes(_normalize)
+
+
+@partial(naming_shapes, names=("query", "key"))
+def normalize_scores(
+    query: ArrayLike, key: RowsLike, options: dict[str, Any], *, columns: int = 0
+) -> Request:
+    """The arguments of a function of scores alone, as a call with values of so many columns of zeros."""
+    return _normalize(*_with_zeros(query, key, columns), options)
+
+
+def _with_zeros(query: ArrayLike, key: RowsLike, columns: int) -> tuple[np.ndarray, Any, np.ndarray]:
+    """Query and key on the host, and values of zeros. Their dtype decides nothing: with any other it promotes
+    to that of the computation."""
+    q, k = host_array(as_array(query, "query"), "query"), as_rows(key, "key")
+    if not isinstance(k, Rows):
+        key = k = host_array(k, "key")
+    return q, key, np.broadcast_to(np.float32(0), (*k.shape[:-1], columns))
+
+
+def normalize_key_weights(
+    query: ArrayLike, key: ArrayLike, options: dict[str, Any], request: Request
+) -> Backward:
+    """The gradient of values of one column that is the sum of the weights, where `request` gives the lse."""
+    out, lse = request.results
+    ones, zeros = (np.broadcast_to(np.float32(x), out.shape) for x in (1, 0))
+    arrays = _with_zeros(query, key, 1)
+    asked = DEFAULTS | options | {"wrt": ("value",)}
+    return normalize_backward(*arrays, asked, grad_out=ones, out=zeros, lse=lse)
 
 
 def _outline(

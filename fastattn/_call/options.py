@@ -71,6 +71,12 @@ if TYPE_CHECKING:
         key_lengths: ArrayLike | None
         layout: LayoutName
 
+    class ReductionOptions(_ScoreOptions, total=False):
+        mask: Mask | ArrayLike | None
+        causal: CausalRule
+        key_lengths: ArrayLike | None
+        layout: LayoutName
+
     class LayerOptions(_WeightOptions, Generic[Lse, Weights], total=False):
         causal: CausalRule | None
         key_lengths: ArrayLike | None
@@ -137,30 +143,31 @@ OPTIONS = (
     Option("block_mask", None, NEVER, "F"),
     Option("aux", (), NEVER, "F"),
     Option("grad_lse", None, NEVER, "BW"),
-    Option("mask", None, MASK, "ABCFLVW"),
-    Option("bias", None, ARRAY, "ABCFLVW"),
-    Option("causal", False, CHOICE, "ABCFLVW", (False, True, "top_left", "bottom_right")),
-    Option("window", None, BOUNDS, "ABCFLVW"),
-    Option("key_lengths", None, LENGTHS, "ABFL"),
-    Option("scale", None, REAL, "ABCFLVW"),
-    Option("softcap", None, REAL, "ABCFLVW"),
-    Option("sinks", None, ARRAY, "ABCFLVW"),
-    Option("layout", "bhsd", CHOICE, "ABF", ("bhsd", "bshd")),
+    Option("mask", None, MASK, "ABCFLRVW"),
+    Option("bias", None, ARRAY, "ABCFLRVW"),
+    Option("causal", False, CHOICE, "ABCFLRVW", (False, True, "top_left", "bottom_right")),
+    Option("window", None, BOUNDS, "ABCFLRVW"),
+    Option("key_lengths", None, LENGTHS, "ABFLR"),
+    Option("scale", None, REAL, "ABCFLRVW"),
+    Option("softcap", None, REAL, "ABCFLRVW"),
+    Option("sinks", None, ARRAY, "ABCFLRVW"),
+    Option("layout", "bhsd", CHOICE, "ABFR", ("bhsd", "bshd")),
     Option("dropout", 0.0, REAL, "ABFLVW"),
     Option("seed", None, SEED, "ABFLVW"),
     Option("wrt", ("query", "key", "value"), NEVER, "BW"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
     Option("return_weights", False, CHOICE, "ACFLV", (False, True, "mean")),
-    Option("num_threads", None, COUNT, "ABCFLVW"),
-    Option("backend", None, CHOICE, "ABCFLVW", (None, "cython", "numba")),  # the others prepare no calls
+    Option("num_threads", None, COUNT, "ABCFLRVW"),
+    Option("backend", None, CHOICE, "ABCFLRVW", (None, "cython", "numba")),  # the others prepare no calls
 )
 
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 
 #: The options of each function, with their defaults: `attention`, `attention_backward`, `KVCache.attend`,
-#: `flex_attention`, `MultiHeadAttention`, `varlen_attention`, `varlen_attention_backward`; none of others.
-TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLVW"}
+#: `flex_attention`, `MultiHeadAttention`, `reduce_scores` and `key_weights`, `varlen_attention`, and
+#: `varlen_attention_backward`; none of others.
+TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLRVW"}
 TAKERS["C"]["causal"], TAKERS["L"]["causal"] = True, None
 
 

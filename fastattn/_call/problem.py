@@ -167,6 +167,25 @@ class Problem(NamedTuple, Generic[Array]):
             drop_key=None if self.dropout is None else self.dropout.key,
         )
 
+    def of_heads(self, heads: slice) -> Problem[Any]:
+        """That of some query heads, as many of each key/value head, without lse and weights; on the host."""
+
+        def part(array: Any) -> Any:
+            return None if array is None else array[..., heads, :, :]
+
+        mask_map = self.mask_map
+        sinks: Any = self.sinks
+        return self._replace(
+            query=part(self.query),
+            out=part(self.out),
+            bias=part(self.bias),
+            sinks=None if sinks is None else np.ascontiguousarray(sinks[heads]),
+            dense=part(self.dense),
+            lse=None,
+            weights=None,
+            mask_map=None if mask_map is None else MaskMap(part(mask_map.index), mask_map.bits),
+        )
+
     def stored(self) -> list[str]:
         """Which arrays are not plain float32 or float64, for backends that read no others; a float16 bias is
         read by all."""

@@ -76,7 +76,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
     if small:
         num_threads = 1
-    block_k = min(constants.BLOCK_K, max(WORD, _up(len_k, WORD)))  # no larger than the keys need
+    block_k = _block_k(len_k)
     n_vectors = -(-rows // lanes)
     factors = factors_of(problem)
     if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
@@ -96,11 +96,34 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         )  # fmt: skip
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small)
+    if target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem):
+        return _sweep_schedule(problem, target, num_threads, small, exact_factors(problem), uses_pairs=True)
+    return _sweep_schedule(problem, target, num_threads, small, factors)
+
+
+def make_reduction_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
+    """The schedule of a problem whose scores are reduced: the sweep, without values, over natural scores."""
+    small = problem.sizes.rows * problem.sizes.heads * problem.len_k * problem.head_dim < constants.SMALL_WORK
+    factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, True)
+    schedule = _sweep_schedule(problem, target, 1 if small else num_threads, small, factors)
+    return schedule._replace(packs_values=False, converts_values=False)
+
+
+def _sweep_schedule(
+    problem: Problem,
+    target: Target,
+    num_threads: int,
+    small: bool,
+    factors: Factors,
+    uses_pairs: bool = False,
+) -> Schedule:
+    """The schedule of the sweep, by scores of pairs or of the compute type."""
+    sizes = problem.sizes
+    heads, lanes = sizes.heads, target.lanes
+    n_vectors = -(-sizes.rows // lanes)
     n_blocks = -(-n_vectors // target.max_vectors)
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
-    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
-        factors = exact_factors(problem)
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     copies_keys = packs_values = False
     if n_blocks > 1:
@@ -110,12 +133,18 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         copies_keys = key_nbytes > 0
         packs_values = _packs_values(problem, target, blocks, 2 * constants.COPY_NBYTES - key_nbytes)
     return Schedule(
-        num_threads=min(num_threads, heads * n_blocks), is_small=small, uses_split_kv=False, block_k=block_k,
-        n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes,
-        n_tasks=heads * n_blocks, copies_keys=copies_keys, packs_values=packs_values,
+        num_threads=min(num_threads, heads * n_blocks), is_small=small, uses_split_kv=False,
+        block_k=_block_k(sizes.len_k), n_vectors=n_vectors, n_blocks=n_blocks,
+        max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=heads * n_blocks, copies_keys=copies_keys,
+        packs_values=packs_values,
         converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
         keeps_query=uses_pairs, uses_pairs=uses_pairs, **factors._asdict(),
     )  # fmt: skip
+
+
+def _block_k(len_k: int) -> int:
+    """Keys of a key tile, no more than there are."""
+    return min(constants.BLOCK_K, max(WORD, _up(len_k, WORD)))
 
 
 def _keeps_query(problem: Problem) -> bool:

@@ -68,6 +68,7 @@ class Backend(Protocol):
         The functions are methods of a call and of its `num_threads`, which may be None: `rope` fills
         ``call.out``, `linear_attention` fills ``call.out`` and ``call.lost`` and returns the `LinearState`,
         if that is asked for; `gated_linear_attention` fills ``call.out`` and returns the state likewise, and
-        `gated_linear_attention_backward` returns `RecurrentGradients`; `causal_conv1d` fills ``call.out``.
+        `gated_linear_attention_backward` returns `RecurrentGradients`; `causal_conv1d` and `max_similarity`
+        fill ``call.out``, `reduce_scores` the scores and their keys.
         """
         return [f"it has no {name}"]

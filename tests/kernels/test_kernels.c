@@ -27,6 +27,7 @@
 #include "test_recurrent.c"
 #include "test_conv.c"
 #include "test_recurrent_gradient.c"
+#include "test_reductions.c"
 #include "test_inputs.c"
 #include "test_independence.c"
 #include "test_fused.c"
@@ -75,6 +76,8 @@ static const struct {
     {"recurrent", test_recurrent},
     {"conv", test_conv},
     {"recurrent_gradient", test_recurrent_gradient},
+    {"topk_keys", test_topk_keys},
+    {"max_keys", test_max_keys},
     {"dot", test_dot},
     {"has_nonfinite", test_has_nonfinite},
     {"differentiate", test_differentiate},

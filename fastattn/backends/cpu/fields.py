@@ -130,6 +130,7 @@ SCRATCH = {
     "staged_rows": "char *",  # where those rows begin
     "drop_words": "uint32_t",  # bits of the weights of a tile that dropout keeps
     "drop_rows": "int64_t",  # the number of each lane's row of weights
+    "index_rows": "int64_t *",  # reductions: the keys of each lane's largest scores
     # Fused sweep.
     "query_groups": "char",  # the groups of a task's query blocks, see kernels/fused.h
     "weight_groups": "char",  # of two tiles of weights

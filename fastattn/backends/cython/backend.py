@@ -15,11 +15,17 @@ from fastattn._call.gradients import Backward, Gradients
 from fastattn._call.linear import LEAST, MOST, LinearCall, LinearState, broadcast, elu_plus_one, shared
 from fastattn._call.problem import Problem
 from fastattn._call.recurrent import RecurrentBackward, RecurrentCall, RecurrentGradients
+from fastattn._call.reductions import ReductionCall, SimilarityCall
 from fastattn._call.rope import Rotation
-from fastattn._call.schedule import Target, make_backward_schedule, make_schedule
-from fastattn._call.storage import SWAPPED, storage_of
+from fastattn._call.schedule import (
+    Target,
+    make_backward_schedule,
+    make_reduction_schedule,
+    make_schedule,
+)
+from fastattn._call.storage import INT8, SWAPPED, storage_of
 from fastattn._machine import host, threads
-from fastattn._machine.constants import ISAS
+from fastattn._machine.constants import ISAS, SMALL_WORK
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.record import write_record
@@ -47,6 +53,9 @@ else:
 
 #: Lanes to which rows of the kernels are padded, of any instruction set.
 _LANES = 16
+
+#: The scale of integers that stand for themselves.
+_ONE = np.float32(1)
 
 
 class CythonBackend(Backend):
@@ -201,6 +210,32 @@ class CythonBackend(Backend):
             self.limit_of_call(num_threads),
         )
 
+    def reduce_scores(self, call: ReductionCall, num_threads: int | None) -> None:
+        problem = call.problem
+        target = Target(**driver.target(problem.dtype.itemsize))
+        limit = self.thread_limit(host.threads_for(num_threads))
+        schedule = make_reduction_schedule(problem, target, limit)
+        record = write_record(problem, schedule, target, index_rows=8 * schedule.max_lanes)
+        driver.reduce_scores(record, problem.arrays(), call.keys, schedule.num_threads)
+
+    def max_similarity(self, call: SimilarityCall, num_threads: int | None) -> None:
+        scale = call.scale
+        if scale is None:
+            scale = np.broadcast_to(_ONE, call.document.shape)
+        first = np.concatenate(([0], np.cumsum(call.query_lengths)))
+        driver.max_similarity(
+            call.query,
+            call.document,
+            scale,
+            _storages((call.query, call.document), call.dtype),
+            first,
+            call.starts,
+            call.lengths,
+            call.out,
+            call.dtype.itemsize,
+            1 if call.work < SMALL_WORK else self.limit_of_call(num_threads)(),
+        )
+
     def limit_of_call(self, num_threads: int | None) -> Callable[[], int]:
         """Asked where several threads may be faster: how many a call with this `num_threads` may have."""
         return lambda: self.thread_limit(host.threads_for(num_threads))
@@ -212,9 +247,13 @@ backend = CythonBackend()
 def _storages(arrays: tuple[np.ndarray | None, ...], dtype: np.dtype) -> tuple[int, ...]:
     """How the numbers of each are stored, and whether their bytes are swapped."""
     return tuple(
-        0 if x is None or x.dtype == dtype else storage_of(x.dtype) | (0 if x.dtype.isnative else SWAPPED)
+        0 if x is None or x.dtype == dtype else _storage(x.dtype) | (0 if x.dtype.isnative else SWAPPED)
         for x in arrays
     )
+
+
+def _storage(dtype: np.dtype) -> int:
+    return INT8 if dtype == np.int8 else storage_of(dtype)
 
 
 def available_isas(names: Sequence[str] = ISAS) -> list[str]:

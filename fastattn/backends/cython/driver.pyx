@@ -70,6 +70,7 @@ include "rope.pxi"       # rotary position embedding, a pass over rows of its ow
 include "recurrent.pxi"  # linear attention and its relatives: a state that tokens are added to
 include "recurrent_gradient.pxi"  # its gradients: chunks of tokens from the last to the first, states computed again
 include "conv.pxi"       # the short causal convolution before it
+include "reductions.pxi"  # the largest scores of each query, and of each document
 
 HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
 

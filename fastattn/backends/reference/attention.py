@@ -8,7 +8,7 @@ own numbers alone, not on strides or on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,15 +134,28 @@ def _allowed(block: _QueryBlock) -> np.ndarray:
     return allowed
 
 
+def score_blocks(problem: Problem) -> Iterator[tuple[tuple[Any, ...], int, np.ndarray]]:
+    """A block at a time: where its rows are among ``(*lead, H, L)``, its first key, and its scores, -inf
+    where masked."""
+    for block in _query_blocks(problem):
+        scores, _, _ = _masked_scores(block)
+        yield (*block.item, block.head, block.rows), block.keys.start, scores
+
+
+def _masked_scores(block: _QueryBlock) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores, -inf where masked; those before bias and masks; and which keys are allowed."""
+    problem, _, _, item, head, _, rows, _, _ = block
+    allowed = _allowed(block)
+    # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
+    query = np.array(problem.query[item][head, rows], problem.dtype, order="C")
+    return (*_scores(block, query, allowed), allowed)
+
+
 def _attend(block: _QueryBlock) -> None:
     """softmax(scores) V."""
     problem, _, _, item, head, _, rows, keys, _ = block
     dtype = problem.dtype.type
-    allowed = _allowed(block)
-    # A copy even where it is contiguous: NumPy multiplies a matrix with its own transpose in another way.
-    query = np.array(problem.query[item][head, rows], dtype, order="C")
-
-    scores, _ = _scores(block, query, allowed)
+    scores, _, allowed = _masked_scores(block)
     sink = dtype(-np.inf) if problem.sinks is None else problem.sinks[head]
     row_max = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     empty = row_max == -np.inf  # a row without keys: its weights are exp(-inf - 0) = 0, whatever its sink is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastattn.backends._base import Backend
-from fastattn.backends.reference import attention, conv, linear, recurrent, rope
+from fastattn.backends.reference import attention, conv, linear, recurrent, reductions, rope
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastattn._call.linear import LinearCall, LinearState
     from fastattn._call.problem import Problem
     from fastattn._call.recurrent import RecurrentBackward, RecurrentCall, RecurrentGradients
+    from fastattn._call.reductions import ReductionCall, SimilarityCall
     from fastattn._call.rope import Rotation
 
 
@@ -60,6 +61,12 @@ class ReferenceBackend(Backend):
 
     def causal_conv1d(self, call: ConvolutionCall, num_threads: int | None) -> None:
         conv.convolve(call)
+
+    def reduce_scores(self, call: ReductionCall, num_threads: int | None) -> None:
+        reductions.reduce_scores(call)
+
+    def max_similarity(self, call: SimilarityCall, num_threads: int | None) -> None:
+        reductions.max_similarity(call)
 
 
 backend = ReferenceBackend()

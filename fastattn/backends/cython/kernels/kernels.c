@@ -111,6 +111,7 @@ static __attribute__((noinline)) const char *gather_elements(char *to, const cha
 #include "recurrent.h"
 #include "conv.h"
 #include "recurrent_gradient.h"
+#include "reductions.h"
 #include "rope.h"
 
 #define KERNEL(name) .name = name
@@ -140,4 +141,5 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     KERNEL(add_products), KERNEL(weigh), KERNEL(substitute_back), KERNEL(cross_tokens), KERNEL(cross_columns), KERNEL(add_outside),
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
     KERNEL(add_columns), KERNEL(uncap),
+    KERNEL(topk_keys), KERNEL(max_keys),
 };

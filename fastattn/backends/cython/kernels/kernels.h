@@ -334,6 +334,17 @@ typedef struct {
 
     /* change *= 1 - (capped / softcap)^2, the slope of the soft-cap; 0 stays 0. */
     void (*uncap)(void *change, const void *capped, ptrdiff_t ld, ptrdiff_t n_keys, double softcap);
+
+    /* Reductions over keys, in the place of the softmax. NaN counts as the largest number. */
+
+    /* Takes scores into the k largest of each row so far: values[r], k contiguous REAL in falling order, of equal ones the
+     * earliest key first, and index[r], their keys, of which s[j] has key0 + j. -inf is never taken. At first values are
+     * -inf; the keys come in rising order. r < n_rows, whose vectors `stops` has. */
+    void (*topk_keys)(char *const *values, int64_t *const *index, ptrdiff_t k, ptrdiff_t n_rows, const void *s, ptrdiff_t ld,
+                      const ptrdiff_t *stops, ptrdiff_t key0);
+
+    /* top[lane] = max(top[lane], s[j][lane]), j < n_keys; once NaN it stays NaN. */
+    void (*max_keys)(void *top, const void *s, ptrdiff_t ld, ptrdiff_t n_keys);
 } fastattn_kernels;
 
 /* The table for an ISA by name ("avx512", "avx2", "neon", "portable") and element size (4 or 8), or NULL

@@ -128,7 +128,7 @@ def reduce_scores(
     >>> query, key = np.random.default_rng(0).standard_normal((2, 8, 100, 64), dtype=np.float32)
     >>> values, index = fastattn.reduce_scores(query, key, reduction="topk", k=3, causal=True)
     >>> values.shape, index[0, :3].tolist()
-    ((8, 100, 3), [[0, -1, -1], [1, 0, -1], [0, 1, 2]])
+    ((8, 100, 3), [[0, -1, -1], [0, 1, -1], [0, 2, 1]])
     >>> lse = fastattn.reduce_scores(query, key, reduction="logsumexp")
     >>> bool((lse >= fastattn.reduce_scores(query, key, reduction="max")[0]).all())
     True

@@ -175,11 +175,13 @@ class Problem(NamedTuple, Generic[Array]):
 
         mask_map = self.mask_map
         sinks: Any = self.sinks
+        if sinks is not None:
+            sinks = np.ascontiguousarray(sinks[heads])
         return self._replace(
             query=part(self.query),
             out=part(self.out),
             bias=part(self.bias),
-            sinks=None if sinks is None else np.ascontiguousarray(sinks[heads]),
+            sinks=sinks,
             dense=part(self.dense),
             lse=None,
             weights=None,

@@ -17,12 +17,12 @@ def reduce_scores(call: ReductionCall) -> None:
     k = values.shape[-1]
     with np.errstate(all="ignore"):
         for place, first_key, scores in score_blocks(call.problem):
-            # The last key decides first: NaN before all numbers, then falling; equal ones keep their order.
-            order = np.lexsort((-scores, ~np.isnan(scores)))[:, :k]
-            largest = np.take_along_axis(scores, order, axis=-1)
-            n = order.shape[1]
-            values[place][:, :n] = largest
-            call.keys[place][:, :n] = np.where(largest == -np.inf, -1, order + first_key)
+            for r, row in enumerate(scores):
+                # NaN before all numbers, which fall; equal ones keep their order.
+                order = np.lexsort((-row, ~np.isnan(row)))[:k]
+                largest = row[order]
+                values[place][r, : len(order)] = largest
+                call.keys[place][r, : len(order)] = np.where(largest == -np.inf, -1, order + first_key)
 
 
 def max_similarity(call: SimilarityCall) -> None:

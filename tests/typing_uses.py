@@ -51,6 +51,16 @@ def packed_documents() -> None:
     assert_type(unknown, np.ndarray | tuple[np.ndarray, ...])
 
 
+def scores_without_values() -> None:
+    assert_type(fastattn.reduce_scores(x, x, reduction="max", causal=True), Pair)
+    assert_type(fastattn.reduce_scores(x, x, reduction="topk", k=2, mask=Window(2, 0)), Pair)
+    assert_type(fastattn.reduce_scores(x, x, reduction="logsumexp", sinks=[0.0, 1.0]), np.ndarray)
+    assert_type(fastattn.key_weights(x, x, key_lengths=[4], num_threads=1), np.ndarray)
+    assert_type(
+        fastattn.max_similarity(x[0], fastattn.Quantized.encode(x[0]), document_lengths=[5, 3]), np.ndarray
+    )
+
+
 def functions_of_the_caller() -> None:
     assert_type(fastattn.flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: -score), np.ndarray)
     block_mask = fastattn.create_block_mask(lambda b, h, i, j: i != j, None, None, 5, 5)

@@ -17,11 +17,11 @@ typedef struct {
 } job;
 
 static fastattn_blas_callback callback;
-static int blas_threads = 4, serial_threads, busy[MAX_THREADS], wrong, products;
+static int blas_threads = 4, busy[MAX_THREADS], wrong, products;
 
 static void set_callback(fastattn_blas_callback wanted) { callback = wanted; }
 static int num_threads(void) { return blas_threads; }
-static void set_num_threads(int n) { serial_threads = n; }
+static void set_num_threads(int n) { blas_threads = n; }
 
 static void run_job(int number, void *data, int argument) {
     job *mine = data;
@@ -74,12 +74,13 @@ static void multiply_from_all_threads_of_a_region(int threads) {
         multiply(1 + (n + omp_get_thread_num()) % 5);
 }
 
-/* What a child forked by this thread finds: bit 0 for a callback that is still set, the threads that were set above. */
+/* What a child forked by this thread finds: bit 0 for a callback that is still set, bit 1 for shared threads, and above
+ * the number of threads that products have. */
 static int in_a_child(void) {
     int status;
     pid_t child = fork();
     if (child == 0)
-        _exit((callback != NULL) | (fastattn_blas_is_shared() << 1) | serial_threads << 2);
+        _exit((callback != NULL) | (fastattn_blas_is_shared() << 1) | blas_threads << 2);
     waitpid(child, &status, 0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
@@ -92,11 +93,11 @@ int main(void) {
     CHECK(!fastattn_blas_is_shared() && callback == NULL);
     CHECK(fastattn_blas_share(NULL) == 0 && callback == NULL);
     CHECK(fastattn_blas_share(&blas) == 0 && fastattn_blas_is_shared() && callback != NULL);
-    CHECK(in_a_child() == 0);
+    CHECK(in_a_child() == 4 << 2);
     for (int n_jobs = 1; n_jobs <= 9; n_jobs++)
         multiply(n_jobs);
     CHECK(products == 9 && !wrong);
-    CHECK(in_a_child() == 0); /* nobody else multiplies: all threads of the child's own */
+    CHECK(in_a_child() == 4 << 2); /* nobody else multiplies: all threads of the child's own */
 
     for (int n = 1; n <= 4; n++)
         multiply_from_all_threads_of_a_region(n);
@@ -108,6 +109,7 @@ int main(void) {
         CHECK(pthread_create(&threads[n], NULL, multiply_often, NULL) == 0);
     for (int n = 0; n < 20; n++) {
         CHECK(in_a_child() == 1 << 2); /* it might wait for others' locks: one thread */
+        CHECK(blas_threads == 4);
         usleep(1000);
     }
     for (int n = 0; n < 8; n++)

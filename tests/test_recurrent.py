@@ -118,6 +118,24 @@ def test_no_less_exact_than_token_by_token(rule, reach):
         assert errors[0] <= most * errors[1]
 
 
+@pytest.mark.parametrize("rule", ["delta", "gated_delta", "kimi"])
+@pytest.mark.parametrize("backend", ["cython", "reference"])
+def test_a_state_that_grows(rule, backend):
+    """By long keys, or negative rates, it grows from token to token. Chunks then err as token by token."""
+    for rate, norm in ((1, 2.5), (-1, 1)):
+        ours, theirs = [], []
+        for seed in range(12):
+            arrays, gates = inputs(rule, L=24, D=2, E=2, seed=seed, decay=0.05)
+            arrays, gates["beta"] = (arrays[0], arrays[1] * norm, arrays[2]), gates["beta"] * rate
+            exact = recurrence(arrays, **gates)[0]
+            size = np.abs(exact).max(axis=(-2, -1), keepdims=True)
+            got = gated_linear_attention(*map(np.float32, arrays), **gates, backend=backend)
+            by_token = recurrence(arrays, **gates, dtype=np.float32)[0]
+            ours.append((got - exact) / size)
+            theirs.append((by_token - exact) / size)
+        assert np.sqrt(np.mean(np.square(ours))) <= 2 * np.sqrt(np.mean(np.square(theirs)))
+
+
 def dtype_of(name):
     return np.dtype(name).type
 

@@ -8,7 +8,8 @@
 #
 # Decays of a whole token are factors of scores and of rows. Decays of columns are factors of queries and keys,
 # exp(sum - m) and exp(m - sum), m about the middle of the sums of a chunk, which ends before they leave their range. A chunk
-# also ends before a token with a nonfinite number: no earlier row can read it then.
+# also ends before a token with a nonfinite number: no earlier row can read it then. A token by whose delta rule the state may
+# grow is worked on alone: of several, results would be differences of much larger numbers.
 #
 # Queries, and keys that the delta rule asks for, are packed by lanes of tokens, and so are scores. All else is rows of tokens:
 # their results have columns of values as lanes, and read the packed tokens a panel at a time.
@@ -33,6 +34,9 @@ cdef enum:
     SEGMENT_HEADS = 4
     MOST_SEGMENTS = 64
     SEGMENT_TOKENS = 1024
+
+# Beyond 0 and 2, of beta times a key's product with itself: far more than rounding of keys of norm 1 gives at a rate of 2.
+cdef double GROWTH_MARGIN = 0.01
 
 ctypedef enum RecurrentPhase:
     WHOLE_HEADS      # a task is a head, or some columns of its values: all of its tokens
@@ -319,11 +323,19 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
 cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Ends the chunk before a token that has to begin one."""
     cdef Py_ssize_t i, size = n.itemsize
+    cdef const char *row
+    cdef double rate
     if t.may_be_nonfinite:
         t.n = find_nonfinite(n, t.keys, n.ld, t.n)
         t.n = find_nonfinite(n, t.values, n.values_ld, t.n)
     if n.has_beta:
         t.n = find_nonfinite(n, t.beta, 1, t.n)
+        for i in range(t.n):
+            row = t.keys + i * n.ld * size
+            rate = get_real(t.beta + i * size, size) * n.kernels.dot(row, row, n.ld)
+            if not -GROWTH_MARGIN <= rate <= 2 + GROWTH_MARGIN:
+                t.n = max(i, 1)
+                break
     if n.has_columns:
         t.n = n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
     elif n.has_token_decay:

@@ -19,6 +19,8 @@ from fastattn._call.recurrent import RecurrentBackward, RecurrentCall, Recurrent
 _CHUNK, _CHUNK_OF_COLUMNS = 64, 16
 #: Of what is as good as -inf: a sum of a chunk of it is no infinity, whose differences were NaN.
 _NO_TRACE = -1e4
+#: Beyond 0 and 2, of beta times a key's product with itself: rounding gives keys of norm 1 far less.
+_GROWTH_MARGIN = 0.01
 
 
 def attend(call: RecurrentCall) -> np.ndarray | None:
@@ -50,6 +52,10 @@ def _attend_item(call: RecurrentCall, item: Any, chunk: int) -> tuple[np.ndarray
     out = np.empty((*q.shape[:-1], E), dtype)
     k, v = (x[item][:, None, :n].astype(dtype, order="C") for x in (call.key, call.value))
     decay, beta = (None if x is None else x[item][:, None, :n] for x in (call.decay, call.beta))
+    if beta is not None:
+        rates = beta * np.square(k).sum(-1, keepdims=True)
+        if rates.min(initial=0) < -_GROWTH_MARGIN or rates.max(initial=0) > 2 + _GROWTH_MARGIN:
+            chunk = 1  # the state may grow: results of chunks would be differences of much larger numbers
     state = np.zeros((K, 1, D, E), dtype) if call.earlier is None else call.earlier[item][:, None]
     if decay is not None:
         decay = np.maximum(decay.astype(FLOAT64), _NO_TRACE)

@@ -172,6 +172,12 @@ reference_is_slow = on(
 )
 #: For what is promised of compiled kernels: a row's sums do not depend on other rows, for one.
 on_compiled = on(it for it in ENGINES if it.backend != "reference")
+#: The same, where Numba's first call of each specialisation takes most of the time.
+numba_is_slow = on(
+    pytest.param(it, marks=pytest.mark.slow if it.backend == "numba" else ())
+    for it in ENGINES
+    if it.backend != "reference"
+)
 on_cython = on(it for it in ENGINES if it.backend == "cython")
 #: Numba reads neither 16 bits nor pages: `test_backends_that_read_none_say_so`, in two files.
 READS_STORAGE = tuple(it for it in ENGINES if it.backend != "numba")

@@ -12,7 +12,7 @@ import pytest
 import fastattn
 from tests import naive
 from tests.cases import random_arrays
-from tests.conftest import USABLE, Engine, on_compiled
+from tests.conftest import USABLE, Engine, numba_is_slow
 
 torch = pytest.importorskip("torch", reason="compares with PyTorch's accuracy")
 
@@ -191,7 +191,7 @@ def _takes_seconds(table):
     return table.sizes[2] * table.sizes[3] > 300
 
 
-@on_compiled
+@numba_is_slow
 @pytest.mark.parametrize(
     "table",
     [pytest.param(it, marks=pytest.mark.slow if _takes_seconds(it) else ()) for it in REDUCED],

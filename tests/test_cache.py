@@ -248,7 +248,7 @@ def test_random_programs(backend, storage, window, page_size, poison, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_many_random_programs(backend, seed, poison, tmp_path):
     storage = STORAGES[seed % len(STORAGES)]
     window = WINDOWS[list(WINDOWS)[seed % len(WINDOWS)]]

@@ -12,7 +12,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from tests.cases import FLOATS
-from tests.conftest import FLOAT32_FIRST, Engine, computes_gradients
+from tests.conftest import FLOAT32_FIRST, computes_gradients
 from tests.naive import allowed_keys
 from tests.process import python
 from tests.test_memory import SCRIPT
@@ -464,28 +464,3 @@ def test_errors_of_the_forward_call(changed, error):
 def test_what_it_refuses(changed, error, said):
     with pytest.raises(error, match=said):
         call(**changed)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the clock of a process")
-def test_pairs_of_different_documents_take_no_time():
-    """With 16 times the tokens, in documents as long, a call takes some 16 times as long. It took 90 times as
-    long when each task looked at every query."""
-    script = """
-import time
-import numpy as np
-import fastattn
-
-def seconds(length):
-    x = np.random.default_rng(0).standard_normal((length, 1, 16), dtype=np.float32)
-    starts = np.arange(0, length + 1, 64)
-    out, lse = fastattn.varlen_attention(x, x, x, starts, return_lse=True)
-    taken = []
-    for _ in range(3):
-        begin = time.process_time()
-        fastattn.varlen_attention_backward(x, x, x, x, out, lse, starts, num_threads=1)
-        taken.append(time.process_time() - begin)
-    return min(taken)
-
-print(seconds(2**18) / seconds(2**14))
-"""
-    assert float(python(script, env=Engine("cython").environment())) < 32

@@ -82,7 +82,7 @@ class Bias(Value):
 class Relative(Bias):
     """A number for each distance: ``bias[h, i, j] = table[h, i + S - L - j + offset]``.
 
-    The last query is at the last key, as with ``causal="bottom_right"``. Distances beyond the ends of the
+    The last query is at the last of ``S`` keys, whatever `key_lengths` say. Distances beyond the ends of the
     table have its nearest entry.
 
     Parameters

@@ -170,6 +170,31 @@ def test_other_functions_take_it():
         fastattn.varlen_attention(*packed, starts, np.array([0, 12, 13, 40]), bias=bias)
 
 
+def test_reductions_and_gradients_of_packed_documents_take_it():
+    query, key, _, table = inputs(4, 2, 40, 40, 9, 4, np.float64, lead=())
+    bias = Relative(table, 4)
+    stored = bias.materialize(4, 40, 40)
+    wanted = fastattn.key_weights(query, key, bias=stored)
+    assert_same_bits(fastattn.key_weights(query, key, bias=bias), wanted)
+    for reduction in ("max", "logsumexp"):
+        ours, theirs = (
+            fastattn.reduce_scores(query, key, reduction=reduction, bias=x) for x in (bias, stored)
+        )
+        np.testing.assert_array_equal(ours, theirs)
+    packed, starts = query.swapaxes(0, 1), [0, 13, 13, 40]
+    out, lse = fastattn.varlen_attention(packed, packed, packed, starts, bias=bias, return_lse=True)
+    got, wanted = (
+        fastattn.varlen_attention_backward(
+            out, packed, packed, packed, out, lse, starts, bias=x, wrt=("query", "bias")
+        )
+        for x in (bias, stored)
+    )
+    assert_same_bits(got.query, wanted.query)
+    sums = np.zeros(table.shape)
+    np.add.at(sums, (np.arange(4)[:, None, None], entries(40, 40, 9, 4)), wanted.bias)
+    np.testing.assert_allclose(got.bias, sums, rtol=0, atol=1e-12)
+
+
 def test_memory_does_not_grow_with_the_scores():
     import tracemalloc
 

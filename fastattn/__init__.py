@@ -32,6 +32,7 @@ The wings. A wing imports from those above it alone:
 ===================  =================================================================================
 ``_machine``         the process: CPU and environment, threads and forks, arrays of others, constants
 `fastattn.masks`     mask objects, and masks bound to a problem: key intervals, or tiles with bits
+`fastattn.biases`    bias objects, which are added to scores without an array of all
 ``_call``            one call as data: options, arguments, storage, `Problem`, `Schedule`; checks are here
 ``backends``         each gives reasons why it cannot take a problem, and runs those that it can
 ``_api``             the public functions, each a list of stages; prepared calls; the C entry

@@ -101,10 +101,10 @@ class Relative(Bias):
 
     Notes
     -----
-    Memory and time to prepare a call: ``H * (L + S)`` numbers. Kernels read them in place, in any row. The
-    results are those of the array that `materialize` gives, bit for bit, and so are those of the gradient
-    ``"bias"`` of `fastattn.attention_backward` to rounding, which has the shape of the table: sums along the
-    diagonals of the scores, in float64 and in an order that the sizes alone decide.
+    Memory and time to prepare a call: ``H * (L + S)`` numbers, which kernels read in place. Results are those
+    of the array that `materialize` gives, bit for bit. The gradient ``"bias"`` of
+    `fastattn.attention_backward` has the shape of the table: sums along the diagonals of the scores, those of
+    a tile in the type of the computation and all others in float64, in an order that the sizes alone decide.
 
     References
     ----------
